@@ -1,0 +1,1 @@
+"""Files of weights: containers, number formats, and where models come from."""

@@ -1,0 +1,29 @@
+"""The number formats a stored tensor may have: exactly these fifteen, each a row of equal blocks."""
+
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """A block of `block` elements takes `nbytes` bytes."""
+
+    block: int
+    nbytes: int
+
+
+KINDS: dict[str, Kind] = {
+    "F32": Kind(1, 4),
+    "F16": Kind(1, 2),
+    "BF16": Kind(1, 2),
+    "Q4_0": Kind(32, 18),
+    "Q4_1": Kind(32, 20),
+    "Q5_0": Kind(32, 22),
+    "Q5_1": Kind(32, 24),
+    "Q8_0": Kind(32, 34),
+    "Q2_K": Kind(256, 84),
+    "Q3_K": Kind(256, 110),
+    "Q4_K": Kind(256, 144),
+    "Q5_K": Kind(256, 176),
+    "Q6_K": Kind(256, 210),
+    "IQ4_NL": Kind(32, 18),
+    "IQ4_XS": Kind(256, 136),
+}

@@ -1,0 +1,60 @@
+"""What every file of weights looks like from above: names, shapes and tensors, whatever the container."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+
+class WeightError(ValueError):
+    """A weight file that cannot be used; one line that says what is wrong and, where there is one, the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor. `shape` is in torch order ([out, in] for a linear), `kind` the stored number format."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    nbytes: int
+
+    @property
+    def rows(self) -> int:
+        """Product of all sizes but the last: quantised blocks never cross a row."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row as stored."""
+        return self.nbytes // self.rows
+
+
+class WeightSource(Protocol):
+    """An open file (or folder) of named tensors."""
+
+    path: Path
+    format: Literal["gguf", "safetensors"]
+
+    def names(self) -> list[str]:
+        """Names of all tensors, in file order."""
+        ...
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and format of a tensor. Raises WeightError when there is none of that name."""
+        ...
+
+    def raw(self, name: str) -> np.ndarray:
+        """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
+        ...
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the file; views that are still held stay valid until they are dropped."""
+        ...
