@@ -1,0 +1,86 @@
+"""Settings: what a model is (`ModelConfig`) and how an engine is run (`EngineConfig`). Plain data."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions. `scaling` is none | linear | llama3 (Llama 3.1's frequency bands)."""
+
+    theta: float = 10000.0
+    dim: int | None = None  # rotated part of a head; None: all of it
+    scaling: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    interleaved: bool = False  # pairs (2i, 2i+1) instead of (i, i + dim/2)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """An architecture's numbers, whatever file they came from (HF config.json or GGUF metadata)."""
+
+    architecture: str  # HF model_type: llama, qwen2, qwen3, gemma3_text, gpt2
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_position: int
+    norm_eps: float = 1e-5
+    rope: RopeConfig | None = None
+    rope_local: RopeConfig | None = None  # gemma3: sliding layers
+    tied_head: bool = True
+    qkv_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()  # per layer; empty: `sliding_window` holds for all
+    attn_scale: float | None = None  # None: head_dim ** -0.5
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    embed_scale: float = 1.0
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer in tokens, or None where it attends to everything."""
+        if self.sliding_layers and not self.sliding_layers[layer]:
+            return None
+        return self.sliding_window
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """K and V of all layers for one token (card A2; n_kv heads, not n_heads: W29)."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and policy of the scheduler. `online` keeps steps short, `offline` fills them."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+    policy: str = "continuous"  # continuous | static
+
+    @classmethod
+    def preset(cls, name: str, max_model_len: int, max_num_seqs: int = 32) -> "SchedulerConfig":
+        """online: small chunks, low ITL; offline: big steps, most tokens/s."""
+        budgets = {"online": 512, "offline": 2048}
+        if name not in budgets:
+            raise ValueError(f"unknown preset {name!r}; choose online or offline")
+        return cls(max_num_seqs=max_num_seqs, max_num_batched_tokens=budgets[name], max_model_len=max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged pool: number of blocks, tokens a block, whether prefixes are shared between requests."""
+
+    num_blocks: int
+    block_size: int = 16
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_blocks=256))

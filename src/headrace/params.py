@@ -1,0 +1,167 @@
+"""What a caller may ask of one request: `SamplingParams`, checked when it is made."""
+
+import math
+from typing import Self
+
+import msgspec
+
+MAX_N = 64
+MAX_LOGPROBS = 64
+MAX_STOP = 64
+
+
+class ParamError(ValueError):
+    """A parameter no request can have; the message says which and what to change."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ParamError(message)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
+
+    Logits are processed in the order of card B1: bias, bad words, min_tokens -> no-repeat-ngram -> repetition ->
+    frequency and presence -> temperature -> top-k -> typical -> top-p -> min-p -> draw. `temperature` below 0.01 is greedy.
+    Raises ParamError (a ValueError) when a value cannot be meant.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # once per distinct token of prompt and output (CTRL, sign-aware)
+    presence_penalty: float = 0.0  # once per distinct token of the output
+    frequency_penalty: float = 0.0  # per occurrence in the output
+    no_repeat_ngram: int = 0  # 0: off
+    logit_bias: dict[int, float] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16  # None: up to the context limit
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None  # None: off; k: the drawn token and the k best
+    logprobs_mode: str = "raw"  # raw | processed
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    priority: int = 0  # lower runs first
+
+    def __post_init__(self) -> None:
+        for name in _SEQUENCES:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, (value,))
+            elif isinstance(value, list):
+                fixed = tuple(tuple(v) if isinstance(v, list) else v for v in value)
+                msgspec.structs.force_setattr(self, name, fixed)
+        self._check_types()
+        self._check_ranges()
+
+    def _check_types(self) -> None:
+        for name in _FLOATS:
+            value = getattr(self, name)
+            _require(
+                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+                f"{name} must be a finite number, not {value!r}",
+            )
+        for name in _INTS:
+            value = getattr(self, name)
+            optional = name in _OPTIONAL_INTS and value is None
+            _require(
+                optional or (isinstance(value, int) and not isinstance(value, bool)),
+                f"{name} must be an integer{' or None' if name in _OPTIONAL_INTS else ''}, not {value!r}",
+            )
+
+    def _check_ranges(self) -> None:
+        _require(1 <= self.n <= MAX_N, f"n must be between 1 and {MAX_N}, not {self.n}")
+        _require(0.0 <= self.temperature <= 100.0, f"temperature must be between 0 and 100, not {self.temperature}")
+        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
+        for name in ("top_p", "typical_p"):
+            value = getattr(self, name)
+            _require(0.0 < value <= 1.0, f"{name} must be above 0 and at most 1, not {value}")
+        _require(0.0 <= self.min_p <= 1.0, f"min_p must be between 0 and 1, not {self.min_p}")
+        _require(
+            0.01 <= self.repetition_penalty <= 10.0,
+            f"repetition_penalty must be between 0.01 and 10 (1 is off), not {self.repetition_penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, f"{name} must be between -2 and 2, not {value}")
+        _require(0 <= self.no_repeat_ngram <= 64, f"no_repeat_ngram must be between 0 and 64, not {self.no_repeat_ngram}")
+        _require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
+        if self.max_tokens is not None:
+            _require(self.max_tokens >= 1, f"max_tokens must be 1 or more, not {self.max_tokens}")
+            _require(
+                self.min_tokens <= self.max_tokens,
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, f"{name} must be between 0 and {MAX_LOGPROBS}, not {value}")
+        _require(self.logprobs_mode in ("raw", "processed"), f"logprobs_mode must be raw or processed, not {self.logprobs_mode!r}")
+        _require(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2**64 - 1, not {self.seed}")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        _require(len(self.stop) <= MAX_STOP, f"at most {MAX_STOP} stop strings, not {len(self.stop)}")
+        _require(
+            all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty text; remove the empty one"
+        )
+        ids = [*self.stop_token_ids, *(self.allowed_token_ids or ()), *(t for word in self.bad_words for t in word)]
+        ids += list(self.logit_bias or ())
+        _require(
+            all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in ids),
+            "token ids (stop_token_ids, allowed_token_ids, bad_words, logit_bias) must be integers of 0 or more",
+        )
+        _require(all(self.bad_words), "a bad word needs at least one token; remove the empty one")
+        _require(self.allowed_token_ids != (), "allowed_token_ids is empty: nothing could be drawn; name at least one id")
+        for token, bias in (self.logit_bias or {}).items():
+            _require(
+                isinstance(bias, (int, float)) and -100.0 <= bias <= 100.0,
+                f"logit_bias of token {token} must be between -100 and 100, not {bias!r}",
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the draw is an argmax: temperatures below 0.01 are (W12: T = 0 is a case of its own)."""
+        return self.temperature < 0.01
+
+    def replace(self, **changes: object) -> Self:
+        """A copy with some fields changed, checked again."""
+        return msgspec.structs.replace(self, **changes)
+
+    @classmethod
+    def precise(cls, **changes: object) -> Self:
+        """Greedy: the same answer each time, for facts, extraction and code."""
+        return cls(**{"temperature": 0.0, "max_tokens": None, **changes})  # type: ignore[arg-type]
+
+    @classmethod
+    def balanced(cls, **changes: object) -> Self:
+        """A chat setting: some variety, little nonsense."""
+        return cls(**{"temperature": 0.7, "top_p": 0.9, "max_tokens": None, **changes})  # type: ignore[arg-type]
+
+    @classmethod
+    def creative(cls, **changes: object) -> Self:
+        """Stories and ideas: a flat draw, kept sane by min-p."""
+        return cls(**{"temperature": 1.1, "min_p": 0.05, "max_tokens": None, **changes})  # type: ignore[arg-type]
+
+
+_SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_OPTIONAL_INTS = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
+_INTS = ("n", "top_k", "no_repeat_ngram", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "priority")

@@ -1,0 +1,292 @@
+"""Who is fed what in the next step: queues, token budget, blocks, preemption. Knows no strategy and no tensor.
+
+Work is known tokens + draft - computed (Orca's iteration-level scheduling, Sarathi-Serve's chunked prefill; cards C2, C3);
+preemption recomputes (card C4).
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.config import SchedulerConfig
+from headrace.kv.blocks import BlockManager, Span
+from headrace.types import Feed, NewSlot, Request, Sequence, Status, StepPlan, TableDelta
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """One feed of a plan and whose it is. `last`: the sequence's last known token is fed, so its logits exist."""
+
+    request: Request
+    seq: Sequence
+    feed: Feed
+    last: bool
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """A plan on its way through the executor, with what its result belongs to."""
+
+    plan: StepPlan
+    works: list[Work] = field(default_factory=list)
+    promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
+    ticket: Any = None
+
+
+class Scheduler:
+    """Builds step plans for the requests it holds.
+
+    Running requests go first, those that only decode before those in prefill, then waiting ones, each in the order
+    (priority, arrival). A request whose blocks run short preempts the last running one; nothing is admitted in such a step.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._step = 0
+        self._flights: list[Flight] = []
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []  # to be told to the runner with the next plan
+        self._new_slots: list[NewSlot] = []
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_order)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    @property
+    def held(self) -> list[Sequence]:
+        """Every sequence that may hold blocks."""
+        return [seq for request in self.requests for seq in request.seqs]
+
+    def finish(self, request: Request) -> None:
+        """Take a request out; its blocks and slots come back."""
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        request.status = Status.FINISHED
+        for seq in request.seqs:
+            self.drop(seq)
+        request.seqs = []
+
+    def drop(self, seq: Sequence) -> None:
+        """Give back what a sequence holds."""
+        self.blocks.release(seq)
+        self._free_slot(seq)
+
+    def commit(self, request: Request, parent: Sequence, children: list[Sequence]) -> None:
+        """Replace a sequence by its unfinished children: the first inherits table and slot, the others fork from it."""
+        at = request.seqs.index(parent)
+        for child in children[1:]:
+            self.blocks.fork(parent, child)
+            child.slot, child.sent, child.synced = self._slots.pop(), parent.sent, list(parent.synced)
+            self._new_slots.append(NewSlot(slot=child.slot, source=parent.slot))
+        if not children:
+            self.drop(parent)
+        elif children[0] is not parent:
+            _inherit(parent, children[0])
+        request.seqs[at : at + 1] = children
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+    def schedule(self) -> Flight | None:
+        """The next step's plan, or None when nothing can be fed now."""
+        flight = Flight(StepPlan(self._step))
+        while True:
+            self.blocks.begin()
+            before = self.preemptions
+            if not self._feed_running(flight):
+                self._admit(flight)
+            self.blocks.end()
+            if flight.works or self.preemptions == before:
+                break
+        if not flight.works:
+            return None
+        plan = flight.plan
+        plan.free, self._freed_slots = self._freed_slots, []
+        plan.new, self._new_slots = self._new_slots, []
+        self._step += 1
+        self._flights.append(flight)
+        return flight
+
+    def land(self, flight: Flight) -> None:
+        """The step's result is in, or it failed: its requests may be scheduled again."""
+        self._flights.remove(flight)
+        for work in flight.works:
+            work.request.in_flight = False
+
+    def advance(self, flight: Flight) -> None:
+        """The step went well: what it fed is computed, and full blocks are offered to others."""
+        for work in flight.works:
+            end = work.feed.start + work.feed.count
+            work.seq.computed = [max(done, end) for done in work.seq.computed]
+            self.blocks.publish(work.seq)
+
+    # -- feeding -------------------------------------------------------------------------------------------------------
+    def _feed_running(self, flight: Flight) -> bool:
+        """Feed the running requests; returns whether blocks ran short."""
+        short = False
+        for request in sorted(self.running, key=_decodes_first):
+            if request.in_flight or request.status is not Status.RUNNING:
+                continue
+            spans = self._spans(request, flight)
+            while (need := self.blocks.need(spans)) > self.blocks.available:
+                short = True
+                # What a victim gives up can be used from the next step on; then this request is tried again.
+                if need <= self.blocks.available + self.blocks.resting or not self._preempt_after(request):
+                    break
+            else:
+                self._feed(request, spans, flight)
+        return short
+
+    def _spans(self, request: Request, flight: Flight) -> list[Span]:
+        """The token range each sequence is to be fed: all it has, or, where that cannot be, all but the last token.
+
+        A request is caught up when all its sequences catch up in one step; until then each holds back its last token.
+        A sequence whose next block another feed is computing right now waits for it and then matches it.
+        """
+        room = self.config.max_num_batched_tokens - flight.plan.num_tokens
+        shares = not _scores_prompt(request)
+        promises = set(flight.promises)
+        held = False
+        spans: list[Span] = []
+        for seq in request.seqs:
+            if shares:
+                request.metrics.cached_tokens += self.blocks.match(seq)
+                if self._promised(seq, promises):
+                    held = True
+                    continue
+            start = min(seq.computed)
+            spans.append((seq, start, min(start + room, len(seq.tokens))))
+            promises.update(self._completed(seq, start, min(spans[-1][2], len(seq.tokens) - 1)))
+            room -= spans[-1][2] - start
+        if held or any(end < len(seq.tokens) for seq, _, end in spans):
+            spans = [(seq, start, min(end, len(seq.tokens) - 1)) for seq, start, end in spans]
+        return [(seq, start, end) for seq, start, end in spans if end > start]
+
+    def _promised(self, seq: Sequence, promises: set[bytes]) -> bool:
+        """Whether the block `seq` would compute next, and could share, is being computed by another feed."""
+        index, offset = divmod(min(seq.computed), self.blocks.block_size)
+        if offset or (index + 1) * self.blocks.block_size >= len(seq.tokens):
+            return False
+        key = self.blocks.hash(seq, index)
+        return key in promises or any(key in flight.promises for flight in self._flights)
+
+    def _completed(self, seq: Sequence, start: int, end: int) -> list[bytes]:
+        """Hashes of the blocks that feeding [start, end) fills."""
+        size = self.blocks.block_size
+        return [self.blocks.hash(seq, index) for index in range(start // size, end // size)]
+
+    def _feed(self, request: Request, spans: list[Span], flight: Flight) -> None:
+        for seq, start, end in spans:
+            flight.plan.copies += self.blocks.grow(seq, start, end)
+            self._sync_tables(seq, flight.plan)
+            feed = Feed(seq.slot, start, end - start, seq.tokens[seq.sent :])
+            seq.sent = len(seq.tokens)
+            flight.plan.feeds.append(feed)
+            flight.works.append(Work(request, seq, feed, last=end == len(seq.tokens)))
+            flight.promises.update(self._completed(seq, start, end))
+            request.in_flight = True
+        request.metrics.steps += bool(spans)
+
+    def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:
+        for index, table in enumerate(seq.tables):
+            known = seq.synced[index]
+            if known < len(table):
+                plan.tables.append(TableDelta(seq.slot, index, known, table[known:]))
+                seq.synced[index] = len(table)
+
+    # -- preempting and admitting --------------------------------------------------------------------------------------
+    def _preempt_after(self, request: Request) -> bool:
+        """Preempt the last running request that comes after `request`; False when there is none."""
+        later = [r for r in self.running if not r.in_flight and r.order > request.order]
+        if not later:
+            return False
+        self._preempt(max(later, key=_order))
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """All of a request's sequences give up their blocks; on resume the first recomputes what the others then match."""
+        self.preemptions += 1
+        victim.metrics.preemptions += 1
+        for seq in victim.seqs:
+            self.drop(seq)
+        victim.status = Status.WAITING
+        self.running.remove(victim)
+        insort(self.waiting, victim, key=_order)
+
+    def _admit(self, flight: Flight) -> None:
+        static = self.config.policy == "static"
+        if static and self.running:
+            return
+        while self.waiting:
+            request = self.waiting[0]
+            if not static and flight.plan.num_tokens >= self.config.max_num_batched_tokens:
+                return
+            if request.width + sum(r.width for r in self.running) > self.config.max_num_seqs:
+                return
+            spans = self._spans(request, flight)
+            leader = request.seqs[0]
+            whole = [(leader, min(leader.computed), len(leader.tokens))]
+            # Room to grow for those who run already, so that admission does not cause the next preemption.
+            reserve = sum(len(r.seqs) for r in self.running)
+            if max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
+                for seq in request.seqs:
+                    self.blocks.release(seq)
+                return
+            self._start(request)
+            self._feed(request, spans, flight)
+
+    def _start(self, request: Request) -> None:
+        del self.waiting[0]
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_order)
+        stop_ids = sorted(request.stop_ids)
+        for seq in request.seqs:
+            seq.slot = self._slots.pop()
+            seq.sent = len(seq.tokens)
+            self._new_slots.append(
+                NewSlot(
+                    slot=seq.slot,
+                    seed=request.seed,
+                    prompt_len=seq.prompt_len,
+                    tokens=list(seq.tokens),
+                    params=request.params,
+                    stop_ids=stop_ids,
+                )
+            )
+
+    def _free_slot(self, seq: Sequence) -> None:
+        if seq.slot < 0:
+            return
+        announced = [new for new in self._new_slots if new.slot == seq.slot]
+        if announced:
+            self._new_slots.remove(announced[-1])
+        else:
+            self._freed_slots.append(seq.slot)
+        self._slots.append(seq.slot)
+        seq.slot, seq.sent, seq.synced = -1, 0, [0] * len(seq.tables)
+
+
+def _inherit(parent: Sequence, child: Sequence) -> None:
+    """Everything `parent` holds becomes `child`'s."""
+    for name in ("tables", "computed", "exact_until", "slot", "sent", "synced", "hashes", "published"):
+        setattr(child, name, getattr(parent, name))
+    parent.tables, parent.slot = [[] for _ in parent.tables], -1
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _decodes_first(request: Request) -> tuple[bool, int, int]:
+    """Requests that only need their next token come first: a long prompt must not delay them (card C3)."""
+    return (any(seq.pending > 1 for seq in request.seqs), *request.order)
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Prompt log-probs are still owed: every prompt token has to be fed, so nothing may be matched."""
+    return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)

@@ -1,0 +1,243 @@
+"""The data of the loop: plain values that import nothing of Headrace but the request's parameters.
+
+Identity types (Sequence, Request) live on the host. StepPlan and StepOutput are what crosses to an executor and back:
+they are msgspec structs whose msgpack round trip is a test, so the executor may be another process or rank.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.params import SamplingParams
+
+MAX_NODES = 64  # an ancestor mask is one uint64
+
+
+class Draft(msgspec.Struct):
+    """A tree of proposed tokens below a sequence's last known token (at most 64 nodes)."""
+
+    tokens: list[int]
+    parents: list[int]  # index of the parent node, -1 = the last known token
+    required: bool = False  # a required draft waits for budget and blocks, an optional one is dropped
+    q: list[list[float]] | None = None  # the drafter's distribution at each node, for the rejection rule
+
+
+class Child(msgspec.Struct):
+    """What becomes of a sequence: accept these draft nodes, then append this token. No child: the sequence is dropped."""
+
+    path: tuple[int, ...] = ()
+    token: int | None = None
+    score: float = 0.0
+    index: int | None = None  # the child index of the noise key; None keeps the parent's
+    state: Any = None
+    logprobs: list["TokenLogprob"] = []
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One hypothesis. `computed[g]` counts the tokens whose K/V group g holds; known work is len(tokens) - computed."""
+
+    id: int
+    index: int  # child index: which of the n outputs, and the noise key
+    tokens: list[int]
+    prompt_len: int
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # block ids, one list per block table
+    computed: list[int] = field(default_factory=lambda: [0])  # one count per KV group
+    exact_until: int | None = None  # K/V beyond this is approximate and never published; None: all exact
+    draft: Draft | None = None
+    score: float = 0.0
+    slot: int = -1  # runner slot, -1 = none
+    sent: int = 0  # tokens the runner's slot knows
+    synced: list[int] = field(default_factory=lambda: [0])  # per table: entries the runner's slot knows
+    salt: bytes = b""  # root of the prefix hash chain: tenant, adapter, media
+    hashes: list[bytes] = field(default_factory=list)  # hash of each full block of `tokens`, as far as asked for
+    published: int = 0  # full blocks offered to the prefix cache
+    logprobs: list["TokenLogprob"] = field(default_factory=list)
+    text: Any = None  # the detokenizer's state
+    state: Any = None  # the strategy's state
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def pending(self) -> int:
+        """Known tokens whose K/V is still to be computed."""
+        return len(self.tokens) - min(self.computed)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The unit of scheduling: a prompt, its parameters, and the sequences a strategy grew from it."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    strategy: Any
+    arrival: int  # order of arrival, the tie-break of equal priorities
+    width: int = 1  # the most sequences it may ever hold at once
+    salt: bytes = b""  # prefix-cache tenant
+    stop_ids: frozenset[int] = frozenset()  # token ids that end an output: eos and the caller's
+    processors: tuple[Any, ...] = ()  # host-side logit processors of the caller
+    seqs: list[Sequence] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+    status: Status = Status.WAITING
+    in_flight: bool = False  # a submitted step works on it: neither scheduled nor preempted until its result is in
+    aborted: bool = False
+    error: str | None = None
+    prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
+    metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Schedules before another request when smaller."""
+        return (self.params.priority, self.arrival)
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times in seconds of one monotonic clock; None where it has not happened."""
+
+    arrival: float = 0.0
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    """What a feed needs back, declared before execution so that it is computed where the logits are.
+
+    kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify | top (the `k` best
+    log-probs) | score (log-prob of each next known token) | pool | logits (the whole row, for custom processors).
+    """
+
+    rows: str = "last"  # last | nodes | all
+    kind: str = "sample"
+    n: int = 1
+    child: int = 0
+    k: int = 0
+    logprobs: int | None = None
+    hidden: tuple[str, ...] = ()
+
+
+class NewSlot(msgspec.Struct, array_like=True):
+    """A runner slot to be set up before the step: from scratch (`tokens`), or as a copy of `source` (a fork)."""
+
+    slot: int
+    source: int = -1
+    seed: int = 0
+    prompt_len: int = 0
+    tokens: list[int] = []
+    params: SamplingParams | None = None
+    stop_ids: list[int] = []  # what min_tokens masks
+
+
+class TableDelta(msgspec.Struct, array_like=True):
+    """table[start : start + len(blocks)] = blocks, for one slot and one block table."""
+
+    slot: int
+    table: int
+    start: int
+    blocks: list[int]
+
+
+class Feed(msgspec.Struct, array_like=True):
+    """One sequence's work in one step: known tokens start..start+count, then the nodes of its draft.
+
+    `new` are the known tokens the slot has not been told yet; `length` is the number of known tokens afterwards.
+    """
+
+    slot: int
+    start: int
+    count: int
+    new: list[int] = []
+    wants: tuple[Want, ...] = ()
+    whole: bool = False
+    nodes: list[int] = []
+    parents: list[int] = []
+
+
+class StepPlan(msgspec.Struct):
+    """One step as plain data. Order of execution: free, new, tables, moves, copies, forward, wants."""
+
+    step: int
+    free: list[int] = []  # slots given back
+    new: list[NewSlot] = []
+    tables: list[TableDelta] = []
+    moves: list[tuple[int, int, int]] = []  # (table, from, to): flat positions block * block_size + offset
+    copies: list[tuple[int, int, int]] = []  # (table, from block, to block)
+    feeds: list[Feed] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(feed.count + len(feed.nodes) for feed in self.feeds)
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """Log-probability (natural log) and rank (1 = best) of a token, and the best alternatives with theirs."""
+
+    token: int
+    logprob: float
+    rank: int = 0
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class FeedOutput(msgspec.Struct, array_like=True):
+    """What came back for one feed, each part only where a Want asked for it."""
+
+    tokens: list[int] = []
+    path: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    scores: list[TokenLogprob] = []
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    pooled: list[float] = []
+    logits: bytes = b""  # float32, little-endian, one row
+    error: str = ""  # this feed alone failed: NaN logits, an empty kept set
+
+
+class StepOutput(msgspec.Struct):
+    """One FeedOutput per feed of the plan, in its order."""
+
+    step: int
+    feeds: list[FeedOutput] = []
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """A family of per-token state that shares one block table: the target's K/V, a draft's, hidden states …"""
+
+    name: str
+    kind: str = "full"  # full | window | cross | state | hidden
+    layers: tuple[int, ...] = ()
+    table: int = 0
+
+
+class Delta(msgspec.Struct):
+    """What one step added to one output of one request."""
+
+    request_id: str
+    index: int
+    token_ids: list[int] = []
+    text: str = ""
+    logprobs: list[TokenLogprob] = []
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None
+    error: str | None = None
+    finished: bool = False  # the whole request
