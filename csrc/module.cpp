@@ -1,0 +1,39 @@
+// The Python module headrace.native._core. Every call checks its arguments and lets the GIL go while it works.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string_view.h>
+
+#include <string>
+#include <string_view>
+
+#include "dequant.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void dequantize(std::string_view kind, const Bytes& data, const Floats& out, int threads) {
+    const headrace::Format* format = headrace::find_format(kind);
+    if (!format) throw nb::value_error(("unknown tensor type " + std::string(kind)).c_str());
+    const size_t blocks = data.size() / format->block_bytes;
+    if (data.size() % format->block_bytes != 0 || out.size() % format->block != 0 ||
+        out.size() / format->block != blocks) {
+        throw nb::value_error("data and out do not hold the same number of whole blocks");
+    }
+    const nb::gil_scoped_release unlocked;
+    headrace::dequantize(*format, data.data(), out.data(), blocks, threads);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "The native core of Headrace";
+    m.def(
+        "dequantize", &dequantize, nb::arg("kind"), nb::arg("data").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("threads") = 1,
+        "Decode stored blocks (uint8 [bytes]) into float32 (out [elements]). Raises ValueError for an unknown kind or "
+        "sizes that do not belong together.");
+}
