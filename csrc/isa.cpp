@@ -1,0 +1,79 @@
+#include "isa.h"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace headrace {
+namespace {
+
+#if defined(HEADRACE_X86)
+struct Registers {
+    uint32_t a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(uint32_t leaf, uint32_t subleaf) {
+    Registers r;
+    __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d);
+    return r;
+}
+
+// The register files that the operating system saves (XCR0).
+uint64_t saved_state() {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<uint64_t>(high) << 32 | low;
+}
+
+bool has(uint32_t word, std::initializer_list<int> bits) {
+    for (const int bit : bits) {
+        if (!(word >> bit & 1)) return false;
+    }
+    return true;
+}
+
+std::vector<Isa> detect() {
+    std::vector<Isa> found{Isa::kPlain};
+    const Registers one = cpuid(1, 0), seven = cpuid(7, 0), more = cpuid(7, 1);
+    if (!has(one.c, {27})) return found;  // OSXSAVE: without it xgetbv may not be asked
+    const uint64_t saved = saved_state();
+    const bool ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xe6) == 0xe6;
+    // FMA, AVX, F16C; AVX2, BMI1, BMI2
+    if (!ymm || !has(one.c, {12, 28, 29}) || !has(seven.b, {3, 5, 8})) return found;
+    found.insert(found.begin(), Isa::kAvx2);
+    if (has(more.a, {4})) found.insert(found.begin(), Isa::kAvxVnni);
+    // F, DQ, BW, VL; VNNI; BF16
+    if (zmm && has(seven.b, {16, 17, 30, 31}) && has(seven.c, {11}) && has(more.a, {5})) {
+        found.insert(found.begin(), Isa::kAvx512);
+    }
+    return found;
+}
+#else
+std::vector<Isa> detect() { return {Isa::kPlain}; }
+#endif
+
+}  // namespace
+
+std::string_view isa_name(Isa isa) {
+    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512"};
+    return kNames[static_cast<int>(isa)];
+}
+
+Isa parse_isa(std::string_view name) {
+    for (const Isa isa : {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512}) {
+        if (name == isa_name(isa)) return isa;
+    }
+    throw std::invalid_argument("unknown instruction set '" + std::string(name) +
+                                "'; use avx512, avxvnni, avx2 or plain");
+}
+
+const std::vector<Isa>& supported_isas() {
+    static const std::vector<Isa> isas = detect();
+    return isas;
+}
+
+}  // namespace headrace

@@ -1,0 +1,42 @@
+# The compute kernels: every csrc/kernels_*.cpp is compiled once per instruction set into its own namespace.
+# Gives the static library headrace_kernels (kernels, tables, thread pool, packing); nothing of Python in it.
+
+set(HEADRACE_KERNEL_SOURCES
+  csrc/kernels_linear.cpp
+  csrc/kernels_quantize_act.cpp
+)
+set(HEADRACE_HOST_SOURCES
+  csrc/isa.cpp
+  csrc/kernels.cpp
+)
+
+set(HEADRACE_WARNINGS -O3 -Wall -Wextra)
+# No contraction: where a kernel rounds once it says fma, so that every path and machine gives the same bits.
+set(HEADRACE_KERNEL_FLAGS ${HEADRACE_WARNINGS} -ffp-contract=off -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi
+    -Wno-uninitialized -Wno-maybe-uninitialized)  # gcc 12 warns about its own intrinsics headers
+
+set(HEADRACE_FLAGS_plain)
+set(HEADRACE_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2)
+set(HEADRACE_FLAGS_avxvnni ${HEADRACE_FLAGS_avx2} -mavxvnni)
+set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16
+    -mprefer-vector-width=512)
+
+add_library(headrace_kernels STATIC ${HEADRACE_HOST_SOURCES})
+set(HEADRACE_ISAS plain)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64" AND NOT MSVC)
+  list(APPEND HEADRACE_ISAS avx512 avxvnni avx2)
+  target_compile_definitions(headrace_kernels PUBLIC HEADRACE_X86)
+endif()
+
+foreach(isa IN LISTS HEADRACE_ISAS)
+  add_library(headrace_${isa} OBJECT ${HEADRACE_KERNEL_SOURCES})
+  target_compile_definitions(headrace_${isa} PRIVATE HEADRACE_ISA=${isa})
+  target_compile_options(headrace_${isa} PRIVATE ${HEADRACE_KERNEL_FLAGS} ${HEADRACE_FLAGS_${isa}})
+  set_target_properties(headrace_${isa} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_sources(headrace_kernels PRIVATE $<TARGET_OBJECTS:headrace_${isa}>)
+endforeach()
+
+target_include_directories(headrace_kernels PUBLIC csrc)
+target_compile_options(headrace_kernels PRIVATE ${HEADRACE_WARNINGS})
+target_link_libraries(headrace_kernels PUBLIC Threads::Threads)
+set_target_properties(headrace_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON)

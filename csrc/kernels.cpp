@@ -1,0 +1,48 @@
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace headrace {
+namespace {
+
+#define HEADRACE_TABLE(isa, id) constexpr Kernels isa##_table{id, &isa::linear_kernels, &isa::quantize_kernels};
+
+HEADRACE_TABLE(plain, Isa::kPlain)
+#if defined(HEADRACE_X86)
+HEADRACE_TABLE(avx2, Isa::kAvx2)
+HEADRACE_TABLE(avxvnni, Isa::kAvxVnni)
+HEADRACE_TABLE(avx512, Isa::kAvx512)
+#endif
+
+const Kernels& choose() {
+    const char* wanted = std::getenv("HEADRACE_ISA");
+    return kernels_for(wanted && *wanted ? parse_isa(wanted) : supported_isas().front());
+}
+
+}  // namespace
+
+const Kernels& kernels_for(Isa isa) {
+    const std::vector<Isa>& have = supported_isas();
+    if (std::find(have.begin(), have.end(), isa) == have.end()) {
+        throw std::invalid_argument("this CPU does not run " + std::string(isa_name(isa)) + " kernels; set HEADRACE_ISA to " +
+                                    std::string(isa_name(have.front())) + " or leave it out");
+    }
+    switch (isa) {
+#if defined(HEADRACE_X86)
+        case Isa::kAvx512: return avx512_table;
+        case Isa::kAvxVnni: return avxvnni_table;
+        case Isa::kAvx2: return avx2_table;
+#endif
+        default: return plain_table;
+    }
+}
+
+const Kernels& kernels() {
+    static const Kernels& chosen = choose();
+    return chosen;
+}
+
+}  // namespace headrace

@@ -1,0 +1,44 @@
+// The tables of kernels: one of each kind per instruction set, chosen once at run time.
+//
+// To add a group of kernels, "thing":
+//   thing_kernels.h     plain data and `struct ThingKernels { void (*run)(...); ... };`
+//   kernels_thing.cpp   `#include "vec/vec.h"`, then in namespace headrace::HEADRACE_ISA the code (or "thing.inl") and
+//                       `extern const ThingKernels thing_kernels; const ThingKernels thing_kernels = {...};`
+//   here                the header, one line in HEADRACE_DECLARE_TABLES, one member of Kernels
+//   kernels.cpp         one line in HEADRACE_TABLE
+// The build compiles kernels_*.cpp once per instruction set (csrc/kernels.cmake); vec/vec.h states the rules.
+#pragma once
+
+#include "isa.h"
+#include "linear_kernels.h"
+#include "quantize_act_kernels.h"
+
+namespace headrace {
+
+#define HEADRACE_DECLARE_TABLES(isa)                \
+    namespace isa {                                 \
+    extern const LinearKernels linear_kernels;      \
+    extern const QuantizeKernels quantize_kernels;  \
+    }
+
+HEADRACE_DECLARE_TABLES(plain)
+#if defined(HEADRACE_X86)
+HEADRACE_DECLARE_TABLES(avx2)
+HEADRACE_DECLARE_TABLES(avxvnni)
+HEADRACE_DECLARE_TABLES(avx512)
+#endif
+
+struct Kernels {
+    Isa isa;
+    const LinearKernels* linear;
+    const QuantizeKernels* quantize;
+};
+
+// The table in use: the best the CPU has, or what the environment variable HEADRACE_ISA names.
+// Throws std::invalid_argument when that is unknown or not supported here. Read once, at the first call.
+const Kernels& kernels();
+
+// The table of one instruction set (tests run several in one process); throws when the CPU lacks it.
+const Kernels& kernels_for(Isa isa);
+
+}  // namespace headrace

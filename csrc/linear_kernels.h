@@ -1,0 +1,5 @@
+#pragma once
+#include <stdint.h>
+namespace headrace {
+struct LinearKernels { int placeholder; };
+}

@@ -1,0 +1,44 @@
+// One instruction set's vectors. The build compiles every kernels_*.cpp once per instruction set, with HEADRACE_ISA
+// set to plain, avx2, avxvnni or avx512; what is in such a file lives in `namespace headrace::HEADRACE_ISA`.
+//
+// Rules for these files, so that no code of one instruction set is ever linked into another's path: include nothing of
+// the C++ library (only <stdint.h>, <stddef.h>, intrinsics and our plain-data headers), and keep every function in the
+// namespace above or static. `nm` must find no weak symbol in the objects.
+//
+// A shim gives
+//   kLanes                        32-bit lanes of a vector: 16, 8 or 4 (a divisor of 16)
+//   F32v I32v U8v                 kLanes floats, kLanes int32, 4 * kLanes bytes; + - * / & | ^ << >> are the compiler's
+//   load_f32 store_f32 set_f32 load_f16 load_i8_f32 load_u8_f32 load_i32 set_i32 load_u8
+//   fma(a, b, c) = a * b + c rounded once; max, min, to_f32, round_i32 (nearest even), as_f32, as_i32
+//   field<bits, from, to>(x)      bits [from, from + bits) of every byte, moved to bit `to`
+//   lookup(table, index)          table[index] per byte, 16-byte table repeated in the vector
+//   dot<wide>(acc, w, a)          acc[n] + sum over i of w[4n + i] * a[i]; w unsigned (below 128 unless wide), a: 4 int8
+//                                 in [-127, 127]
+//   dot_bf16(acc, w, x)           acc[n] + w[2n] * x[0] + w[2n + 1] * x[1] on bfloat16 pairs
+//   load_bf16 store_bf16          kLanes values, widened and rounded to nearest even
+//   prefetch(p)
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define HEADRACE_PASTE2(a, b) a##b
+#define HEADRACE_PASTE(a, b) HEADRACE_PASTE2(a, b)
+#define HEADRACE_INLINE static inline __attribute__((always_inline))
+
+// Tests on the name: HEADRACE_IS(avx512) is 1 in the files compiled for it.
+#define HEADRACE_CODE_plain 1
+#define HEADRACE_CODE_avx2 2
+#define HEADRACE_CODE_avxvnni 3
+#define HEADRACE_CODE_avx512 4
+#define HEADRACE_IS(name) (HEADRACE_PASTE(HEADRACE_CODE_, HEADRACE_ISA) == HEADRACE_CODE_##name)
+
+#if HEADRACE_IS(avx512)
+#include "vec_avx512.h"
+#elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
+#include "vec_avx2.h"
+#else
+#include "vec_plain.h"
+#endif
+
+#include "vec_math.h"

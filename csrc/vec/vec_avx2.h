@@ -1,0 +1,100 @@
+// AVX2, FMA and F16C: 8 lanes. Compiled twice: without VNNI (avx2) and with it (avxvnni).
+#pragma once
+
+#include <immintrin.h>
+
+namespace headrace::HEADRACE_ISA {
+
+constexpr int kLanes = 8;
+typedef __m256 F32v;
+typedef int32_t I32v __attribute__((vector_size(32)));
+typedef uint8_t U8v __attribute__((vector_size(32)));
+
+HEADRACE_INLINE __m256i raw(I32v x) { return (__m256i)x; }
+HEADRACE_INLINE __m256i raw(U8v x) { return (__m256i)x; }
+HEADRACE_INLINE __m256i lanes_below(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+HEADRACE_INLINE F32v load_f32(const float* p) { return _mm256_loadu_ps(p); }
+HEADRACE_INLINE F32v load_f32(const float* p, int n) { return _mm256_maskload_ps(p, lanes_below(n)); }
+HEADRACE_INLINE void store_f32(float* p, F32v x) { _mm256_storeu_ps(p, x); }
+HEADRACE_INLINE void store_f32(float* p, F32v x, int n) { _mm256_maskstore_ps(p, lanes_below(n), x); }
+HEADRACE_INLINE F32v set_f32(float x) { return _mm256_set1_ps(x); }
+HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) { return _mm256_fmadd_ps(a, b, c); }
+HEADRACE_INLINE F32v max(F32v a, F32v b) { return _mm256_max_ps(a, b); }
+HEADRACE_INLINE F32v min(F32v a, F32v b) { return _mm256_min_ps(a, b); }
+
+HEADRACE_INLINE I32v load_i32(const int32_t* p) { return (I32v)_mm256_loadu_si256((const __m256i*)p); }
+HEADRACE_INLINE I32v set_i32(int32_t x) { return (I32v)_mm256_set1_epi32(x); }
+HEADRACE_INLINE F32v to_f32(I32v x) { return _mm256_cvtepi32_ps(raw(x)); }
+HEADRACE_INLINE I32v round_i32(F32v x) { return (I32v)_mm256_cvtps_epi32(x); }
+HEADRACE_INLINE F32v as_f32(I32v x) { return _mm256_castsi256_ps(raw(x)); }
+HEADRACE_INLINE I32v as_i32(F32v x) { return (I32v)_mm256_castps_si256(x); }
+HEADRACE_INLINE void store_i8(int8_t* p, I32v x) {  // values fit a byte: saturation never acts
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(raw(x)), _mm256_extracti128_si256(raw(x), 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
+
+HEADRACE_INLINE F32v load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+HEADRACE_INLINE F32v load_i8_f32(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+HEADRACE_INLINE F32v load_bf16(const uint16_t* p) {
+    return as_f32((I32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
+    const I32v bits = as_i32(x), odd = (bits >> 16) & 1;
+    const I32v nan = (I32v)_mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    // Nearest even: half of the last kept bit, less one when that bit is 0. A NaN stays one.
+    const __m256i high = _mm256_srli_epi32(raw((nan & (bits | 0x400000)) | (~nan & (bits + 0x7fff + odd))), 16);
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+    _mm_storeu_si128((__m128i*)p, packed);
+}
+
+HEADRACE_INLINE U8v load_u8(const void* p) { return (U8v)_mm256_loadu_si256((const __m256i*)p); }
+HEADRACE_INLINE void store_u8(void* p, U8v x) { _mm256_storeu_si256((__m256i*)p, raw(x)); }
+
+template <int bits, int from, int to>
+HEADRACE_INLINE U8v field(U8v x) {
+    __m256i moved = raw(x);
+    if constexpr (from > to) moved = _mm256_srli_epi16(moved, from - to);
+    if constexpr (from < to) moved = _mm256_slli_epi16(moved, to - from);
+    return (U8v)_mm256_and_si256(moved, _mm256_set1_epi8((char)(((1 << bits) - 1) << to)));
+}
+
+HEADRACE_INLINE U8v load_table(const uint8_t* p) {
+    return (U8v)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+}
+HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return (U8v)_mm256_shuffle_epi8(raw(table), raw(index)); }
+
+template <bool wide>
+HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
+    int32_t quad;
+    __builtin_memcpy(&quad, a, 4);
+    const __m256i x = _mm256_set1_epi32(quad);
+#if HEADRACE_IS(avxvnni)
+    return (I32v)_mm256_dpbusd_avx_epi32(raw(acc), raw(w), x);
+#else
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (!wide) return acc + (I32v)_mm256_madd_epi16(_mm256_maddubs_epi16(raw(w), x), ones);
+    // 255 * 127 * 2 would saturate an int16: the top bit goes separately.
+    const __m256i low = _mm256_and_si256(raw(w), _mm256_set1_epi8(0x7f)), top = _mm256_andnot_si256(low, raw(w));
+    return acc + (I32v)_mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones) +
+           (I32v)_mm256_madd_epi16(_mm256_maddubs_epi16(top, x), ones);
+#endif
+}
+
+HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
+    const I32v pairs = (I32v)w;
+    const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
+    const F32v x0 = as_f32(set_i32((int32_t)((uint32_t)x[0] << 16))), x1 = as_f32(set_i32((int32_t)((uint32_t)x[1] << 16)));
+    return fma(odd, x1, fma(even, x0, acc));
+}
+
+HEADRACE_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -1,0 +1,79 @@
+// AVX-512 F, BW, DQ, VL, VNNI and BF16: 16 lanes.
+#pragma once
+
+#include <immintrin.h>
+
+namespace headrace::HEADRACE_ISA {
+
+constexpr int kLanes = 16;
+typedef __m512 F32v;
+typedef int32_t I32v __attribute__((vector_size(64)));
+typedef uint8_t U8v __attribute__((vector_size(64)));
+
+HEADRACE_INLINE __m512i raw(I32v x) { return (__m512i)x; }
+HEADRACE_INLINE __m512i raw(U8v x) { return (__m512i)x; }
+HEADRACE_INLINE __mmask16 lanes_below(int n) { return (__mmask16)((1u << n) - 1); }
+
+HEADRACE_INLINE F32v load_f32(const float* p) { return _mm512_loadu_ps(p); }
+HEADRACE_INLINE F32v load_f32(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
+HEADRACE_INLINE void store_f32(float* p, F32v x) { _mm512_storeu_ps(p, x); }
+HEADRACE_INLINE void store_f32(float* p, F32v x, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), x); }
+HEADRACE_INLINE F32v set_f32(float x) { return _mm512_set1_ps(x); }
+HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) { return _mm512_fmadd_ps(a, b, c); }
+HEADRACE_INLINE F32v max(F32v a, F32v b) { return _mm512_max_ps(a, b); }
+HEADRACE_INLINE F32v min(F32v a, F32v b) { return _mm512_min_ps(a, b); }
+
+HEADRACE_INLINE I32v load_i32(const int32_t* p) { return (I32v)_mm512_loadu_si512(p); }
+HEADRACE_INLINE I32v set_i32(int32_t x) { return (I32v)_mm512_set1_epi32(x); }
+HEADRACE_INLINE F32v to_f32(I32v x) { return _mm512_cvtepi32_ps(raw(x)); }
+HEADRACE_INLINE I32v round_i32(F32v x) { return (I32v)_mm512_cvtps_epi32(x); }
+HEADRACE_INLINE F32v as_f32(I32v x) { return _mm512_castsi512_ps(raw(x)); }
+HEADRACE_INLINE I32v as_i32(F32v x) { return (I32v)_mm512_castps_si512(x); }
+HEADRACE_INLINE void store_i8(int8_t* p, I32v x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(raw(x))); }
+
+HEADRACE_INLINE F32v load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+HEADRACE_INLINE F32v load_i8_f32(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+HEADRACE_INLINE F32v load_bf16(const uint16_t* p) {
+    return as_f32((I32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+HEADRACE_INLINE U8v load_u8(const void* p) { return (U8v)_mm512_loadu_si512(p); }
+HEADRACE_INLINE void store_u8(void* p, U8v x) { _mm512_storeu_si512(p, raw(x)); }
+
+template <int bits, int from, int to>
+HEADRACE_INLINE U8v field(U8v x) {
+    __m512i moved = raw(x);
+    if constexpr (from > to) moved = _mm512_srli_epi16(moved, from - to);
+    if constexpr (from < to) moved = _mm512_slli_epi16(moved, to - from);
+    return (U8v)_mm512_and_si512(moved, _mm512_set1_epi8((char)(((1 << bits) - 1) << to)));
+}
+
+HEADRACE_INLINE U8v load_table(const uint8_t* p) {
+    return (U8v)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+}
+HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return (U8v)_mm512_shuffle_epi8(raw(table), raw(index)); }
+
+template <bool wide>
+HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
+    int32_t quad;
+    __builtin_memcpy(&quad, a, 4);
+    return (I32v)_mm512_dpbusd_epi32(raw(acc), raw(w), _mm512_set1_epi32(quad));
+}
+
+HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, 4);
+    return _mm512_dpbf16_ps(acc, (__m512bh)raw(w), (__m512bh)_mm512_set1_epi32(pair));
+}
+
+HEADRACE_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -1,0 +1,69 @@
+// Maths on the shim's vectors, the same operations in the same order on every instruction set: equal bits.
+#pragma once
+
+namespace headrace::HEADRACE_ISA {
+
+// e^x to about 1 ulp of float; 0 below -87.3, infinity-free (x is held to [-87.3, 88.3]); NaN gives a finite value.
+HEADRACE_INLINE F32v exp(F32v x) {
+    x = min(max(x, set_f32(-87.3f)), set_f32(88.3f));
+    const I32v n = round_i32(x * set_f32(1.44269504f));
+    const F32v k = to_f32(n);
+    F32v r = fma(k, set_f32(-0.693145752f), x);  // ln 2 in two parts, the first short enough for an exact product
+    r = fma(k, set_f32(-1.42860677e-6f), r);
+    F32v p = set_f32(1.0f / 5040);
+    p = fma(p, r, set_f32(1.0f / 720));
+    p = fma(p, r, set_f32(1.0f / 120));
+    p = fma(p, r, set_f32(1.0f / 24));
+    p = fma(p, r, set_f32(1.0f / 6));
+    p = fma(p, r, set_f32(0.5f));
+    p = fma(p, r, set_f32(1.0f));
+    p = fma(p, r, set_f32(1.0f));
+    // times 2^n in two steps: n may be -126..127
+    const I32v half = n >> 1;
+    return p * as_f32((half + 127) << 23) * as_f32((n - half + 127) << 23);
+}
+
+// x * sigmoid(x)
+HEADRACE_INLINE F32v silu(F32v x) { return x / (set_f32(1.0f) + exp(-x)); }
+
+// tanh by e^2x: absolute error about 1e-7
+HEADRACE_INLINE F32v tanh(F32v x) { return set_f32(1.0f) - set_f32(2.0f) / (set_f32(1.0f) + exp(x + x)); }
+
+// The tanh form of GELU: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
+HEADRACE_INLINE F32v gelu_tanh(F32v x) {
+    const F32v cubic = fma(x * x * set_f32(0.044715f), x, x);
+    return x / (set_f32(1.0f) + exp(cubic * set_f32(-1.59576912f)));
+}
+
+// Sixteen lanes whatever the vector's width, so that sums over a row have one order on every instruction set.
+struct Lanes16 {
+    static constexpr int kParts = 16 / kLanes;
+    F32v part[kParts];
+};
+
+HEADRACE_INLINE Lanes16 zero_lanes() {
+    Lanes16 x;
+    for (int i = 0; i < Lanes16::kParts; ++i) x.part[i] = set_f32(0.0f);
+    return x;
+}
+
+// ((0+8)+(4+12)) + ((2+10)+(6+14)) + ... : halves added to halves
+HEADRACE_INLINE float sum_lanes(const Lanes16& x) {
+    float lane[16];
+    for (int i = 0; i < Lanes16::kParts; ++i) store_f32(lane + i * kLanes, x.part[i]);
+    for (int width = 8; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) lane[i] = lane[i] + lane[i + width];
+    }
+    return lane[0];
+}
+
+HEADRACE_INLINE float max_lanes(const Lanes16& x) {
+    float lane[16];
+    for (int i = 0; i < Lanes16::kParts; ++i) store_f32(lane + i * kLanes, x.part[i]);
+    for (int width = 8; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+    }
+    return lane[0];
+}
+
+}  // namespace headrace::HEADRACE_ISA
