@@ -54,7 +54,6 @@ class Sequence:
     salt: bytes = b""  # root of the prefix hash chain: tenant, adapter, media
     hashes: list[bytes] = field(default_factory=list)  # hash of each full block of `tokens`, as far as asked for
     published: int = 0  # full blocks offered to the prefix cache
-    logprobs: list["TokenLogprob"] = field(default_factory=list)
     text: Any = None  # the detokenizer's state
     state: Any = None  # the strategy's state
     finish_reason: str | None = None

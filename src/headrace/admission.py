@@ -1,0 +1,84 @@
+"""What may enter the loop: everything a client can send is checked once, here, and refused with what to change."""
+
+from headrace.config import EngineConfig
+from headrace.types import Request
+
+
+class AdmissionError(ValueError):
+    """A request that could never run; the message says what to change."""
+
+
+class Limits:
+    """The bounds of one engine: context, vocabulary, slots, token budget, blocks."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int, *, has_tokenizer: bool) -> None:
+        self.scheduler = config.scheduler
+        self.cache = config.cache
+        self.vocab_size = vocab_size
+        self.has_tokenizer = has_tokenizer
+
+
+def admit(request: Request, limits: Limits) -> None:
+    """Raise AdmissionError unless the request can run to its end on this engine."""
+    _check_prompt(request, limits)
+    _check_ids(request, limits)
+    _check_width(request, limits)
+    _check_blocks(request, limits)
+
+
+def _check_prompt(request: Request, limits: Limits) -> None:
+    length, context = len(request.prompt), limits.scheduler.max_model_len
+    if length == 0:
+        raise AdmissionError("the prompt is empty; give at least one token")
+    if length >= context:
+        raise AdmissionError(
+            f"the prompt has {length} tokens and the context holds {context}, the answer included; "
+            "shorten the prompt or raise max_model_len"
+        )
+    for token in request.prompt:
+        if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+            raise AdmissionError(f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
+
+
+def _check_ids(request: Request, limits: Limits) -> None:
+    params = request.params
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": tuple(params.logit_bias or ()),
+        "bad_words": tuple(token for word in params.bad_words for token in word),
+    }
+    for field, ids in named.items():
+        unknown = [token for token in ids if token >= limits.vocab_size]
+        if unknown:
+            raise AdmissionError(f"{field} names token {unknown[0]}; the vocabulary ends at {limits.vocab_size - 1}")
+    if params.stop and not limits.has_tokenizer:
+        raise AdmissionError("stop strings need a tokenizer; use stop_token_ids, or load the model with its tokenizer")
+
+
+def _check_width(request: Request, limits: Limits) -> None:
+    most = min(limits.scheduler.max_num_seqs, limits.scheduler.max_num_batched_tokens)
+    if request.width > most:
+        raise AdmissionError(
+            f"the request needs {request.width} sequences at once and the engine runs {most}; "
+            "lower n, or raise max_num_seqs and max_num_batched_tokens"
+        )
+
+
+def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int) -> int:
+    """The most blocks a request can hold: full prompt blocks are shared, everything after them is not."""
+    shared = prompt_len // block_size
+    each = -(-(prompt_len + output_len - 1) // block_size) - shared
+    return shared + width * max(each, 0)
+
+
+def _check_blocks(request: Request, limits: Limits) -> None:
+    prompt = len(request.prompt)
+    room = limits.scheduler.max_model_len - prompt
+    output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+    need = blocks_needed(prompt, output, request.width, limits.cache.block_size)
+    if need > limits.cache.num_blocks:
+        raise AdmissionError(
+            f"the request may need {need} KV blocks of {limits.cache.block_size} tokens and the pool has "
+            f"{limits.cache.num_blocks}; lower n or max_tokens, or raise kv_cache_memory"
+        )

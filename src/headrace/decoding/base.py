@@ -1,0 +1,24 @@
+"""What a decoding method is: it says beforehand what it needs from a step, and turns what comes back into children."""
+
+from typing import Protocol
+
+from headrace.types import Child, FeedOutput, Request, Sequence, Want
+
+
+class Strategy(Protocol):
+    """A decoding method inside the one loop. It sees sequences and compact outputs, never a tensor, block or slot."""
+
+    def width(self, request: Request) -> int:
+        """The most sequences the request may hold at once; slots and blocks are admitted for that many."""
+
+    def want(self, request: Request, seq: Sequence) -> Want:
+        """What a feed that reaches the last known token of `seq` must bring back."""
+
+    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+        """Children of each sequence, in the order given: none = dropped, one = goes on, several = fork.
+
+        Called when all sequences of the request have caught up. An exception fails this request alone.
+        """
+
+    def done(self, request: Request) -> bool:
+        """Whether the request is finished although sequences are still open; called after each commit."""

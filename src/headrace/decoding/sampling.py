@@ -1,0 +1,50 @@
+"""Greedy decoding and sampling, with `n` parallel outputs that share their prompt."""
+
+import numpy as np
+import torch
+
+from headrace.decoding.noise import key
+from headrace.decoding.processors import apply_processors
+from headrace.ops.sampling import RowSpec, sample
+from headrace.types import Child, FeedOutput, Request, Sequence, Want
+
+
+class Sampling:
+    """One token a step for every output. Exactness: bitwise for a given seed, whatever the batch (rules 5 and 12).
+
+    The token is argmax(processed logit + Gumbel noise of (seed, child, position, token)), drawn where the logits are. With
+    `n` > 1 the prompt's one sequence becomes n children, once; child i draws what a single run with the noise key
+    key(seed, i) would.
+    """
+
+    def width(self, request: Request) -> int:
+        return request.params.n
+
+    def want(self, request: Request, seq: Sequence) -> Want:
+        """A sampled token for each child still to be born, or the whole row where the caller's processors come first."""
+        if request.processors:
+            return Want(kind="logits")
+        return Want(kind="sample", n=_births(request, seq), child=seq.index, logprobs=request.params.logprobs)
+
+    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+        return [self._children(request, seq, out) for seq, out in outputs]
+
+    def done(self, request: Request) -> bool:
+        return False
+
+    def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
+        tokens, logprobs = out.tokens, out.logprobs
+        if request.processors:
+            tokens, logprobs = _sample_on_host(request, seq, out)
+        return [
+            Child(token=token, index=seq.index + i, logprobs=logprobs[i : i + 1]) for i, token in enumerate(tokens)
+        ]
+
+
+def _births(request: Request, seq: Sequence) -> int:
+    """n at the end of the prompt, one ever after."""
+    return request.params.n if len(seq.tokens) == seq.prompt_len else 1
+
+
+def _sample_on_host(request, seq, out):  # TODO
+    raise NotImplementedError

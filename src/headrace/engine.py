@@ -1,0 +1,252 @@
+"""The loop. Every decoding method, batched with every other, goes through `Engine.step`."""
+
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+
+from headrace.admission import AdmissionError, Limits, admit
+from headrace.config import EngineConfig
+from headrace.decoding.base import Strategy
+from headrace.decoding.processors import Processor
+from headrace.decoding.sampling import Sampling
+from headrace.decoding.stopping import Stopping
+from headrace.kv.blocks import BlockManager
+from headrace.params import SamplingParams
+from headrace.runner.executor import Executor
+from headrace.scheduler import Flight, Scheduler
+from headrace.text.tokenizer import Tokenizer
+from headrace.types import Child, Delta, FeedOutput, Request, Sequence, Status, StepOutput, Want
+
+__all__ = ["AdmissionError", "Engine"]
+
+
+class Engine:
+    """Requests in, deltas out. One thread calls it; it knows neither prefill nor decode, neither beam nor speculation.
+
+    `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.executor = executor
+        self.blocks = BlockManager(config.cache)
+        self.scheduler = Scheduler(config.scheduler, self.blocks)
+        self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
+        self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None)
+        self.eos_ids = eos_ids
+        self.requests: dict[str, Request] = {}
+        self._flights: deque[Flight] = deque()
+        self._outbox: list[Delta] = []
+        self._ids = itertools.count()
+        self._clock = clock
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        strategy: Strategy | None = None,
+        processors: tuple[Processor, ...] = (),
+        salt: bytes = b"",
+    ) -> Request:
+        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run."""
+        arrival = next(self._ids)
+        name = request_id or f"request-{arrival}"
+        if name in self.requests:
+            raise AdmissionError(f"request id {name!r} is in use; choose another")
+        if not self.config.cache.prefix_caching:
+            salt += arrival.to_bytes(8, "little")  # shared with nobody but its own siblings
+        request = Request(
+            id=name,
+            prompt=list(prompt),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            strategy=strategy or Sampling(),
+            arrival=arrival,
+            salt=salt,
+            processors=tuple(processors),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+        )
+        request.width = request.strategy.width(request)
+        admit(request, self.limits)
+        seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
+        self.stopping.begin(request, seq)
+        request.seqs.append(seq)
+        request.metrics.arrival = self._clock()
+        self.requests[name] = request
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """End a request as it stands; its blocks come back at once, or when the step in flight has landed."""
+        request = self.requests.get(request_id)
+        if request is None or request.aborted:
+            return
+        request.aborted = True
+        if not request.in_flight:
+            self._end(request, "abort")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests or self._outbox)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+    def step(self) -> list[Delta]:
+        """Run one step and return what it added to whom; empty when there is nothing to do."""
+        self._launch()
+        if self._flights:
+            flight = self._flights.popleft()
+            output = self._land(flight)
+            if output is not None:
+                self.scheduler.advance(flight)
+                for request, outputs in self._caught_up(flight, output):
+                    self._commit(request, outputs, self._select(request, outputs))
+            self._sweep(flight)
+        return self._deliver()
+
+    def _launch(self) -> None:
+        """Schedule and submit until the executor is full."""
+        while len(self._flights) < self.executor.depth and (flight := self.scheduler.schedule()):
+            now = self._clock()
+            for work in flight.works:
+                if work.request.metrics.scheduled is None:
+                    work.request.metrics.scheduled = now
+                work.feed.wants = self._wants(work.request, work.seq, work.last)
+            flight.ticket = self.executor.submit(flight.plan)
+            self._flights.append(flight)
+
+    def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
+        wants = []
+        scores = request.params.prompt_logprobs
+        if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
+            wants.append(Want(rows="all", kind="score", logprobs=scores))
+        if last:
+            wants.append(request.strategy.want(request, seq))
+        return tuple(wants)
+
+    def _land(self, flight: Flight) -> StepOutput | None:
+        """The step's result. A step that fails commits nothing: its requests end with the error."""
+        try:
+            output: StepOutput | None = flight.ticket.result()
+        except Exception as error:  # whatever the back end raises must not take the other requests down
+            output = None
+            for request in {work.request: None for work in flight.works}:
+                request.error = f"the step failed: {error}"
+        self.scheduler.land(flight)
+        return output
+
+    def _caught_up(self, flight: Flight, output: StepOutput) -> list[tuple[Request, list[tuple[Sequence, FeedOutput]]]]:
+        """The requests whose sequences all have logits now, with them; prompt scores are filed on the way."""
+        groups: dict[Request, list[tuple[Sequence, FeedOutput]]] = {}
+        for work, out in zip(flight.works, output.feeds, strict=True):
+            if out.error:
+                work.request.error = out.error
+            if any(want.kind == "score" for want in work.feed.wants):
+                _file_scores(work.request, work.feed.start, out)
+            if work.last and not work.request.aborted and work.request.error is None:
+                groups.setdefault(work.request, []).append((work.seq, out))
+        return list(groups.items())
+
+    def _select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+        try:
+            return request.strategy.select(request, outputs)  # type: ignore[no-any-return]
+        except Exception as error:  # a user's processor may raise anything; it fails this request alone
+            request.error = f"{type(error).__name__}: {error}"
+            return []
+
+    def _commit(
+        self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], families: list[list[Child]]
+    ) -> None:
+        """Append, fork, drop: every parent becomes its children, and what ended leaves the request."""
+        now = self._clock()
+        for (parent, _), children in zip(outputs, families, strict=False):
+            seqs = [parent] if len(children) == 1 else [_clone(parent, next(self._ids)) for _ in children]
+            for seq, child in zip(seqs, children, strict=True):
+                seq.index = seq.index if child.index is None else child.index
+                seq.score, seq.state = child.score, child.state
+                tokens = [parent.draft.tokens[node] for node in child.path] if parent.draft else []
+                tokens += [] if child.token is None else [child.token]
+                self._outbox.append(self.stopping.extend(request, seq, tokens, child.logprobs))
+            request.finished += [seq for seq in seqs if seq.finish_reason is not None]
+            self.scheduler.commit(request, parent, [seq for seq in seqs if seq.finish_reason is None])
+        if families:
+            metrics = request.metrics
+            metrics.first_token = now if metrics.first_token is None else metrics.first_token
+            metrics.last_token = now
+
+    def _sweep(self, flight: Flight) -> None:
+        """End what is finished, aborted or failed."""
+        for request in {work.request: None for work in flight.works}:
+            if request.status is Status.FINISHED:
+                continue
+            if request.error is not None:
+                self._end(request, "error")
+            elif request.aborted:
+                self._end(request, "abort")
+            elif not request.seqs or request.strategy.done(request):
+                self._end(request, None)
+
+    def _end(self, request: Request, reason: str | None) -> None:
+        """Take a request out of the loop; open outputs end with `reason`."""
+        open_seqs = list(request.seqs)
+        self.scheduler.finish(request)
+        del self.requests[request.id]
+        request.metrics.finished = self._clock()
+        for seq in open_seqs:
+            seq.finish_reason = reason or "stop"
+            request.finished.append(seq)
+            text = seq.text.close() if seq.text is not None else ""
+            self._outbox.append(
+                Delta(request.id, seq.index, text=text, finish_reason=seq.finish_reason, error=request.error)
+            )
+        if not open_seqs and request.error is not None:
+            self._outbox.append(Delta(request.id, 0, finish_reason="error", error=request.error))
+        for delta in reversed(self._outbox):
+            if delta.request_id == request.id:
+                delta.finished = True
+                break
+
+    def _deliver(self) -> list[Delta]:
+        """Hand over the deltas; static batching delivers a batch when its last request is done (card C1)."""
+        if self.config.scheduler.policy == "static" and self.scheduler.running:
+            return []
+        deltas, self._outbox = self._outbox, []
+        return deltas
+
+    def check(self) -> None:
+        """Raise AssertionError unless the cache's books are in order."""
+        self.blocks.check(self.scheduler.held)
+
+
+def _clone(parent: Sequence, seq_id: int) -> Sequence:
+    """A sequence with the parent's tokens and text, and no blocks yet."""
+    return Sequence(
+        id=seq_id,
+        index=parent.index,
+        tokens=list(parent.tokens),
+        prompt_len=parent.prompt_len,
+        salt=parent.salt,
+        text=parent.text.copy() if parent.text is not None else None,
+    )
+
+
+def _file_scores(request: Request, start: int, out: FeedOutput) -> None:
+    """Row p scored token p + 1; the first token of a prompt has no score."""
+    if not request.prompt_logprobs:
+        request.prompt_logprobs.append(None)
+    for at, score in enumerate(out.scores, start + 1):
+        if at == len(request.prompt_logprobs) and at < len(request.prompt):
+            request.prompt_logprobs.append(score)

@@ -1,0 +1,68 @@
+"""Where plans are carried out: `Executor` is the contract, `InProcess` runs them in the caller's thread."""
+
+from typing import Protocol
+
+from headrace.types import StepOutput, StepPlan
+
+
+class Ticket(Protocol):
+    def result(self) -> StepOutput:
+        """The step's output; waits for it. Raises what the step raised."""
+
+
+class Executor(Protocol):
+    """Carries out plans in the order they are submitted. `depth`: plans that may be under way at once."""
+
+    depth: int
+
+    def submit(self, plan: StepPlan) -> Ticket: ...
+
+    def kv_bytes(self) -> int:
+        """Bytes the paged pool takes on the device."""
+
+    def close(self) -> None: ...
+
+
+class Runs(Protocol):
+    """What an executor drives: a runner."""
+
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+
+    def kv_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Done:
+    """A ticket whose step has run."""
+
+    def __init__(self, output: StepOutput | None, error: Exception | None) -> None:
+        self._output = output
+        self._error = error
+
+    def result(self) -> StepOutput:
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+
+class InProcess:
+    """Runs each plan at once in the calling thread (CPU: depth 1)."""
+
+    depth = 1
+
+    def __init__(self, runner: Runs) -> None:
+        self.runner = runner
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        try:
+            return Done(self.runner.execute(plan), None)
+        except Exception as error:  # handed over where the result is asked for
+            return Done(None, error)
+
+    def kv_bytes(self) -> int:
+        return self.runner.kv_bytes()
+
+    def close(self) -> None:
+        self.runner.close()

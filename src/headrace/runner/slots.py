@@ -1,0 +1,47 @@
+"""What a runner remembers between steps, so that a plan carries only what is new: one `Slot` per live sequence."""
+
+from dataclasses import dataclass, field
+
+from headrace.params import SamplingParams
+from headrace.types import StepPlan
+
+
+@dataclass(slots=True)
+class Slot:
+    """A sequence as the runner knows it: known tokens, block tables, how to sample."""
+
+    tokens: list[int]
+    prompt_len: int
+    seed: int
+    params: SamplingParams
+    stop_ids: list[int]
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+
+    def fork(self) -> "Slot":
+        tables = [list(table) for table in self.tables]
+        return Slot(list(self.tokens), self.prompt_len, self.seed, self.params, self.stop_ids, tables)
+
+
+class Slots:
+    """Slots by number, kept up to date by the deltas of each plan."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+
+    def __getitem__(self, slot: int) -> Slot:
+        return self._slots[slot]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Free, set up and fork slots, extend tables, append the tokens each feed brings."""
+        for slot in plan.free:
+            del self._slots[slot]
+        for new in plan.new:
+            if new.source >= 0:
+                self._slots[new.slot] = self._slots[new.source].fork()
+            else:
+                assert new.params is not None
+                self._slots[new.slot] = Slot(new.tokens, new.prompt_len, new.seed, new.params, new.stop_ids)
+        for delta in plan.tables:
+            self._slots[delta.slot].tables[delta.table][delta.start :] = delta.blocks
+        for feed in plan.feeds:
+            self._slots[feed.slot].tokens += feed.new
