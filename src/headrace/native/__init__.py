@@ -29,7 +29,9 @@ def reason() -> str:
         return ""
     if any(shutil.which(name) for name in COMPILERS):
         return f"the native core is not built ({_PROBLEM}); install headrace again, pip install -v shows what went wrong"
-    return "the native core is not built: no C++ compiler; install one (Debian, Ubuntu: g++; Fedora: gcc-c++) and headrace again"
+    return (
+        "the native core is not built: no C++ compiler; install one (Debian, Ubuntu: g++; Fedora: gcc-c++) and headrace again"
+    )
 
 
 def core() -> ModuleType:

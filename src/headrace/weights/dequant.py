@@ -12,7 +12,9 @@ from headrace import native
 from headrace.weights.kinds import KINDS
 from headrace.weights.source import WeightError
 
-CHUNK = 1 << 20  # elements decoded at a time: what the numpy twin and narrow dtypes need beside the result
+CHUNK = 1 << 20  # elements decoded at a time where something is needed beside the result
+
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # read by copying
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
@@ -26,17 +28,20 @@ def to_torch(raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: torch.dt
     """
     if not dtype.is_floating_point:
         raise WeightError(f"weights are read as floating numbers, not as {dtype}; use float32, bfloat16, float16 or float64")
+    if STORED.get(kind) is dtype:
+        return torch.from_numpy(raw.reshape(-1).copy()).view(dtype).view(shape)
     out = torch.empty(shape, dtype=dtype)
     flat, data = out.view(-1), raw.reshape(-1)
     block, block_bytes = KINDS[kind]
-    step = flat.numel() if dtype is torch.float32 and native.available() else CHUNK
-    for start in range(0, flat.numel(), step):
-        stop = min(start + step, flat.numel())
-        part = data[start // block * block_bytes : stop // block * block_bytes]
-        if dtype is torch.float32:
-            dequantize(part, kind, flat[start:stop].numpy())
-        else:
-            flat[start:stop] = torch.from_numpy(dequantize(part, kind))
+    if dtype is torch.float32:
+        dequantize(data, kind, flat.numpy())
+        return out
+    scratch = np.empty(min(CHUNK, flat.numel()), np.float32)
+    for start in range(0, flat.numel(), CHUNK):
+        part = scratch[: min(CHUNK, flat.numel() - start)]
+        begin = start // block * block_bytes
+        dequantize(data[begin : begin + part.size // block * block_bytes], kind, part)
+        flat[start : start + part.size] = torch.from_numpy(part)
     return out
 
 
@@ -47,8 +52,11 @@ def dequantize(data: np.ndarray, kind: str, out: np.ndarray | None = None) -> np
         out = np.empty(data.size // block_bytes * block, np.float32)
     if native.available():
         native.core().dequantize(kind, data, out, torch.get_num_threads())
-    else:
-        out[:] = dequantize_numpy(data, kind)
+        return out
+    step = CHUNK // block * block_bytes
+    for start in range(0, data.size, step):
+        done = start // block_bytes * block
+        out[done : done + CHUNK] = dequantize_numpy(data[start : start + step], kind)
     return out
 
 

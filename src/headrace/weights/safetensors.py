@@ -1,0 +1,157 @@
+"""Hugging Face folders: config.json beside weights in safetensors, in one file or in shards with an index.
+
+The files are read by the `safetensors` library, which maps them and checks their headers. Pickled weights are never
+opened.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from headrace.weights.dequant import to_torch
+from headrace.weights.source import TensorInfo, WeightError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+KINDS_READ = ("F32", "F16", "BF16")
+MAX_JSON_BYTES = 64 << 20
+
+
+class SafetensorsFolder:
+    """A Hugging Face folder as a WeightSource; `config` is its config.json, `files` its safetensors files.
+
+    A tensor of another type than F32, F16, BF16 is listed (old files store masks and position ids), and refused when
+    it is read. Raises WeightError when the folder is none of a model, holds only pickled weights, a header does not fit
+    its file, or the index and the shards disagree.
+    """
+
+    format: Literal["gguf", "safetensors"] = "safetensors"
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise WeightError(f"{self.path}: is not a folder; check the path")
+        self.config: dict[str, Any] = _read_json(self.path / "config.json")
+        names = _files(self.path)
+        self.files = [self.path / name for name in names]
+        self._open: dict[str, Any] = {}  # tensor name -> its open file
+        self._infos: dict[str, TensorInfo] = {}
+        for file, expected in zip(self.files, names.values(), strict=True):
+            self._add(file, expected)
+
+    def __enter__(self) -> "SafetensorsFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def names(self) -> list[str]:
+        """Names of all tensors, in file order."""
+        return list(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and format of a tensor. Raises WeightError when there is none of that name."""
+        if name not in self._infos:
+            raise WeightError(f"{self.path}: there is no tensor {name!r}")
+        return self._infos[name]
+
+    def raw(self, name: str) -> np.ndarray:
+        """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
+        info = self.info(name)
+        if info.kind not in KINDS_READ:
+            raise WeightError(f"{self.path}: tensor {name!r} has the type {info.kind}; only {', '.join(KINDS_READ)} are read")
+        tensor = self._open[name].get_tensor(name)
+        view: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy().reshape(info.rows, info.row_bytes)
+        view.flags.writeable = False
+        return view
+
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The tensor rounded to `dtype` (to nearest even), a copy of its own."""
+        info = self.info(name)
+        return to_torch(self.raw(name), info.kind, info.shape, dtype)
+
+    def close(self) -> None:
+        """Let the files go; each is unmapped when the last view of it is dropped."""
+        self._open, self._infos = {}, {}
+
+    def _add(self, path: Path, expected: set[str] | None) -> None:
+        """Take in one file, whose tensors must be exactly `expected` where the index says so."""
+        try:
+            file = safe_open(path, framework="pt")
+            infos = [_info(file, name, path) for name in file.offset_keys()]
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{path}: cannot be read ({_one_line(error)}); download it again") from None
+        found = {info.name for info in infos}
+        if expected is not None and found != expected:
+            name = min(found ^ expected)
+            said = "lacks" if name in expected else "holds"
+            raise WeightError(f"{path}: {said} tensor {name!r}, against {INDEX}; download the folder again")
+        for info in infos:
+            self._infos[info.name] = info
+            self._open[info.name] = file
+
+
+def _info(file: Any, name: str, path: Path) -> TensorInfo:
+    view = file.get_slice(name)
+    shape, kind = tuple(view.get_shape()), view.get_dtype()
+    if 0 in shape:
+        raise WeightError(f"{path}: tensor {name!r} has a dimension of size 0; the file is damaged, download it again")
+    return TensorInfo(name, shape, kind, _nbytes(shape, kind))
+
+
+def _nbytes(shape: tuple[int, ...], kind: str) -> int:
+    """Bytes of a tensor; the bits of an element are the first number in its type's name."""
+    digits = re.search(r"\d+", kind)
+    return math.prod(shape) * (int(digits.group()) if digits else 8) // 8
+
+
+def _files(folder: Path) -> dict[str, set[str] | None]:
+    """The folder's safetensors files and, where an index lists them, the tensors of each."""
+    if (folder / SINGLE).is_file():
+        return {SINGLE: None}
+    if (folder / INDEX).is_file():
+        return _read_index(folder / INDEX)
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise WeightError(
+            f"{folder}: has only pickled weights ({pickled[0]}), which can run code and are never opened; "
+            "take the safetensors version of the model, or convert it (save_pretrained of transformers writes safetensors)"
+        )
+    raise WeightError(f"{folder}: has neither {SINGLE} nor {INDEX}; download the model again")
+
+
+def _read_index(path: Path) -> dict[str, set[str] | None]:
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+        raise WeightError(f"{path}: has no weight_map from tensors to files; download the folder again")
+    files: dict[str, set[str] | None] = {}
+    for file in sorted(set(weight_map.values())):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", file):
+            raise WeightError(f"{path}: names the file {file[:80]!r}; only safetensors files in the folder itself are read")
+        files[file] = {name for name, value in weight_map.items() if value == file}
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise WeightError(f"{path}: is larger than {MAX_JSON_BYTES >> 20} MiB, which no model needs; download it again")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeightError(f"{path}: cannot be opened ({error.strerror or error}); is this a Hugging Face folder?") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise WeightError(f"{path}: is not valid JSON; download it again") from None
+    if not isinstance(value, dict):
+        raise WeightError(f"{path}: is not a JSON object; download it again")
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
