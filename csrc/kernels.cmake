@@ -6,8 +6,11 @@ set(HEADRACE_KERNEL_SOURCES
   csrc/kernels_quantize_act.cpp
 )
 set(HEADRACE_HOST_SOURCES
+  csrc/arena.cpp
+  csrc/cpu.cpp
   csrc/isa.cpp
   csrc/kernels.cpp
+  csrc/threadpool.cpp
 )
 
 set(HEADRACE_WARNINGS -O3 -Wall -Wextra)

@@ -4,6 +4,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
+#include "a8.inl"
 #include "quantize_act.inl"
 
 extern const QuantizeKernels quantize_kernels;

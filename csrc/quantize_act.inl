@@ -59,46 +59,6 @@ HEADRACE_INLINE void norm_row(const float* x, int k, const Norm& norm, float* ou
     }
 }
 
-// Two groups of 16: `x` holds 32 floats. Writes one group of A8 at group index g.
-HEADRACE_INLINE void quantize_group(const float* x, const A8& out, int64_t g) {
-    constexpr int kParts = 32 / kLanes;
-    F32v value[kParts];
-    Lanes16 largest = zero_lanes(), poison = zero_lanes();
-    for (int p = 0; p < kParts; ++p) {
-        value[p] = load_f32(x + p * kLanes);
-        const F32v size = as_f32(as_i32(value[p]) & 0x7fffffff);
-        largest.part[p % Lanes16::kParts] = max(largest.part[p % Lanes16::kParts], size);
-        poison.part[p % Lanes16::kParts] = poison.part[p % Lanes16::kParts] + (value[p] - value[p]);  // NaN unless finite
-    }
-    const float amax = max_lanes(largest), bad = sum_lanes(poison);
-    const bool finite = bad == 0.0f;
-    const bool empty = !(amax > 1e-35f);  // 127 / amax would overflow
-    const float inverse = finite && !empty ? 127.0f / amax : 0.0f;
-    int32_t sums[2] = {0, 0};
-    for (int p = 0; p < kParts; ++p) {
-        const I32v q = finite ? round_i32(value[p] * set_f32(inverse)) : set_i32(0);
-        store_i8(out.q + g * 32 + p * kLanes, q);
-        for (int i = 0; i < kLanes; ++i) sums[p * kLanes / 16] += q[i];
-    }
-    const float scale = !finite ? __builtin_nanf("") : empty ? 0.0f : amax / 127.0f;
-    out.scale[g] = scale;
-    out.scaled_sum[g] = scale * (float)(sums[0] + sums[1]);
-    out.neg_sum32[g] = -(sums[0] + sums[1]);
-    out.neg_sum16[2 * g] = -sums[0];
-    out.neg_sum16[2 * g + 1] = -sums[1];
-}
-
-HEADRACE_INLINE void quantize_row(const float* x, int k, const A8& out, int64_t row) {
-    const int64_t first = row * (out.kp / 32);
-    int g = 0;
-    for (; (g + 1) * 32 <= k; ++g) quantize_group(x + g * 32, out, first + g);
-    for (; g < out.kp / 32; ++g) {  // the ragged group and the padding
-        float padded[32] = {};
-        for (int i = 0; g * 32 + i < k; ++i) padded[i] = x[g * 32 + i];
-        quantize_group(padded, out, first + g);
-    }
-}
-
 static void to_a8(const float* x, int64_t stride, int first, int last, int k, const Norm& norm, float* scratch,
                   const A8& out) {
     for (int r = first; r < last; ++r) {
@@ -107,7 +67,7 @@ static void to_a8(const float* x, int64_t stride, int first, int last, int k, co
             norm_row(row, k, norm, scratch);
             row = scratch;
         }
-        quantize_row(row, k, out, r);
+        quantize_row(row, k, out.blocks + (int64_t)r * out.tiles, out.tiles);
     }
 }
 

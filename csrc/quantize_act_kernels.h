@@ -6,15 +6,20 @@
 
 namespace headrace {
 
-// Columns are padded with zeros to a multiple of 64. The sums let a linear take a weight's zero point or minimum out.
-// Row r of an array begins at r times its width: q kp, scale, scaled_sum and neg_sum32 kp / 32, neg_sum16 kp / 16.
+// 64 columns of a row: two groups of 32. The sums let a linear take a weight's zero point or minimum out.
+// One block holds all that a kernel reads, so that a row is one stream at one address.
+struct A8Block {
+    int8_t q[64];           // round(x / scale) to nearest even, in [-127, 127]
+    float scale[2];         // largest |x| of the group / 127; NaN when a value of the group is not finite
+    float scaled_sum[2];    // scale * (sum of the group's q)
+    int32_t neg_sum32[2];   // -(sum of q) per 32
+    int32_t neg_sum16[4];   // -(sum of q) per 16
+};
+
+// Row r is blocks[r * tiles .. (r + 1) * tiles): k columns padded with zeros to a multiple of 64.
 struct A8 {
-    int8_t* q;           // round(x / scale) to nearest even, in [-127, 127]
-    float* scale;        // largest |x| of the group / 127; NaN when a value of the group is not finite
-    float* scaled_sum;   // scale * (sum of the group's q)
-    int32_t* neg_sum32;  // -(sum of q) per 32
-    int32_t* neg_sum16;  // -(sum of q) per 16
-    int32_t kp;
+    A8Block* blocks;
+    int32_t tiles;
 };
 
 struct Bf16Rows {
@@ -46,21 +51,8 @@ struct QuantizeKernels {
     void (*act_mul)(Activation kind, const float* gate, const float* up, int64_t n, float* out);      // act(gate) * up
 };
 
-static inline int32_t padded_k(int32_t k) { return (k + 63) / 64 * 64; }
+static inline int32_t tiles_of(int32_t k) { return (k + 63) / 64; }
 
-// Bytes of the A8 arrays of `rows` rows, and the arrays laid out in such a buffer (64-byte aligned).
-static inline size_t a8_bytes(int32_t rows, int32_t k) { return (size_t)rows * padded_k(k) / 32 * (32 + 3 * 4 + 2 * 4); }
-
-static inline A8 a8_view(void* buffer, int32_t rows, int32_t k) {
-    A8 a;
-    a.kp = padded_k(k);
-    const size_t groups = (size_t)rows * a.kp / 32;
-    a.q = (int8_t*)buffer;
-    a.scale = (float*)(a.q + groups * 32);
-    a.scaled_sum = a.scale + groups;
-    a.neg_sum32 = (int32_t*)(a.scaled_sum + groups);
-    a.neg_sum16 = a.neg_sum32 + groups;
-    return a;
-}
+static inline size_t a8_bytes(int32_t rows, int32_t k) { return (size_t)rows * tiles_of(k) * sizeof(A8Block); }
 
 }  // namespace headrace

@@ -36,6 +36,12 @@ HEADRACE_INLINE void store_i8(int8_t* p, I32v x) {  // values fit a byte: satura
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
 }
 
+HEADRACE_INLINE int32_t sum_i32(I32v x) {
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(raw(x)), _mm256_extracti128_si256(raw(x), 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+
 HEADRACE_INLINE F32v load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 HEADRACE_INLINE F32v load_i8_f32(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));

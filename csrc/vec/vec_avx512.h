@@ -31,6 +31,8 @@ HEADRACE_INLINE F32v as_f32(I32v x) { return _mm512_castsi512_ps(raw(x)); }
 HEADRACE_INLINE I32v as_i32(F32v x) { return (I32v)_mm512_castps_si512(x); }
 HEADRACE_INLINE void store_i8(int8_t* p, I32v x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(raw(x))); }
 
+HEADRACE_INLINE int32_t sum_i32(I32v x) { return _mm512_reduce_add_epi32(raw(x)); }
+
 HEADRACE_INLINE F32v load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 HEADRACE_INLINE F32v load_i8_f32(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));

@@ -48,6 +48,8 @@ HEADRACE_INLINE void store_i8(int8_t* p, I32v x) {
     for (int i = 0; i < kLanes; ++i) p[i] = (int8_t)x[i];
 }
 
+HEADRACE_INLINE int32_t sum_i32(I32v x) { return x[0] + x[1] + x[2] + x[3]; }
+
 HEADRACE_INLINE float half_to_float(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ff;
     const float small = (float)fraction * 0x1p-24f;  // zero and subnormals, exact

@@ -1,0 +1,40 @@
+// float32 to A8. Also what an epilogue or an attention kernel calls to leave its result quantised.
+
+// x: 32 floats, columns [32 * half, 32 * half + 32) of the block.
+HEADRACE_INLINE void quantize_group(const float* x, A8Block* block, int half) {
+    constexpr int kParts = 32 / kLanes;
+    F32v value[kParts];
+    Lanes16 largest = zero_lanes(), poison = zero_lanes();
+    for (int p = 0; p < kParts; ++p) {
+        const int lane = p % Lanes16::kParts;
+        value[p] = load_f32(x + p * kLanes);
+        largest.part[lane] = max(largest.part[lane], as_f32(as_i32(value[p]) & 0x7fffffff));
+        poison.part[lane] = poison.part[lane] + (value[p] - value[p]);  // NaN unless finite
+    }
+    const float amax = max_lanes(largest);
+    const bool finite = sum_lanes(poison) == 0.0f, tiny = !(amax > 1e-35f);  // 127 / tiny would overflow
+    const F32v inverse = set_f32(finite && !tiny ? 127.0f / amax : 0.0f);
+    int32_t sums[2] = {0, 0};
+    for (int p = 0; p < kParts; ++p) {
+        const I32v q = finite ? round_i32(value[p] * inverse) : set_i32(0);
+        store_i8(block->q + half * 32 + p * kLanes, q);
+        sums[p * kLanes / 16] += sum_i32(q);
+    }
+    const float scale = !finite ? __builtin_nanf("") : tiny ? 0.0f : amax / 127.0f;
+    block->scale[half] = scale;
+    block->scaled_sum[half] = scale * (float)(sums[0] + sums[1]);
+    block->neg_sum32[half] = -(sums[0] + sums[1]);
+    block->neg_sum16[2 * half] = -sums[0];
+    block->neg_sum16[2 * half + 1] = -sums[1];
+}
+
+// k floats into `tiles` blocks; the rest is zero.
+HEADRACE_INLINE void quantize_row(const float* x, int k, A8Block* blocks, int tiles) {
+    int g = 0;
+    for (; (g + 1) * 32 <= k; ++g) quantize_group(x + g * 32, blocks + g / 2, g % 2);
+    for (; g < tiles * 2; ++g) {
+        float padded[32] = {};
+        for (int i = 0; g * 32 + i < k; ++i) padded[i] = x[g * 32 + i];
+        quantize_group(padded, blocks + g / 2, g % 2);
+    }
+}

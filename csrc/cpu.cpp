@@ -1,0 +1,101 @@
+#include "cpu.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+namespace headrace {
+namespace {
+
+std::string first_line(const std::string& path) {
+    std::ifstream file(path);
+    std::string line;
+    std::getline(file, line);
+    return line;
+}
+
+double smaller(double limit, double other) { return limit > 0 && (other <= 0 || limit < other) ? limit : other; }
+
+// "max 100000" or "150000 100000": microseconds of CPU time per period.
+double cpu_max(const std::string& folder) {
+    std::istringstream words(first_line(folder + "/cpu.max"));
+    double quota = 0, period = 0;
+    return words >> quota >> period && quota > 0 && period > 0 ? quota / period : 0;
+}
+
+double cfs_quota(const std::string& folder) {
+    const std::string quota = first_line(folder + "/cpu.cfs_quota_us"), period = first_line(folder + "/cpu.cfs_period_us");
+    const double q = std::atof(quota.c_str()), p = std::atof(period.c_str());
+    return q > 0 && p > 0 ? q / p : 0;
+}
+
+// The least limit of a group and of all groups above it.
+double limit_on_path(const std::string& root, std::string path, double (*limit)(const std::string&)) {
+    double least = 0;
+    for (;;) {
+        least = smaller(limit(root + path), least);
+        const size_t slash = path.rfind('/');
+        if (slash == std::string::npos || path.empty()) return least;
+        path.resize(slash);
+    }
+}
+
+}  // namespace
+
+std::vector<int> allowed_cpus() {
+    std::vector<int> cpus;
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
+        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+            if (CPU_ISSET(cpu, &mask)) cpus.push_back(cpu);
+        }
+    }
+    return cpus;
+}
+
+void pin_thread(pthread_t thread, int cpu) {
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    CPU_SET(cpu, &mask);
+    pthread_setaffinity_np(thread, sizeof mask, &mask);
+}
+
+double cgroup_cpus(const std::string& membership, const std::string& root) {
+    std::ifstream file(membership);
+    double least = 0;
+    for (std::string line; std::getline(file, line);) {  // hierarchy:controllers:path
+        const size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (first == std::string::npos || second == std::string::npos) continue;
+        std::string controllers = ",";
+        controllers.append(line, first + 1, second - first - 1).append(",");
+        std::string path = line.substr(second + 1);
+        if (path == "/") path.clear();
+        if (controllers == ",,") {
+            least = smaller(limit_on_path(root, path, cpu_max), least);
+        } else if (controllers.find(",cpu,") != std::string::npos) {
+            least = smaller(limit_on_path(root + "/cpu", path, cfs_quota), least);
+        }
+    }
+    return least;
+}
+
+int default_threads() {
+    const std::vector<int> cpus = allowed_cpus();
+    std::set<std::string> cores;
+    for (const int cpu : cpus) {
+        const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+        const std::string siblings = first_line(folder + "thread_siblings_list");
+        cores.insert(siblings.empty() ? std::to_string(cpu) : siblings);
+    }
+    int threads = std::max<int>(1, static_cast<int>(cores.size()));
+    const double quota = cgroup_cpus();
+    if (quota > 0) threads = std::min(threads, std::max(1, static_cast<int>(std::floor(quota + 0.5))));
+    return threads;
+}
+
+}  // namespace headrace

@@ -1,0 +1,141 @@
+#include "threadpool.h"
+
+#include <pthread.h>
+
+#include <chrono>
+#include <string>
+
+#include "cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headrace {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+constexpr int kPausesPerLook = 32;
+constexpr int kSleepFactor = 6;
+
+// Forks between the first pool's process and this one.
+std::atomic<unsigned>& forks() {
+    static std::atomic<unsigned> count{0};
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks().fetch_add(1); });
+    (void)registered;
+    return count;
+}
+
+// Inside a job all threads run: spin, and yield when one of them has lost its CPU. Never sleeps.
+void wait_for(const std::atomic<uint32_t>& word, uint32_t value) {
+    for (int spins = 0; word.load(std::memory_order_acquire) != value; ++spins) {
+        if (spins < 4000) {
+            pause();
+        } else {
+            std::this_thread::yield();
+        }
+    }
+}
+
+int checked(int threads) {
+    if (threads < 1 || threads > 1024) {
+        throw std::invalid_argument("a thread pool has 1 to 1024 threads, not " + std::to_string(threads));
+    }
+    return threads;
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads, bool pin)
+    : size_(checked(threads)),
+      generation_(forks().load()),
+      slots_(threads),
+      workers_(std::make_unique<std::vector<std::thread>>()) {
+    const std::vector<int> cpus = pin ? allowed_cpus() : std::vector<int>{};
+    workers_->reserve(threads - 1);
+    for (int thread = 1; thread < threads; ++thread) {
+        workers_->emplace_back([this, thread] { work(thread); });
+        if (!cpus.empty()) pin_thread(workers_->back().native_handle(), cpus[thread % cpus.size()]);
+    }
+}
+
+ThreadPool::~ThreadPool() {
+    if (forked()) {
+        workers_.release();  // threads of another process: neither to be joined nor to be freed
+        return;
+    }
+    stop_ = true;
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+    for (std::thread& worker : *workers_) worker.join();
+}
+
+bool ThreadPool::forked() const { return forks().load(std::memory_order_relaxed) != generation_; }
+
+void ThreadPool::run(Job job, void* context) {
+    if (forked()) {
+        throw ForkedError(
+            "this process was forked after the native core had started its threads; start it with spawn or "
+            "forkserver, or load the model after the fork");
+    }
+    const std::lock_guard<std::mutex> turn(turn_);
+    job_ = job;
+    context_ = context;
+    if (size_ > 1) {
+        epoch_.fetch_add(1, std::memory_order_release);
+        epoch_.notify_all();
+    }
+    job(context, 0);
+    barrier(0);
+}
+
+void ThreadPool::barrier(int thread) {
+    const uint32_t count = slots_[thread].arrived.load(std::memory_order_relaxed) + 1;
+    if (thread != 0) {
+        slots_[thread].arrived.store(count, std::memory_order_release);
+        wait_for(released_, count);
+        return;
+    }
+    for (int other = 1; other < size_; ++other) wait_for(slots_[other].arrived, count);
+    slots_[0].arrived.store(count, std::memory_order_relaxed);
+    released_.store(count, std::memory_order_release);
+}
+
+void ThreadPool::work(int thread) {
+    for (uint32_t seen = 0;;) {
+        seen = next_epoch(seen);
+        if (stop_) return;
+        job_(context_, thread);
+        barrier(thread);
+    }
+}
+
+// Waits for a job after number `seen`: spins, then yields, then sleeps.
+uint32_t ThreadPool::next_epoch(uint32_t seen) {
+    const auto start = Clock::now();
+    const auto spin = std::chrono::microseconds(spin_us_.load(std::memory_order_relaxed));
+    for (;;) {
+        for (int i = 0; i < kPausesPerLook; ++i) {
+            const uint32_t now = epoch_.load(std::memory_order_acquire);
+            if (now != seen) return now;
+            pause();
+        }
+        const auto idle = Clock::now() - start;
+        if (idle > spin * kSleepFactor) {
+            epoch_.wait(seen, std::memory_order_acquire);
+        } else if (idle > spin) {
+            std::this_thread::yield();
+        }
+    }
+}
+
+}  // namespace headrace

@@ -1,0 +1,72 @@
+// The threads of the native core: the caller and n - 1 workers that run one job together, with barriers inside it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace headrace {
+
+// The process was forked: the pool's workers are in the parent only.
+struct ForkedError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class ThreadPool {
+  public:
+    using Job = void (*)(void* context, int thread);
+
+    // `threads` counts the caller. Throws std::invalid_argument unless 1 <= threads <= 1024.
+    // `pin` binds worker i to the i-th CPU this process may use (the caller is left alone).
+    explicit ThreadPool(int threads, bool pin = false);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int size() const { return size_; }
+
+    // Runs job(context, thread) for thread = 0 .. size() - 1, number 0 on the caller, and returns when all are done.
+    // The job must not throw, nor call run. Calls from several threads take turns. Throws ForkedError after a fork.
+    void run(Job job, void* context);
+
+    // The same for anything callable as f(thread).
+    template <class F>
+    void run(F&& f) {
+        run([](void* context, int thread) { (*static_cast<std::remove_reference_t<F>*>(context))(thread); }, &f);
+    }
+
+    // Inside a job: returns when every thread of the pool has called it. What was written before is seen after.
+    void barrier(int thread);
+
+    // How long an idle worker spins before it yields, and after six times as long sleeps. A step's caller keeps its
+    // workers awake across the gap between two steps with a longer one.
+    void set_spin(int microseconds) { spin_us_.store(microseconds, std::memory_order_relaxed); }
+    static constexpr int kSpinMicroseconds = 50;
+
+  private:
+    struct alignas(64) Slot {
+        std::atomic<uint32_t> arrived{0};  // barriers this thread has reached
+    };
+
+    void work(int thread);
+    uint32_t next_epoch(uint32_t seen);
+    bool forked() const;
+
+    const int size_;
+    const unsigned generation_;  // of the process, counted in forks
+    std::mutex turn_;
+    Job job_ = nullptr;
+    void* context_ = nullptr;
+    bool stop_ = false;
+    alignas(64) std::atomic<uint32_t> epoch_{0};    // jobs started
+    alignas(64) std::atomic<uint32_t> released_{0};  // barriers passed
+    std::atomic<int> spin_us_{kSpinMicroseconds};
+    std::vector<Slot> slots_;
+    std::unique_ptr<std::vector<std::thread>> workers_;
+};
+
+}  // namespace headrace
