@@ -1,11 +1,11 @@
 """Settings: what a model is (`ModelConfig`) and how an engine is run (`EngineConfig`). Plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions. `scaling` is none | linear | llama3 (Llama 3.1's frequency bands)."""
+    """Rotary positions. `scaling` is none | linear | llama3 (Llama 3.1's frequency bands) | divisors (given one by one)."""
 
     theta: float = 10000.0
     dim: int | None = None  # rotated part of a head; None: all of it
@@ -15,13 +15,14 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_context: int = 8192
     interleaved: bool = False  # pairs (2i, 2i+1) instead of (i, i + dim/2)
+    divisors: tuple[float, ...] = ()  # scaling "divisors": what each frequency is divided by (GGUF's rope_freqs.weight)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """An architecture's numbers, whatever file they came from (HF config.json or GGUF metadata)."""
 
-    architecture: str  # HF model_type: llama, qwen2, qwen3, gemma3_text, gpt2
+    architecture: str  # HF model_type: llama, mistral, qwen2, qwen3, gemma3_text, gpt2
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -35,12 +36,24 @@ class ModelConfig:
     rope_local: RopeConfig | None = None  # gemma3: sliding layers
     tied_head: bool = True
     qkv_bias: bool = False
+    out_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()  # per layer; empty: `sliding_window` holds for all
     attn_scale: float | None = None  # None: head_dim ** -0.5
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     embed_scale: float = 1.0
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together (not always hidden_size)."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None where it attends to everything."""
@@ -50,7 +63,12 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """K and V of all layers for one token (card A2; n_kv heads, not n_heads: W29)."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+        return 2 * self.num_layers * self.kv_size * element_bytes
+
+    def kv_bytes(self, tokens: int, element_bytes: int) -> int:
+        """K and V that the attention of one sequence of `tokens` can still reach: a sliding layer needs its window only."""
+        reach = sum(min(tokens, self.window(i) or tokens) for i in range(self.num_layers))
+        return 2 * reach * self.kv_size * element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +80,25 @@ class SchedulerConfig:
     max_model_len: int = 2048
     policy: str = "continuous"  # continuous | static
 
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        if self.policy not in ("continuous", "static"):
+            raise ValueError(f"unknown policy {self.policy!r}; choose continuous or static")
+
     @classmethod
-    def preset(cls, name: str, max_model_len: int, max_num_seqs: int = 32) -> "SchedulerConfig":
+    def preset(
+        cls, name: str, max_model_len: int, max_num_seqs: int = 32, policy: str = "continuous"
+    ) -> "SchedulerConfig":
         """online: small chunks, low ITL; offline: big steps, most tokens/s."""
         budgets = {"online": 512, "offline": 2048}
         if name not in budgets:
             raise ValueError(f"unknown preset {name!r}; choose online or offline")
-        return cls(max_num_seqs=max_num_seqs, max_num_batched_tokens=budgets[name], max_model_len=max_model_len)
+        return cls(max_num_seqs, budgets[name], max_model_len, policy)
+
+    def with_budget(self, max_num_batched_tokens: int) -> "SchedulerConfig":
+        return replace(self, max_num_batched_tokens=max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)

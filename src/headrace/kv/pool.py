@@ -1,0 +1,64 @@
+"""Device side of the paged KV cache: the tensors that blocks are made of."""
+
+from collections.abc import Sequence
+
+import torch
+
+from headrace.config import ModelConfig
+
+
+class KVPool:
+    """K and V of every layer in `num_blocks` blocks of `block_size` tokens (PagedAttention, Kwon et al., SOSP'23).
+
+    One tensor [layers, 2, num_blocks, block_size, kv_heads, head_dim]; a flat position is block * block_size + offset. K is
+    stored as attention uses it, after norm and rotary. Starts as zeros, so that nothing read from it is ever NaN by accident.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self._flat = self.data.flatten(2, 3)  # [layers, 2, positions, kv_heads, head_dim], a view
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pool: num_blocks * block_size * ModelConfig.kv_bytes_per_token."""
+        return self.data.nbytes
+
+    def table(self, layer: int) -> int:
+        """Which of a sequence's block tables serves a layer; one serves all of them now."""
+        return 0
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, each [num_blocks, block_size, kv_heads, head_dim]; views, not copies."""
+        return self.data[layer, 0], self.data[layer, 1]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [n, kv_heads, head_dim] at the flat positions `slots` [n], rounded to the pool's dtype."""
+        self._flat[layer, 0].index_copy_(0, slots, k.to(self.dtype))
+        self._flat[layer, 1].index_copy_(0, slots, v.to(self.dtype))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (from, to) of all layers. Every source is read before anything is written."""
+        if pairs:
+            source, target = self._columns(pairs)
+            self.data[:, :, target] = self.data[:, :, source]
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy single flat positions (from, to) of all layers. Every source is read before anything is written."""
+        if pairs:
+            source, target = self._columns(pairs)
+            self._flat[:, :, target] = self._flat[:, :, source]
+
+    def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        source, target = torch.tensor(pairs, dtype=torch.int64, device=self.data.device).unbind(1)
+        return source, target

@@ -1,0 +1,1 @@
+"""What models are made of: holders of weights, and nothing that computes."""

@@ -1,0 +1,49 @@
+"""Model: what every architecture offers. Runners execute segments of it: embed, layers a to b, head of some rows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from headrace.config import ModelConfig
+from headrace.layers.holder import Holder
+
+Value = Any  # a tensor, or whatever a recorder passes through a model file
+
+
+class Model(torch.nn.Module):
+    """A decoder as pure functions of values. `layers` holds one group of weights per layer.
+
+    A new model is a description: it has no tensors until each holder is created and filled (weights.loader does both).
+    """
+
+    layers: torch.nn.ModuleList
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def embed(self, ctx: Any) -> Value:
+        """ctx.ids [n] -> hidden rows [n, hidden]."""
+        raise NotImplementedError
+
+    def layer(self, i: int, x: Value, ctx: Any) -> Value:
+        """Layer i: hidden rows [n, hidden] -> [n, hidden]; writes the rows' K and V into ctx.pool."""
+        raise NotImplementedError
+
+    def head(self, x: Value) -> Value:
+        """Final norm and output projection of any rows x [r, hidden] -> logits [r, vocabulary], float32 or wider."""
+        raise NotImplementedError
+
+    def forward(self, ctx: Any) -> Value:
+        """Logits of every row of the step: all segments in a row (tests and scoring; runners pick rows before `head`)."""
+        x = self.embed(ctx)
+        for i in range(self.config.num_layers):
+            x = self.layer(i, x, ctx)
+        return self.head(x)
+
+    def holders(self) -> Iterator[tuple[str, Holder]]:
+        """Everything that owns weights, by path ("layers.3.qkv"); what is shared (a tied head) comes once."""
+        for path, module in self.named_modules():
+            if isinstance(module, Holder):
+                yield path, module

@@ -1,0 +1,46 @@
+"""GPT-2: learned positions, LayerNorm, multi-head attention, a plain GELU MLP, biases everywhere."""
+
+from typing import Any
+
+from torch.nn import Module, ModuleList
+
+from headrace.config import ModelConfig
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.norm import Norm
+from headrace.models.base import Model, Value
+from headrace.ops.vocabulary import act, attention, embed, head, linear, norm, residual, tap
+
+
+class Block(Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.attn_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
+        self.qkv = Linear(c.hidden_size, {"q": c.q_size, "k": c.kv_size, "v": c.kv_size}, bias=True, split=True, shard="out")
+        self.out = Linear(c.q_size, c.hidden_size, bias=True, shard="in")
+        self.mlp_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
+        self.up = Linear(c.hidden_size, c.ffn_size, bias=True, shard="out")
+        self.down = Linear(c.ffn_size, c.hidden_size, bias=True, shard="in")
+
+
+class GPT2(Model):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = Embedding(config.max_position, config.hidden_size)
+        self.layers = ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
+        self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size)
+
+    def embed(self, ctx: Any) -> Value:
+        return embed(ctx.ids, self.tokens, pos=self.positions, positions=ctx.positions)
+
+    def layer(self, i: int, x: Value, ctx: Any) -> Value:
+        block = self.layers[i]
+        q, k, v = linear(norm(x, block.attn_norm), block.qkv)
+        x = residual(x, linear(attention(q, k, v, ctx, i), block.out))
+        x = residual(x, linear(act(linear(norm(x, block.mlp_norm), block.up), "gelu_tanh"), block.down))
+        return tap(x, f"layer.{i}", ctx)
+
+    def head(self, x: Value) -> Value:
+        return head(norm(x, self.norm), self.output)

@@ -1,0 +1,98 @@
+"""attention: scaled dot-product attention over the paged pool, with everything an architecture may ask of it."""
+
+import torch
+
+from headrace.ops.cases import attention_cases
+from headrace.ops.context import Context
+from headrace.ops.norms import normalise
+from headrace.ops.paging import Group, groups
+from headrace.ops.registry import accumulator, op
+from headrace.ops.rope import rotate
+from headrace.ops.weights import EmbeddingWeights, NormWeights, RopeWeights
+
+
+@op(inputs=attention_cases)
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ctx: Context,
+    layer: int,
+    rope: RopeWeights | None = None,
+    q_norm: NormWeights | None = None,
+    k_norm: NormWeights | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: EmbeddingWeights | None = None,
+    causal: bool = True,
+    source: str | None = None,
+) -> torch.Tensor:
+    """softmax(q kᵀ · scale) v of q [n, heads * head_dim] and k, v [n, kv_heads * head_dim] -> [n, heads * head_dim].
+
+    q and k are normalised per head (`q_norm`, `k_norm`) and turned (`rope`); then k and v are stored in the pool, and only what
+    the pool holds is read. Query head i uses KV head i * kv_heads // heads: MHA, GQA and MQA are one path. `window`: a row sees
+    the last `window` positions, its own included. `scale`: default head_dim ** -0.5. `softcap` c: scores become
+    c * tanh(score / c). `sinks` (weight [heads]): a logit per head that takes part in the softmax and has no value.
+    `causal=False`: every row of a feed sees the whole feed (encoders; feeds must then be whole). `source`: the cross group whose
+    K and V, filled once from an encoder, are read instead; there are no cross groups yet, so None is the only value.
+    Scores and sums are float32, or float64 of float64. A row that sees nothing gives 0.
+    """
+    if source is not None:
+        raise ValueError(f"attention: cross groups are not built yet, so source must be None, not {source!r}")
+    key_pool, value_pool = ctx.pool.kv(layer)
+    kv_heads, dim = key_pool.shape[2:]
+    n, heads = q.shape[0], q.shape[1] // dim
+    acc = accumulator(q.dtype)
+    query = _prepare(q.view(n, heads, dim), q_norm, rope, ctx) * (dim**-0.5 if scale is None else scale)
+    table = ctx.pool.table(layer)
+    ctx.pool.write(layer, ctx.slots[table], _prepare(k.view(n, kv_heads, dim), k_norm, rope, ctx), v.view(n, kv_heads, dim))
+    out = torch.empty(n, heads, dim, dtype=acc, device=q.device)
+    for group in groups(ctx, table, heads, window, causal):
+        keys = _gather(key_pool, group, acc)
+        values = _gather(value_pool, group, acc)
+        attended = attend(query[group.rows], keys, values, group.visible, softcap, None if sinks is None else sinks.weight.to(acc))
+        out[group.rows[group.valid]] = attended[group.valid]
+    return out.view(n, heads * dim).to(q.dtype)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [b, c, heads, d] (scaled) over k, v [b, t, kv_heads, d] where visible [b, c, t] -> [b, c, heads, d]."""
+    b, c, heads, d = q.shape
+    kv_heads = k.shape[2]
+    share = heads // kv_heads  # query heads of one KV head: they are rows of one product, K and V are never repeated
+    rows = q.view(b, c, kv_heads, share, d).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, share * c, d)
+    scores = (rows @ k.permute(0, 2, 3, 1)).view(b, kv_heads, share, c, -1)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    sink = None if sinks is None else sinks.view(1, kv_heads, share, 1, 1)
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    top = top.clamp_min(torch.finfo(q.dtype).min)  # a row that sees nothing: exp(-inf), not exp(nan)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    weights = weights / total.clamp_min(torch.finfo(q.dtype).tiny)
+    out = weights.view(b, kv_heads, share * c, -1) @ v.permute(0, 2, 1, 3)
+    return out.view(b, kv_heads, share, c, d).permute(0, 3, 1, 2, 4).reshape(b, c, heads, d)
+
+
+def _prepare(x: torch.Tensor, w: NormWeights | None, rope: RopeWeights | None, ctx: Context) -> torch.Tensor:
+    x = x.to(accumulator(x.dtype)) if w is None else normalise(x, w)
+    return x if rope is None else rotate(x, rope, ctx)
+
+
+def _gather(pool: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values [b, t, kv_heads, d] of a group. What no row sees becomes 0: another request's NaN must not leak in."""
+    taken = pool[group.blocks].flatten(1, 2).to(dtype)
+    return taken.masked_fill(~group.reached[:, :, None, None], 0.0)

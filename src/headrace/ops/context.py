@@ -1,0 +1,91 @@
+"""Context: everything about a step that is not a value of the model: who feeds which rows, and where their K and V live."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headrace.kv.pool import KVPool
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """One step's feeds, flattened: n rows, f feeds. All tensors int64 on the model's device.
+
+    A known row at KV index p sees KV indices 0..p; a draft node sees everything before the feed's first node and the nodes in
+    its mask. Sliding windows count positions, not KV indices.
+    """
+
+    ids: torch.Tensor  # [n] token ids
+    positions: torch.Tensor  # [n] rotary (or learned) positions; a node's is its depth below the last known token
+    masks: torch.Tensor  # [n] bits of a uint64: which of the feed's nodes a node descends from, itself included; 0: known
+    row_start: torch.Tensor  # [f + 1] rows of feed i are row_start[i] .. row_start[i + 1]
+    kv_start: torch.Tensor  # [f] tokens already in the pool, which is the KV index of the feed's first row
+    known: torch.Tensor  # [f] how many rows are known tokens; the rest are nodes, stored behind them
+    tables: list[torch.Tensor]  # per block table [f, w] block ids; what is beyond a sequence's blocks is never read
+    slots: list[torch.Tensor]  # per block table [n] flat position (block * block_size + offset) of each row's K and V
+    pool: KVPool
+    taps: dict[str, torch.Tensor | None] = field(default_factory=dict)  # names wanted; filled by the op `tap`
+    memo: dict[Any, Any] = field(default_factory=dict)  # what the layers of one step share: angles, masks, gathers
+
+
+@dataclass(frozen=True, slots=True)
+class FeedRows:
+    """One sequence's part of a step, for `build`: known tokens from KV index `start` on, then the nodes of a draft tree."""
+
+    ids: Sequence[int]
+    table: Sequence[int]
+    start: int = 0
+    nodes: Sequence[int] = ()
+    parents: Sequence[int] = ()  # index of the parent node, -1: the last known token
+
+
+def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
+    """A Context from plain lists: one step of whole sequences, chunks, single tokens or draft trees over one block table."""
+    device = pool.data.device
+    ids: list[int] = []
+    positions: list[int] = []
+    masks: list[int] = []
+    slots: list[int] = []
+    row_start = [0]
+    width = max(len(feed.table) for feed in feeds)
+    for feed in feeds:
+        first = feed.start + len(feed.ids)
+        depths, ancestors = tree(feed.parents)
+        ids += [*feed.ids, *feed.nodes]
+        positions += [*range(feed.start, first), *(first + depth for depth in depths)]
+        masks += [0] * len(feed.ids) + [signed(mask) for mask in ancestors]
+        indices = range(feed.start, first + len(feed.nodes))
+        slots += [feed.table[i // pool.block_size] * pool.block_size + i % pool.block_size for i in indices]
+        row_start.append(len(ids))
+
+    def tensor(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return Context(
+        ids=tensor(ids),
+        positions=tensor(positions),
+        masks=tensor(masks),
+        row_start=tensor(row_start),
+        kv_start=tensor([feed.start for feed in feeds]),
+        known=tensor([len(feed.ids) for feed in feeds]),
+        tables=[tensor([[*feed.table, *[0] * (width - len(feed.table))] for feed in feeds])],
+        slots=[tensor(slots)],
+        pool=pool,
+    )
+
+
+def tree(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Depth (0: child of the last known token) and ancestor mask (own bit included) of every node; parents come first."""
+    depths: list[int] = []
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        masks.append(1 << node | (0 if parent < 0 else masks[parent]))
+    return depths, masks
+
+
+def signed(mask: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return mask - (1 << 64) if mask >> 63 else mask

@@ -1,0 +1,116 @@
+"""How the reference attention reads a paged pool: which rows attend together, which blocks they gather, what each row sees."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from headrace.ops.context import Context
+
+TILE = 64  # rows of one feed that share a gather of K and V
+MAX_SCORES = 1 << 24  # attention scores formed at once, over all heads
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """b tiles of equal padded size: up to c rows each, over w blocks (t = w * block_size keys)."""
+
+    rows: torch.Tensor  # [b, c] rows of the step; padding repeats row 0
+    valid: torch.Tensor  # [b, c] which of them are meant
+    blocks: torch.Tensor  # [b, w] block ids; padding repeats a block of the tile
+    visible: torch.Tensor  # [b, c, t] which keys a row sees
+    reached: torch.Tensor  # [b, t] keys that any row of the tile sees
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    feed: int
+    first: int  # row
+    last: int  # row after the last
+    block: int  # first block of its table that is gathered
+    blocks: int  # how many
+
+    def shape(self) -> tuple[int, int]:
+        """Padded rows and blocks: a function of the tile alone, so that what else is in the step changes nothing."""
+        rows = 1 << (self.last - self.first - 1).bit_length()
+        step = 1 << max(0, self.blocks.bit_length() - 3)  # a quarter more at most
+        return rows, -(-self.blocks // step) * step
+
+
+def groups(ctx: Context, table: int, heads: int, window: int | None, causal: bool) -> list[Group]:
+    """The step's rows as groups that attend together; made once per step and kind of layer."""
+    key = ("groups", table, heads, window, causal)
+    if key not in ctx.memo:
+        ctx.memo[key] = list(_groups(ctx, table, heads, window, causal))
+    made: list[Group] = ctx.memo[key]
+    return made
+
+
+def _groups(ctx: Context, table: int, heads: int, window: int | None, causal: bool) -> Iterator[Group]:
+    by_shape: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
+    for tile in _tiles(ctx, window, causal):
+        by_shape[tile.shape()].append(tile)
+    for (rows, blocks), tiles in by_shape.items():
+        most = max(1, MAX_SCORES // (rows * blocks * ctx.pool.block_size * heads))
+        for i in range(0, len(tiles), most):
+            yield _group(ctx, tiles[i : i + most], rows, blocks, ctx.tables[table], window, causal)
+
+
+def _tiles(ctx: Context, window: int | None, causal: bool) -> Iterator[_Tile]:
+    size = ctx.pool.block_size
+    row_start, kv_start, known = ctx.row_start.tolist(), ctx.kv_start.tolist(), ctx.known.tolist()
+    positions = ctx.positions.tolist() if window is not None else []
+    for feed, (start, end) in enumerate(zip(row_start, row_start[1:], strict=False)):
+        kv_end = kv_start[feed] + end - start
+        for first in range(start, end, TILE):
+            last = min(first + TILE, end)
+            stop = kv_start[feed] + last - start if causal and last - start <= known[feed] else kv_end
+            lowest = 0
+            if window is not None:
+                offset = positions[start] - kv_start[feed]
+                lowest = max(0, min(positions[first:last]) - offset - window + 1)
+            yield _Tile(feed, first, last, lowest // size, -(-stop // size) - lowest // size)
+
+
+def _group(
+    ctx: Context, tiles: list[_Tile], rows: int, blocks: int, table: torch.Tensor, window: int | None, causal: bool
+) -> Group:
+    device = ctx.ids.device
+    feed, first, count, block, held = torch.tensor(
+        [(t.feed, t.first, t.last - t.first, t.block, t.blocks) for t in tiles], device=device
+    ).unbind(1)
+    lane = torch.arange(rows, device=device)
+    valid = lane < count[:, None]
+    row = torch.where(valid, first[:, None] + lane, 0)
+    column = torch.minimum(torch.arange(blocks, device=device), held[:, None] - 1)
+    gathered = table[feed[:, None], block[:, None] + column]
+    size = ctx.pool.block_size
+    key = block[:, None] * size + torch.arange(blocks * size, device=device)  # KV indices [b, t]
+    visible = _visible(ctx, feed, row, key, window, causal) & valid[:, :, None]
+    visible &= (key < (block + held)[:, None] * size)[:, None, :]
+    return Group(row, valid, gathered, visible, visible.any(1))
+
+
+def _visible(
+    ctx: Context, feed: torch.Tensor, row: torch.Tensor, key: torch.Tensor, window: int | None, causal: bool
+) -> torch.Tensor:
+    """[b, c, t]: whether `row` [b, c] of `feed` [b] sees KV index `key` [b, t]."""
+    start = ctx.row_start[feed]
+    index = ctx.kv_start[feed, None] + row - start[:, None]  # KV index of each row
+    node0 = ctx.kv_start[feed] + ctx.known[feed]  # KV index of the feed's first node
+    end = ctx.kv_start[feed] + ctx.row_start[feed + 1] - start
+    node = key - node0[:, None]  # [b, t], below 0: a known token
+    is_node = (node >= 0) & (key < end[:, None])
+    ancestor = ctx.masks[row][:, :, None] >> node.clamp(0, 63)[:, None, :] & 1 == 1
+    if causal:
+        upto = torch.where(index < node0[:, None], index, node0[:, None] - 1)
+        seen = (key[:, None, :] <= upto[:, :, None]) | (ancestor & is_node[:, None, :])
+    else:
+        seen = (key < end[:, None])[:, None, :].expand(-1, row.shape[1], -1)
+    if window is None:
+        return seen
+    offset = ctx.positions[start] - ctx.kv_start[feed]
+    node_row = torch.where(is_node, start[:, None] + ctx.known[feed, None] + node, 0)
+    key_position = torch.where(is_node, ctx.positions[node_row], key + offset[:, None])
+    return seen & ((ctx.positions[row][:, :, None] - key_position[:, None, :]).abs() < window)

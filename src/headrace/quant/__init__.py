@@ -1,0 +1,1 @@
+"""Number formats of linears and the maths of quantising."""
