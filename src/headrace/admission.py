@@ -1,6 +1,7 @@
 """What may enter the loop: everything a client can send is checked once, here, and refused with what to change."""
 
 from headrace.config import EngineConfig
+from headrace.decoding.processors import ProcessorError, check_processors
 from headrace.types import Request
 
 
@@ -22,6 +23,7 @@ def admit(request: Request, limits: Limits) -> None:
     """Raise AdmissionError unless the request can run to its end on this engine."""
     _check_prompt(request, limits)
     _check_ids(request, limits)
+    _check_processors(request)
     _check_width(request, limits)
     _check_blocks(request, limits)
 
@@ -54,6 +56,15 @@ def _check_ids(request: Request, limits: Limits) -> None:
             raise AdmissionError(f"{field} names token {unknown[0]}; the vocabulary ends at {limits.vocab_size - 1}")
     if params.stop and not limits.has_tokenizer:
         raise AdmissionError("stop strings need a tokenizer; use stop_token_ids, or load the model with its tokenizer")
+
+
+def _check_processors(request: Request) -> None:
+    try:
+        check_processors(request.processors)
+    except ProcessorError as error:
+        raise AdmissionError(str(error)) from None
+    if request.width > 1 and any(processor.scope == "stateful" for processor in request.processors):
+        raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 
 
 def _check_width(request: Request, limits: Limits) -> None:

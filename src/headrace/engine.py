@@ -133,8 +133,8 @@ class Engine:
         scores = request.params.prompt_logprobs
         if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
             wants.append(Want(rows="all", kind="score", logprobs=scores))
-        if last:
-            wants.append(request.strategy.want(request, seq))
+        if last and (want := request.strategy.want(request, seq)) is not None:
+            wants.append(want)
         return tuple(wants)
 
     def _land(self, flight: Flight) -> StepOutput | None:
@@ -212,12 +212,11 @@ class Engine:
             self._outbox.append(
                 Delta(request.id, seq.index, text=text, finish_reason=seq.finish_reason, error=request.error)
             )
-        if not open_seqs and request.error is not None:
-            self._outbox.append(Delta(request.id, 0, finish_reason="error", error=request.error))
-        for delta in reversed(self._outbox):
-            if delta.request_id == request.id:
-                delta.finished = True
-                break
+        mine = [delta for delta in self._outbox if delta.request_id == request.id]
+        if not mine:
+            mine = [Delta(request.id, 0, finish_reason="error" if request.error else None, error=request.error)]
+            self._outbox += mine
+        mine[-1].finished = True
 
     def _deliver(self) -> list[Delta]:
         """Hand over the deltas; static batching delivers a batch when its last request is done (card C1)."""

@@ -1,6 +1,5 @@
 """What a caller may ask of one request: `SamplingParams`, checked when it is made."""
 
-import math
 from typing import Self
 
 import msgspec
@@ -14,12 +13,22 @@ class ParamError(ValueError):
     """A parameter no request can have; the message says which and what to change."""
 
 
+def _as_tuple(name: str, value: object) -> object:
+    """Lists become tuples, lists of lists too, and a single string a tuple of one."""
+    if value is None and name == "allowed_token_ids":
+        return None
+    if isinstance(value, str):
+        return (value,)
+    _require(isinstance(value, (list, tuple)), f"{name} must be a list, not {value!r}")
+    return tuple(tuple(v) if isinstance(v, list) else v for v in value)  # type: ignore[attr-defined]
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ParamError(message)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
 
     Logits are processed in the order of card B1: bias, bad words, min_tokens -> no-repeat-ngram -> repetition ->
@@ -55,12 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         for name in _SEQUENCES:
-            value = getattr(self, name)
-            if isinstance(value, str):
-                msgspec.structs.force_setattr(self, name, (value,))
-            elif isinstance(value, list):
-                fixed = tuple(tuple(v) if isinstance(v, list) else v for v in value)
-                msgspec.structs.force_setattr(self, name, fixed)
+            msgspec.structs.force_setattr(self, name, _as_tuple(name, getattr(self, name)))
         self._check_types()
         self._check_ranges()
 
@@ -68,9 +72,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in _FLOATS:
             value = getattr(self, name)
             _require(
-                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+                isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST,
                 f"{name} must be a finite number, not {value!r}",
             )
+        for name in _FLAGS:
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
         for name in _INTS:
             value = getattr(self, name)
             optional = name in _OPTIONAL_INTS and value is None
@@ -105,28 +112,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= MAX_LOGPROBS, f"{name} must be between 0 and {MAX_LOGPROBS}, not {value}")
-        _require(self.logprobs_mode in ("raw", "processed"), f"logprobs_mode must be raw or processed, not {self.logprobs_mode!r}")
+        _require(
+            self.logprobs_mode in ("raw", "processed"), f"logprobs_mode must be raw or processed, not {self.logprobs_mode!r}"
+        )
         _require(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2**64 - 1, not {self.seed}")
         self._check_lists()
 
     def _check_lists(self) -> None:
         _require(len(self.stop) <= MAX_STOP, f"at most {MAX_STOP} stop strings, not {len(self.stop)}")
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty text; remove the empty one")
         _require(
-            all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty text; remove the empty one"
+            self.logit_bias is None or isinstance(self.logit_bias, dict),
+            f"logit_bias must map token ids to numbers, not {self.logit_bias!r}",
         )
-        ids = [*self.stop_token_ids, *(self.allowed_token_ids or ()), *(t for word in self.bad_words for t in word)]
-        ids += list(self.logit_bias or ())
-        _require(
-            all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in ids),
-            "token ids (stop_token_ids, allowed_token_ids, bad_words, logit_bias) must be integers of 0 or more",
-        )
-        _require(all(self.bad_words), "a bad word needs at least one token; remove the empty one")
+        for word in self.bad_words:
+            _require(isinstance(word, tuple), f"bad_words must be lists of token ids, not {word!r}")
+            _require(bool(word), "a bad word needs at least one token; remove the empty one")
+        for name, ids in self._ids().items():
+            for t in ids:
+                _require(
+                    isinstance(t, int) and not isinstance(t, bool) and t >= 0,
+                    f"token ids in {name} must be integers of 0 or more, not {t!r}",
+                )
         _require(self.allowed_token_ids != (), "allowed_token_ids is empty: nothing could be drawn; name at least one id")
         for token, bias in (self.logit_bias or {}).items():
             _require(
-                isinstance(bias, (int, float)) and -100.0 <= bias <= 100.0,
+                isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100.0 <= bias <= 100.0,
                 f"logit_bias of token {token} must be between -100 and 100, not {bias!r}",
             )
+
+    def _ids(self) -> dict[str, list[int]]:
+        return {
+            "stop_token_ids": list(self.stop_token_ids),
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "bad_words": [t for word in self.bad_words for t in word],
+            "logit_bias": list(self.logit_bias or ()),
+        }
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise ParamError if a token id named here does not exist in a vocabulary of `vocab_size`."""
+        for name, ids in self._ids().items():
+            largest = max(ids, default=-1)
+            _require(largest < vocab_size, f"{name} names token {largest}, but the model's ids end at {vocab_size - 1}")
 
     @property
     def greedy(self) -> bool:
@@ -163,5 +190,7 @@ _FLOATS = (
     "presence_penalty",
     "frequency_penalty",
 )
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_LARGEST = 1e300  # every absurd int too, which math.isfinite refuses to look at
 _OPTIONAL_INTS = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _INTS = ("n", "top_k", "no_repeat_ngram", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "priority")

@@ -11,8 +11,8 @@ class Strategy(Protocol):
     def width(self, request: Request) -> int:
         """The most sequences the request may hold at once; slots and blocks are admitted for that many."""
 
-    def want(self, request: Request, seq: Sequence) -> Want:
-        """What a feed that reaches the last known token of `seq` must bring back."""
+    def want(self, request: Request, seq: Sequence) -> Want | None:
+        """What a feed that reaches the last known token of `seq` must bring back; None: nothing."""
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         """Children of each sequence, in the order given: none = dropped, one = goes on, several = fork.

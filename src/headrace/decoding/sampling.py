@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from headrace.decoding.noise import key
-from headrace.decoding.processors import apply_processors
-from headrace.ops.sampling import RowSpec, sample
+from headrace.decoding.processors import History, ProcessorError, apply_processors
+from headrace.ops.sampling import RowResult, RowSpec, sample
 from headrace.types import Child, FeedOutput, Request, Sequence, Want
 
 
@@ -33,11 +33,10 @@ class Sampling:
         return False
 
     def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
-        tokens, logprobs = out.tokens, out.logprobs
-        if request.processors:
-            tokens, logprobs = _sample_on_host(request, seq, out)
+        drawn = _sample_on_host(request, seq, out) if request.processors else out
         return [
-            Child(token=token, index=seq.index + i, logprobs=logprobs[i : i + 1]) for i, token in enumerate(tokens)
+            Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1])
+            for i, token in enumerate(drawn.tokens)
         ]
 
 
@@ -46,5 +45,19 @@ def _births(request: Request, seq: Sequence) -> int:
     return request.params.n if len(seq.tokens) == seq.prompt_len else 1
 
 
-def _sample_on_host(request, seq, out):  # TODO
-    raise NotImplementedError
+
+def _sample_on_host(request: Request, seq: Sequence, out: FeedOutput) -> RowResult:
+    """The caller's processors on the whole row, then the same pipeline the back ends run. Raises ProcessorError."""
+    raw = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())[None]
+    history = History(request.prompt, seq.output)
+    spec = RowSpec(
+        params=request.params,
+        keys=[key(request.seed, seq.index + i) for i in range(_births(request, seq))],
+        tokens=seq.tokens,
+        prompt_len=seq.prompt_len,
+        stop_ids=sorted(request.stop_ids),
+    )
+    (result,) = sample(apply_processors(request.processors, raw, history), [spec], raw)
+    if result.error:
+        raise ProcessorError(result.error)
+    return result

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from headrace.ops.penalties import TokenCounts
 from headrace.params import SamplingParams
 from headrace.types import StepPlan
 
@@ -16,10 +17,12 @@ class Slot:
     params: SamplingParams
     stop_ids: list[int]
     tables: list[list[int]] = field(default_factory=lambda: [[]])
+    counts: TokenCounts | None = None  # what the penalties need, kept as the output grows
 
     def fork(self) -> "Slot":
         tables = [list(table) for table in self.tables]
-        return Slot(list(self.tokens), self.prompt_len, self.seed, self.params, self.stop_ids, tables)
+        counts = None if self.counts is None else self.counts.copy()
+        return Slot(list(self.tokens), self.prompt_len, self.seed, self.params, self.stop_ids, tables, counts)
 
 
 class Slots:

@@ -1,0 +1,19 @@
+"""Scoring: the log-probability of every prompt token, and nothing drawn."""
+
+from headrace.types import Child, FeedOutput, Request, Sequence, Want
+
+
+class Scoring:
+    """Ends a request when its prompt has been fed; `prompt_logprobs` is what it is run for."""
+
+    def width(self, request: Request) -> int:
+        return 1
+
+    def want(self, request: Request, seq: Sequence) -> Want | None:
+        return None
+
+    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+        return [[] for _ in outputs]
+
+    def done(self, request: Request) -> bool:
+        return True

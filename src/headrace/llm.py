@@ -1,0 +1,265 @@
+"""`LLM`: the offline face. It opens a model, plans memory, owns an engine, and turns prompts into outputs."""
+
+import logging
+import math
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace import memory
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.decoding.base import Strategy
+from headrace.decoding.processors import Processor
+from headrace.decoding.scoring import Scoring
+from headrace.engine import Engine
+from headrace.kv.pool import KVPool
+from headrace.loading import DTYPES, Opened, open_model, pick_device, pick_dtype
+from headrace.outputs import CompletionOutput, RequestOutput, empty_output
+from headrace.params import SamplingParams
+from headrace.runner.executor import InProcess
+from headrace.runner.runner import TorchRunner
+from headrace.types import Delta, Request
+from headrace.weights.progress import Progress
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
+
+log = logging.getLogger("headrace")
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class Score:
+    """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else math.nan
+
+
+class LLM:
+    """A model ready to generate, in this process.
+
+    `model`: catalog name, .gguf path, folder with safetensors, or hub id. `dtype`: auto, float64, float32, bfloat16,
+    float16. `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. Raises ValueErrors of one
+    line that say what to change.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        backend: str = "auto",
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int | None = None,
+        kv_cache_memory: int | str | None = None,
+        kv_dtype: str = "auto",
+        enable_prefix_caching: bool = True,
+        seed: int | None = None,
+        preset: str = "offline",
+        policy: str = "continuous",
+        progress: Progress | None = None,
+    ) -> None:
+        if backend not in ("auto", "torch"):
+            raise ValueError(f"unknown backend {backend!r}; use auto or torch")
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        self.opened: Opened = open_model(model, progress)
+        self.tokenizer = self.opened.tokenizer
+        self.model_config = self.opened.config
+        self.backend = "torch"
+        kv_type = self.dtype if kv_dtype == "auto" else DTYPES.get(kv_dtype)
+        if kv_type is None:
+            raise ValueError(f"unknown kv_dtype {kv_dtype!r}; use auto, {', '.join(DTYPES)}")
+        weights = self.opened.load(self.dtype, self.device)
+        self.memory_plan = memory.plan(
+            self.model_config,
+            element_bytes=kv_type.itemsize,
+            block_size=BLOCK_SIZE,
+            free=memory.free_memory(self.device),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            kv_cache_memory=kv_cache_memory,
+        )
+        log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
+        pool = KVPool(self.model_config, self.memory_plan.num_blocks, BLOCK_SIZE, kv_type, self.device)
+        runner = TorchRunner(weights, pool, threads)
+        scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
+        if max_num_batched_tokens is not None:
+            scheduler = scheduler.with_budget(max_num_batched_tokens)
+        cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
+        self.engine = Engine(
+            InProcess(runner),
+            EngineConfig(scheduler, cache),
+            vocab_size=self.model_config.vocab_size,
+            tokenizer=self.tokenizer,
+            eos_ids=self.opened.eos_ids,
+        )
+        self._open: dict[str, tuple[RequestOutput, deque[Delta]]] = {}
+        self._seeds = random.Random(seed) if seed is not None else None
+
+    # -- what callers use ----------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        processors: Sequence[Processor] = (),
+        strategy: Strategy | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts (texts or token ids); `params`: one for all or one each.
+
+        No chat template is applied. A request that fails while running has `error` set and finish_reason "error"; one that
+        could never run raises AdmissionError before anything runs.
+        """
+        batch = _as_batch(prompts)
+        settings = _spread(params or SamplingParams(), len(batch))
+        outputs = self._add_all(batch, settings, tuple(processors), strategy)
+        for _ in self._drain(outputs):
+            pass
+        return outputs
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for conversations ([{"role": …, "content": …}, …]) put through the model's chat template."""
+        talks = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self.generate([self.render(talk, **template) for talk in talks], params)  # type: ignore[arg-type]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        processors: Sequence[Processor] = (),
+        output: list[RequestOutput] | None = None,
+    ) -> Iterator[Delta]:
+        """Deltas of one prompt as they come. Closing the iterator aborts the request. `output`, if given, receives the
+        RequestOutput that fills up on the way (metrics, token ids)."""
+        (made,) = self._add_all([prompt], [params or SamplingParams()], tuple(processors), None)
+        if output is not None:
+            output.append(made)
+        yield from self._drain([made])
+
+    def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
+        """Log-probability of every token of each text given those before it."""
+        outputs = self.generate(texts, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
+        for output in outputs:
+            if output.error is not None:
+                raise ValueError(output.error)
+        return [
+            Score(output.prompt_token_ids, [entry.logprob for entry in (output.prompt_logprobs or []) if entry is not None])
+            for output in outputs
+        ]
+
+    def render(self, messages: Messages, **template: Any) -> list[int]:
+        """Token ids of a conversation, ready for the answer. Raises TemplateError when the model has no template."""
+        if self.opened.template is None:
+            raise ValueError(f"{self.opened.name} has no chat template; use generate with a plain prompt")
+        text = self.opened.template.render(messages, **{"add_generation_prompt": True, **template})
+        return self.tokenizer.encode(text, add_special=False)
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """The catalog's or the model's own sampling settings, with changes."""
+        return SamplingParams(**{"max_tokens": None, **self.opened.sampling, **changes})
+
+    def close(self) -> None:
+        self.engine.executor.close()
+
+    # -- driving the engine --------------------------------------------------------------------------------------------
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        settings: Sequence[SamplingParams],
+        processors: tuple[Processor, ...],
+        strategy: Strategy | None,
+    ) -> list[RequestOutput]:
+        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits."""
+        encoded = [self._encode(prompt) for prompt in prompts]
+        requests: dict[int, Request] = {}
+        try:
+            for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
+                params = settings[at]
+                if params.seed is None and self._seeds is not None:
+                    params = params.replace(seed=self._seeds.getrandbits(64))
+                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=strategy)
+        except BaseException:
+            for request in requests.values():
+                self.engine.abort(request.id)
+                self._open[request.id] = (empty_output(request, None), deque())
+            raise
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return [empty_output(requests[at], text) for at, text in enumerate(texts)]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return list(prompt)
+
+    def _drain(self, outputs: list[RequestOutput]) -> Iterator[Delta]:
+        """Step the engine until these requests are done; leaving early aborts what is left."""
+        inbox: deque[Delta] = deque()
+        for output in outputs:
+            self._open[output.request_id] = (output, inbox)
+        try:
+            while inbox or any(output.request_id in self._open for output in outputs):
+                if not inbox:
+                    self._step()
+                while inbox:
+                    yield inbox.popleft()
+        finally:
+            self._abort([output.request_id for output in outputs if output.request_id in self._open])
+
+    def _step(self) -> None:
+        """One engine step; every delta goes to its output and to whoever waits for it."""
+        for delta in self.engine.step():
+            output, inbox = self._open[delta.request_id]
+            output.add(delta)
+            inbox.append(delta)
+            if output.finished:
+                del self._open[delta.request_id]
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+        while any(request_id in self._open for request_id in request_ids):
+            self._step()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a text, a list of texts, token ids, or a list of those."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, int) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    return batch  # type: ignore[return-value]
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{count} prompts and {len(params)} params; give one for all or one each")
+    return list(params)

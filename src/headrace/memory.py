@@ -1,0 +1,121 @@
+"""The memory plan, made before anything large is allocated: how many KV blocks, and what to change when it cannot be (card A2)."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.config import ModelConfig
+
+SHARE = 0.25  # of free memory, for KV, unless told otherwise
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class DoesNotFit(ValueError):
+    """The model or its KV cache does not fit; the message has the numbers and a setting that works."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """KV blocks and the context they allow. `said`: one line for the user."""
+
+    num_blocks: int
+    max_model_len: int
+    kv_bytes: int
+    said: str
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number or from text such as "2GiB", "500MB", "1.5g". Raises ValueError."""
+    if isinstance(value, int):
+        size = float(value)
+    else:
+        match = re.fullmatch(r"\s*([\d.]+)\s*([kmg]i?)?b?\s*", value.lower())
+        if match is None or match[1].count(".") > 1:
+            raise ValueError(f"{value!r} is not a size; write a number of bytes or, say, 2GiB")
+        size = float(match[1]) * UNITS[match[2] or ""]
+    if size <= 0:
+        raise ValueError(f"a memory size must be above 0, not {value!r}")
+    return int(size)
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes: of the GPU, or of RAM within what the control group allows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo").read_text()
+    found = re.search(r"MemAvailable:\s*(\d+) kB", info)
+    free = int(found[1]) * 1024 if found else 4 * 2**30
+    return min(free, _control_group_room())
+
+
+def _control_group_room() -> int:
+    """What the control group (v2, then v1) leaves; unbounded where there is none."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            text = Path(limit).read_text().strip()
+            if text != "max":
+                return max(0, int(text) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return 2**63
+
+
+def check_weights_fit(need: int, free: int, what: str) -> None:
+    """Raise unless weights of `need` bytes fit in `free` bytes."""
+    if need > free * 0.95:
+        raise DoesNotFit(
+            f"{what} needs {gib(need)} for its weights and {gib(free)} are free; "
+            "choose a smaller model or a narrower dtype (dtype='bfloat16'), or free memory"
+        )
+
+
+def plan(
+    config: ModelConfig,
+    *,
+    element_bytes: int,
+    block_size: int,
+    free: int,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    kv_cache_memory: int | str | None = None,
+) -> MemoryPlan:
+    """Blocks for the paged pool, given `free` bytes after the weights.
+
+    The pool takes `kv_cache_memory`, or min(25 % of free memory, what max_num_seqs sequences of full length need). A context
+    the caller asked for must fit; one he did not ask for is shortened to the pool. Raises DoesNotFit with the numbers.
+    """
+    per_block = config.kv_bytes_per_token(element_bytes) * block_size
+    context = max_model_len or config.max_position
+    if max_model_len is not None and max_model_len > config.max_position:
+        raise DoesNotFit(
+            f"max_model_len {max_model_len} is beyond the {config.max_position} positions the model knows; lower it"
+        )
+    whole = -(-context // block_size)  # blocks of one sequence of full length
+    if kv_cache_memory is None:
+        budget = min(int(free * SHARE), whole * max_num_seqs * per_block)
+    else:
+        budget = parse_bytes(kv_cache_memory)
+        if budget > free:
+            raise DoesNotFit(f"kv_cache_memory is {gib(budget)} and {gib(free)} are free; lower it to {gib(int(free * 0.9))}")
+    blocks = budget // per_block
+    if blocks < whole:
+        fits = blocks * block_size
+        if max_model_len is not None or fits < min(256, context):
+            raise DoesNotFit(
+                f"a context of {context} tokens needs {gib(whole * per_block)} of KV cache and {gib(budget)} are set aside; "
+                f"use max_model_len={max(fits, block_size)} or kv_cache_memory={whole * per_block}"
+            )
+        context = fits
+    kv_bytes = blocks * per_block
+    said = f"KV cache {gib(kv_bytes)}: {blocks * block_size} tokens in {blocks} blocks of {block_size}, context {context}"
+    return MemoryPlan(blocks, context, kv_bytes, said)
+
+
+def gib(size: int) -> str:
+    """Bytes for people, in binary units."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

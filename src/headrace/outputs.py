@@ -1,0 +1,67 @@
+"""What a caller gets back: one RequestOutput a prompt, put together from the engine's deltas."""
+
+from dataclasses import dataclass, field
+
+from headrace.types import Delta, Request, RequestMetrics, TokenLogprob
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and what came of it. `prompt_logprobs[i]` scores prompt token i given those before; the first is None."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = False
+    error: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Take in what one step added."""
+        if delta.error is not None:
+            self.error = delta.error
+        output = self.outputs[delta.index]
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        if output.logprobs is not None:
+            output.logprobs += delta.logprobs
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprob for e in delta.logprobs)
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        self.finished = self.finished or delta.finished
+
+
+def empty_output(request: Request, prompt: str | None) -> RequestOutput:
+    """The output of a request that has just been added; its metrics and prompt scores fill in as the engine goes."""
+    params = request.params
+    wants_logprobs = params.logprobs is not None
+    return RequestOutput(
+        request_id=request.id,
+        prompt=prompt,
+        prompt_token_ids=request.prompt,
+        prompt_logprobs=request.prompt_logprobs if params.prompt_logprobs is not None else None,
+        outputs=[
+            CompletionOutput(
+                index,
+                logprobs=[] if wants_logprobs else None,
+                cumulative_logprob=0.0 if wants_logprobs else None,
+            )
+            for index in range(params.n)
+        ],
+        metrics=request.metrics,
+    )

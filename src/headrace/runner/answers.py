@@ -1,0 +1,113 @@
+"""From logits to what each feed asked for: rows are picked first, so that only they go through the head."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.ops.logprobs import token_logprobs
+from headrace.ops.noise import key
+from headrace.ops.penalties import TokenCounts
+from headrace.ops.sampling import RowSpec, sample
+from headrace.runner.slots import Slot, Slots
+from headrace.types import Feed, FeedOutput, StepPlan, Want
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Which of the step's rows need logits, and where in them each feed's rows are."""
+
+    index: torch.Tensor  # [r] int64 row numbers, ascending
+    first: list[int]  # per feed: where its logits begin; its rows are consecutive
+
+
+def rows_wanted(plan: StepPlan) -> Wanted:
+    """The rows that any want of the plan names: a feed's last known row, that and its nodes, or all of them."""
+    index: list[int] = []
+    first = []
+    start = 0
+    for feed in plan.feeds:
+        end = start + feed.count + len(feed.nodes)
+        first.append(len(index))
+        index += range(start + _skipped(feed), end)
+        start = end
+    return Wanted(torch.tensor(index, dtype=torch.int64), first)
+
+
+def _skipped(feed: Feed) -> int:
+    """How many rows of a feed need no logits; wanted rows are always the last ones."""
+    if any(want.rows == "all" for want in feed.wants):
+        return 0
+    if not feed.wants:
+        return feed.count + len(feed.nodes)
+    return feed.count - 1
+
+
+def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -> list[FeedOutput]:
+    """Carry out the wants. `logits` [r, V] are those of `wanted.index`."""
+    outputs = [FeedOutput() for _ in plan.feeds]
+    draws: list[tuple[int, RowSpec, int]] = []  # feed, how to draw, row of logits
+    for number, feed in enumerate(plan.feeds):
+        slot = slots[feed.slot]
+        last = wanted.first[number] + feed.count - 1 - _skipped(feed)
+        for want in feed.wants:
+            if want.kind == "sample":
+                draws.append((number, _spec(slot, want, logits.shape[-1], logits.device), last))
+            elif want.kind == "score":
+                _score(feed, slot, want, logits[last - feed.count + 1 : last + 1], outputs[number])
+            elif want.kind == "logits":
+                outputs[number].logits = logits[last].float().cpu().numpy().astype("<f4").tobytes()
+            elif want.kind == "top":
+                _top(logits[last], want.k, outputs[number])
+            else:
+                raise ValueError(f"this runner does not answer {want.kind!r}")
+    if draws:
+        rows = [row for _, _, row in draws]
+        whole = rows == list(range(len(logits)))
+        results = sample(logits if whole else logits[rows], [spec for _, spec, _ in draws])
+        for (number, _, _), result in zip(draws, results, strict=True):
+            outputs[number].tokens, outputs[number].logprobs = result.tokens, result.logprobs
+            outputs[number].error = result.error
+    return outputs
+
+
+def _spec(slot: Slot, want: Want, vocab_size: int, device: torch.device) -> RowSpec:
+    return RowSpec(
+        params=slot.params,
+        keys=[key(slot.seed, want.child + i) for i in range(want.n)],
+        tokens=slot.tokens,
+        prompt_len=slot.prompt_len,
+        stop_ids=slot.stop_ids,
+        counts=_counts(slot, vocab_size, device),
+    )
+
+
+def _counts(slot: Slot, vocab_size: int, device: torch.device) -> TokenCounts | None:
+    """The slot's penalty counts, brought up to date; None where no penalty needs them."""
+    params = slot.params
+    if params.repetition_penalty == 1.0 and not params.frequency_penalty and not params.presence_penalty:
+        return None
+    if slot.counts is None:
+        slot.counts = TokenCounts(vocab_size, slot.tokens[: slot.prompt_len], device=device)
+    slot.counts.extend(slot.tokens[slot.prompt_len + slot.counts.length :])
+    return slot.counts
+
+
+def _score(feed: Feed, slot: Slot, want: Want, logits: torch.Tensor, out: FeedOutput) -> None:
+    """Row p scores token p + 1, as far as that is known."""
+    targets = slot.tokens[feed.start + 1 : feed.start + feed.count + 1]
+    if targets:
+        out.scores = token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs or 0)
+
+
+def _top(logits: torch.Tensor, k: int, out: FeedOutput) -> None:
+    """The k likeliest tokens with their log-probabilities, best first, lowest id on ties."""
+    best = token_logprobs(logits[None], torch.zeros(1, dtype=torch.int64), k)[0]
+    if not best.top_ids:
+        out.error = "the model's logits are broken: no token has a probability; check the weights"
+    out.top_ids, out.top_logprobs = best.top_ids, best.top_logprobs
+
+
+def row_from_bytes(data: bytes) -> torch.Tensor:
+    """The float32 row of a `logits` want."""
+    return torch.from_numpy(np.frombuffer(data, dtype="<f4").copy())
