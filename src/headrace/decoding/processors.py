@@ -1,0 +1,114 @@
+"""Logit processors of the user's own: plain objects that change logits on the host before anything else does.
+
+    class NoDigits:
+        scope = "pointwise"
+
+        def __init__(self, digit_ids):
+            self.ids = digit_ids
+
+        def apply(self, logits, history, paths):
+            logits[:, self.ids] = float("-inf")
+            return logits
+
+They see the model's logits first, in the order they are given; bias, penalties, temperature and filters follow (card
+B1). Raw log-probabilities are those of the logits before any processor.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+SCOPES = ("pointwise", "path", "stateful")
+
+
+class History(NamedTuple):
+    """The committed tokens of a sequence."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+class Processor(Protocol):
+    """Changes the logits of one request's sequences.
+
+    `scope` says what the result depends on, and so where it may be used:
+    * pointwise: on the logits alone;
+    * path: also on history and path. Both are right at every node of a draft;
+    * stateful: on what the processor itself remembers from call to call. It needs the tokens one at a time, in order:
+      a request with such a processor takes no drafts and one output (n = 1).
+    """
+
+    scope: str
+
+    def apply(self, logits: torch.Tensor, history: History, paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """logits [n, V] float32 on the CPU, a copy that may be changed in place -> logits [n, V].
+
+        Row i is what follows prompt, output and then the draft tokens paths[i] (empty where there is no draft). -inf
+        makes a token impossible. numpy users: `logits.numpy()` shares the memory, and an array may be returned.
+        """
+
+
+class ProcessorError(ValueError):
+    """A user's processor failed; only its request does."""
+
+
+def check_processors(processors: Sequence[Processor]) -> None:
+    """Raise ProcessorError, at admission, for an object that cannot serve as a processor."""
+    for processor in processors:
+        name = type(processor).__name__
+        if not callable(getattr(processor, "apply", None)):
+            raise ProcessorError(f"logit processor {name} has no method apply(logits, history, paths)")
+        scope = getattr(processor, "scope", None)
+        if scope not in SCOPES:
+            raise ProcessorError(f"logit processor {name}: scope must be one of {', '.join(SCOPES)}, not {scope!r}")
+
+
+def apply_processors(
+    processors: Sequence[Processor],
+    logits: torch.Tensor | np.ndarray,
+    history: History,
+    paths: Sequence[Sequence[int]] = ((),),
+) -> torch.Tensor:
+    """Run `processors` in order on logits [n, V] (or [V] for one row) of one sequence: new float32 logits [n, V].
+
+    `paths` holds the draft tokens before each row. Raises ProcessorError naming the processor when it raises, or
+    returns something else than [n, V] numbers without NaN.
+    """
+    z = torch.tensor(np.asarray(logits, dtype=np.float32)).reshape(len(paths), -1)
+    for processor in processors:
+        name = type(processor).__name__
+        try:
+            returned = processor.apply(z.clone(), history, paths)
+        except Exception as error:
+            raise ProcessorError(f"logit processor {name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(returned, (torch.Tensor, np.ndarray)):
+            raise ProcessorError(f"logit processor {name} returned {type(returned).__name__}, not the logits")
+        result = torch.as_tensor(returned).float()
+        if result.shape != z.shape:
+            raise ProcessorError(f"logit processor {name} returned shape {list(result.shape)}, not {list(z.shape)}")
+        if result.isnan().any():
+            raise ProcessorError(f"logit processor {name} returned NaN")
+        z = result
+    return z
+
+
+class LengthNudge:
+    """Draws an answer to its end: after `start` output tokens the end token's logit grows by `slope` with each more.
+
+    Unlike max_tokens it does not cut a sentence short. A negative slope draws the answer out.
+    """
+
+    scope = "path"
+
+    def __init__(self, end_id: int, start: int, slope: float = 0.5) -> None:
+        self.end_id = end_id
+        self.start = start
+        self.slope = slope
+
+    def apply(self, logits: torch.Tensor, history: History, paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        for row, path in zip(logits, paths, strict=True):
+            over = len(history.output) + len(path) - self.start
+            row[self.end_id] += self.slope * max(over, 0)
+        return logits

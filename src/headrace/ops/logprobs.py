@@ -1,0 +1,45 @@
+"""Log-probabilities, ranks and best alternatives of tokens: of drawn ones, and of a prompt's."""
+
+import math
+
+import torch
+
+from headrace.ops.filters import NEVER, head, log_total
+from headrace.types import TokenLogprob
+
+CHUNK = 2**19  # logits looked at together
+
+
+def token_logprobs(
+    logits: torch.Tensor, columns: torch.Tensor, k: int = 0, ids: torch.Tensor | None = None
+) -> list[TokenLogprob]:
+    """Log-softmax of one column [r] of each row of logits [r, m], their ranks, and the k best tokens of each row.
+
+    Columns are token ids, or `ids` [r, m] names the tokens of the columns, in ascending order. Ranks count from 1 in the
+    order greedy decoding has: likelier first, of equals the lowest id. Tokens of probability 0 are not listed. A row
+    without a distribution (NaN, +inf, or all -inf) gives NaN, rank 0 and no alternatives.
+    """
+    step = max(1, CHUNK // logits.shape[-1])
+    out: list[TokenLogprob] = []
+    for start in range(0, len(logits), step):
+        part = slice(start, start + step)
+        out += _chunk(logits[part].float(), columns[part, None].to(logits.device), k, None if ids is None else ids[part])
+    return out
+
+
+def _chunk(z: torch.Tensor, column: torch.Tensor, k: int, ids: torch.Tensor | None) -> list[TokenLogprob]:
+    best, total = z.amax(-1, keepdim=True), log_total(z)
+    value = z.gather(-1, column)
+    before = torch.arange(z.shape[-1], device=z.device) < column
+    ranks = (1 + (z > value).sum(-1) + ((z == value) & before).sum(-1)).tolist()
+    top, order = head(z, min(k, z.shape[-1]))
+    named = torch.cat([column, order], -1) if ids is None else ids.gather(-1, torch.cat([column, order], -1))
+    logp = ((torch.cat([value, top], -1).double() - best) - total).float()
+    out = []
+    for rank, (token, *others), (logprob, *rest) in zip(ranks, named.tolist(), logp.tolist(), strict=True):
+        if math.isnan(logprob):
+            out.append(TokenLogprob(token, logprob))
+            continue
+        listed = sum(value > NEVER for value in rest)
+        out.append(TokenLogprob(token, logprob, rank, others[:listed], rest[:listed]))
+    return out

@@ -1,0 +1,127 @@
+"""What is done to logits before temperature: biases, tokens that may not come, and the penalties on what has come.
+
+Functions on rows take logits z [r, V] float32 and return new ones. History is passed in, as token ids or as counts, so
+that the same functions serve at a draft node, where the history is longer than what is committed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+NEVER = float("-inf")
+Setting = torch.Tensor | float
+
+
+def bias(z: torch.Tensor, biases: Sequence[Mapping[int, float] | None]) -> torch.Tensor:
+    """Add each row's {token id: value}; None adds nothing."""
+    z = z.clone()
+    for row, chosen in zip(z, biases, strict=True):
+        if chosen:
+            ids = torch.tensor(list(chosen), device=z.device)
+            row[ids] += torch.tensor(list(chosen.values()), dtype=z.dtype, device=z.device)
+    return z
+
+
+def allow(z: torch.Tensor, allowed: Sequence[Sequence[int] | None]) -> torch.Tensor:
+    """Let only these token ids through in each row; None lets all through."""
+    z = z.clone()
+    for row, ids in zip(z, allowed, strict=True):
+        if ids is not None:
+            index = torch.tensor(list(ids), dtype=torch.int64, device=z.device)
+            values = row[index]
+            row.fill_(NEVER)
+            row[index] = values
+    return z
+
+
+def ban(z: torch.Tensor, banned: Sequence[Iterable[int]]) -> torch.Tensor:
+    """Make these token ids impossible in each row."""
+    z = z.clone()
+    for row, ids in zip(z, banned, strict=True):
+        row[torch.tensor(list(ids), dtype=torch.int64, device=z.device)] = NEVER
+    return z
+
+
+def completed_words(history: Sequence[int], words: Iterable[Sequence[int]]) -> set[int]:
+    """The token ids that would complete one of `words` (token sequences) if they came next."""
+    return {word[-1] for word in words if len(word) == 1 or tuple(history[1 - len(word) :]) == tuple(word[:-1])}
+
+
+def repeated_ngrams(history: Sequence[int], n: int) -> set[int]:
+    """The token ids that would repeat an n-gram of `history` if they came next; n >= 1. (Paulus et al., 2018)"""
+    tokens = np.asarray(history, dtype=np.int64)
+    starts = len(tokens) - n + 1
+    if starts <= 0:
+        return set()
+    match = np.ones(starts, dtype=bool)
+    for offset in range(n - 1):
+        match &= tokens[offset : offset + starts] == tokens[starts + offset]
+    return set(tokens[n - 1 :][match].tolist())
+
+
+def repetition(z: torch.Tensor, seen: torch.Tensor, penalty: Setting) -> torch.Tensor:
+    """Divide positive and multiply negative logits by `penalty`, once for each id that was seen, however often (W47).
+
+    seen: bool [r, V], ids in prompt or output. 1 is neutral. Not invariant to a shift of all logits. CTRL (Keskar et
+    al., 2019) divides always, which would favour repeated ids with negative logits; the sign is respected here.
+    """
+    scale = _column(z, penalty)
+    return torch.where(seen, torch.where(z > 0, z / scale, z * scale), z)
+
+
+def frequency_presence(z: torch.Tensor, counts: torch.Tensor, frequency: Setting, presence: Setting) -> torch.Tensor:
+    """z - frequency * count - presence * [count > 0]; counts [r, V] of each id in the output only. 0 is neutral."""
+    return z - (_column(z, frequency) * counts + _column(z, presence) * (counts > 0))
+
+
+def _column(z: torch.Tensor, setting: Setting) -> torch.Tensor:
+    return torch.as_tensor(setting, dtype=z.dtype, device=z.device).expand(len(z))[:, None]
+
+
+class TokenCounts:
+    """What the penalties need to know of one sequence, kept as it grows: tensors [V] on the device of the logits.
+
+    `seen` (bool): ids in prompt or output. `output` (float32): how often each id is in the output. `length`: the number
+    of output tokens counted. Raises ValueError for an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.output = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+        self.length = 0
+        self.seen[self._index(prompt)] = True
+        self.extend(output)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count more output tokens."""
+        index = self._index(tokens)
+        self.seen[index] = True
+        self.output.index_add_(0, index, torch.ones(len(index), device=self.output.device))
+        self.length += len(tokens)
+
+    def copy(self) -> "TokenCounts":
+        """For a fork, or for a path that may not be kept."""
+        other = TokenCounts(0)
+        other.seen, other.output, other.length = self.seen.clone(), self.output.clone(), self.length
+        return other
+
+    def plus(self, tokens: Sequence[int]) -> "TokenCounts":
+        """Counts with more output tokens: itself where there are none, else a longer copy."""
+        if not tokens:
+            return self
+        longer = self.copy()
+        longer.extend(tokens)
+        return longer
+
+    def _index(self, tokens: Sequence[int]) -> torch.Tensor:
+        size = len(self.seen)
+        if tokens and (min(tokens) < 0 or max(tokens) >= size):
+            raise ValueError(f"a token id of the history is outside the vocabulary of {size}")
+        return torch.tensor(list(tokens), dtype=torch.int64, device=self.seen.device)
