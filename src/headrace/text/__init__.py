@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers, incremental detokenizing, stop strings, chat templates, terminal width. No torch here."""

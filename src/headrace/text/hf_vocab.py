@@ -1,0 +1,157 @@
+"""The vocabulary of a Hugging Face folder: tokenizer.json, and what its companions say about special tokens.
+
+Read are tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and chat_template.jinja,
+where they exist. Nothing in the folder is executed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from headrace.text.vocabulary import END_OF_TURN, TokenizerError, Vocabulary, clear_errors
+
+MAX_BYTES = 256 << 20
+PROBE = "a"
+
+
+def read_folder(folder: Path) -> Vocabulary:
+    """The vocabulary of a folder. Raises TokenizerError."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json; save the tokenizer in that form (save_pretrained) beside the model"
+        )
+    if path.stat().st_size > MAX_BYTES:
+        raise TokenizerError(f"{path} is larger than {MAX_BYTES >> 20} MiB; the file is damaged")
+    with clear_errors(f"{path} cannot be read"):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_padding()
+        backend.no_truncation()
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    names = {**_object(folder / "special_tokens_map.json"), **_object(folder / "tokenizer_config.json")}
+    added = backend.get_added_tokens_decoder()
+    bos = _named_id(backend, names, "bos_token")
+    eos = _named_id(backend, names, "eos_token")
+    prefix, suffix = _around(backend, path)
+    special = frozenset(token for token, text in added.items() if text.special)
+    ends = {eos, *_generation_ends(folder), *(token for token, text in added.items() if text.content in END_OF_TURN)}
+    return Vocabulary(
+        backend=backend,
+        plain=lambda: _without_special(backend),
+        size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        spelling=_spelling(decoder, path),
+        literal_ids=frozenset(added),
+        special_ids=special,
+        silent_ids=frozenset(),
+        prefix=_flagged(names, "add_bos_token", prefix, bos),
+        suffix=_flagged(names, "add_eos_token", suffix, eos),
+        strip_space=_strips_space(decoder),
+        bos_id=bos,
+        eos_id=eos,
+        eos_ids=frozenset(token for token in ends if token is not None),
+        chat_template=_chat_template(folder, names),
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    with clear_errors(f"{path} cannot be read"):
+        value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return value
+
+
+def _named_id(backend: tokenizers.Tokenizer, names: dict[str, Any], key: str) -> int | None:
+    """The id of `bos_token` and its like, written as text or as {"content": text}."""
+    value = names.get(key)
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise TokenizerError(f"{key} in the tokenizer's configuration must be text, not {text!r:.40}")
+    token = backend.token_to_id(text)
+    if token is None:
+        raise TokenizerError(f"{key} {text!r:.40} is not in the vocabulary")
+    return int(token)
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    for name in ("generation_config.json", "config.json"):
+        value = _object(folder / name).get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(token, int) and token >= 0 for token in ids):
+                raise TokenizerError(f"eos_token_id in {folder / name} must be token ids, not {value!r:.40}")
+            return ids
+    return []
+
+
+def _around(backend: tokenizers.Tokenizer, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the tokenizer's own post-processing adds before and after a text."""
+    with clear_errors(f"{path} cannot be used"):
+        inner = backend.encode(PROBE, add_special_tokens=False).ids
+        whole = backend.encode(PROBE, add_special_tokens=True).ids
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : start + len(inner)] == inner:
+            return tuple(whole[:start]), tuple(whole[start + len(inner) :])
+    raise TokenizerError(f"{path}: its post_processor changes the text's own tokens, which is not supported")
+
+
+def _flagged(names: dict[str, Any], flag: str, added: tuple[int, ...], token: int | None) -> tuple[int, ...]:
+    """An explicit add_bos_token / add_eos_token overrides the post-processor, as it does in transformers."""
+    wanted = names.get(flag)
+    if wanted is True and token is not None and token not in added:
+        return (token,)
+    if wanted is False and added == (token,):
+        return ()
+    return added
+
+
+def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer, blind to control tokens."""
+    plain = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    plain.add_tokens([text for _, text in sorted(backend.get_added_tokens_decoder().items()) if not text.special])
+    return plain
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(decoder["decoders"]) if decoder.get("type") == "Sequence" else [decoder]
+
+
+def _spelling(decoder: dict[str, Any], path: Path) -> str:
+    kinds = {step.get("type") for step in _steps(decoder)}
+    for kind, spelling in (("ByteLevel", "bytes"), ("WordPiece", "wordpiece"), ("ByteFallback", "spm"), ("Metaspace", "spm")):
+        if kind in kinds:
+            return spelling
+    known = "ByteLevel, ByteFallback, Metaspace, WordPiece"
+    raise TokenizerError(f"{path}: its decoder {decoder.get('type')!r} is not supported; known: {known}")
+
+
+def _strips_space(decoder: dict[str, Any]) -> bool:
+    return any(
+        (step.get("type") == "Strip" and step.get("start", 0) > 0)
+        or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
+        or step.get("type") == "WordPiece"
+        for step in _steps(decoder)
+    )
+
+
+def _chat_template(folder: Path, names: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        with clear_errors(f"{path} cannot be read"):
+            return path.read_text(encoding="utf-8")
+    value = names.get("chat_template")
+    if isinstance(value, list):  # several, by name
+        value = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}.get("default")
+    if value is not None and not isinstance(value, str):
+        raise TokenizerError("chat_template in tokenizer_config.json must be text")
+    return value

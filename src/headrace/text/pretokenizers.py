@@ -1,0 +1,106 @@
+"""How a byte-level BPE vocabulary splits text before merging, by its name in `tokenizer.ggml.pre`.
+
+The patterns are data of the models (the `pre_tokenizer` of their tokenizer.json); a vocabulary read with another split
+gives other tokens than the model learnt, so an unknown name is refused.
+"""
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from headrace.text.vocabulary import TokenizerError
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TITLE = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
+_CAPS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}"
+QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_MARKS}|{_SPACES}"
+QWEN35 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+SEED_CODER = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+TEKKEN = rf"{_TITLE}|{_CAPS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+GPT4O = rf"{_TITLE}{_CONTRACTIONS}?|{_CAPS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+FALCON = (r"[\p{P}$+<=>^~|`]+", GPT2, r"\p{N}+", r"[0-9]{3}")
+DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9]{3}")
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_NOT_DEEPSEEK = "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\uab68\U00010570-\U000105bc\U00016e40-\U0001df1e"
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_NOT_DEEPSEEK}]]+",  # the letters with case of an older Unicode
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _CJK,
+    r"\p{N}",
+)
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One way to split. `patterns` are applied in turn to what the one before left."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False  # a whole word of the vocabulary is one token, whatever its merges
+    add_bos: bool = False  # where the file does not say
+
+
+def _named(split: Split, names: str) -> dict[str, Split]:
+    return dict.fromkeys(names.split(), split)
+
+
+SPLITS = {
+    **_named(Split((GPT2,)), "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 jais trillion"),
+    **_named(Split((GPT2,), nfc=True), "mpt olmo"),
+    **_named(Split((r"\p{N}", GPT2)), "smollm starcoder refact codeshell exaone minerva-7b"),
+    **_named(Split((r"\p{N}", GPT2), nfc=True), "command-r"),
+    **_named(
+        Split((LLAMA3,), ignore_merges=True, add_bos=True),
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    ),
+    **_named(Split((LLAMA3,)), "dbrx smaug-bpe chatglm-bpe glm4"),
+    **_named(Split((QWEN2,), nfc=True), "qwen2 deepseek-r1-qwen kormo megrez"),
+    **_named(Split((QWEN2,)), "stablelm2"),
+    **_named(Split((QWEN35,), nfc=True), "qwen35"),
+    **_named(Split((SEED_CODER,)), "seed-coder"),
+    **_named(Split((TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
+    **_named(Split((GPT4O,)), "gpt-4o llama4"),
+    **_named(Split(DEEPSEEK_V3), "deepseek-v3 hunyuan-dense"),
+    **_named(Split(DEEPSEEK_CODER), "deepseek-coder"),
+    **_named(Split(FALCON), "falcon"),
+    **_named(Split(DEEPSEEK_LLM), "deepseek-llm"),
+    **_named(Split((BLOOM,)), "bloom poro-chat gpt3-finnish"),
+    **_named(Split((BLOOM, r"\p{N}")), "viking"),
+    **_named(Split(DEFAULT), "default"),
+}
+
+
+def split_named(name: str) -> Split:
+    """The split of a vocabulary. Raises TokenizerError, with the name, for one that is not known."""
+    if name not in SPLITS:
+        raise TokenizerError(f"unknown pre-tokenizer {name!r} (tokenizer.ggml.pre); known: {', '.join(sorted(SPLITS))}")
+    return SPLITS[name]
+
+
+def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
+    """The splits of a vocabulary, then the byte alphabet (which knows GPT-2's split itself)."""
+    last = split.patterns[-1] == GPT2
+    patterns = split.patterns[:-1] if last else split.patterns
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(p), behavior="isolated") for p in patterns]
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=last)])
+
+
+def normalizer(split: Split) -> normalizers.Normalizer | None:
+    """What is done to text before it is split."""
+    return normalizers.NFC() if split.nfc else None

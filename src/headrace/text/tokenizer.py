@@ -1,0 +1,110 @@
+"""Text to token ids and back."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from headrace.text.gguf_vocab import read_gguf
+from headrace.text.hf_vocab import read_folder
+from headrace.text.vocabulary import TokenizerError, Vocabulary, clear_errors, spell
+
+__all__ = ["Tokenizer", "TokenizerError"]
+
+
+class Tokenizer:
+    """A model's tokenizer, from GGUF metadata or a Hugging Face folder.
+
+    `decode` is the concatenation of `token_bytes`, read as UTF-8 (what is not UTF-8 becomes U+FFFD); where encoding puts
+    a space before a text, decoding drops one there. Ids of 0..vocab_size-1 are tokens; a model may have more rows than
+    that (padding), and those stand for no bytes.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._backend = vocabulary.backend
+        self._plain: Any = None
+        self._bytes: list[bytes | None] = [None] * vocabulary.size
+        self.vocab_size = vocabulary.size
+        self.bos_id = vocabulary.bos_id
+        self.eos_id = vocabulary.eos_id
+        self.eos_ids = vocabulary.eos_ids
+        self.special_ids = vocabulary.special_ids
+        self.strip_space = vocabulary.strip_space
+        self.chat_template = vocabulary.chat_template
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        """From a GGUF file's metadata (keys `tokenizer.*`). Raises TokenizerError."""
+        return cls(read_gguf(metadata))
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Self:
+        """From a folder with tokenizer.json and, where there are, its companions. Raises TokenizerError."""
+        return cls(read_folder(Path(folder)))
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text. `add_special` adds what the model expects around it (BOS, [CLS] … [SEP]); without
+        `parse_special` the names of control tokens are ordinary text. Raises TokenizerError for text that is not Unicode
+        (lone surrogates) or that the vocabulary cannot spell."""
+        self._check(text)
+        with clear_errors("this text cannot be encoded"):
+            ids: list[int] = self._encoder(parse_special).encode(text, add_special_tokens=False).ids
+        if add_special:
+            return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of token ids, without control tokens unless `skip_special` is off."""
+        data = b"".join([self.token_bytes(token) for token in ids if not (skip_special and token in self.special_ids)])
+        if self.strip_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token adds to a text (a part of a character, sometimes); empty for padding ids."""
+        if token >= self.vocab_size:
+            return b""
+        if token < 0:
+            raise TokenizerError(f"token id {token} is negative")
+        known = self._bytes[token]
+        if known is None:
+            known = self._bytes[token] = spell(self._vocabulary, token)
+        return known
+
+    def token_text(self, token: int) -> str:
+        """The token as its vocabulary writes it (`Ġthe`, `▁the`, `<0x0A>`). Raises TokenizerError for an unknown id."""
+        text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
+        if text is None:
+            raise TokenizerError(f"there is no token {token}; ids are 0 to {self.vocab_size - 1}")
+        return str(text)
+
+    def id_of(self, text: str) -> int | None:
+        """The id of the token written so in the vocabulary, or None."""
+        token = self._backend.token_to_id(text)
+        return None if token is None else int(token)
+
+    @property
+    def bos_token(self) -> str:
+        """The text of BOS, empty where there is none."""
+        return "" if self.bos_id is None else self.token_text(self.bos_id)
+
+    @property
+    def eos_token(self) -> str:
+        """The text of EOS, empty where there is none."""
+        return "" if self.eos_id is None else self.token_text(self.eos_id)
+
+    def _encoder(self, parse_special: bool) -> Any:
+        if parse_special:
+            return self._backend
+        if self._plain is None:
+            self._plain = self._vocabulary.plain()
+        return self._plain
+
+    def _check(self, text: str) -> None:
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"the text is not Unicode: a lone surrogate at character {error.start}") from None
+        missing = self._vocabulary.missing_bytes
+        if missing and not missing.isdisjoint(data):
+            raise TokenizerError(f"the vocabulary has no token for byte 0x{min(missing.intersection(data)):02X} of this text")
