@@ -11,7 +11,7 @@ import torch
 from headrace.config import ModelConfig
 from headrace.memory import check_weights_fit, free_memory
 from headrace.models.base import Model
-from headrace.models.configs import model_config
+from headrace.models.registry import read_config
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights import catalog, hub
@@ -59,7 +59,7 @@ def open_model(model: str | Path, progress: Progress | None = None, *, download:
     path = hub.resolve(str(model), entries=entries, progress=progress, download=download)
     entry = entries.get(str(model))
     source = SafetensorsFolder(path) if path.is_dir() else GGUFFile(path)
-    config = model_config(source)
+    config = read_config(source)
     if isinstance(source, GGUFFile):
         tokenizer = Tokenizer.from_gguf(source.metadata)
         generation: Mapping[str, Any] = {}

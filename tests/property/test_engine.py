@@ -13,7 +13,7 @@ from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
 from headrace.scheduler import Scheduler
 from headrace.types import Sequence, StepPlan
-from tests.property.fake import EOS, VOCAB, Deferred, FakeRunner, draw, reference
+from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw, reference
 
 SEEDS = range(64)
 

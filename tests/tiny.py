@@ -1,0 +1,94 @@
+"""Tiny random models and engines around them: the oracles of tests that need real attention but no real weights."""
+
+import torch
+
+from headrace.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from headrace.engine import Engine
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.models.registry import describe
+from headrace.params import SamplingParams
+from headrace.runner.executor import InProcess
+from headrace.runner.runner import TorchRunner
+from headrace.types import Request
+
+VOCAB = 97
+
+
+def tiny_config(architecture: str = "llama", **changes: object) -> ModelConfig:
+    """Two layers, four heads over two K/V heads."""
+    settings: dict[str, object] = {
+        "architecture": architecture,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4 if architecture == "gpt2" else 2,
+        "head_dim": 8,
+        "ffn_size": 48,
+        "max_position": 512,
+        "rope": None if architecture == "gpt2" else RopeConfig(),
+    }
+    if architecture == "gpt2":
+        settings |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    if architecture == "qwen2":
+        settings |= {"qkv_bias": True}
+    if architecture == "gemma3_text":
+        settings |= {
+            "num_kv_heads": 1,
+            "rope_local": RopeConfig(theta=1000.0),
+            "sliding_window": 12,
+            "sliding_layers": (True, False),
+            "embed_scale": 32**0.5,
+        }
+    return ModelConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def tiny_model(config: ModelConfig | None = None, dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:
+    """Random weights, large enough that next tokens differ and small enough that nothing saturates."""
+    model = describe(config or tiny_config())
+    generator = torch.Generator().manual_seed(seed)
+    for _, holder in model.holders():
+        holder.create(dtype)
+        for name in holder.params():
+            parameter = getattr(holder, name)
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + values * 0.1 if values.dim() == 1 and name == "weight" else values * 0.3)
+        holder.finish()
+    return model.eval()
+
+
+def tiny_engine(model: Model, *, budget: int = 64, blocks: int = 64, block_size: int = 4, seqs: int = 16, **cache: bool) -> Engine:
+    """An engine without a tokenizer over a torch runner."""
+    config = EngineConfig(
+        SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=256),
+        CacheConfig(blocks, block_size, **cache),
+    )
+    dtype = next(model.parameters()).dtype
+    pool = KVPool(model.config, blocks, block_size, dtype)
+    return Engine(InProcess(TorchRunner(model, pool)), config, vocab_size=model.config.vocab_size)
+
+
+def finish(engine: Engine) -> None:
+    """Step until nothing is left, with the books checked after every step."""
+    for _ in range(5000):
+        if not engine.busy:
+            return
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+        engine.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(request: Request) -> list[list[int]]:
+    """The outputs of a finished request, by child."""
+    return [seq.output for seq in sorted(request.finished, key=lambda seq: seq.index)]
+
+
+def run_alone(model: Model, prompt: list[int], params: SamplingParams, child: int = 0) -> list[int]:
+    """One request in an engine of its own, fed whole; `child` sets the noise key."""
+    engine = tiny_engine(model, budget=256, prefix_caching=False)
+    request = engine.add(prompt, params.replace(n=1))
+    request.seqs[0].index = child
+    finish(engine)
+    return tokens_of(request)[0]
