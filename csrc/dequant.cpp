@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <thread>
+#include <future>
 #include <vector>
 
 namespace headrace {
@@ -238,8 +238,8 @@ void dequantize(const Format& format, const uint8_t* src, float* dst, size_t blo
         const size_t begin = blocks * i / parts, end = blocks * (i + 1) / parts;
         format.decode(src + begin * format.block_bytes, dst + begin * format.block, end - begin);
     };
-    std::vector<std::jthread> pool;
-    for (size_t i = 1; i < parts; ++i) pool.emplace_back(part, i);
+    std::vector<std::future<void>> others;  // waited for by their destructors, also when one cannot start
+    for (size_t i = 1; i < parts; ++i) others.push_back(std::async(std::launch::async, part, i));
     part(0);
 }
 
