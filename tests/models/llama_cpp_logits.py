@@ -1,0 +1,37 @@
+"""Run by an interpreter that has llama-cpp-python: logits of every token of every prompt, for each GGUF file named.
+
+usage: llama_cpp_logits.py PROMPTS.json FILE.gguf...   writes FILE.npz with one array [tokens, vocabulary] per prompt
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+
+def logits(path: Path, prompts: list[list[int]]) -> list[np.ndarray]:
+    f32 = llama_cpp.GGML_TYPE_F32
+    model = llama_cpp.Llama(
+        str(path), n_ctx=256, n_batch=256, n_threads=1, logits_all=True, verbose=False, type_k=f32, type_v=f32, n_gpu_layers=0
+    )
+    rows = []
+    for prompt in prompts:
+        model.reset()
+        model.eval(prompt)
+        rows.append(np.array(model.scores[: len(prompt)], dtype=np.float32))
+    model.close()
+    return rows
+
+
+def main() -> None:
+    prompts = json.loads(Path(sys.argv[1]).read_text())
+    for name in sys.argv[2:]:
+        path = Path(name)
+        made = logits(path, prompts)
+        np.savez(path.with_suffix(".npz"), **{str(i): rows for i, rows in enumerate(made)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Tiny random models of every architecture, made by `transformers` (the oracle), and ways to hand their weights to Headrace."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from headrace.models.base import Model
+from headrace.weights.loader import load_model
+from headrace.weights.source import TensorInfo, WeightError
+
+VOCAB = 96
+SMALL = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "max_position_embeddings": 256}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _llama(**changes: Any) -> Any:
+    settings = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
+    return transformers.LlamaConfig(**settings)
+
+
+def _mistral(**changes: Any) -> Any:
+    return transformers.MistralConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, **changes)
+
+
+def _qwen2(**changes: Any) -> Any:
+    return transformers.Qwen2Config(**SMALL, num_attention_heads=4, **{"num_key_value_heads": 2, **changes})
+
+
+def _qwen3(**changes: Any) -> Any:
+    return transformers.Qwen3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32, **changes)
+
+
+def _gemma3(**changes: Any) -> Any:
+    settings = {**SMALL, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32, "sliding_window": 6}
+    return transformers.Gemma3TextConfig(**{**settings, "num_key_value_heads": 1, "query_pre_attn_scalar": 32, **changes})
+
+
+def _gpt2(**changes: Any) -> Any:
+    return transformers.GPT2Config(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=3, n_head=4, **changes)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama-mha-tied": lambda: _llama(num_key_value_heads=4, tie_word_embeddings=True),
+    "llama-gqa": _llama,
+    "llama-mqa": lambda: _llama(num_key_value_heads=1),
+    "llama-rope-llama3": lambda: _llama(rope_parameters={"rope_theta": 500000.0, **LLAMA3_ROPE}),
+    "llama-rope-linear": lambda: _llama(rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}),
+    "llama-wide-heads": lambda: _llama(head_dim=24),
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
+    "mistral-window": lambda: _mistral(sliding_window=7),
+    "mistral-no-window": lambda: _mistral(sliding_window=None),
+    "qwen2-tied": lambda: _qwen2(tie_word_embeddings=True),
+    "qwen2-mqa": lambda: _qwen2(num_key_value_heads=1),
+    "qwen2-window": lambda: _qwen2(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3": _qwen3,
+    "qwen3-biases-tied": lambda: _qwen3(attention_bias=True, tie_word_embeddings=True),
+    "gemma3-one-kv-head": _gemma3,
+    "gemma3-ropes": lambda: _gemma3(num_key_value_heads=2, final_logit_softcapping=9.0, rope_parameters=_gemma_ropes()),
+    "gemma3-query-scale": lambda: _gemma3(num_key_value_heads=4, query_pre_attn_scalar=20),
+    "gpt2": _gpt2,
+    "gpt2-narrow": lambda: _gpt2(n_inner=80),
+}
+
+
+def _gemma_ropes() -> dict[str, Any]:
+    return {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def oracle(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """The transformers model of a variant, with weights large enough that every part of it shows in the logits."""
+    config = CONFIGS[name]()
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    rng = torch.Generator().manual_seed(seed)
+    centre = 0.0 if name.startswith("gemma3") else 1.0
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            drawn = torch.randn(value.shape, generator=rng, dtype=torch.float64)
+            if value.dim() == 1:
+                is_norm = "norm" in key or ".ln_" in key
+                drawn = drawn * 0.3 + (centre if is_norm and key.endswith("weight") else 0.0)
+            else:
+                drawn = drawn * (0.3 if "embed" in key or ".wte" in key or ".wpe" in key else value.shape[1] ** -0.5)
+            value.copy_(drawn)
+    return model
+
+
+class MemorySource:
+    """A WeightSource over tensors in memory, for either container."""
+
+    def __init__(self, container: str, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+        self.path = Path("memory")
+        self.format = container
+        self.tensors = tensors
+        self.config = self.metadata = settings
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise WeightError(f"{self.path}: there is no tensor {name!r}")
+        tensor = self.tensors[name]
+        return TensorInfo(name, tuple(tensor.shape), "F32", tensor.nbytes)
+
+    def raw(self, name: str) -> np.ndarray:
+        tensor = self.tensors[name].float()
+        return tensor.reshape(-1, tensor.shape[-1]).numpy().view(np.uint8)
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.tensors[name].to(dtype, copy=True)
+
+    def close(self) -> None:
+        self.tensors = {}
+
+
+def hf_source(model: Any) -> MemorySource:
+    """The model as a Hugging Face folder would hold it: config.json, and every tensor once."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+            tensors[name] = tensor.detach()
+    return MemorySource("safetensors", tensors, model.config.to_dict())
+
+
+def loaded(model: Any, dtype: torch.dtype = torch.float32) -> Model:
+    """The transformers model, loaded by Headrace."""
+    return load_model(hf_source(model), dtype)
+
+
+@torch.no_grad()
+def oracle_logits(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Per prompt, logits [tokens, vocabulary]."""
+    return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+def prompts(seed: int = 0, lengths: tuple[int, ...] = (1, 5, 17, 40)) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+
+
+def largest_gap(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest absolute difference over all rows of all prompts."""
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def steps_of(mode: str, lengths: list[int], seed: int = 0) -> Iterator[list[tuple[int, int]]]:
+    """Per step, the token range each sequence feeds (empty once it is done): whole, random chunks, or token by token."""
+    rng = np.random.default_rng(seed)
+    done = [0] * len(lengths)
+    while any(at < n for at, n in zip(done, lengths, strict=True)):
+        step = []
+        for i, n in enumerate(lengths):
+            size = {"whole": n, "chunks": int(rng.integers(1, 9)), "tokens": 1}[mode]
+            end = min(n, done[i] + size)
+            step.append((done[i], end))
+            done[i] = end
+        yield step
