@@ -80,6 +80,8 @@ def head(key: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     Columns of -inf are in no particular order.
     """
+    if width == 0:
+        return key[:, :0], torch.zeros(len(key), 0, dtype=torch.int64, device=key.device)
     if width < key.shape[-1]:
         values, columns = key.topk(width + 1)
         cut = (values[:, -1] == values[:, -2]) & (values[:, -1] > NEVER)

@@ -1,0 +1,77 @@
+"""Sampling done the slow and obvious way, in numpy float64: what the tests hold the real one to."""
+
+import numpy as np
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def edited(logits, params, prompt, output, stop_ids=()) -> np.ndarray:
+    """Logits after bias, masks and penalties (card B1 up to temperature)."""
+    z = np.array(logits, dtype=np.float64)
+    history = list(prompt) + list(output)
+    for token, value in (params.logit_bias or {}).items():
+        z[token] += value
+    if params.allowed_token_ids is not None:
+        z[[t for t in range(len(z)) if t not in params.allowed_token_ids]] = -np.inf
+    for word in params.bad_words:
+        if len(history) >= len(word) - 1 and history[len(history) - len(word) + 1 :] == list(word[:-1]):
+            z[word[-1]] = -np.inf
+    if len(output) < params.min_tokens:
+        z[list(stop_ids)] = -np.inf
+    z[list(ngram_banned(history, params.no_repeat_ngram))] = -np.inf
+    for token in set(history):
+        z[token] = z[token] / params.repetition_penalty if z[token] > 0 else z[token] * params.repetition_penalty
+    for token in set(output):
+        z[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return z
+
+
+def ngram_banned(history, n) -> set[int]:
+    """Try every token: is the n-gram it would end already there?"""
+    if n == 0 or len(history) < n:
+        return set()
+    grams = {tuple(history[i : i + n]) for i in range(len(history) - n + 1)}
+    return {gram[-1] for gram in grams if gram == (*history[len(history) - n + 1 :], gram[-1])}
+
+
+def filtered(z, params) -> np.ndarray:
+    """Logits after temperature and the filters, -inf outside the kept set."""
+    z = z / params.temperature
+    if params.top_k:
+        z = keep(z, np.argsort(-z, kind="stable")[: params.top_k])
+    if params.typical_p < 1:
+        p = softmax(z)
+        log = np.log(p, where=p > 0, out=np.full_like(p, -np.inf))
+        entropy = -np.sum(p[p > 0] * log[p > 0])
+        z = keep(z, prefix(np.argsort(np.abs(-log - entropy), kind="stable"), p, params.typical_p))
+    if params.top_p < 1:
+        p = softmax(z)
+        z = keep(z, prefix(np.argsort(-z, kind="stable"), p, params.top_p))
+    if params.min_p > 0:
+        p = softmax(z)
+        z = keep(z, np.flatnonzero(p >= params.min_p * p.max()))
+    return z
+
+
+def prefix(order, p, goal) -> np.ndarray:
+    """The shortest beginning of `order` whose probabilities reach the goal."""
+    total = 0.0
+    for n, token in enumerate(order):
+        total += p[token]
+        if total >= goal:
+            return order[: n + 1]
+    return order
+
+
+def keep(z, ids) -> np.ndarray:
+    out = np.full_like(z, -np.inf)
+    out[ids] = z[ids]
+    return out
+
+
+def distribution(logits, params, prompt=(), output=(), stop_ids=()) -> np.ndarray:
+    """The probabilities a token is drawn with (temperature > 0)."""
+    return softmax(filtered(edited(logits, params, list(prompt), list(output), stop_ids), params))

@@ -1,0 +1,325 @@
+"""The native sampler against the torch one: the same tokens, on every instruction set, and the same noise bits."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from headrace import native
+from headrace.native.sampling import sample_params
+from headrace.ops import noise, sampling
+from headrace.ops.logprobs import token_logprobs
+from headrace.params import SamplingParams
+
+if not native.available():
+    pytest.skip(native.reason(), allow_module_level=True)
+
+core = native.core()
+ISAS = core.supported_isas()
+VECTORS = {
+    0x00000000: 0x41B6FDA9,
+    0x00000001: 0x41AE33B3,
+    0x40000000: 0x3F9F79A2,
+    0x80000000: 0x3EBBA795,
+    0xFFFFFFFF: 0xC04851D5,
+    0x6627E8D5: 0x3F2CC257,
+}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def logits(vocab: int, seed: int, spread: float = 3.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, spread, vocab).astype(np.float32)
+
+
+def draw_both(z: np.ndarray, spec: sampling.RowSpec, isa: str, maxima: bool = False):
+    """What torch and the native sampler make of one row: (RowResult, reports, error)."""
+    expected = sampling.sample(torch.from_numpy(z)[None], [spec])[0]
+    history = core.History(list(spec.tokens[: spec.prompt_len]))
+    history.extend(list(spec.tokens[spec.prompt_len :]))
+    best = None
+    if maxima:
+        best = np.empty(-(-len(z) // core.VOCAB_BLOCK), dtype=np.float32)
+        assert core.block_maxima(z, best, isa)
+    before = z.copy()
+    reports, error = core.Sampler(len(z), isa).draw(
+        z,
+        sample_params(spec.params, spec.stop_ids),
+        history,
+        list(spec.keys),
+        path=list(spec.path),
+        logprobs=-1 if spec.params.logprobs is None else spec.params.logprobs,
+        processed=spec.params.logprobs_mode == "processed",
+        purpose=int(spec.purpose),
+        maxima=best,
+    )
+    assert np.array_equal(z, before, equal_nan=True)  # edited in place, and put back
+    return expected, reports, error
+
+
+def assert_same(expected: sampling.RowResult, reports, error: str) -> None:
+    assert bool(error) == bool(expected.error), (error, expected.error)
+    if error:
+        return
+    assert [r.id for r in reports] == expected.tokens
+    for report, wanted in zip(reports, expected.logprobs, strict=False):
+        assert report.rank == wanted.rank
+        assert report.top_ids == wanted.top_ids
+        assert report.logprob == pytest.approx(wanted.logprob, abs=2e-5)
+        assert report.top_logprobs == pytest.approx(wanted.top_logprobs, abs=2e-5)
+
+
+def random_spec(rng: random.Random, vocab: int) -> sampling.RowSpec:
+    """Any mixture of settings, most of them neutral in most rows."""
+
+    def maybe(value, neutral, chance: float = 0.3):
+        return value if rng.random() < chance else neutral
+
+    some = [rng.randrange(vocab) for _ in range(12)]
+    tokens = [rng.choice(some) for _ in range(rng.randrange(1, 30))]
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 1.7]),
+        top_k=maybe(rng.choice([1, 2, 7, 40, vocab, 3 * vocab]), 0),
+        top_p=maybe(rng.choice([1e-9, 0.1, 0.5, 0.9, 0.999]), 1.0, 0.5),
+        min_p=maybe(rng.choice([1e-6, 0.05, 0.5, 1.0]), 0.0),
+        typical_p=maybe(rng.choice([0.05, 0.5, 0.95]), 1.0),
+        repetition_penalty=maybe(rng.choice([0.8, 1.3]), 1.0),
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        no_repeat_ngram=maybe(rng.randrange(1, 4), 0),
+        logit_bias=maybe({t: rng.uniform(-5, 5) for t in some[:3]}, None),
+        bad_words=maybe(((some[0],), (tokens[-1], some[1]), (some[2], some[3])), ()),
+        allowed_token_ids=maybe(tuple(some[4:]), None, 0.15),
+        min_tokens=maybe(10, 0),
+        logprobs=maybe(rng.choice([0, 3, 20]), None),
+        logprobs_mode=rng.choice(["raw", "processed"]),
+        max_tokens=None,
+    )
+    return sampling.RowSpec(
+        params=params,
+        keys=[noise.key(rng.randrange(2**64), child) for child in range(rng.choice([1, 1, 3]))],
+        tokens=tokens,
+        prompt_len=rng.randrange(len(tokens) + 1),
+        path=[rng.choice(some) for _ in range(rng.choice([0, 0, 3]))],
+        stop_ids=some[5:7],
+    )
+
+
+def test_published_noise_vectors(isa):
+    words = np.array(list(VECTORS), dtype=np.uint32)
+    out = np.empty(len(words), dtype=np.float32)
+    core.gumbel_words(words, out, isa)
+    assert out.view(np.uint32).tolist() == list(VECTORS.values())
+
+
+def test_noise_has_the_bits_of_the_reference(isa):
+    rng = np.random.default_rng(1)
+    words = rng.integers(0, 2**32, 100_003, dtype=np.uint64).astype(np.uint32)
+    words[:4] = 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1
+    out = np.empty(len(words), dtype=np.float32)
+    core.gumbel_words(words, out, isa)
+    assert np.array_equal(out.view(np.uint32), noise.reference_gumbel(words).view(np.uint32))
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 16, 63, 64, 65, 1000, 49_152])
+def test_noise_of_a_row_and_of_chosen_ids(isa, vocab):
+    key = noise.key(vocab, 3)
+    for position, purpose in [(0, 0), (77, 2), (2**31, 4)]:
+        wanted = noise.reference_gumbel_at(key, position, vocab, purpose)
+        row = np.empty(vocab, dtype=np.float32)
+        core.gumbel_row(key, position, row, purpose, isa)
+        assert np.array_equal(row.view(np.uint32), wanted.view(np.uint32))
+        ids = np.random.default_rng(0).integers(0, vocab, 37).astype(np.int32)
+        some = np.empty(len(ids), dtype=np.float32)
+        core.gumbel_ids(key, position, ids, some, purpose, isa)
+        assert np.array_equal(some, wanted[ids])
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 37, 64, 65, 130, 1000])
+def test_same_tokens_as_torch_for_random_settings(isa, vocab):
+    rng = random.Random(vocab)
+    for case in range(60):
+        spec = random_spec(rng, vocab)
+        z = logits(vocab, case, rng.choice([0.0, 0.5, 3.0, 12.0]))
+        if rng.random() < 0.3:
+            z = np.round(z)  # many ties
+        assert_same(*draw_both(z, spec, isa, maxima=rng.random() < 0.5))
+
+
+@pytest.mark.parametrize("vocab", [49_152, 151_936])
+def test_same_tokens_as_torch_on_large_vocabularies(isa, vocab):
+    settings = [
+        {},
+        {"temperature": 0.0, "logprobs": 5},
+        {"top_k": 50},
+        {"top_k": 5000, "temperature": 1.5},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"top_p": 0.5, "min_p": 0.01},
+        {"typical_p": 0.9, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed"},
+        {"min_p": 0.1, "repetition_penalty": 1.2},
+        {"top_p": 0.999, "logprobs": 8, "logprobs_mode": "processed"},
+    ]
+    for case, setting in enumerate(settings):
+        for spread in (0.3, 3.0):
+            spec = sampling.RowSpec(SamplingParams(**setting), [noise.key(case, 0), noise.key(case, 1)], [5, 9, 70], 1)
+            assert_same(*draw_both(logits(vocab, case, spread), spec, isa, maxima=case % 2 == 0))
+
+
+def test_all_equal_logits_keep_the_lowest_ids(isa):
+    z = np.zeros(1000, dtype=np.float32)
+    for setting in ({"temperature": 0.0}, {"top_k": 10}, {"top_p": 0.01}, {"typical_p": 0.01}):
+        spec = sampling.RowSpec(SamplingParams(**setting), [noise.key(s) for s in range(50)], [0], 1)
+        expected, reports, error = draw_both(z, spec, isa)
+        assert_same(expected, reports, error)
+        assert max(report.id for report in reports) < 10
+
+
+def test_the_bound_on_noise_changes_nothing(isa):
+    """Most noise is never drawn; the token is that of all logits plus all noise."""
+    vocab = 4096
+    row = np.empty(vocab, dtype=np.float32)
+    sampler, params = core.Sampler(vocab, isa), core.SampleParams()
+    for seed in range(40):
+        z = logits(vocab, seed, (0.1, 1.0, 4.0, 15.0)[seed % 4])
+        history = core.History([1] * seed)
+        reports, error = sampler.draw(z, params, history, [noise.key(seed)])
+        core.gumbel_row(noise.key(seed), seed, row, 0, isa)
+        assert not error
+        assert reports[0].id == int(np.argmax(z + row))
+
+
+def test_one_key_off_is_another_stream(isa):
+    """The control of the equalities above: with the wrong child key they do not hold."""
+    z = logits(1000, 0, 1.0)
+    spec = sampling.RowSpec(SamplingParams(), [noise.key(3, child) for child in range(20)], [1], 1)
+    expected, _, _ = draw_both(z, spec, isa)
+    wrong, _, _ = draw_both(z, replace(spec, keys=[noise.key(3, child + 1) for child in range(20)]), isa)
+    assert expected.tokens != wrong.tokens
+    assert expected.tokens[1:] == wrong.tokens[:-1]
+
+
+def test_a_grammar_mask_is_a_list_of_allowed_ids(isa):
+    vocab = 1000
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        allowed = sorted(rng.choice(vocab, 1 + seed * 7, replace=False).tolist())
+        bits = np.zeros(vocab, dtype=np.uint8)
+        bits[allowed] = 1
+        mask = np.packbits(np.pad(bits, (0, -vocab % 32)), bitorder="little").view(np.uint32)
+        params = SamplingParams(top_p=0.8, logit_bias={allowed[0]: 2.0, 3: 1.0}, repetition_penalty=1.2)
+        z, key, history = logits(vocab, seed), [noise.key(seed)], core.History([3, allowed[0]])
+        sampler = core.Sampler(vocab, isa)
+        by_list, _ = sampler.draw(z, sample_params(params.replace(allowed_token_ids=tuple(allowed))), history, key)
+        by_mask, error = sampler.draw(z, sample_params(params), history, key, mask=mask)
+        assert not error
+        assert by_mask[0].id == by_list[0].id
+        assert by_mask[0].id in allowed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda z: z.__setitem__(7, math.nan), "largest is nan"),
+        (lambda z: z.__setitem__(70, math.inf), "largest is inf"),
+        (lambda z: z.fill(-math.inf), "largest is -inf"),
+    ],
+)
+def test_broken_logits_are_an_error_of_their_row(isa, change, words):
+    z = logits(100, 0)
+    change(z)
+    spec = sampling.RowSpec(SamplingParams(), [noise.key(0)], [1], 1)
+    expected, _, error = draw_both(z, spec, isa)
+    assert words in error
+    assert error == expected.error
+
+
+def test_nothing_left_and_ids_outside_are_errors(isa):
+    z = logits(100, 0)
+    empty = SamplingParams(allowed_token_ids=(3,), bad_words=((3,),))
+    expected, _, error = draw_both(z, sampling.RowSpec(empty, [noise.key(0)], [1], 1), isa)
+    assert error == expected.error
+    assert "no token can be drawn" in error
+    params = core.SampleParams()
+    params.logit_bias = [(100, 1.0)]
+    _, error = core.Sampler(100, isa).draw(z, params, core.History([1]), [noise.key(0)])
+    assert "100 is outside the vocabulary of 100" in error
+
+
+def test_top_and_score_are_log_softmax(isa):
+    vocab = 3000
+    sampler = core.Sampler(vocab, isa)
+    z = np.stack([logits(vocab, seed) for seed in range(4)])
+    wanted = torch.from_numpy(z).double().log_softmax(-1)
+    for row, values in zip(z, wanted, strict=True):
+        report, error = sampler.top(row, 16)
+        order = np.argsort(-row, kind="stable")[:16]
+        assert not error
+        assert report.top_ids == order.tolist()
+        assert report.top_logprobs == pytest.approx(values[order.copy()].tolist(), abs=1e-6)
+    tokens = np.array([5, 2999, 64, 0], dtype=np.int32)
+    reports, error = sampler.score(z, tokens, 3)
+    assert not error
+    for report, entry in zip(reports, token_logprobs(torch.from_numpy(z), torch.from_numpy(tokens).long(), 3), strict=True):
+        assert (report.id, report.rank, report.top_ids) == (entry.token, entry.rank, entry.top_ids)
+        assert report.logprob == pytest.approx(entry.logprob, abs=2e-5)
+
+
+def test_top_sees_biases_and_bans(isa):
+    z = logits(200, 1)
+    params = SamplingParams(logit_bias={7: 30.0}, bad_words=((int(z.argmax()),),))
+    report, _ = core.Sampler(200, isa).top(z, 2, sample_params(params), core.History([1]))
+    assert report.top_ids[0] == 7
+    assert int(z.argmax()) not in report.top_ids
+
+
+def reference_walk(z: np.ndarray, params: SamplingParams, tokens: list[int], draft: list[int], parents: list[int], key):
+    """Draw at each node with the torch sampler, and follow the child that was drawn."""
+    node, path, drawn = -1, [], []
+    while True:
+        spec = sampling.RowSpec(params, [key], tokens, 2, drawn)
+        token = sampling.sample(torch.from_numpy(z[node + 1])[None], [spec])[0].tokens[0]
+        drawn = [*drawn, token]
+        child = [i for i, parent in enumerate(parents) if parent == node and draft[i] == token]
+        if not child:
+            return path, drawn
+        node = child[0]
+        path.append(node)
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {}, {"top_p": 0.9, "presence_penalty": 1.0, "no_repeat_ngram": 2}])
+def test_verification_walks_the_tree_as_single_draws_do(isa, setting):
+    vocab, lengths = 6, set()
+    params = SamplingParams(**setting)
+    for seed in range(60):
+        rng = random.Random(seed)
+        nodes = rng.randrange(0, 20)
+        parents = [rng.randrange(-1, i) for i in range(nodes)]
+        draft = [rng.randrange(vocab) for _ in range(nodes)]
+        z = np.stack([logits(vocab, 100 * seed + i, 1.0) for i in range(nodes + 1)])
+        history = core.History([1, 2])
+        history.extend([3])
+        path, reports, error = core.Sampler(vocab, isa).verify(
+            z, sample_params(params), history, noise.key(seed), draft, parents, logprobs=0
+        )
+        assert not error
+        wanted_path, wanted = reference_walk(z, params, [1, 2, 3], draft, parents, noise.key(seed))
+        assert path == wanted_path
+        assert [report.id for report in reports] == wanted
+        lengths.add(len(path))
+    assert len(lengths) > 2  # some walks stop at once, others go on
+
+
+def test_bad_shapes_are_refused():
+    sampler, params, history = core.Sampler(100), core.SampleParams(), core.History([1])
+    with pytest.raises(ValueError, match="one value per token"):
+        sampler.draw(logits(99, 0), params, history, [(0, 0)])
+    with pytest.raises(ValueError, match="must come before"):
+        sampler.verify(np.zeros((3, 100), np.float32), params, history, (0, 0), [1, 2], [1, 0])
+    with pytest.raises(ValueError, match="unknown instruction set"):
+        core.Sampler(100, "avx1024")
