@@ -1,0 +1,53 @@
+"""bench: measurements a reader can repeat."""
+
+from typing import Annotated
+
+import typer
+
+from headrace.cli.output import print_table, say
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of commands."""
+    bench = typer.Typer(help="Measure: batching policies, speed on this machine.", no_args_is_help=True)
+    bench.command("batching")(batching)
+    app.add_typer(bench, name="bench", rich_help_panel="Measure")
+
+
+def batching(
+    model: Annotated[str | None, typer.Argument(help="A model to run a part of the trace on, besides the fake one.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 200,
+    on_model: Annotated[int, typer.Option(min=1, help="How many of them run on MODEL.")] = 32,
+    seqs: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 0,
+) -> None:
+    """Static against continuous batching on one trace, and KV memory under each reservation scheme."""
+    from headrace.bench import batching as bench
+
+    jobs = bench.trace(requests, seed)
+    rows = [_row("fake model", bench.on_fake_model(jobs, policy, seqs)) for policy in bench.POLICIES]
+    if model is not None:
+        say(f"running {min(on_model, requests)} requests on {model} under each policy")
+        rows += [_row(model, bench.on_model(model, jobs[:on_model], policy, seqs)) for policy in bench.POLICIES]
+    print_table(("model", "policy", "steps", "tokens", "tokens/s", "KV waste"), rows)
+    print()
+    table = bench.memory_table(jobs, seqs * bench.MAX_LEN)
+    columns = ("KV memory", "steps", "used", "reserved", "internal", "external", "waste")
+    print_table(columns, [_shares(name, shares) for name, shares in table.items()])
+
+
+def _row(model: str, result: object) -> tuple[str, ...]:
+    from headrace.bench.batching import Result
+
+    assert isinstance(result, Result)
+    speed = f"{result.tokens_per_second:.1f}"
+    return (model, result.policy, str(result.steps), str(result.tokens), speed, f"{result.waste:.1%}")
+
+
+def _shares(name: str, shares: object) -> tuple[str, ...]:
+    from headrace.bench.reservation import Shares
+
+    assert isinstance(shares, Shares)
+    whole = shares.taken + shares.external
+    parts = (shares.used, shares.reserved, shares.internal, shares.external)
+    return (name, str(shares.steps), *(f"{part / whole:.1%}" for part in parts), f"{shares.waste:.1%}")
