@@ -1,0 +1,30 @@
+"""Headrace: an LLM inference engine. `from headrace import LLM, SamplingParams`; the names load when first used."""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    __version__ = version("headrace")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+# Where each public name lives. Not imported here: `import headrace` and the quick commands must not wait for torch.
+_HOME = {
+    "LLM": "headrace.llm",
+    "SamplingParams": "headrace.params",
+    "RequestOutput": "headrace.outputs",
+    "CompletionOutput": "headrace.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]  # noqa: F822 (lazy)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

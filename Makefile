@@ -1,0 +1,69 @@
+# What a person types here. `make` alone lists it.
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+PROMPT ?= Why is the sky blue?
+# What is run in parallel, and what else pytest is told: make test PYTEST="-x -k scheduler"
+PYTEST ?= -n auto --maxprocesses 4
+export VENV PROMPT
+
+BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
+
+.PHONY: help run test test-weights test-slow test-peers lint format native clean
+
+help:
+	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
+	@echo "make test           the tests, about three minutes; those without their model or data say so"
+	@echo "make test-weights   only the tests on real weights"
+	@echo "make test-slow      the long ones"
+	@echo "make test-peers     comparisons with other engines (installs them)"
+	@echo "make lint           ruff, mypy, clang-format; make format puts right what they can"
+	@echo "make native         build the C++ core, showing the compiler's output"
+	@echo "make clean          remove what was built (the environment, not the models)"
+
+run: $(VENV)/.run
+	@$(VENV)/bin/headrace run $(MODEL) "$$PROMPT"
+
+test: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest $(PYTEST)
+
+test-weights: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest $(PYTEST) -m "weights and not slow and not peers"
+
+test-slow: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m slow
+
+test-peers: $(VENV)/.peers
+	$(VENV)/bin/python -m pytest -m peers
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+	$(VENV)/bin/clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+
+native: $(VENV)/.run
+	$(VENV)/bin/python -m pip install -v --no-deps --no-build-isolation --editable .
+
+clean:
+	rm -rf $(VENV) build src/headrace/native/*.so
+
+# The stamps: installing again only when what it depends on has changed.
+$(VENV)/.run: $(BUILD_INPUT)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Headrace needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make run PYTHON=python3.12")'
+	@$(PYTHON) tools/install.py
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@$(PYTHON) tools/install.py dev
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.dev
+	@$(PYTHON) tools/install.py dev peers
+	@touch $@

@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Install Headrace from this folder into its own virtual environment: what `make run` and `make test` do first.
+
+    python3 tools/install.py [EXTRA]...     extras of pyproject.toml: dev, peers
+
+Environment: VENV (.venv), TORCH_INDEX (where torch comes from; docs/environment.md). The install is editable: a change to a
+Python file counts at once, a change to the C++ core after this has run again. Needs the standard library alone.
+"""
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+COMPILERS = ("c++", "g++", "clang++")
+BUILD_TOOLS = ("cmake", "ninja")
+PATIENCE = 5  # seconds to wait for an index before doing without it
+
+
+class InstallError(Exception):
+    """What stops the installation, and what to do about it: one line."""
+
+
+def main(extras: list[str]) -> int:
+    try:
+        python = make_venv(ROOT / os.environ.get("VENV", ".venv"))
+        compiler = find_compiler(os.environ)
+        if compiler is None:
+            loud("no C++ compiler: Headrace will run in torch, which is SLOW. Better: apt install g++ (Fedora: dnf install gcc-c++)")
+        if not has_torch(python):
+            install_torch(python, torch_index(os.environ, gpu=has_gpu()))
+        install_headrace(python, extras, compiler)
+        if compiler is not None and not has_core(python):
+            loud("the native core did not build: Headrace will run in torch, which is SLOW. `make native` shows why")
+    except InstallError as error:
+        print(f"install: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_venv(folder: Path) -> Path:
+    """The environment's Python; the environment is made where it is missing."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        if importlib.util.find_spec("ensurepip") is None:
+            raise InstallError("this Python cannot make virtual environments; Debian, Ubuntu: apt install python3-venv")
+        say(f"virtual environment {folder.name}, Python {platform.python_version()}")
+        venv.create(folder, with_pip=True)
+    return python
+
+
+def has_gpu() -> bool:
+    """Whether the NVIDIA driver sees a GPU."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).stdout.startswith(b"GPU ")
+
+
+def torch_index(environment: Mapping[str, str], *, gpu: bool) -> str:
+    """The package index for torch; "" is pip's own. TORCH_INDEX rules; else PyTorch's CPU index on Linux without a GPU."""
+    if "TORCH_INDEX" in environment:
+        return environment["TORCH_INDEX"]
+    return CPU_INDEX if sys.platform == "linux" and not gpu else ""
+
+
+def find_compiler(environment: Mapping[str, str]) -> str | None:
+    """The C++ compiler CMake will take, or None."""
+    names = (environment["CXX"],) if environment.get("CXX") else COMPILERS
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def has_torch(python: Path) -> bool:
+    """Whether the environment has the torch that constraints.txt names, in whatever build."""
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    code = "from importlib.metadata import version; print(version('torch').split('+')[0])"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return pinned is not None and done.stdout.strip() == pinned[1]
+
+
+def install_torch(python: Path, index: str) -> None:
+    """torch from `index`, or by its plain name where that cannot be used."""
+    if index:
+        say(f"torch from {index}: about 200 MB for the CPU (TORCH_INDEX names another index)")
+        if reachable(index) and pip(python, "--retries", "1", "--index-url", index, "torch") == 0:
+            return
+        say(f"{index} cannot be used from here; going on with pip's own index")
+    say("torch by its plain name: several GB where pip takes the CUDA build, about 200 MB else")
+    if pip(python, "torch") != 0:
+        raise InstallError("torch could not be installed; the lines above say why")
+
+
+def reachable(index: str) -> bool:
+    """Whether an index answers within seconds; pip itself would try for minutes. A refusal is an answer: pip reports it."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=PATIENCE).close()
+        except urllib.error.HTTPError:
+            pass
+        except (OSError, ValueError):
+            return
+        answers.append(True)
+
+    thread = threading.Thread(target=ask, daemon=True)  # looking up a name knows no timeout of its own
+    thread.start()
+    thread.join(PATIENCE)
+    return bool(answers)
+
+
+def install_headrace(python: Path, extras: list[str], compiler: str | None) -> None:
+    """Headrace itself, editable, with its libraries. Built without isolation: with the tested tools, and only what changed."""
+    say("libraries, about 60 MB" + (", and what the tests need, about 120 MB" if "dev" in extras else ""))
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    what = f".[{','.join(extras)}]" if extras else "."
+    if compiler is not None:
+        for old in (ROOT / "src/headrace/native").glob("_core*.so"):  # must not stand in for one that fails to build
+            old.unlink()
+    for arguments in ([*tools, *BUILD_TOOLS], ["--no-build-isolation", "--editable", what]):
+        if pip(python, *arguments) != 0:
+            raise InstallError("Headrace could not be installed; the lines above say why. The same command then goes on")
+
+
+def pip(python: Path, *arguments: str) -> int:
+    """pip install with the tested versions; its progress is shown where somebody watches."""
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    command = [python, "-m", "pip", "install", *quiet, "--disable-pip-version-check", "-c", "constraints.txt", *arguments]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def has_core(python: Path) -> bool:
+    """Whether the installed package has its compiled core."""
+    code = "import sys, headrace.native; sys.exit(not headrace.native.available())"
+    return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def say(line: str) -> None:
+    print(f"install: {line}", flush=True)
+
+
+def loud(line: str) -> None:
+    print(f"\n*** {line} ***\n", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
