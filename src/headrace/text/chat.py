@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from headrace.text.template_process import TemplateError, TemplateLimits, TemplateProcess
 from headrace.text.tokenizer import Tokenizer
@@ -21,12 +21,13 @@ class ChatTemplate:
     It is rendered in a process of its own (started at the first `render` and kept), which the kernel ends when it uses
     more CPU time or memory than `limits` allow; the next `render` starts another. Encode the result with
     `add_special=False`: the template writes BOS itself. `bos_token` and `eos_token` are variables of the template.
-    Raises TemplateError. May be used from several threads.
+    Without a source, or with a bad one, `render` raises TemplateError: such a model can still continue plain prompts.
+    May be used from several threads.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", limits: TemplateLimits = DEFAULT_LIMITS) -> None:
-        if len(source) > limits.source:
-            raise TemplateError(f"the chat template has {len(source)} characters and {limits.source} is the most")
+    def __init__(
+        self, source: str | None, bos_token: str = "", eos_token: str = "", limits: TemplateLimits = DEFAULT_LIMITS
+    ) -> None:
         self.source = source
         self.limits = limits
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
@@ -34,11 +35,9 @@ class ChatTemplate:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> "ChatTemplate":
-        """The template of a model, or `source` in its stead. Raises TemplateError where there is neither."""
+    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self:
+        """The template of a model, or `source` in its stead."""
         source = tokenizer.chat_template if source is None else source
-        if source is None:
-            raise TemplateError(NO_TEMPLATE)
         return cls(source, tokenizer.bos_token, tokenizer.eos_token)
 
     def render(
@@ -50,6 +49,7 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """The prompt of a conversation. `variables` are the template's own (`enable_thinking=False`)."""
+        source, limits = self._usable_source(), self.limits
         context = {
             **self._tokens,
             **variables,
@@ -58,8 +58,7 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        limits = self.limits
-        request = {"source": self.source, "context": context, "seconds": limits.seconds, "max_output": limits.output}
+        request = {"source": source, "context": context, "seconds": limits.seconds, "max_output": limits.output}
         try:
             line = json.dumps(request, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -81,6 +80,13 @@ class ChatTemplate:
             if self._process is not None:
                 self._process.stop()
             self._process = None
+
+    def _usable_source(self) -> str:
+        if self.source is None:
+            raise TemplateError(NO_TEMPLATE)
+        if len(self.source) > self.limits.source:
+            raise TemplateError(f"chat template: it has {len(self.source)} characters and {self.limits.source} is the most")
+        return self.source
 
     def _running(self) -> TemplateProcess:
         if self._process is None or self._process.owner != os.getpid():  # a fork must not share its parent's pipes

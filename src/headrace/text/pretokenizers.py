@@ -29,10 +29,13 @@ BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 FALCON = (r"[\p{P}$+<=>^~|`]+", GPT2, r"\p{N}+", r"[0-9]{3}")
 DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9]{3}")
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_NOT_DEEPSEEK = "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\uab68\U00010570-\U000105bc\U00016e40-\U0001df1e"
+_NOT_DEEPSEEK = (
+    r"\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}\x{A790}-\x{AB68}"
+    r"\x{10570}-\x{105BC}\x{10D50}-\x{10D8F}\x{16E40}-\x{1DFFF}"
+)
 DEEPSEEK_LLM = (
     r"[\r\n]",
-    rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_NOT_DEEPSEEK}]]+",  # the letters with case of an older Unicode
+    rf"\s?(?:(?![{_NOT_DEEPSEEK}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",  # the letters with case of an older Unicode
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
     r"\s+$",
     _CJK,
