@@ -1,0 +1,106 @@
+"""What may not enter the loop is refused in one line that says what to change."""
+
+import pytest
+
+from headrace.admission import AdmissionError, blocks_needed
+from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.engine import Engine
+from headrace.params import SamplingParams
+from headrace.types import StepPlan
+
+
+@pytest.fixture
+def engine() -> Engine:
+    config = EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4))
+    return Engine(Deferred(FakeRunner(12, 4), 1), config, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty; give at least one token"),
+        ([1] * 64, {}, "the prompt has 64 tokens and the context holds 64, the answer included; shorten"),
+        ([1, VOCAB], {}, "prompt token 61 is not in the vocabulary"),
+        ([1, -1], {}, "prompt token -1 is not in the vocabulary"),
+        ([1], {"stop_token_ids": (99,)}, "stop_token_ids names token 99; the vocabulary ends at 60"),
+        ([1], {"logit_bias": {99: 1.0}}, "logit_bias names token 99"),
+        ([1], {"bad_words": ((1, 99),)}, "bad_words names token 99"),
+        ([1], {"allowed_token_ids": (99,)}, "allowed_token_ids names token 99"),
+        ([1], {"stop": ("end",)}, "stop strings need a tokenizer"),
+        ([1], {"n": 5}, "the request needs 5 sequences at once and the engine runs 4; lower n"),
+        ([1] * 40, {"max_tokens": 20}, "may need 15 KV blocks of 4 tokens and the pool has 12; lower n or max_tokens"),
+        ([1] * 20, {"n": 4, "max_tokens": 12}, "may need 17 KV blocks"),
+    ],
+)
+def test_refused_with_what_to_change(engine: Engine, prompt: list[int], params: dict, message: str) -> None:
+    with pytest.raises(AdmissionError) as caught:
+        engine.add(prompt, SamplingParams(**params))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not engine.busy
+    engine.check()
+
+
+def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add([1], SamplingParams(), request_id="a")
+    with pytest.raises(AdmissionError, match="'a' is in use"):
+        engine.add([1], SamplingParams(), request_id="a")
+
+
+def test_what_just_fits_runs(engine: Engine) -> None:
+    """The bound of admission is enough: with the pool to itself the largest request comes to its end."""
+    for prompt, n, most in ((30, 1, 19), (20, 2, 14), (8, 4, 10), (7, 4, 9), (9, 3, 12)):
+        if blocks_needed(prompt, most, n, 4) > 12:
+            continue
+        request = engine.add(list(range(prompt)), SamplingParams(n=n, max_tokens=most, seed=0, ignore_eos=True))
+        for _ in range(200):
+            engine.step()
+            engine.check()
+        assert not engine.busy
+        assert [len(seq.output) for seq in request.finished] == [most] * n
+
+
+def test_a_failed_processor_fails_its_request_alone() -> None:
+    class Broken:
+        scope = "pointwise"
+
+        def apply(self, logits: object, history: object, paths: object) -> object:
+            raise RuntimeError("I am broken")
+
+    class NoScope:
+        def apply(self, logits: object, history: object, paths: object) -> object:
+            return logits
+
+    config = EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4))
+    engine = Engine(Deferred(FakeRunner(12, 4), 1), config, vocab_size=VOCAB)
+    with pytest.raises(AdmissionError, match="scope"):
+        engine.add([1], SamplingParams(), processors=(NoScope(),))  # type: ignore[arg-type]
+    with pytest.raises(AdmissionError, match="set n to 1"):
+        broken = Broken()
+        broken.scope = "stateful"
+        engine.add([1], SamplingParams(n=2), processors=(broken,))  # type: ignore[arg-type]
+
+
+def test_a_step_that_fails_commits_nothing_and_the_engine_goes_on() -> None:
+    runner = FakeRunner(12, 4)
+    config = EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4))
+    engine = Engine(Deferred(runner, 1), config, vocab_size=VOCAB)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=5), request_id="unlucky")
+    execute = runner.execute
+
+    def broken(plan: StepPlan) -> object:
+        runner.slots.apply(plan)
+        raise RuntimeError("out of memory")
+
+    runner.execute = broken  # type: ignore[method-assign, assignment]
+    (delta,) = engine.step()
+    assert delta.finish_reason == "error"
+    assert delta.error == "the step failed: out of memory"
+    engine.check()
+    assert engine.blocks.used == 0
+    runner.execute = execute  # type: ignore[method-assign]
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=5, seed=0))
+    while engine.busy:
+        engine.step()
+    assert len(request.finished[0].output) == 5

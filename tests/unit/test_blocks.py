@@ -1,0 +1,220 @@
+"""The block manager against a model of plain dictionaries, and its single rules."""
+
+import random
+
+import pytest
+
+from headrace.config import CacheConfig
+from headrace.kv.blocks import BlockManager
+from headrace.types import KVGroup, Sequence
+
+BLOCK = 4
+
+
+def sequence(tokens: list[int], number: int = 0, salt: bytes = b"") -> Sequence:
+    return Sequence(id=number, index=0, tokens=tokens, prompt_len=len(tokens), salt=salt)
+
+
+def computed(blocks: BlockManager, seq: Sequence, end: int | None = None) -> list[tuple[int, int, int]]:
+    """Grow, compute and publish a sequence up to `end`; the copies this took."""
+    end = len(seq.tokens) if end is None else end
+    copies = blocks.grow(seq, min(seq.computed), end)
+    seq.computed = [end]
+    blocks.publish(seq)
+    return copies
+
+
+@pytest.fixture
+def blocks() -> BlockManager:
+    return BlockManager(CacheConfig(16, BLOCK))
+
+
+def test_a_fork_shares_and_the_first_writer_copies(blocks: BlockManager) -> None:
+    parent = sequence(list(range(6)))
+    computed(blocks, parent)
+    child = sequence(list(range(6)), 1)
+    blocks.fork(parent, child)
+    assert blocks.used == 2
+    parent.tokens.append(50)
+    child.tokens.append(60)
+    spans = [(parent, 6, 7), (child, 6, 7)]
+    assert blocks.need(spans) == 1, "of two sharers only one has to copy"
+    shared = parent.tables[0][1]
+    copies = blocks.grow(parent, 6, 7)
+    assert copies == [(0, shared, parent.tables[0][1])]
+    assert blocks.grow(child, 6, 7) == []
+    assert child.tables[0][1] == shared
+    assert parent.tables[0][0] == child.tables[0][0]
+    blocks.check([parent, child])
+
+
+def test_need_is_exactly_what_grow_takes() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        blocks = BlockManager(CacheConfig(64, BLOCK))
+        parent = sequence([rng.randrange(9) for _ in range(rng.randrange(1, 20))])
+        computed(blocks, parent)
+        family = [parent]
+        for number in range(rng.randrange(4)):
+            child = sequence(list(parent.tokens), number + 1)
+            blocks.fork(parent, child)
+            family.append(child)
+        spans = []
+        for seq in family:
+            seq.tokens += [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
+            spans.append((seq, min(seq.computed), len(seq.tokens)))
+        need, before = blocks.need(spans), blocks.available
+        for seq, start, end in spans:
+            blocks.grow(seq, start, end)
+        assert before - blocks.available == need
+
+
+def test_a_match_stops_before_the_last_token_and_at_a_difference(blocks: BlockManager) -> None:
+    first = sequence(list(range(12)))
+    computed(blocks, first)
+    again = sequence(list(range(12)), 1)
+    assert blocks.match(again) == 8, "the last token is always computed: its logits are needed"
+    other = sequence([*range(6), 99, *range(7, 14)], 2)
+    assert blocks.match(other) == 4
+    assert blocks.match(sequence(list(range(12)), 3, salt=b"tenant")) == 0
+    longer = sequence(list(range(30)), 4)
+    assert blocks.match(longer) == 12
+
+
+def test_a_match_needs_every_group() -> None:
+    blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("draft")))
+    seq = sequence(list(range(9)))
+    seq.computed = [0, 0]
+    blocks.grow(seq, 0, 9)
+    seq.computed = [9, 9]
+    blocks.publish(seq, groups=0b01)
+    twin = sequence(list(range(9)), 1)
+    twin.computed = [0, 0]
+    assert blocks.match(twin) == 0, "the draft's K/V was never computed"
+    assert blocks.match(twin, need=0b01) == 8
+
+
+def test_inexact_blocks_are_not_published(blocks: BlockManager) -> None:
+    seq = sequence(list(range(12)))
+    seq.exact_until = 6
+    computed(blocks, seq)
+    assert blocks.match(sequence(list(range(12)), 1)) == 4
+
+
+def test_released_blocks_stay_findable_until_evicted_deepest_first(blocks: BlockManager) -> None:
+    seq = sequence(list(range(12)))
+    computed(blocks, seq)
+    blocks.release(seq)
+    assert blocks.used == 0
+    assert blocks.available == 16
+    hog = sequence(list(range(100, 100 + 14 * BLOCK)), 1)
+    computed(blocks, hog)
+    assert blocks.match(sequence(list(range(13)), 2)) == 8, "the deepest block went first"
+
+
+def test_blocks_given_up_while_scheduling_rest_until_the_next_step(blocks: BlockManager) -> None:
+    hog = sequence(list(range(16 * BLOCK)))
+    blocks.grow(hog, 0, 16 * BLOCK)
+    blocks.begin()
+    blocks.truncate(hog, 15 * BLOCK)
+    assert (blocks.available, blocks.resting) == (0, 1)
+    blocks.check([hog])
+    blocks.end()
+    blocks.begin()
+    assert (blocks.available, blocks.resting) == (1, 0)
+
+
+def test_writing_into_a_published_block_withdraws_it(blocks: BlockManager) -> None:
+    seq = sequence(list(range(8)))
+    computed(blocks, seq)
+    seq.computed = [6]
+    seq.tokens[6:] = [70, 71]
+    seq.hashes = seq.hashes[:1]
+    assert blocks.grow(seq, 6, 8) == []
+    reader = sequence([*range(9)], 1)
+    assert blocks.match(reader) == 4
+    blocks.check([seq, reader])
+
+
+def test_hashes_chain(blocks: BlockManager) -> None:
+    """Equal blocks after different beginnings are different blocks."""
+    first, second = sequence([1, 2, 3, 4, 9, 9, 9, 9, 0]), sequence([5, 6, 7, 8, 9, 9, 9, 9, 0], 1)
+    assert blocks.hash(first, 1) != blocks.hash(second, 1)
+    computed(blocks, first)
+    assert blocks.match(second) == 0
+
+
+def test_double_release_is_caught(blocks: BlockManager) -> None:
+    seq = sequence(list(range(5)))
+    blocks.grow(seq, 0, 5)
+    table = list(seq.tables[0])
+    blocks.release(seq)
+    seq.tables = [table]
+    with pytest.raises(AssertionError, match="given up twice"):
+        blocks.release(seq)
+
+
+def test_check_sees_a_leak_and_a_stolen_block(blocks: BlockManager) -> None:
+    seq = sequence(list(range(5)))
+    blocks.grow(seq, 0, 5)
+    with pytest.raises(AssertionError, match="references"):
+        blocks.check([])
+    blocks._free.append(seq.tables[0][0])
+    with pytest.raises(AssertionError, match="do not add up"):
+        blocks.check([seq])
+
+
+def test_ten_thousand_operations_against_a_dictionary() -> None:
+    """Content by (sequence, position), kept in dictionaries, equals content read through the tables."""
+    rng = random.Random(7)
+    blocks = BlockManager(CacheConfig(48, BLOCK))
+    pool: dict[int, int] = {}  # flat position -> token
+    alive: list[Sequence] = []
+    names = iter(range(10**6))
+
+    def write(seq: Sequence) -> None:
+        start = min(seq.computed)
+        if blocks.need([(seq, start, len(seq.tokens))]) > blocks.available:
+            blocks.release(seq)
+            alive.remove(seq)
+            return
+        for _, source, to in blocks.grow(seq, start, len(seq.tokens)):
+            for at in range(BLOCK):
+                pool[to * BLOCK + at] = pool.get(source * BLOCK + at, -1)
+        for at in range(start, len(seq.tokens)):
+            pool[seq.tables[0][at // BLOCK] * BLOCK + at % BLOCK] = seq.tokens[at]
+        seq.computed = [len(seq.tokens)]
+        blocks.publish(seq)
+
+    for step in range(10_000):
+        action = rng.random()
+        if action < 0.2 or not alive:
+            seq = sequence([rng.randrange(3) for _ in range(rng.randrange(1, 14))], next(names))
+            alive.append(seq)
+            blocks.match(seq)
+            write(seq)
+        elif action < 0.7:
+            seq = rng.choice(alive)
+            seq.tokens.append(rng.randrange(3))
+            write(seq)
+        elif action < 0.8:
+            parent = rng.choice(alive)
+            child = sequence(list(parent.tokens), next(names))
+            blocks.fork(parent, child)
+            alive.append(child)
+        elif action < 0.95:
+            seq = alive.pop(rng.randrange(len(alive)))
+            blocks.release(seq)
+        else:
+            seq = rng.choice(alive)  # preempted, and back at once
+            blocks.release(seq)
+            blocks.match(seq)
+            write(seq)
+        for seq in alive:
+            read = [pool[seq.tables[0][at // BLOCK] * BLOCK + at % BLOCK] for at in range(min(seq.computed))]
+            assert read == seq.tokens[: len(read)], f"step {step}"
+        if step % 10 == 0:
+            blocks.check(alive)
+    for seq in alive:
+        blocks.release(seq)
+    assert blocks.used == 0

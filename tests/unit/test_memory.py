@@ -1,0 +1,65 @@
+"""The memory plan: exact numbers, and messages that name a setting that works."""
+
+import re
+
+import pytest
+
+from headrace import memory
+from headrace.memory import DoesNotFit
+from tests.tiny import tiny_config
+
+GIB = 2**30
+
+
+def plan(free: int, **settings: object) -> memory.MemoryPlan:
+    config = tiny_config(max_position=4096)  # 2 layers * 2 * 2 heads * 8 = 64 elements a token
+    arguments = {"element_bytes": 2, "block_size": 16, "free": free, "max_num_seqs": 4, **settings}
+    return memory.plan(config, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_default_is_what_the_sequences_need_or_a_quarter_of_what_is_free() -> None:
+    roomy = plan(GIB)
+    assert roomy.kv_bytes == 4 * 4096 * 128
+    assert roomy.max_model_len == 4096
+    tight = plan(4 * 2**20)
+    assert tight.kv_bytes == 2**20
+    assert tight.num_blocks == 512
+    assert "1.0 MiB" in tight.said
+    assert "8192 tokens in 512 blocks of 16" in tight.said
+
+
+def test_a_context_nobody_asked_for_is_shortened_to_the_pool() -> None:
+    assert plan(2**20).max_model_len == 2048
+
+
+def test_a_context_that_was_asked_for_must_fit_and_the_message_names_what_works() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        plan(2**20, max_model_len=4096)
+    message = str(caught.value)
+    length = int(re.search(r"max_model_len=(\d+)", message)[1])  # type: ignore[index]
+    size = int(re.search(r"kv_cache_memory=(\d+)", message)[1])  # type: ignore[index]
+    assert plan(2**20, max_model_len=length).max_model_len == length
+    assert plan(2**20, max_model_len=4096, kv_cache_memory=size).max_model_len == 4096
+
+
+def test_more_than_is_free_or_known_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="lower it to"):
+        plan(2**20, kv_cache_memory="2GiB")
+    with pytest.raises(DoesNotFit, match="beyond the 4096 positions"):
+        plan(GIB, max_model_len=5000)
+    with pytest.raises(DoesNotFit, match="choose a smaller model"):
+        memory.check_weights_fit(10 * GIB, GIB, "big")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 * GIB), ("500MB", 500_000_000), ("1.5g", 1_500_000_000), (77, 77), ("12", 12), ("3 kib", 3072)],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert memory.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "two", "-3", "1.2.3GB", "5 TB", 0, -1, "."])
+def test_what_is_no_size(text: int | str) -> None:
+    with pytest.raises(ValueError):
+        memory.parse_bytes(text)
