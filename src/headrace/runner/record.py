@@ -1,0 +1,120 @@
+"""Recording: a model file is traced once, with symbols for values, into lists of ops that a back end can turn into a program.
+
+The recorder knows no back end; what is fused, and how, is the business of whoever reads the recording.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.models.base import Model
+from headrace.ops.registry import OPS
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op: `inputs` are values by parameter name, `settings` everything else (weight holders, numbers, names)."""
+
+    op: str
+    inputs: dict[str, int]
+    settings: dict[str, Any]
+    outputs: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """A part of a model: embed, one layer, or head. `entry` is the value it starts from (None: it needs none)."""
+
+    nodes: list[Node] = field(default_factory=list)
+    entry: int | None = None
+    result: int = -1
+    values: int = 0
+
+    def new_value(self) -> "Value":
+        self.values += 1
+        return Value(self, self.values - 1)
+
+    def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Append an op; returns the symbol of its result, or one for each part of a split linear."""
+        bound = inspect.signature(OPS[name].reference).bind(*args, **kwargs)
+        bound.apply_defaults()
+        inputs = {key: value.number for key, value in bound.arguments.items() if isinstance(value, Value)}
+        settings = {
+            key: value
+            for key, value in bound.arguments.items()
+            if not isinstance(value, Value | SymbolicContext)
+        }
+        split = name == "linear" and settings["w"].split
+        outputs = [self.new_value() for _ in settings["w"].sizes] if split else [self.new_value()]
+        self.nodes.append(Node(name, inputs, settings, tuple(value.number for value in outputs)))
+        return tuple(outputs) if split else outputs[0]
+
+    def uses(self, value: int) -> list[Node]:
+        """The ops that read a value."""
+        return [node for node in self.nodes if value in node.inputs.values()]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """Stands for the rows of a value while recording."""
+
+    segment: Segment
+    number: int
+
+    def __headrace_op__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.segment.record(name, args, kwargs)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SymbolicContext:
+    """The step while recording: model files read ids and positions from it and hand it on."""
+
+    ids: Value
+    positions: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A whole model. In `embed`, value 0 is the token ids and value 1 the positions; elsewhere value 0 is the hidden rows."""
+
+    embed: Segment
+    layers: tuple[Segment, ...]
+    head: Segment
+
+
+class CannotRecord(ValueError):
+    """The model does something a recording cannot hold; it runs in torch as a whole."""
+
+
+def record(model: Model) -> Recording:
+    """Trace every segment of a model once. Raises CannotRecord, naming the segment."""
+    embed = Segment()
+    ctx = SymbolicContext(embed.new_value(), embed.new_value())
+    _trace(embed, "embed", lambda: model.embed(ctx))
+    layers = []
+    for i in range(model.config.num_layers):
+        layer = Segment(entry=0)
+        x = layer.new_value()
+        # ids and positions belong to the step, not to a layer: a layer that reads them cannot start from hidden rows.
+        _trace(layer, f"layer {i}", lambda i=i, x=x: model.layer(i, x, _HANDED_ON))
+        layers.append(layer)
+    head = Segment(entry=0)
+    rows = head.new_value()
+    _trace(head, "head", lambda: model.head(rows))
+    return Recording(embed, tuple(layers), head)
+
+
+_NOWHERE = Segment()
+_HANDED_ON = SymbolicContext(Value(_NOWHERE, -1), Value(_NOWHERE, -1))
+
+
+def _trace(segment: Segment, name: str, call: Any) -> None:
+    try:
+        result = call()
+    except (TypeError, AttributeError, KeyError) as error:
+        raise CannotRecord(f"{name} cannot be recorded: {error}") from error
+    if not isinstance(result, Value) or result.segment is not segment:
+        raise CannotRecord(f"{name} does not return a value of the vocabulary")
+    if any(number < 0 for node in segment.nodes for number in node.inputs.values()):
+        raise CannotRecord(f"{name} reads ids or positions")
+    segment.result = result.number

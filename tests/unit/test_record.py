@@ -1,0 +1,73 @@
+"""Recording a model file, and playing the recording back: the same logits, for every architecture."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.ops.context import Context, FeedRows, build
+from headrace.ops.registry import OPS
+from headrace.runner.record import CannotRecord, Segment, record
+from tests.tiny import tiny_config, tiny_model
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+
+
+def play(segment: Segment, values: dict[int, torch.Tensor], ctx: Context) -> torch.Tensor:
+    """Carry out a recorded segment with the torch ops."""
+    for node in segment.nodes:
+        arguments: dict[str, Any] = {**node.settings, **{name: values[number] for name, number in node.inputs.items()}}
+        if node.op in ("attention", "tap"):
+            arguments["ctx"] = ctx
+        result = OPS[node.op].reference(**arguments)
+        results = result if isinstance(result, tuple) else (result,)
+        values |= dict(zip(node.outputs, results, strict=True))
+    return values[segment.result]
+
+
+def step(model: Model) -> Context:
+    pool = KVPool(model.config, 8, 4, torch.float64)
+    return build(pool, [FeedRows([3, 1, 4, 1, 5], [2, 6]), FeedRows([9, 2], [0], nodes=[7, 8], parents=[-1, -1])])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_playing_a_recording_gives_the_models_logits(architecture: str) -> None:
+    model = tiny_model(tiny_config(architecture))
+    recording = record(model)
+    ctx = step(model)
+    x = play(recording.embed, {0: ctx.ids, 1: ctx.positions}, ctx)
+    for layer in recording.layers:
+        x = play(layer, {0: x}, ctx)
+    logits = play(recording.head, {0: x}, ctx)
+    assert torch.equal(logits, model.forward(step(model)))
+
+
+def test_a_recording_says_what_the_file_says() -> None:
+    recording = record(tiny_model())
+    ops = [node.op for node in recording.layers[0].nodes]
+    assert ops == [
+        "norm", "linear", "attention", "linear", "residual",
+        "norm", "linear", "act_mul", "linear", "residual", "tap",
+    ]  # fmt: skip
+    qkv = recording.layers[0].nodes[1]
+    assert len(qkv.outputs) == 3
+    assert recording.layers[0].uses(qkv.outputs[0]) == [recording.layers[0].nodes[2]]
+    assert recording.layers[0].nodes[2].settings["layer"] == 0
+    assert recording.layers[1].nodes[2].settings["layer"] == 1
+
+
+def test_what_leaves_the_vocabulary_is_not_recorded() -> None:
+    class Adds(type(tiny_model())):  # type: ignore[misc]
+        def layer(self, i: int, x: Any, ctx: Any) -> Any:
+            return super().layer(i, x, ctx) + 1
+
+    class Reads(type(tiny_model())):  # type: ignore[misc]
+        def layer(self, i: int, x: Any, ctx: Any) -> Any:
+            return OPS["residual"](x, ctx.positions)
+
+    with pytest.raises(CannotRecord, match="layer 0"):
+        record(Adds(tiny_config()))
+    with pytest.raises(CannotRecord, match="layer 0 reads ids or positions"):
+        record(Reads(tiny_config()))
