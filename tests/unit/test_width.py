@@ -1,0 +1,35 @@
+"""Terminal width: Chinese takes two cells a character, and cutting never leaves half of one."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.text.width import crop, width
+
+
+def test_width_in_cells() -> None:
+    assert width("hello") == 5
+    assert width("水渠") == 4
+    assert width("水a，") == 5
+    assert width("e\u0301") == 1
+    assert width("ﾊﾝ") == 2
+    assert width("") == 0
+
+
+def test_crop() -> None:
+    assert crop("水渠里的水", 10) == "水渠里的水"
+    assert crop("水渠里的水", 9) == "水渠里的…"
+    assert crop("水渠里的水", 8) == "水渠里…"  # the fourth character would need two cells and one is left
+    assert crop("水渠", 1) == "…"
+    assert crop("水渠", 0) == ""
+    assert crop("hello", 4) == "hel…"
+
+
+@given(st.text(alphabet="ab 水渠，🦙", max_size=20), st.integers(0, 30))
+def test_crop_never_exceeds_its_cells(text: str, cells: int) -> None:
+    assert width(crop(text, cells)) <= cells
+    assert crop(text, cells) == text or width(text) > cells
+
+
+def test_counting_characters_is_not_enough() -> None:
+    """The control: Chinese cut by characters is twice as wide as it may be."""
+    assert width("水渠里的水"[:4]) > 4
