@@ -3,13 +3,21 @@
 
 set(HEADRACE_KERNEL_SOURCES
   csrc/kernels_linear.cpp
+  csrc/kernels_linear_direct.cpp
+  csrc/kernels_pack.cpp
   csrc/kernels_quantize_act.cpp
+  csrc/kernels_sample.cpp
 )
 set(HEADRACE_HOST_SOURCES
   csrc/arena.cpp
   csrc/cpu.cpp
   csrc/isa.cpp
   csrc/kernels.cpp
+  csrc/linear.cpp
+  csrc/pack.cpp
+  csrc/sample.cpp
+  csrc/sample_edits.cpp
+  csrc/sample_filters.cpp
   csrc/threadpool.cpp
 )
 
@@ -40,6 +48,6 @@ foreach(isa IN LISTS HEADRACE_ISAS)
 endforeach()
 
 target_include_directories(headrace_kernels PUBLIC csrc)
-target_compile_options(headrace_kernels PRIVATE ${HEADRACE_WARNINGS})
+target_compile_options(headrace_kernels PRIVATE ${HEADRACE_WARNINGS} -ffp-contract=off)
 target_link_libraries(headrace_kernels PUBLIC Threads::Threads)
 set_target_properties(headrace_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON)

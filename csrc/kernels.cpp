@@ -8,7 +8,8 @@
 namespace headrace {
 namespace {
 
-#define HEADRACE_TABLE(isa, id) constexpr Kernels isa##_table{id, &isa::linear_kernels, &isa::quantize_kernels};
+#define HEADRACE_TABLE(isa, id) \
+    constexpr Kernels isa##_table{id, &isa::linear_kernels, &isa::pack_kernels, &isa::quantize_kernels, &isa::sample_kernels};
 
 HEADRACE_TABLE(plain, Isa::kPlain)
 #if defined(HEADRACE_X86)

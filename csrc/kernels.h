@@ -11,14 +11,18 @@
 
 #include "isa.h"
 #include "linear_kernels.h"
+#include "pack_kernels.h"
 #include "quantize_act_kernels.h"
+#include "sample_kernels.h"
 
 namespace headrace {
 
 #define HEADRACE_DECLARE_TABLES(isa)                \
     namespace isa {                                 \
     extern const LinearKernels linear_kernels;      \
+    extern const PackKernels pack_kernels;          \
     extern const QuantizeKernels quantize_kernels;  \
+    extern const SampleKernels sample_kernels;      \
     }
 
 HEADRACE_DECLARE_TABLES(plain)
@@ -31,7 +35,9 @@ HEADRACE_DECLARE_TABLES(avx512)
 struct Kernels {
     Isa isa;
     const LinearKernels* linear;
+    const PackKernels* pack;
     const QuantizeKernels* quantize;
+    const SampleKernels* sample;
 };
 
 // The table in use: the best the CPU has, or what the environment variable HEADRACE_ISA names.

@@ -5,6 +5,7 @@
 namespace headrace::HEADRACE_ISA {
 
 #include "a8.inl"
+#include "activation.inl"
 #include "quantize_act.inl"
 
 extern const QuantizeKernels quantize_kernels;

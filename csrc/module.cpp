@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "bind.h"
 #include "dequant.h"
 
 namespace nb = nanobind;
@@ -36,4 +37,6 @@ NB_MODULE(_core, m) {
         nb::arg("threads") = 1,
         "Decode stored blocks (uint8 [bytes]) into float32 (out [elements]). Raises ValueError for an unknown kind or "
         "sizes that do not belong together.");
+    headrace::bind_linear(m);
+    headrace::bind_sample(m);
 }

@@ -92,10 +92,6 @@ static void norm_rows(const float* x, int64_t stride, int first, int last, int k
     for (int r = first; r < last; ++r) norm_row(x + r * stride, k, norm, out + r * out_stride);
 }
 
-HEADRACE_INLINE F32v activate(Activation kind, F32v x) {
-    return kind == Activation::kSilu ? silu(x) : gelu_tanh(x);
-}
-
 static void act(Activation kind, const float* x, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i += kLanes) {
         if (n - i >= kLanes) {

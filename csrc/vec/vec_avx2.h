@@ -6,6 +6,7 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 8;
+constexpr bool kWideDiffers = !HEADRACE_IS(avxvnni);
 typedef __m256 F32v;
 typedef int32_t I32v __attribute__((vector_size(32)));
 typedef uint8_t U8v __attribute__((vector_size(32)));
@@ -46,9 +47,10 @@ HEADRACE_INLINE F32v load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_lo
 HEADRACE_INLINE F32v load_i8_f32(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
-HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+HEADRACE_INLINE I32v load_u8_i32(const uint8_t* p) {
+    return (I32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 }
+HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) { return to_f32(load_u8_i32(p)); }
 HEADRACE_INLINE F32v load_bf16(const uint16_t* p) {
     return as_f32((I32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }

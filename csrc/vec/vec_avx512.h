@@ -6,6 +6,7 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 16;
+constexpr bool kWideDiffers = false;
 typedef __m512 F32v;
 typedef int32_t I32v __attribute__((vector_size(64)));
 typedef uint8_t U8v __attribute__((vector_size(64)));
@@ -37,14 +38,20 @@ HEADRACE_INLINE F32v load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256
 HEADRACE_INLINE F32v load_i8_f32(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+HEADRACE_INLINE I32v load_u8_i32(const uint8_t* p) {
+    return (I32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
+HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) { return to_f32(load_u8_i32(p)); }
 HEADRACE_INLINE F32v load_bf16(const uint16_t* p) {
     return as_f32((I32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
-    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
+    // Nearest even: half of the last kept bit, less one when that bit is 0. A NaN stays one. (vcvtneps2bf16 would turn
+    // subnormals into zeros.)
+    const I32v bits = as_i32(x), rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_or_epi32(raw(rounded), nan, raw(bits), _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
 }
 
 HEADRACE_INLINE U8v load_u8(const void* p) { return (U8v)_mm512_loadu_si512(p); }

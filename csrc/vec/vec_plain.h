@@ -4,6 +4,7 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 4;
+constexpr bool kWideDiffers = false;
 typedef float F32v __attribute__((vector_size(16)));
 typedef int32_t I32v __attribute__((vector_size(16)));
 typedef uint8_t U8v __attribute__((vector_size(16)));
@@ -66,7 +67,8 @@ HEADRACE_INLINE F32v load_f16(const uint16_t* p) {
     return F32v{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
 }
 HEADRACE_INLINE F32v load_i8_f32(const int8_t* p) { return F32v{(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }
-HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) { return F32v{(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }
+HEADRACE_INLINE I32v load_u8_i32(const uint8_t* p) { return I32v{p[0], p[1], p[2], p[3]}; }
+HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) { return to_f32(load_u8_i32(p)); }
 HEADRACE_INLINE F32v load_bf16(const uint16_t* p) { return as_f32(I32v{p[0], p[1], p[2], p[3]} << 16); }
 HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
     const I32v bits = as_i32(x), nan = x != x;

@@ -1,0 +1,3 @@
+// The activation functions by name.
+
+HEADRACE_INLINE F32v activate(Activation kind, F32v x) { return kind == Activation::kSilu ? silu(x) : gelu_tanh(x); }

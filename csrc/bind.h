@@ -1,0 +1,11 @@
+// The parts of the Python module, one function each; module.cpp calls them all.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace headrace {
+
+void bind_linear(nanobind::module_& m);
+void bind_sample(nanobind::module_& m);
+
+}  // namespace headrace

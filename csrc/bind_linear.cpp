@@ -1,0 +1,378 @@
+// Packing, linear layers and quantised activations in Python: what the loader uses, and entry points for tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bind.h"
+#include "cpu.h"
+#include "linear.h"
+#include "pack.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace headrace {
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
+using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Array = nb::ndarray<nb::numpy, T>;
+
+void require(bool ok, const std::string& message) {
+    if (!ok) throw nb::value_error(message.c_str());
+}
+
+const Kernels& kernels_named(const std::string& isa) { return isa.empty() ? kernels() : kernels_for(parse_isa(isa)); }
+
+template <class T>
+std::pair<T*, Array<T>> new_array(std::initializer_list<size_t> shape) {
+    size_t count = 1;
+    for (const size_t n : shape) count *= n;
+    T* data = new T[count]();
+    const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return {data, Array<T>(data, shape, owner)};
+}
+
+// 64-byte aligned memory for the length of a call.
+class Buffer {
+  public:
+    explicit Buffer(size_t bytes) : memory_(::operator new(bytes + 1, std::align_val_t{64})) {}
+    ~Buffer() { ::operator delete(memory_, std::align_val_t{64}); }
+    Buffer(const Buffer&) = delete;
+    void* get() { return memory_; }
+
+  private:
+    void* memory_;
+};
+
+// A packed tensor and the arena it lies in.
+struct Tensor {
+    PackedTensor packed;
+    std::shared_ptr<Arena> arena;
+};
+
+struct Linear {
+    PackedLinear packed;
+    std::vector<Tensor> tensors;
+};
+
+PackRequest request_of(const Bytes& rows, const std::string& kind, int n, int k, const std::optional<Indices>& permutation,
+                       const std::string& quantize, const std::optional<FloatVector>& bias) {
+    const SourceKind source = parse_source_kind(kind);
+    require(n > 0 && k > 0, "n and k must be positive");
+    require(rows.stride(1) == 1 || rows.shape(1) == 1, "the bytes of a row must lie side by side");
+    require(static_cast<int64_t>(rows.shape(1)) == source_row_bytes(source, k),
+            "a row of " + std::to_string(k) + " columns of " + kind + " has " + std::to_string(source_row_bytes(source, k)) +
+                " bytes, not " + std::to_string(rows.shape(1)));
+    require(permutation ? permutation->shape(0) == size_t(n) : rows.shape(0) == size_t(n),
+            permutation ? "permutation must have n entries" : "rows must hold n rows");
+    if (permutation) {
+        for (int i = 0; i < n; ++i) {
+            const int32_t row = permutation->data()[i];
+            require(row >= 0 && row < int64_t(rows.shape(0)), "permutation names a row that is not there");
+        }
+    }
+    require(!bias || bias->shape(0) == size_t(n), "bias must have n entries");
+    return {{rows.data(), rows.stride(0), source, permutation ? permutation->data() : nullptr},
+            packed_kind(source, quantize), n, k, bias ? bias->data() : nullptr};
+}
+
+Tensor py_pack(const Bytes& rows, const std::string& kind, int n, int k, std::shared_ptr<Arena> arena, ThreadPool& pool,
+               const std::optional<Indices>& permutation, const std::string& quantize,
+               const std::optional<FloatVector>& bias, const std::string& isa) {
+    const PackRequest request = request_of(rows, kind, n, k, permutation, quantize, bias);
+    const Kernels& table = kernels_named(isa);
+    const nb::gil_scoped_release unlocked;
+    return {pack_tensor(request, table, *arena, pool), std::move(arena)};
+}
+
+std::pair<Tensor, Tensor> py_pack_pair(const Bytes& gate, const std::string& gate_kind, const Bytes& up,
+                                       const std::string& up_kind, int n, int k, std::shared_ptr<Arena> arena,
+                                       ThreadPool& pool, const std::string& quantize, const std::string& isa) {
+    const PackRequest first = request_of(gate, gate_kind, n, k, {}, quantize, {});
+    const PackRequest second = request_of(up, up_kind, n, k, {}, quantize, {});
+    const Kernels& table = kernels_named(isa);
+    const nb::gil_scoped_release unlocked;
+    const auto [a, b] = pack_pair(first, second, table, *arena, pool);
+    return {{a, arena}, {b, arena}};
+}
+
+Array<float> unpack(const Tensor& tensor, const std::optional<Indices>& rows, const std::string& isa) {
+    const Kernels& table = kernels_named(isa);
+    const size_t count = rows ? rows->shape(0) : tensor.packed.n, k = tensor.packed.k;
+    for (size_t i = 0; rows && i < count; ++i) {
+        require(rows->data()[i] >= 0 && rows->data()[i] < tensor.packed.n, "no such row");
+    }
+    auto [data, array] = new_array<float>({count, k});
+    const nb::gil_scoped_release unlocked;
+    for (size_t i = 0; i < count; ++i) table.pack->unpack(tensor.packed, rows ? rows->data()[i] : int(i), data + i * k);
+    return array;
+}
+
+Linear make_linear(std::vector<Tensor> tensors, bool gated, int segment_unit) {
+    std::vector<PackedTensor> parts;
+    for (const Tensor& tensor : tensors) parts.push_back(tensor.packed);
+    return {PackedLinear(std::move(parts), gated, segment_unit), std::move(tensors)};
+}
+
+Activation parse_activation(const std::string& name) {
+    require(name == "silu" || name == "gelu_tanh", "activation must be silu or gelu_tanh, not " + name);
+    return name == "silu" ? Activation::kSilu : Activation::kGeluTanh;
+}
+
+Norm parse_norm(const std::string& kind, const std::optional<FloatVector>& weight, const std::optional<FloatVector>& bias,
+                float eps, size_t k) {
+    require(kind.empty() || kind == "rms" || kind == "layer", "norm must be rms or layer, not " + kind);
+    if (kind.empty()) return {NormKind::kNone, nullptr, nullptr, 0.0f};
+    require(weight && weight->shape(0) == k && (!bias || bias->shape(0) == k), "norm weights must have one entry per column");
+    return {kind == "rms" ? NormKind::kRms : NormKind::kLayer, weight->data(), bias ? bias->data() : nullptr, eps};
+}
+
+// Quantised rows as arrays: q int8 [m, kp], scale and scaled_sum float [m, kp / 32], negative sums int32 per 32, per 16.
+nb::tuple quantize_a8(const Floats& x, const std::string& norm, const std::optional<FloatVector>& weight,
+                      const std::optional<FloatVector>& bias, float eps, const std::string& isa) {
+    const size_t m = x.shape(0), k = x.shape(1), tiles = tiles_of(k);
+    const Norm spec = parse_norm(norm, weight, bias, eps, k);
+    Buffer buffer(a8_bytes(m, k)), scratch((k + 16) * sizeof(float));
+    const A8 a8{static_cast<A8Block*>(buffer.get()), int32_t(tiles)};
+    kernels_named(isa).quantize->to_a8(x.data(), k, 0, m, k, spec, static_cast<float*>(scratch.get()), a8);
+    auto [q, q_array] = new_array<int8_t>({m, tiles * 64});
+    auto [scale, scale_array] = new_array<float>({m, tiles * 2});
+    auto [sum, sum_array] = new_array<float>({m, tiles * 2});
+    auto [neg32, neg32_array] = new_array<int32_t>({m, tiles * 2});
+    auto [neg16, neg16_array] = new_array<int32_t>({m, tiles * 4});
+    for (size_t i = 0; i < m * tiles; ++i) {
+        const A8Block& block = a8.blocks[i];
+        std::copy(block.q, block.q + 64, q + 64 * i);
+        std::copy(block.scale, block.scale + 2, scale + 2 * i);
+        std::copy(block.scaled_sum, block.scaled_sum + 2, sum + 2 * i);
+        std::copy(block.neg_sum32, block.neg_sum32 + 2, neg32 + 2 * i);
+        std::copy(block.neg_sum16, block.neg_sum16 + 4, neg16 + 4 * i);
+    }
+    return nb::make_tuple(q_array, scale_array, sum_array, neg32_array, neg16_array);
+}
+
+Array<float> norm_rows(const Floats& x, const std::string& norm, const FloatVector& weight,
+                       const std::optional<FloatVector>& bias, float eps, const std::string& isa) {
+    const size_t m = x.shape(0), k = x.shape(1);
+    const Norm spec = parse_norm(norm, weight, bias, eps, k);
+    require(spec.kind != NormKind::kNone, "norm must be rms or layer");
+    auto [out, array] = new_array<float>({m, k});
+    kernels_named(isa).quantize->norm(x.data(), k, 0, m, k, spec, out, k);
+    return array;
+}
+
+Array<float> activate(const std::string& name, const Floats& x, const std::optional<Floats>& up, const std::string& isa) {
+    auto [out, array] = new_array<float>({x.shape(0), x.shape(1)});
+    const Activation kind = parse_activation(name);
+    require(!up || (up->shape(0) == x.shape(0) && up->shape(1) == x.shape(1)), "gate and up must have the same shape");
+    const QuantizeKernels& table = *kernels_named(isa).quantize;
+    if (up) {
+        table.act_mul(kind, x.data(), up->data(), x.size(), out);
+    } else {
+        table.act(kind, x.data(), x.size(), out);
+    }
+    return array;
+}
+
+// A layer's input, quantised the way it wants.
+struct Input {
+    Input(const Linear& linear, const Floats& x, const Kernels& table)
+        : buffer(linear.packed.bf16() ? x.shape(0) * tiles_of(x.shape(1)) * 128 : a8_bytes(x.shape(0), x.shape(1))) {
+        const int m = x.shape(0), k = x.shape(1), tiles = tiles_of(k);
+        const Norm none{NormKind::kNone, nullptr, nullptr, 0.0f};
+        if (linear.packed.bf16()) {
+            bf16 = {static_cast<uint16_t*>(buffer.get()), tiles * 64};
+            table.quantize->to_bf16(x.data(), k, 0, m, k, none, nullptr, bf16);
+        } else {
+            a8 = {static_cast<A8Block*>(buffer.get()), tiles};
+            table.quantize->to_a8(x.data(), k, 0, m, k, none, nullptr, a8);
+        }
+    }
+
+    Buffer buffer;
+    A8 a8{};
+    Bf16Rows bf16{};
+};
+
+void run_on(ThreadPool& pool, LinearWork work) {
+    work.threads = pool.size();
+    const size_t scratch_bytes = (linear_scratch_bytes(work.linear->k()) + 63) / 64 * 64;
+    Buffer scratch(scratch_bytes * pool.size());
+    std::atomic<int> next{0};
+    pool.run([&](int thread) { run_linear(work, thread, next, static_cast<uint8_t*>(scratch.get()) + thread * scratch_bytes); });
+}
+
+int direct_rows_of(const std::string& path) {
+    require(path.empty() || path == "direct" || path == "panels", "path must be direct or panels, not " + path);
+    return path.empty() ? 0 : path == "direct" ? 1 << 30 : -1;
+}
+
+void check_input(const Linear& linear, const Floats& x) {
+    require(x.shape(1) == size_t(linear.packed.k()), "x must have " + std::to_string(linear.packed.k()) + " columns, not " +
+                                                         std::to_string(x.shape(1)));
+    require(x.shape(0) > 0, "x must have at least one row");
+}
+
+Array<float> linear(const Linear& linear, const Floats& x, ThreadPool& pool, const std::optional<Floats>& add_to,
+                    const std::string& path, const std::string& isa) {
+    check_input(linear, x);
+    require(!linear.packed.gated(), "a gated layer has gated(), not linear()");
+    const size_t m = x.shape(0), n = linear.packed.n();
+    require(!add_to || (add_to->shape(0) == m && add_to->shape(1) == n), "add_to must be [rows, outputs]");
+    const Kernels& table = kernels_named(isa);
+    auto [out, array] = new_array<float>({m, n});
+    if (add_to) std::copy(add_to->data(), add_to->data() + m * n, out);
+    const nb::gil_scoped_release unlocked;
+    const Input input(linear, x, table);
+    Epilogue epilogue{};
+    epilogue.kind = add_to ? EpilogueKind::kAdd : EpilogueKind::kStore;
+    epilogue.out = out;
+    epilogue.stride = n;
+    run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
+    return array;
+}
+
+// act(x gate^T) * (x up^T) as float32, and what it becomes as the next layer's input, given back as float32.
+nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const std::string& act, const std::string& path,
+                const std::string& isa) {
+    check_input(linear, x);
+    require(linear.packed.gated(), "this layer is not gated");
+    const size_t m = x.shape(0), n = linear.packed.n(), tiles = tiles_of(n);
+    const Kernels& table = kernels_named(isa);
+    auto [out, array] = new_array<float>({m, n});
+    auto [q, q_array] = new_array<float>({m, tiles * 64});
+    auto [narrow, narrow_array] = new_array<float>({m, tiles * 64});
+    Buffer a8(a8_bytes(m, n)), bf16(m * tiles * 128);
+    Epilogue epilogue{};
+    epilogue.kind = EpilogueKind::kGated;
+    epilogue.act = parse_activation(act);
+    epilogue.out = out;
+    epilogue.stride = n;
+    epilogue.a8 = {static_cast<A8Block*>(a8.get()), int32_t(tiles)};
+    epilogue.bf16 = {static_cast<uint16_t*>(bf16.get()), int32_t(tiles * 64)};
+    const nb::gil_scoped_release unlocked;
+    const Input input(linear, x, table);
+    run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
+    for (size_t i = 0; i < m * tiles * 64; ++i) {
+        const A8Block& block = epilogue.a8.blocks[i / 64];
+        q[i] = block.scale[i % 64 / 32] * static_cast<float>(block.q[i % 64]);
+        const uint32_t wide = uint32_t{epilogue.bf16.x[i]} << 16;
+        std::memcpy(narrow + i, &wide, 4);
+    }
+    const nb::gil_scoped_acquire locked;
+    return nb::make_tuple(array, q_array, narrow_array);
+}
+
+// scale * y, soft-capped, and the largest of every 64.
+nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float scale, float softcap,
+                 const std::string& path, const std::string& isa) {
+    check_input(linear, x);
+    require(linear.packed.parts().size() == 1, "logits come from a layer of one tensor");
+    const size_t m = x.shape(0), n = linear.packed.n(), blocks = (n + 63) / 64;
+    const Kernels& table = kernels_named(isa);
+    auto [out, array] = new_array<float>({m, n});
+    auto [maxima, maxima_array] = new_array<float>({m, blocks});
+    Epilogue epilogue{};
+    epilogue.kind = EpilogueKind::kLogits;
+    epilogue.out = out;
+    epilogue.stride = n;
+    epilogue.scale = scale;
+    epilogue.softcap = softcap;
+    epilogue.block_max = maxima;
+    epilogue.max_stride = blocks;
+    {
+        const nb::gil_scoped_release unlocked;
+        const Input input(linear, x, table);
+        run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
+    }
+    return nb::make_tuple(array, maxima_array);
+}
+
+nb::dict cpu_info() {
+    nb::dict info;
+    nb::list isas;
+    for (const Isa isa : supported_isas()) isas.append(std::string(isa_name(isa)));
+    info["isas"] = isas;
+    info["isa"] = std::string(isa_name(kernels().isa));
+    info["cpus"] = allowed_cpus().size();
+    info["quota"] = cgroup_cpus();
+    info["threads"] = default_threads();
+    return info;
+}
+
+// Milliseconds of work that crosses `barriers` barriers on every thread; the count each thread reached. For tests.
+std::vector<int> pool_barriers(ThreadPool& pool, int barriers) {
+    const nb::gil_scoped_release unlocked;
+    std::vector<std::atomic<int>> reached(pool.size());
+    std::vector<int> wrong(pool.size());
+    pool.run([&](int thread) {
+        for (int i = 1; i <= barriers; ++i) {
+            reached[thread].store(i, std::memory_order_relaxed);
+            pool.barrier(thread);
+            for (const auto& other : reached) wrong[thread] += other.load(std::memory_order_relaxed) != i;
+            pool.barrier(thread);
+        }
+    });
+    return wrong;
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& m) {
+    nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
+    m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads.");
+    m.def("cgroup_cpus", &cgroup_cpus, "membership"_a = "/proc/self/cgroup", "root"_a = "/sys/fs/cgroup");
+    nb::class_<ThreadPool>(m, "ThreadPool")
+        .def("__init__", [](ThreadPool* self, int threads, bool pin) { new (self) ThreadPool(threads ? threads : default_threads(), pin); },
+             "threads"_a = 0, "pin"_a = false)
+        .def_prop_ro("size", &ThreadPool::size)
+        .def("set_spin", &ThreadPool::set_spin, "microseconds"_a)
+        .def("test_barriers", &pool_barriers, "barriers"_a, "Per thread, how often it saw another on the wrong side.");
+    nb::class_<Arena>(m, "Arena")
+        .def(nb::init<size_t>(), "block_bytes"_a = size_t{256} << 20)
+        .def_prop_ro("used", &Arena::used);
+    nb::class_<Tensor>(m, "PackedTensor")
+        .def_prop_ro("kind", [](const Tensor& t) { return std::string(packed_kind_name(t.packed.kind)); })
+        .def_prop_ro("n", [](const Tensor& t) { return t.packed.n; })
+        .def_prop_ro("k", [](const Tensor& t) { return t.packed.k; })
+        .def_prop_ro("nbytes", [](const Tensor& t) { return row_block_bytes(t.packed.kind, t.packed.k) * t.packed.row_blocks(); })
+        .def("unpack", &unpack, "rows"_a = nb::none(), "isa"_a = "");
+    nb::class_<Linear>(m, "PackedLinear")
+        .def("__init__", [](Linear* self, std::vector<Tensor> tensors, bool gated, int segment_unit) {
+                 new (self) Linear(make_linear(std::move(tensors), gated, segment_unit));
+             }, "tensors"_a, "gated"_a = false, "segment_unit"_a = 0)
+        .def_prop_ro("n", [](const Linear& l) { return l.packed.n(); })
+        .def_prop_ro("k", [](const Linear& l) { return l.packed.k(); })
+        .def_prop_ro("tensors", [](const Linear& l) { return l.tensors; })
+        .def_prop_ro("segments", [](const Linear& l) {
+            const Segments& s = l.packed.segments();
+            return std::vector<int>(s.end, s.end + s.count);
+        });
+    m.def("pack", &py_pack, "rows"_a.noconvert(), "kind"_a, "n"_a, "k"_a, "arena"_a, "pool"_a, "permutation"_a = nb::none(),
+          "quantize"_a = "", "bias"_a = nb::none(), "isa"_a = "");
+    m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a, "k"_a,
+          "arena"_a, "pool"_a, "quantize"_a = "", "isa"_a = "");
+    m.def("quantize_a8", &quantize_a8, "x"_a.noconvert(), "norm"_a = "", "weight"_a = nb::none(), "bias"_a = nb::none(),
+          "eps"_a = 0.0f, "isa"_a = "");
+    m.def("norm", &norm_rows, "x"_a.noconvert(), "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a = 0.0f, "isa"_a = "");
+    m.def("activate", &activate, "name"_a, "x"_a.noconvert(), "up"_a = nb::none(), "isa"_a = "");
+    m.def("linear", &linear, "linear"_a, "x"_a.noconvert(), "pool"_a, "add_to"_a = nb::none(), "path"_a = "", "isa"_a = "");
+    m.def("gated", &gated, "linear"_a, "x"_a.noconvert(), "pool"_a, "act"_a = "silu", "path"_a = "", "isa"_a = "");
+    m.def("logits", &logits, "linear"_a, "x"_a.noconvert(), "pool"_a, "scale"_a = 1.0f, "softcap"_a = 0.0f, "path"_a = "",
+          "isa"_a = "");
+}
+
+}  // namespace headrace

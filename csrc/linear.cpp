@@ -1,0 +1,107 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace headrace {
+namespace {
+
+// Segment i ends before unit floor((i + 1) * units / 8).
+Segments segments_of(int k, int unit) {
+    const int tiles = tiles_of(k);
+    if (unit == 0) return {1, {tiles}};
+    Segments segments{kSegments, {}};
+    const int units = (k + unit - 1) / unit;
+    for (int i = 0; i < kSegments; ++i) segments.end[i] = std::min(tiles, (i + 1) * units / kSegments * (unit / 64));
+    return segments;
+}
+
+// A layer's work as items: units of one part after the other, each for one stretch of rows.
+struct WorkSplit {
+    int unit_blocks;
+    bool panels;
+    int stretches;  // of rows
+    int rows;       // of a stretch
+    int items;
+
+    WorkSplit(const LinearWork& work) {
+        const EpilogueKind kind = work.epilogue.kind;
+        const int direct = work.direct_rows ? work.direct_rows : work.kernels->linear->direct_rows;
+        panels = work.rows > direct;
+        unit_blocks = kind == EpilogueKind::kLogits ? 4 : kind == EpilogueKind::kGated || panels ? 2 : 1;
+        int units = 0;
+        for (int p = 0; p < parts(work); ++p) units += units_of(work, p);
+        // Few units and many rows: split the rows too, though every stretch unpacks its panels anew.
+        const int wanted = (4 * work.threads + units - 1) / units, possible = std::max(1, work.rows / 48);
+        stretches = panels && work.threads > 1 ? std::min(wanted, possible) : 1;
+        rows = (work.rows + stretches - 1) / stretches;
+        items = units * stretches;
+    }
+
+    static int parts(const LinearWork& work) { return work.linear->gated() ? 1 : static_cast<int>(work.linear->parts().size()); }
+
+    int units_of(const LinearWork& work, int part) const {
+        return (work.linear->parts()[part].row_blocks() + unit_blocks - 1) / unit_blocks;
+    }
+};
+
+// Items [first, last), part by part.
+void run_items(const LinearWork& work, const WorkSplit& split, int first, int last, void* scratch) {
+    const PackedLinear& linear = *work.linear;
+    LinearTask task{nullptr, linear.gated() ? &linear.parts()[1] : nullptr,
+                    &linear.segments(), work.a8, work.bf16, work.epilogue, split.unit_blocks, split.panels, scratch};
+    int start = 0;  // the part's first unit
+    for (int p = 0; p < WorkSplit::parts(work); ++p) {
+        task.weight = &linear.parts()[p];
+        const int end = start + split.units_of(work, p);
+        for (int item = std::max(first, start * split.stretches); item < std::min(last, end * split.stretches);) {
+            const int unit = item / split.stretches - start, stretch = item % split.stretches;
+            const int row0 = std::min(stretch * split.rows, work.rows), row1 = std::min(row0 + split.rows, work.rows);
+            const int units = split.stretches > 1 ? 1 : std::min(last, end) - item;
+            work.kernels->linear->run(task, unit, unit + units, row0, row1);
+            item += units;
+        }
+        start = end;
+        if (task.epilogue.out && !linear.gated()) task.epilogue.out += task.weight->n;
+    }
+}
+
+}  // namespace
+
+PackedLinear::PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit)
+    : parts_(std::move(parts)), gated_(gated) {
+    if (parts_.empty()) throw std::invalid_argument("a linear layer has at least one tensor");
+    for (const PackedTensor& part : parts_) {
+        if (part.k != k()) throw std::invalid_argument("the tensors of a linear layer must have the same input size");
+        if ((part.kind == PackedKind::kBf16) != bf16()) {
+            throw std::invalid_argument("bfloat16 and integer tensors cannot share a linear layer: their inputs differ");
+        }
+        n_ += part.n;
+    }
+    if (gated) {
+        if (parts_.size() != 2 || parts_[0].n != parts_[1].n) {
+            throw std::invalid_argument("a gated layer has a gate and an up tensor of the same size");
+        }
+        n_ = parts_[0].n;
+    }
+    if (segment_unit < 0 || segment_unit % 64 != 0) {
+        throw std::invalid_argument("a segment unit is a multiple of 64 columns, not " + std::to_string(segment_unit));
+    }
+    segments_ = segments_of(k(), segment_unit);
+}
+
+void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void* scratch) {
+    const WorkSplit split(work);
+    const int share = work.threads == 1 ? split.items : split.items * 4 / 5 / work.threads;
+    run_items(work, split, thread * share, (thread + 1) * share, scratch);
+    const int dealt = share * work.threads;
+    const int turn = std::max(1, (split.items - dealt) / (8 * work.threads));
+    for (;;) {
+        const int first = dealt + next.fetch_add(turn, std::memory_order_relaxed);
+        if (first >= split.items) return;
+        run_items(work, split, first, std::min(first + turn, split.items), scratch);
+    }
+}
+
+}  // namespace headrace

@@ -1,0 +1,60 @@
+// Few rows: a row block's integers are unpacked in registers and multiplied with all the rows at once, one pass over
+// the weights.
+
+// Adds tile `tile` of a row block to the sums of `rows` rows. x: the rows' blocks of that tile.
+template <PackedKind kind, int rows>
+HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, U8v table, const A8Block* const* x, F32v* acc) {
+    constexpr Layout layout = layout_of(kind);
+    constexpr int group = layout.group(), sub = 32 / group;
+    const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
+    const int inner = tile % layout.tiles();
+    const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes() + part * kPartBytes;
+    if (part == 0) {
+        if (inner == 0) {
+            for (int i = 0; i < layout.header_bytes(); i += 64) prefetch(block + kPrefetchBytes + i);
+        }
+        for (int i = 0; i < layout.tile_bytes(); i += 64) prefetch(integers + kPrefetchBytes + i);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        U8v w[8];
+        load_group<kind>(integers + half * layout.group_bytes(), table, w);
+        F32v scale[sub], min[sub];
+#pragma GCC unroll 2
+        for (int s = 0; s < sub; ++s) {
+            const int g = (inner * 2 + half) * sub + s;
+            scale[s] = load_scale<kind>(block, g, part);
+            if constexpr (layout.has_min()) min[s] = load_min<kind>(block, g, part);
+        }
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; ++m) {
+            I32v dots[sub];
+#pragma GCC unroll 2
+            for (int s = 0; s < sub; ++s) {
+                dots[s] = layout.has_min() ? set_i32(0) : start_dot<group>(x[m][tile], half, s, log2_of(layout.zero));
+#pragma GCC unroll 8
+                for (int j = s * 8 / sub; j < (s + 1) * 8 / sub; ++j) {
+                    dots[s] = dot<layout.wide()>(dots[s], w[j], x[m][tile].q + half * 32 + 4 * j);
+                }
+            }
+            acc[m] = add_group<group, layout.has_min()>(acc[m], dots, scale, min, x[m][tile], half);
+        }
+    }
+}
+
+// Row block `data` times `rows` rows of x (each `stride` blocks after the one before) into y[row][16].
+template <PackedKind kind, int rows>
+static void direct(const uint8_t* data, const Segments& segments, const A8Block* x, int64_t stride, float* y) {
+    const A8Block* row[rows];
+    for (int m = 0; m < rows; ++m) row[m] = x + m * stride;
+    const U8v table = load_table(kIq4Table);
+    for (int part = 0; part < kParts; ++part) {
+        F32v acc[rows], level[kSegmentLevels][rows];
+        for (int s = 0, tile = 0; s < segments.count; ++s) {
+            for (int m = 0; m < rows; ++m) acc[m] = set_f32(0.0f);
+            for (; tile < segments.end[s]; ++tile) add_tile<kind, rows>(data, tile, part, table, row, acc);
+            if (segments.count > 1) join_segment<rows>(s, level, acc);
+        }
+        for (int m = 0; m < rows; ++m) store_f32(y + m * 16 + part * kLanes, acc[m]);
+    }
+}

@@ -1,0 +1,88 @@
+// What happens to the sums of a unit: `rows` input rows from `row` on, y[block][rows][16].
+
+HEADRACE_INLINE F32v with_bias(const PackedTensor& weight, int block, int part, F32v y) {
+    return weight.bias ? y + load_f32(weight.bias + block * 16 + part * kLanes) : y;
+}
+
+static void finish_store(const LinearTask& task, int block, int blocks, int row, int rows, const float* y) {
+    const PackedTensor& weight = *task.weight;
+    const bool add = task.epilogue.kind == EpilogueKind::kAdd;
+    for (int b = 0; b < blocks; ++b) {
+        for (int m = 0; m < rows; ++m) {
+            for (int part = 0; part < kParts; ++part) {
+                const int n = (block + b) * 16 + part * kLanes, lanes = weight.n - n < kLanes ? weight.n - n : kLanes;
+                if (lanes <= 0) break;
+                float* out = task.epilogue.out + (row + m) * task.epilogue.stride + n;
+                F32v v = with_bias(weight, block + b, part, load_f32(y + (b * rows + m) * 16 + part * kLanes));
+                if (lanes == kLanes) {
+                    store_f32(out, add ? load_f32(out) + v : v);
+                } else {
+                    store_f32(out, add ? load_f32(out, lanes) + v : v, lanes);
+                }
+            }
+        }
+    }
+}
+
+// 32 outputs of one row, columns [32 * unit, 32 * unit + 32) of the next layer's input. The last unit also writes the
+// zeros up to a multiple of 64.
+HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int n, const float* value) {
+    const int columns = n - 32 * unit < 32 ? n - 32 * unit : 32;
+    const bool pad = unit % 2 == 0 && columns + 32 * unit == n;
+    const float zeros[32] = {};
+    if (epilogue.a8.blocks) {
+        A8Block* block = epilogue.a8.blocks + (int64_t)row * epilogue.a8.tiles + unit / 2;
+        quantize_group(value, block, unit % 2);
+        if (pad) quantize_group(zeros, block, 1);
+    }
+    if (epilogue.bf16.x) {
+        uint16_t* to = epilogue.bf16.x + (int64_t)row * epilogue.bf16.kp + 32 * unit;
+        for (int i = 0; i < 32; i += kLanes) store_bf16(to + i, load_f32(value + i));
+        for (int i = 32; pad && i < 64; i += kLanes) store_bf16(to + i, load_f32(zeros));
+    }
+    if (epilogue.out) {
+        for (int i = 0; i < columns; ++i) epilogue.out[(int64_t)row * epilogue.stride + 32 * unit + i] = value[i];
+    }
+}
+
+// y: the gate's blocks, then up's.
+static void finish_gated(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y) {
+    const float* up = y + (int64_t)blocks * rows * 16;
+    for (int m = 0; m < rows; ++m) {
+        float value[32] = {};
+        for (int b = 0; b < blocks; ++b) {
+            for (int part = 0; part < kParts; ++part) {
+                const int at = (b * rows + m) * 16 + part * kLanes, block = 2 * unit + b;
+                const F32v g = with_bias(*task.weight, block, part, load_f32(y + at));
+                const F32v u = with_bias(*task.up, block, part, load_f32(up + at));
+                store_f32(value + b * 16 + part * kLanes, activate(task.epilogue.act, g) * u);
+            }
+        }
+        put_gated(task.epilogue, unit, row + m, task.weight->n, value);
+    }
+}
+
+static void finish_logits(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y) {
+    const PackedTensor& weight = *task.weight;
+    const Epilogue& epilogue = task.epilogue;
+    const F32v lowest = set_f32(-__builtin_inff()), cap = set_f32(epilogue.softcap);
+    for (int m = 0; m < rows; ++m) {
+        Lanes16 largest;
+        for (int part = 0; part < kParts; ++part) largest.part[part] = lowest;
+        for (int b = 0; b < blocks; ++b) {
+            for (int part = 0; part < kParts; ++part) {
+                const int n = (unit * 4 + b) * 16 + part * kLanes, lanes = weight.n - n < kLanes ? weight.n - n : kLanes;
+                if (lanes <= 0) break;
+                F32v v = with_bias(weight, unit * 4 + b, part, load_f32(y + (b * rows + m) * 16 + part * kLanes));
+                v = v * set_f32(epilogue.scale);
+                if (epilogue.softcap > 0.0f) v = cap * tanh(v / cap);
+                float lane[kLanes];
+                store_f32(lane, lowest);
+                store_f32(lane, v, lanes);
+                largest.part[part] = max(largest.part[part], load_f32(lane));
+                store_f32(epilogue.out + (row + m) * epilogue.stride + n, v, lanes);
+            }
+        }
+        if (epilogue.block_max) epilogue.block_max[(row + m) * epilogue.max_stride + unit] = max_lanes(largest);
+    }
+}

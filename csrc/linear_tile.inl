@@ -1,0 +1,98 @@
+// Reading tiles: integers of a group and their scales, as vectors of kLanes rows beginning at row `part * kLanes`.
+
+constexpr int kParts = 16 / kLanes;  // vectors of a row block
+constexpr int kPartBytes = 4 * kLanes;
+constexpr int kSegmentLevels = 3;
+constexpr int kPrefetchBytes = 2048;  // ahead of the reading, little enough for L1
+
+// The two planes' share of quad j, joined. `group`: the group's integers at the part.
+template <PackedKind kind, int j>
+HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v table) {
+    constexpr int low = layout_of(kind).low, high = layout_of(kind).high;
+    U8v w = load_u8(group + 64 * (j % low));
+    if constexpr (low < 8) w = field<low, low*(j / low), 0>(w);
+    if constexpr (high > 0) w = w | field<high, high*(j / high), low>(load_u8(group + 64 * (low + j % high)));
+    if constexpr (layout_of(kind).table) w = lookup(table, w);
+    return w;
+}
+
+template <PackedKind kind>
+HEADRACE_INLINE void load_group(const uint8_t* group, U8v table, U8v* w) {
+    w[0] = load_quad<kind, 0>(group, table);
+    w[1] = load_quad<kind, 1>(group, table);
+    w[2] = load_quad<kind, 2>(group, table);
+    w[3] = load_quad<kind, 3>(group, table);
+    w[4] = load_quad<kind, 4>(group, table);
+    w[5] = load_quad<kind, 5>(group, table);
+    w[6] = load_quad<kind, 6>(group, table);
+    w[7] = load_quad<kind, 7>(group, table);
+}
+
+HEADRACE_INLINE F32v half_row(const uint8_t* header, int index, int part) {
+    return load_f16((const uint16_t*)header + index * 16 + part * kLanes);
+}
+
+// The scale of group g of a block (of 16 or of 32 columns, as the format has it).
+template <PackedKind kind>
+HEADRACE_INLINE F32v load_scale(const uint8_t* header, int g, int part) {
+    constexpr Scales scales = layout_of(kind).scales;
+    if constexpr (scales == Scales::kZero32 || scales == Scales::kMin32) return half_row(header, g, part);
+    const F32v d = half_row(header, 0, part);
+    if constexpr (scales == Scales::kSuper16 || scales == Scales::kSuperI8) {
+        return d * load_i8_f32((const int8_t*)header + 32 + 16 * g + part * kLanes);
+    } else if constexpr (scales == Scales::kSuper32) {
+        return d * load_u8_f32(header + 64 + 16 * g + part * kLanes);
+    } else {
+        return d * to_f32(load_u8_i32(header + 64 + 16 * g + part * kLanes) & 15);
+    }
+}
+
+// What is added per column of the group, for the formats that have a minimum.
+template <PackedKind kind>
+HEADRACE_INLINE F32v load_min(const uint8_t* header, int g, int part) {
+    constexpr Scales scales = layout_of(kind).scales;
+    if constexpr (scales == Scales::kMin32) {
+        return half_row(header, 2 + g, part);
+    } else if constexpr (scales == Scales::kSuper32) {
+        return -half_row(header, 1, part) * load_u8_f32(header + 192 + 16 * g + part * kLanes);
+    } else {
+        return -half_row(header, 1, part) * to_f32(load_u8_i32(header + 64 + 16 * g + part * kLanes) >> 4);
+    }
+}
+
+// What a group of columns adds to one row's sums: the order of operations that linear_kernels.h states.
+// `dots`: the integer sums of the group of 32, or of its two groups of 16.
+template <int group, bool has_min>
+HEADRACE_INLINE F32v add_group(F32v acc, const I32v* dots, const F32v* scale, const F32v* min, const A8Block& x, int half) {
+    const F32v x_scale = set_f32(x.scale[half]);
+    if constexpr (group == 32) {
+        acc = fma(to_f32(dots[0]) * x_scale, scale[0], acc);
+        if constexpr (has_min) acc = fma(min[0], set_f32(x.scaled_sum[half]), acc);
+    } else {
+        for (int s = 0; s < 2; ++s) {
+            acc = fma(to_f32(dots[s]) * x_scale, scale[s], acc);
+            if constexpr (has_min) acc = fma(to_f32(set_i32(-x.neg_sum16[2 * half + s])) * x_scale, min[s], acc);
+        }
+    }
+    return acc;
+}
+
+// Where the integer sums of group s start: minus the zero point times the sum of x.
+template <int group>
+HEADRACE_INLINE I32v start_dot(const A8Block& x, int half, int s, int zero_shift) {
+    return set_i32(group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s]) << zero_shift;
+}
+
+static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }
+
+// Sums of eight segments, joined in pairs as they come: level[l] holds a sum of 2^l segments. `acc` holds the sum of
+// segment number `segment`; after the last one, that of all.
+template <int count>
+HEADRACE_INLINE void join_segment(int segment, F32v (*level)[count], F32v* acc) {
+    int l = 0;
+    for (; segment >> l & 1; ++l) {
+        for (int i = 0; i < count; ++i) acc[i] = level[l][i] + acc[i];
+    }
+    if (l == kSegmentLevels) return;
+    for (int i = 0; i < count; ++i) level[l][i] = acc[i];
+}

@@ -1,0 +1,150 @@
+// GGUF rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs); a block's columns
+// go to q[column], its scales into the header at `row`.
+
+struct Staged {
+    uint8_t q[16][256];  // [row][column of the block], offset to unsigned
+    uint8_t* header;     // of the packed block
+};
+
+HEADRACE_INLINE void put16(uint8_t* header, int index, const uint8_t* from) { __builtin_memcpy(header + 2 * index, from, 2); }
+
+// 32 columns as 16 bytes: low nibbles first, then high ones; `fifth` adds bit 4 from a 32-bit word.
+HEADRACE_INLINE void decode_nibbles(const uint8_t* src, uint8_t* q) {
+    for (int i = 0; i < 16; ++i) {
+        q[i] = src[i] & 15;
+        q[16 + i] = src[i] >> 4;
+    }
+}
+
+HEADRACE_INLINE void add_fifth_bits(const uint8_t* src, uint8_t* q) {
+    for (int i = 0; i < 32; ++i) q[i] |= (src[i / 8] >> (i % 8) & 1) << 4;
+}
+
+// Columns past the end keep scale 0: group 1 of a block when the row ends in its middle.
+template <PackedKind kind>
+HEADRACE_INLINE void decode_legacy(const uint8_t* src, int row, int groups, Staged& to) {
+    constexpr bool has_min = layout_of(kind).has_min(), fifth = kind == PackedKind::kQ5_0 || kind == PackedKind::kQ5_1;
+    constexpr int scales = has_min ? 4 : 2, bits = fifth ? 4 : 0, bytes = scales + bits + (kind == PackedKind::kQ8_0 ? 32 : 16);
+    for (int g = 0; g < groups; ++g, src += bytes) {
+        put16(to.header, g * 16 + row, src);
+        if (has_min) put16(to.header, 32 + g * 16 + row, src + 2);
+        uint8_t* q = to.q[row] + 32 * g;
+        if (kind == PackedKind::kQ8_0) {
+            for (int i = 0; i < 32; ++i) q[i] = src[2 + i] ^ 0x80;
+        } else {
+            decode_nibbles(src + scales + bits, q);
+            if (fifth) add_fifth_bits(src + scales, q);
+        }
+    }
+}
+
+// The eight 6-bit scales and minima of Q4_K and Q5_K, packed in 12 bytes.
+HEADRACE_INLINE void decode_scales6(const uint8_t* src, int row, uint8_t* scales, uint8_t* mins) {
+    for (int j = 0; j < 4; ++j) {
+        scales[j * 16 + row] = src[j] & 63;
+        mins[j * 16 + row] = src[j + 4] & 63;
+        scales[(j + 4) * 16 + row] = (src[j + 8] & 15) | (src[j] >> 6) << 4;
+        mins[(j + 4) * 16 + row] = (src[j + 8] >> 4) | (src[j + 4] >> 6) << 4;
+    }
+}
+
+template <bool fifth>
+HEADRACE_INLINE void decode_q45k(const uint8_t* src, int row, Staged& to) {
+    put16(to.header, row, src);
+    put16(to.header, 16 + row, src + 2);
+    decode_scales6(src + 4, row, to.header + 64, to.header + 192);
+    const uint8_t *high = src + 16, *low = src + (fifth ? 48 : 16);
+    for (int g = 0; g < 8; ++g) {
+        for (int i = 0; i < 32; ++i) {
+            uint8_t q = low[g / 2 * 32 + i] >> (g % 2 * 4) & 15;
+            if (fifth) q |= (high[i] >> g & 1) << 4;
+            to.q[row][g * 32 + i] = q;
+        }
+    }
+}
+
+HEADRACE_INLINE void decode_q6k(const uint8_t* src, int row, Staged& to) {
+    put16(to.header, row, src + 208);
+    for (int s = 0; s < 16; ++s) to.header[32 + s * 16 + row] = src[192 + s];
+    for (int half = 0; half < 2; ++half) {
+        const uint8_t *low = src + half * 64, *high = src + 128 + half * 32;
+        for (int part = 0; part < 4; ++part) {
+            for (int i = 0; i < 32; ++i) {
+                const int nibble = low[part % 2 * 32 + i] >> (part / 2 * 4) & 15;
+                to.q[row][half * 128 + part * 32 + i] = nibble | (high[i] >> (2 * part) & 3) << 4;
+            }
+        }
+    }
+}
+
+HEADRACE_INLINE void decode_q3k(const uint8_t* src, int row, Staged& to) {
+    const uint8_t *high = src, *low = src + 32, *scales = src + 96;
+    put16(to.header, row, src + 108);
+    for (int s = 0; s < 16; ++s) {
+        const int six = (scales[s % 8] >> (s / 8 * 4) & 15) | (scales[8 + s % 4] >> (s / 4 * 2) & 3) << 4;
+        to.header[32 + s * 16 + row] = (uint8_t)(six - 32);
+    }
+    for (int g = 0; g < 8; ++g) {
+        for (int i = 0; i < 32; ++i) {
+            const int two = low[g / 4 * 32 + i] >> (g % 4 * 2) & 3;
+            to.q[row][g * 32 + i] = two | (high[i] >> g & 1) << 2;
+        }
+    }
+}
+
+HEADRACE_INLINE void decode_q2k(const uint8_t* src, int row, Staged& to) {
+    put16(to.header, row, src + 80);
+    put16(to.header, 16 + row, src + 82);
+    for (int s = 0; s < 16; ++s) to.header[64 + s * 16 + row] = src[s];
+    for (int g = 0; g < 8; ++g) {
+        for (int i = 0; i < 32; ++i) to.q[row][g * 32 + i] = src[16 + g / 4 * 32 + i] >> (g % 4 * 2) & 3;
+    }
+}
+
+HEADRACE_INLINE void decode_iq4xs(const uint8_t* src, int row, Staged& to) {
+    put16(to.header, row, src);
+    const int high = src[2] | src[3] << 8;
+    for (int g = 0; g < 8; ++g) {
+        const int six = (src[4 + g / 2] >> (g % 2 * 4) & 15) | (high >> (2 * g) & 3) << 4;
+        to.header[32 + g * 16 + row] = (uint8_t)(six - 32);
+        decode_nibbles(src + 8 + g * 16, to.q[row] + g * 32);
+    }
+}
+
+// Source bytes of a packed block's columns in one row.
+static constexpr int source_block_bytes(PackedKind kind) {
+    switch (kind) {
+        case PackedKind::kQ4_0: case PackedKind::kIq4Nl: return 36;
+        case PackedKind::kQ4_1: return 40;
+        case PackedKind::kQ5_0: return 44;
+        case PackedKind::kQ5_1: return 48;
+        case PackedKind::kQ8_0: return 68;
+        case PackedKind::kQ2K: return 84;
+        case PackedKind::kQ3K: return 110;
+        case PackedKind::kQ4K: return 144;
+        case PackedKind::kQ5K: return 176;
+        case PackedKind::kQ6K: return 210;
+        case PackedKind::kIq4Xs: return 136;
+        default: return 0;
+    }
+}
+
+// `groups`: groups of 32 columns the row still has; a block of 256 is always whole.
+template <PackedKind kind>
+HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Staged& to) {
+    if constexpr (kind == PackedKind::kQ2K) {
+        decode_q2k(src, row, to);
+    } else if constexpr (kind == PackedKind::kQ3K) {
+        decode_q3k(src, row, to);
+    } else if constexpr (kind == PackedKind::kQ4K) {
+        decode_q45k<false>(src, row, to);
+    } else if constexpr (kind == PackedKind::kQ5K) {
+        decode_q45k<true>(src, row, to);
+    } else if constexpr (kind == PackedKind::kQ6K) {
+        decode_q6k(src, row, to);
+    } else if constexpr (kind == PackedKind::kIq4Xs) {
+        decode_iq4xs(src, row, to);
+    } else {
+        decode_legacy<kind>(src, row, groups < 2 ? groups : 2, to);
+    }
+}

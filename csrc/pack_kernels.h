@@ -1,0 +1,32 @@
+// Packing source rows into tiles, and reading packed rows back.
+#pragma once
+
+#include "tile.h"
+
+namespace headrace {
+
+// What a row of the source holds: GGUF blocks, or plain floats (optionally quantised on the way).
+enum class SourceKind : int32_t {
+    kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kBf16, kF16, kF32
+};
+
+struct PackSource {
+    const uint8_t* rows;
+    int64_t row_bytes;
+    SourceKind kind;
+    const int32_t* permutation;  // packed row i is source row permutation[i]; null: in order
+};
+
+struct PackKernels {
+    // Fills row blocks [first, last) of `out` (whose memory is zero). A float source packed as kQ8_0 or kQ4_0 is
+    // quantised per 32 columns:
+    //   kQ8_0  d = f16(largest |w| / 127), q = round(w / d)
+    //   kQ4_0  of the scales d = f16(extreme w / -(7 .. 8.5 in steps of 1/8)) the one whose q = clamp(round(w / d), -8, 7)
+    //          leaves the least squared error
+    // A float source packed as kBf16 is rounded to nearest even.
+    void (*pack)(const PackSource& source, const PackedTensor& out, uint8_t* data, int first, int last);
+    // Row `row` as float32 [k], the very values of the source's own dequantisation.
+    void (*unpack)(const PackedTensor& tensor, int row, float* out);
+};
+
+}  // namespace headrace

@@ -1,0 +1,101 @@
+// Packed weights: tiles of 16 output rows x 64 columns, integers and scales kept exactly as the source has them.
+//
+// A row block is 16 rows over all columns: one contiguous stream of blocks. A block covers `tiles` tiles (1, or 4 for
+// the formats with scales of scales per 256 columns): a header with the scales, then the integers. Integers are stored
+// unsigned, offset by `zero`, in planes. A plane of b bits holds a group of 32 columns in b vectors of 64 bytes; byte
+// 4n + i of a vector belongs to row n and column 4j + i of the group, and quad j = 0..7 sits in vector j % b at bits
+// [b * (j / b), b * (j / b) + b). A format's integer is low plane | high plane << low bits.
+//
+// Headers (each [16] is one value per row, f16 unless said):
+//   kZero32     d[2][16]                              w = d * (q - zero)
+//   kMin32      d[2][16] m[2][16]                     w = d * q + m
+//   kSuper32    d[16] dmin[16] u8 sc[8][16] u8 m[8][16]    w = (d * sc) * q - dmin * m
+//   kSuper16    d[16] i8 sc[16][16]                   w = (d * sc) * (q - zero)
+//   kSuper16Min d[16] dmin[16] u8 (sc | m << 4)[16][16]    w = (d * sc) * q - dmin * m
+//   kSuperI8    d[16] i8 sc[8][16]                    w = (d * sc) * (q - zero)
+//   kNone       bfloat16 pairs: 32 vectors a tile, 2 columns x 16 rows each
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace headrace {
+
+enum class PackedKind : int32_t {
+    kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kBf16
+};
+constexpr int kPackedKinds = 13;
+
+// All but kBf16.
+#define HEADRACE_INTEGER_KINDS(X) \
+    X(kQ4_0) X(kQ4_1) X(kQ5_0) X(kQ5_1) X(kQ8_0) X(kQ2K) X(kQ3K) X(kQ4K) X(kQ5K) X(kQ6K) X(kIq4Nl) X(kIq4Xs)
+
+enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kNone };
+
+struct Layout {
+    int low, high;  // bits of the two planes
+    bool table;     // the integer is an index into the IQ4 table, whose entries are what is multiplied
+    Scales scales;
+    int zero;  // a power of two; 0 exactly where the format has minima
+
+    constexpr bool super() const { return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone; }
+    constexpr int tiles() const { return super() ? 4 : 1; }  // of a block
+    constexpr int group() const { return scales == Scales::kSuper16 || scales == Scales::kSuper16Min ? 16 : 32; }
+    constexpr bool has_min() const {
+        return scales == Scales::kMin32 || scales == Scales::kSuper32 || scales == Scales::kSuper16Min;
+    }
+    constexpr bool wide() const { return table || low == 8; }  // multiplied bytes may be 128 or more
+    constexpr int header_bytes() const {
+        switch (scales) {
+            case Scales::kZero32: return 64;
+            case Scales::kMin32: return 128;
+            case Scales::kSuperI8: return 192;
+            case Scales::kNone: return 0;
+            default: return 320;
+        }
+    }
+    constexpr int group_bytes() const { return (low + high) * 64; }  // integers of 32 columns
+    constexpr int tile_bytes() const { return scales == Scales::kNone ? 2048 : 2 * group_bytes(); }
+    constexpr int block_bytes() const { return header_bytes() + tiles() * tile_bytes(); }
+};
+
+static constexpr Layout layout_of(PackedKind kind) {
+    switch (kind) {
+        case PackedKind::kQ4_0: return {4, 0, false, Scales::kZero32, 8};
+        case PackedKind::kQ4_1: return {4, 0, false, Scales::kMin32, 0};
+        case PackedKind::kQ5_0: return {4, 1, false, Scales::kZero32, 16};
+        case PackedKind::kQ5_1: return {4, 1, false, Scales::kMin32, 0};
+        case PackedKind::kQ8_0: return {8, 0, false, Scales::kZero32, 128};
+        case PackedKind::kQ2K: return {2, 0, false, Scales::kSuper16Min, 0};
+        case PackedKind::kQ3K: return {2, 1, false, Scales::kSuper16, 4};
+        case PackedKind::kQ4K: return {4, 0, false, Scales::kSuper32, 0};
+        case PackedKind::kQ5K: return {4, 1, false, Scales::kSuper32, 0};
+        case PackedKind::kQ6K: return {4, 2, false, Scales::kSuper16, 32};
+        case PackedKind::kIq4Nl: return {4, 0, true, Scales::kZero32, 128};
+        case PackedKind::kIq4Xs: return {4, 0, true, Scales::kSuperI8, 128};
+        default: return {0, 0, false, Scales::kNone, 0};
+    }
+}
+
+// The sixteen values of IQ4_NL and IQ4_XS, offset by 128.
+static constexpr uint8_t kIq4Table[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+// n rows of k columns. Rows past n and columns past k are stored as zeros.
+struct PackedTensor {
+    const uint8_t* data;  // row block b at data + b * stride, 64-byte aligned
+    int64_t stride;       // bytes from one row block to the next: row_block_bytes, or more where two tensors interleave
+    PackedKind kind;
+    int32_t n, k;
+    const float* bias;  // [row blocks * 16], or null
+
+    int32_t row_blocks() const { return (n + 15) / 16; }
+    int32_t tiles() const { return (k + 63) / 64; }
+};
+
+static constexpr int64_t row_block_bytes(PackedKind kind, int32_t k) {
+    const Layout layout = layout_of(kind);
+    const int64_t tiles = (k + 63) / 64;
+    return (tiles + layout.tiles() - 1) / layout.tiles() * layout.block_bytes();
+}
+
+}  // namespace headrace
