@@ -235,16 +235,17 @@ def test_broken_logits_are_an_error_of_their_row(isa, change, words):
     change(z)
     spec = sampling.RowSpec(SamplingParams(), [noise.key(0)], [1], 1)
     expected, _, error = draw_both(z, spec, isa)
+    assert "logits are broken" in error
     assert words in error
-    assert error == expected.error
+    assert words in expected.error
 
 
 def test_nothing_left_and_ids_outside_are_errors(isa):
     z = logits(100, 0)
     empty = SamplingParams(allowed_token_ids=(3,), bad_words=((3,),))
     expected, _, error = draw_both(z, sampling.RowSpec(empty, [noise.key(0)], [1], 1), isa)
-    assert error == expected.error
     assert "no token can be drawn" in error
+    assert "no token can be drawn" in expected.error
     params = core.SampleParams()
     params.logit_bias = [(100, 1.0)]
     _, error = core.Sampler(100, isa).draw(z, params, core.History([1]), [noise.key(0)])

@@ -1,0 +1,158 @@
+#include "sample.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace headrace {
+namespace {
+
+constexpr double kPoint = 0x1p40;
+
+const char* kNothing =
+    "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and no_repeat_ngram together rule out "
+    "every one; relax one of them";
+
+// The logarithm of a sum of shares, relative to the best logit.
+double log_of(int64_t total) { return std::log(static_cast<double>(total) / kPoint); }
+
+int argmax(const SampleKernels& kernels, const LogitRow& row) {
+    const int blocks = (row.size + kVocabBlock - 1) / kVocabBlock;
+    const int first = kernels.argmax(row.maxima, blocks) * kVocabBlock;
+    return first + kernels.argmax(row.z + first, std::min(kVocabBlock, row.size - first));
+}
+
+}  // namespace
+
+float Sampler::best_of(const LogitRow& row) const {
+    const int blocks = (row.size + kVocabBlock - 1) / kVocabBlock;
+    return row.maxima[kernels_.argmax(row.maxima, blocks)] / row.temperature;
+}
+
+// Edits the row and filters its tokens into kept_.
+std::string Sampler::choose(const SampleRow& row) {
+    std::string error = edits_.open(row);
+    if (error.empty()) error = edits_.apply(row);
+    if (!error.empty()) return error;
+    greedy_ = row.params->greedy();
+    const LogitRow edited = edits_.edited(greedy_ ? 1.0f : row.params->temperature);
+    const float best = best_of(edited);
+    if (!std::isfinite(best)) {
+        edits_.restore();
+        return kNothing;
+    }
+    kept_.reset(edited, best);
+    if (!greedy_) kept_.filter(*row.params);
+    return "";
+}
+
+std::string Sampler::draw(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
+                          std::vector<TokenReport>& out, uint32_t purpose) {
+    out.assign(keys.size(), {});
+    std::string error = choose(row);
+    if (!error.empty()) return error;
+    const uint32_t position = static_cast<uint32_t>(row.position());
+    for (size_t i = 0; i < keys.size(); ++i) {
+        const Noise noise{{keys[i].k0, keys[i].k1}, position, purpose};
+        out[i].id = greedy_ ? argmax(kernels_, edits_.edited(1.0f)) : kept_.draw(noise);
+    }
+    if (report.k >= 0 && report.processed) describe_kept(report.k, out);
+    edits_.restore();
+    if (report.k >= 0 && !report.processed) describe(edits_.raw(), best_of(edits_.raw()), report.k, out);
+    return "";
+}
+
+std::string Sampler::verify(const SampleRow& first, const DraftTree& tree, RowStrides strides, NoiseKey key,
+                            Report report, Walk& out) {
+    out.path.clear();
+    out.reports.clear();
+    std::vector<int32_t> drawn;
+    std::vector<TokenReport> reports;
+    for (int32_t node = -1;;) {
+        SampleRow row = first;
+        row.logits += (node + 1) * strides.logits;
+        if (row.maxima) row.maxima += (node + 1) * strides.maxima;
+        if (row.mask) row.mask += (node + 1) * strides.mask;
+        row.path = drawn;
+        std::string error = draw(row, {&key, 1}, report, reports);
+        if (!error.empty()) return error;
+        out.reports.push_back(reports.front());
+        const int32_t token = reports.front().id, parent = node;
+        for (size_t child = static_cast<size_t>(parent + 1); child < tree.tokens.size() && node == parent; ++child) {
+            if (tree.parents[child] == parent && tree.tokens[child] == token) node = static_cast<int32_t>(child);
+        }
+        if (node == parent) return "";
+        out.path.push_back(node);
+        drawn.push_back(token);
+    }
+}
+
+std::string Sampler::top(const SampleRow& row, int k, TokenReport& out) {
+    out = {};
+    std::string error = edits_.open(row);
+    if (error.empty()) error = edits_.apply(row);
+    if (!error.empty()) return error;
+    const LogitRow edited = edits_.edited(1.0f);
+    const float best = best_of(edited);
+    if (std::isfinite(best)) describe(edited, best, k, {&out, 1});
+    edits_.restore();
+    return std::isfinite(best) ? "" : kNothing;
+}
+
+std::string Sampler::score(const SampleRow& row, int32_t token, int k, TokenReport& out) {
+    out = {};
+    if (token < 0 || token >= size_) {
+        return "token id " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(size_);
+    }
+    std::string error = edits_.open(row);
+    if (!error.empty()) return error;
+    out.id = token;
+    describe(edits_.raw(), best_of(edits_.raw()), k, {&out, 1});
+    return "";
+}
+
+// Log-softmax over a whole row: of each report's token (where it has one) and of the k best.
+void Sampler::describe(const LogitRow& row, float best, int k, std::span<TokenReport> out) {
+    const double norm = best + log_of(kernels_.total(row, best));
+    std::vector<int32_t> ids;
+    std::vector<float> logprobs;
+    if (k > 0) {
+        kept_.reset(row, best);
+        kept_.top_k(k);
+        kept_.list();
+        for (const int place : kept_.order(k)) {
+            const float value = kept_.values()[static_cast<size_t>(place)];
+            if (!(value > -std::numeric_limits<float>::infinity())) break;
+            ids.push_back(kept_.ids()[static_cast<size_t>(place)]);
+            logprobs.push_back(static_cast<float>(value - norm));
+        }
+    }
+    for (TokenReport& report : out) {
+        report.top_ids = ids;
+        report.top_logprobs = logprobs;
+        if (report.id < 0) continue;
+        const float value = row.z[report.id] / row.temperature;
+        report.logprob = static_cast<float>(value - norm);
+        report.rank = 1 + kernels_.ahead(row, value, report.id);
+    }
+}
+
+// The same over what was kept.
+void Sampler::describe_kept(int k, std::span<TokenReport> out) {
+    if (kept_.all()) return describe(kept_.row(), kept_.best(), k, out);
+    kept_.list();
+    const double norm = kept_.best() + log_of(kept_.total());
+    const std::vector<int> order = kept_.order(static_cast<int>(kept_.ids().size()));
+    for (TokenReport& report : out) {
+        for (size_t place = 0; place < order.size(); ++place) {
+            const size_t at = static_cast<size_t>(order[place]);
+            const float logprob = static_cast<float>(kept_.values()[at] - norm);
+            if (kept_.ids()[at] == report.id) report.logprob = logprob, report.rank = static_cast<int>(place) + 1;
+            if (place >= static_cast<size_t>(k) || !(logprob > -std::numeric_limits<float>::infinity())) continue;
+            report.top_ids.push_back(kept_.ids()[at]);
+            report.top_logprobs.push_back(logprob);
+        }
+    }
+}
+
+}  // namespace headrace

@@ -1,0 +1,92 @@
+// From logits to tokens, in card B1's order; token for token what headrace.ops.sampling says in torch.
+//
+// bias, allowed ids, mask, bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> (greedy:
+// argmax) -> temperature -> top-k -> typical -> top-p -> min-p -> argmax of logit + noise over what is kept. Of equals
+// the lowest id comes first, everywhere. Probabilities are added in fixed point (2^-40), so no order matters.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sample_edits.h"
+#include "sample_filters.h"
+#include "sample_kernels.h"
+#include "sample_params.h"
+
+namespace headrace {
+
+struct TokenReport {
+    int32_t id = -1;
+    float logprob = 0.0f;
+    int rank = 0;  // from 1; 0: not reported
+    std::vector<int32_t> top_ids;
+    std::vector<float> top_logprobs;
+};
+
+// What to say of a token: nothing (k < 0), or its log-probability, rank and the k best, under the model's own logits or
+// under those it was drawn from.
+struct Report {
+    int k = -1;
+    bool processed = false;
+};
+
+struct NoiseKey {
+    uint32_t k0, k1;
+};
+
+// A tree of drafted tokens: node i's logits are row i + 1, row 0 is the last known token's. parents[i] < i, -1 = row 0.
+struct DraftTree {
+    Ids tokens, parents;
+};
+
+// How far row i + 1 lies behind row i: in floats, block maxima and words of the mask.
+struct RowStrides {
+    ptrdiff_t logits = 0, maxima = 0, mask = 0;
+};
+
+struct Walk {
+    std::vector<int32_t> path;         // the nodes whose tokens were drawn
+    std::vector<TokenReport> reports;  // of every drawn token: one per node of the path, then the token after it
+};
+
+// The sampler of one thread: scratch memory, and the kernels of one instruction set. Errors come back as a line of
+// text, empty where there is none, because one bad row must not stop the others.
+class Sampler {
+public:
+    static constexpr uint32_t kTarget = 0;  // the purpose of the noise (headrace.ops.noise.Purpose)
+
+    Sampler(const SampleKernels& kernels, int vocab_size)
+        : kernels_(kernels), size_(vocab_size), edits_(kernels, vocab_size), kept_(kernels) {}
+
+    // Draws one token for each key into `out`.
+    std::string draw(const SampleRow& row, std::span<const NoiseKey> keys, Report report, std::vector<TokenReport>& out,
+                     uint32_t purpose = kTarget);
+
+    // Verification: draws at each node reached, with its position's noise, and follows the matching child. `first` is
+    // row 0, without a path.
+    std::string verify(const SampleRow& first, const DraftTree& tree, RowStrides strides, NoiseKey key, Report report,
+                       Walk& out);
+
+    // The k best tokens and their log-probabilities after biases, bans and penalties, as a report without a token.
+    std::string top(const SampleRow& row, int k, TokenReport& out);
+
+    // A given token under the model's own logits.
+    std::string score(const SampleRow& row, int32_t token, int k, TokenReport& out);
+
+private:
+    std::string choose(const SampleRow& row);
+    void describe(const LogitRow& row, float best, int k, std::span<TokenReport> out);
+    void describe_kept(int k, std::span<TokenReport> out);
+    float best_of(const LogitRow& row) const;
+
+    const SampleKernels& kernels_;
+    const int size_;
+    RowEdits edits_;
+    Candidates kept_;
+    bool greedy_ = false;
+};
+
+}  // namespace headrace

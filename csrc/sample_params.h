@@ -1,0 +1,60 @@
+// What a request says about its tokens, and what its sequence has been so far: plain data of the sampler.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace headrace {
+
+using Ids = std::span<const int32_t>;
+
+// The part of headrace.params.SamplingParams that decides which token comes; neutral as it is.
+struct SampleParams {
+    float temperature = 1.0f;  // below 0.01: greedy
+    int top_k = 0;             // 0: off
+    double typical_p = 1.0, top_p = 1.0, min_p = 0.0;
+    float repetition = 1.0f, frequency = 0.0f, presence = 0.0f;
+    int no_repeat_ngram = 0, min_tokens = 0;
+    std::vector<std::pair<int32_t, float>> bias;
+    std::vector<std::vector<int32_t>> bad_words;
+    std::vector<int32_t> stop_ids;  // cannot come before min_tokens
+    std::vector<int32_t> allowed;
+    bool only_allowed = false;
+
+    bool greedy() const { return temperature < 0.01f; }
+    bool penalties() const { return repetition != 1.0f || frequency != 0.0f || presence != 0.0f; }
+};
+
+// The tokens of one sequence, and how often each is in its output.
+class History {
+public:
+    explicit History(Ids prompt = {});
+    void extend(Ids output);
+
+    const std::vector<int32_t>& tokens() const { return tokens_; }
+    int prompt_length() const { return prompt_length_; }
+    // Every id of prompt and output, with its number in the output.
+    const std::unordered_map<int32_t, int32_t>& counts() const { return counts_; }
+
+private:
+    std::vector<int32_t> tokens_;
+    std::unordered_map<int32_t, int32_t> counts_;
+    int prompt_length_;
+};
+
+// One row of logits and what is known of its sequence. The logits are changed while a call lasts and put back.
+struct SampleRow {
+    float* logits;
+    const float* maxima;  // of blocks of kVocabBlock (a block that holds NaN must not hide it), or null
+    const SampleParams* params;
+    const History* history;
+    Ids path = {};                   // draft tokens between the history and this row
+    const uint32_t* mask = nullptr;  // a bit per token, 1 = allowed; or null
+
+    int position() const { return static_cast<int>(history->tokens().size() + path.size()); }
+};
+
+}  // namespace headrace

@@ -1,0 +1,33 @@
+"""The sampler of the native core, fed with the engine's own parameters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.native import core
+from headrace.params import SamplingParams
+
+
+def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:
+    """The core's SampleParams. `stop_ids` (EOS and stop_token_ids) cannot be drawn before `params.min_tokens`."""
+    out = core().SampleParams()
+    for name in _SAME:
+        setattr(out, name, getattr(params, name))
+    out.logit_bias = list((params.logit_bias or {}).items())
+    out.bad_words = [list(word) for word in params.bad_words]
+    out.stop_ids = list(stop_ids)
+    out.allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
+    return out
+
+
+_SAME = (
+    "temperature",
+    "top_k",
+    "typical_p",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "no_repeat_ngram",
+    "min_tokens",
+)
