@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from headrace.kv.pool import KVPool
+from headrace.ops.context import FeedRows, build
 from headrace.weights.loader import load_model
-from tests.models.feeding import feed
+from tests.models.feeding import BLOCK, feed
 from tests.models.zoo import CONFIGS, hf_source, largest_gap, loaded, oracle, oracle_logits, prompts
 
 TOLERANCE = 1e-4
@@ -52,6 +54,25 @@ def test_half_precision(name: str, dtype: torch.dtype, tolerance: float) -> None
     assert got.dtype == torch.float32
     error = float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     assert error < tolerance
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen2-window", "qwen3", "gemma3-ropes", "gpt2"])
+@torch.no_grad()
+def test_tree_nodes_have_the_logits_of_their_path(name: str) -> None:
+    """A draft tree below a prompt of which a part is already in the pool: each node as if its path were the text."""
+    model = loaded(oracle(name, torch.float64), torch.float64)
+    prompt, nodes, parents = prompts(5, (21,))[0], [3, 50, 7, 50, 11, 90, 4], [-1, -1, 0, 0, 2, 1, 4]
+    pool = KVPool(model.config, 8, BLOCK, torch.float64)
+    table = [6, 1, 7, 0, 4, 2, 5]
+    model(build(pool, [FeedRows(prompt[:18], table)]))
+    logits = model(build(pool, [FeedRows(prompt[18:], table, 18, nodes, parents)]))[3:]
+    for node, row in enumerate(logits):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, nodes[at])
+            at = parents[at]
+        whole = feed(model, [prompt + path], "whole", torch.float64)[0]
+        torch.testing.assert_close(row, whole[-1], rtol=1e-9, atol=1e-9)
 
 
 def _swap_halves(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,13 @@ from headrace.weights.loader import load_model
 from headrace.weights.source import TensorInfo, WeightError
 
 VOCAB = 96
-SMALL = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "max_position_embeddings": 256}
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

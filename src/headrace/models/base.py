@@ -17,7 +17,7 @@ class Model(torch.nn.Module):
     A new model is a description: it has no tensors until each holder is created and filled (weights.loader does both).
     """
 
-    layers: torch.nn.ModuleList
+    layers: Any  # a ModuleList of the file's own Block
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -41,6 +41,11 @@ class Model(torch.nn.Module):
         for i in range(self.config.num_layers):
             x = self.layer(i, x, ctx)
         return self.head(x)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers the model has, filled or not; a tied head counts once."""
+        return sum(spec.elements for _, holder in self.holders() for spec in holder.params().values())
 
     def holders(self) -> Iterator[tuple[str, Holder]]:
         """Everything that owns weights, by path ("layers.3.qkv"); what is shared (a tied head) comes once."""

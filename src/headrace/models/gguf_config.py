@@ -1,12 +1,14 @@
 """ModelConfig from the metadata of a GGUF file (keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), and from
 its tensors where the metadata is silent: vocabulary, biases, tied head, Llama 3's frequency divisors."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from headrace.config import ModelConfig, RopeConfig
+from headrace.models.limits import MAX_LAYERS, MAX_SIZE, check_rope
 from headrace.weights.source import WeightError, WeightSource
 
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -28,24 +30,32 @@ class _Reader:
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.prefix}.{key}", default)
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"metadata must have {self.prefix}.{key} as an integer of 1 or more, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(f"metadata must have {self.prefix}.{key} as an integer from 1 to {most}, not {_shown(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self.error(f"metadata must have {self.prefix}.{key} as a number, not {value!r}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(f"metadata must have {self.prefix}.{key} as a number above 0, not {_shown(value)}")
         return float(value)
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, (int, float, str)) else f"a list of {len(value)}"  # type: ignore[arg-type]
 
 
 def config_from_gguf(architecture: str, prefix: str, metadata: Mapping[str, Any], source: WeightSource) -> ModelConfig:
     """`prefix` is what the keys begin with (general.architecture). Raises WeightError on what is missing or not built."""
     read = _Reader(prefix, metadata, str(source.path))
     names = set(source.names())
-    hidden, heads, layers = read.size("embedding_length"), read.size("attention.head_count"), read.size("block_count")
+    hidden, heads, layers = (
+        read.size("embedding_length"),
+        read.size("attention.head_count"),
+        read.size("block_count", most=MAX_LAYERS),
+    )
     kv_heads = read.size("attention.head_count_kv", heads)
     if heads % kv_heads:
         raise read.error(f"{heads} heads for {kv_heads} KV heads; the first must be a multiple of the second")
@@ -54,7 +64,7 @@ def config_from_gguf(architecture: str, prefix: str, metadata: Mapping[str, Any]
         raise read.error("keys and values of different widths are not built")
     gemma, gpt2 = architecture == "gemma3_text", architecture == "gpt2"
     window, sliding = _windows(read, layers, gemma)
-    rope = None if gpt2 else _rope(read, head_dim, source)
+    rope = None if gpt2 else check_rope(_rope(read, head_dim, source), head_dim, read.error)
     return ModelConfig(
         architecture=architecture,
         vocab_size=source.info("token_embd.weight").shape[0],

@@ -1,10 +1,12 @@
 """ModelConfig from the config.json of a Hugging Face folder, in its old form (rope_theta, rope_scaling) and its new one
 (rope_parameters)."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from headrace.config import ModelConfig, RopeConfig
+from headrace.models.limits import MAX_LAYERS, MAX_SIZE, check_rope
 from headrace.weights.source import WeightError
 
 # Settings that change the mathematics and are not built: the value that means "off" for each.
@@ -33,16 +35,16 @@ class _Reader:
         value = self.config.get(key)
         return default if value is None else value
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"must have {key} as an integer of 1 or more, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(f"must have {key} as an integer from 1 to {most}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self.error(f"must have {key} as a number, not {value!r}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(f"must have {key} as a number above 0, not {value!r}")
         return float(value)
 
 
@@ -61,7 +63,11 @@ def config_from_hf(architecture: str, config: Mapping[str, Any], where: str) -> 
 
 def _decoder(architecture: str, read: _Reader) -> ModelConfig:
     """The family with rotary positions and gated MLPs: llama, mistral, qwen2, qwen3, gemma3."""
-    hidden, heads, layers = read.size("hidden_size"), read.size("num_attention_heads"), read.size("num_hidden_layers")
+    hidden, heads, layers = (
+        read.size("hidden_size"),
+        read.size("num_attention_heads"),
+        read.size("num_hidden_layers", most=MAX_LAYERS),
+    )
     kv_heads = read.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise read.error(f"has {heads} heads for {kv_heads} KV heads; the first must be a multiple of the second")
@@ -106,7 +112,7 @@ def _gpt2(read: _Reader) -> ModelConfig:
         architecture="gpt2",
         vocab_size=read.size("vocab_size"),
         hidden_size=hidden,
-        num_layers=read.size("n_layer"),
+        num_layers=read.size("n_layer", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
@@ -147,14 +153,15 @@ def _ropes(read: _Reader, head_dim: int, gemma: bool) -> tuple[RopeConfig, RopeC
     new = read.get("rope_parameters")
     if not gemma:
         parameters = new if new is not None else {"rope_theta": read.get("rope_theta"), **(read.get("rope_scaling") or {})}
-        return _rope(read, parameters, head_dim, 10000.0), None
+        return check_rope(_rope(read, parameters, head_dim, 10000.0), head_dim, read.error), None
     if new is None:
         new = {
             "full_attention": {"rope_theta": read.get("rope_theta"), **(read.get("rope_scaling") or {})},
             "sliding_attention": {"rope_theta": read.get("rope_local_base_freq")},
         }
     full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
-    return _rope(read, full, head_dim, 1000000.0), _rope(read, sliding, head_dim, 10000.0)
+    ropes = _rope(read, full, head_dim, 1000000.0), _rope(read, sliding, head_dim, 10000.0)
+    return check_rope(ropes[0], head_dim, read.error), check_rope(ropes[1], head_dim, read.error)
 
 
 def _rope(read: _Reader, parameters: Mapping[str, Any], head_dim: int, theta: float) -> RopeConfig:

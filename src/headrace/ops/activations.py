@@ -3,21 +3,21 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from headrace.ops.cases import activation_cases, gated_cases
 from headrace.ops.registry import accumulator, op
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
+    return functional.gelu(x, approximate="tanh")
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
     "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
+    "relu": functional.relu,
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from headrace.ops.cases import attention_cases
 from headrace.ops.context import Context
 from headrace.ops.norms import normalise
-from headrace.ops.paging import Group, groups
+from headrace.ops.paging import groups
 from headrace.ops.registry import accumulator, op
 from headrace.ops.rope import rotate
 from headrace.ops.weights import EmbeddingWeights, NormWeights, RopeWeights
@@ -34,8 +34,8 @@ def attention(
     the pool holds is read. Query head i uses KV head i * kv_heads // heads: MHA, GQA and MQA are one path. `window`: a row sees
     the last `window` positions, its own included. `scale`: default head_dim ** -0.5. `softcap` c: scores become
     c * tanh(score / c). `sinks` (weight [heads]): a logit per head that takes part in the softmax and has no value.
-    `causal=False`: every row of a feed sees the whole feed (encoders; feeds must then be whole). `source`: the cross group whose
-    K and V, filled once from an encoder, are read instead; there are no cross groups yet, so None is the only value.
+    `causal=False`: every row of a feed sees the whole feed (encoders; feeds must then be whole). `source`: the cross group
+    whose K and V, filled once from an encoder, are read instead; there are no cross groups yet, so None is the only value.
     Scores and sums are float32, or float64 of float64. A row that sees nothing gives 0.
     """
     if source is not None:
@@ -48,10 +48,12 @@ def attention(
     table = ctx.pool.table(layer)
     ctx.pool.write(layer, ctx.slots[table], _prepare(k.view(n, kv_heads, dim), k_norm, rope, ctx), v.view(n, kv_heads, dim))
     out = torch.empty(n, heads, dim, dtype=acc, device=q.device)
+    sink = None if sinks is None else sinks.weight.to(acc)
     for group in groups(ctx, table, heads, window, causal):
-        keys = _gather(key_pool, group, acc)
-        values = _gather(value_pool, group, acc)
-        attended = attend(query[group.rows], keys, values, group.visible, softcap, None if sinks is None else sinks.weight.to(acc))
+        keys = key_pool[group.blocks].flatten(1, 2).to(acc)
+        values = value_pool[group.blocks].flatten(1, 2).to(acc)
+        values = values.masked_fill(~group.reached[:, :, None, None], 0.0)  # 0 * NaN: another request's must not leak in
+        attended = attend(query[group.rows], keys, values, group.visible, softcap, sink)
         out[group.rows[group.valid]] = attended[group.valid]
     return out.view(n, heads * dim).to(q.dtype)
 
@@ -90,9 +92,3 @@ def attend(
 def _prepare(x: torch.Tensor, w: NormWeights | None, rope: RopeWeights | None, ctx: Context) -> torch.Tensor:
     x = x.to(accumulator(x.dtype)) if w is None else normalise(x, w)
     return x if rope is None else rotate(x, rope, ctx)
-
-
-def _gather(pool: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values [b, t, kv_heads, d] of a group. What no row sees becomes 0: another request's NaN must not leak in."""
-    taken = pool[group.blocks].flatten(1, 2).to(dtype)
-    return taken.masked_fill(~group.reached[:, :, None, None], 0.0)

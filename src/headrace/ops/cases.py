@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from headrace.config import ModelConfig
 from headrace.kv.pool import KVPool
@@ -39,7 +39,7 @@ class Draw:
 
     def linear(self, n_in: int, sizes: tuple[int, ...], bias: bool = False, split: bool = False) -> SimpleNamespace:
         weight = self.normal(sum(sizes), n_in, scale=n_in**-0.5)
-        method = SimpleNamespace(apply=lambda layer, x, b: F.linear(x, layer.weight, b))
+        method = SimpleNamespace(apply=lambda layer, x, b: functional.linear(x, layer.weight, b))
         return SimpleNamespace(
             weight=weight, bias=self.normal(sum(sizes)) if bias else None, sizes=sizes, split=split, method=method
         )

@@ -1,7 +1,7 @@
 """norm and residual."""
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from headrace.ops.cases import norm_cases, residual_cases
 from headrace.ops.registry import accumulator, op
@@ -12,7 +12,8 @@ def normalise(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
     """The norm of the last axis of x (any shape), returned in the accumulator type."""
     x = x.to(accumulator(x.dtype))
     if w.kind == "layer":
-        return F.layer_norm(x, x.shape[-1:], w.weight.to(x.dtype), None if w.bias is None else w.bias.to(x.dtype), w.eps)
+        bias = None if w.bias is None else w.bias.to(x.dtype)
+        return functional.layer_norm(x, x.shape[-1:], w.weight.to(x.dtype), bias, w.eps)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + w.eps) * w.weight.to(x.dtype)
 
 

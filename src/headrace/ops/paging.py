@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -61,7 +62,7 @@ def _tiles(ctx: Context, window: int | None, causal: bool) -> Iterator[_Tile]:
     size = ctx.pool.block_size
     row_start, kv_start, known = ctx.row_start.tolist(), ctx.kv_start.tolist(), ctx.known.tolist()
     positions = ctx.positions.tolist() if window is not None else []
-    for feed, (start, end) in enumerate(zip(row_start, row_start[1:], strict=False)):
+    for feed, (start, end) in enumerate(pairwise(row_start)):
         kv_end = kv_start[feed] + end - start
         for first in range(start, end, TILE):
             last = min(first + TILE, end)

@@ -48,7 +48,7 @@ class Op(Generic[P, R]):
         if not isinstance(first, torch.Tensor):
             forward = getattr(first, "__headrace_op__", None)
             if forward is None:
-                raise TypeError(f"{self.name}: the first value must be a tensor or take part in recording, not {type(first).__name__}")
+                raise TypeError(f"{self.name}: the first value must be a tensor or be recording, not {type(first).__name__}")
             return cast(R, forward(self.name, args, kwargs))
         return self.implementations.get(first.device.type, self.reference)(*args, **kwargs)
 

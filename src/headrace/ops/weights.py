@@ -14,8 +14,13 @@ class Multiplies(Protocol):
 
 
 class LinearWeights(Protocol):
-    method: Multiplies
-    bias: torch.Tensor | None  # [n_out]
+    @property
+    def method(self) -> Multiplies: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[n_out]"""
+        ...
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -29,22 +34,50 @@ class LinearWeights(Protocol):
 
 
 class HeadWeights(Protocol):
-    method: Multiplies
-    bias: torch.Tensor | None
+    @property
+    def method(self) -> Multiplies: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
 
 
 class EmbeddingWeights(Protocol):
-    weight: torch.Tensor  # [rows, hidden]
+    @property
+    def weight(self) -> torch.Tensor:
+        """[rows, width]"""
+        ...
 
 
 class NormWeights(Protocol):
-    kind: str  # rms | layer
-    eps: float
-    weight: torch.Tensor  # [width], float32 or float64; what is multiplied (gemma's 1 + w, not w)
-    bias: torch.Tensor | None
+    @property
+    def kind(self) -> str:
+        """rms | layer"""
+        ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[width], float32 or float64: what is multiplied (gemma's 1 + w, not w)"""
+        ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
 
 
 class RopeWeights(Protocol):
-    dim: int  # rotated part of a head
-    interleaved: bool
-    inv_freq: torch.Tensor  # [dim / 2] float64, radians per position
+    @property
+    def dim(self) -> int:
+        """Values of a head that turn; the rest stay."""
+        ...
+
+    @property
+    def interleaved(self) -> bool:
+        """Pairs are (2i, 2i + 1) instead of (i, i + dim / 2)."""
+        ...
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """[dim / 2] float64, radians per position"""
+        ...

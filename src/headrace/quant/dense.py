@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 
 class Dense:
@@ -16,4 +16,4 @@ class Dense:
         pass
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, layer.weight, bias)
+        return functional.linear(x, layer.weight, bias)

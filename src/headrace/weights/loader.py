@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.config import ModelConfig
-from headrace.layers.holder import Holder, ParamSpec
+from headrace.layers.holder import ParamSpec
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
 from headrace.weights.names import NameMap, Origin, name_map
@@ -52,6 +52,9 @@ class Shard:
         return tensor.chunk(self.world, axis)[self.rank]
 
 
+WHOLE = Shard()
+
+
 def load_model(
     source: WeightSource,
     dtype: torch.dtype = torch.float32,
@@ -81,7 +84,7 @@ def load_model(
     return model.eval()
 
 
-def fill(target: torch.Tensor, spec: ParamSpec, parts: tuple[Part, ...], source: WeightSource, shard: Shard = Shard()) -> None:  # noqa: B008
+def fill(target: torch.Tensor, spec: ParamSpec, parts: tuple[Part, ...], source: WeightSource, shard: Shard = WHOLE) -> None:
     """Read the parts of one parameter into `target`, checked for NaN and infinities."""
     start = 0
     for part in parts:
@@ -181,7 +184,7 @@ def _part(origin: Origin, name: str, shape: tuple[int, ...], part: str, config: 
 
 
 def unpaired(heads: int, head_dim: int, rotary: int) -> tuple[int, ...]:
-    """The permutation that takes rows stored as rotary neighbours (0, 1), (2, 3) ... to halves (0, rotary / 2) ..., per head."""
+    """The permutation that takes rows stored as rotary neighbours (0, 1), (2, 3) ... to halves (0, rotary / 2) ... per head."""
     order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, head_dim)]
     return tuple(head * head_dim + row for head in range(heads) for row in order)
 
@@ -204,17 +207,10 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 def _refuse_surplus(stored: dict[str, str], used: set[str], names: NameMap, config: ModelConfig, source: WeightSource) -> None:
     ignored = names.ignored + ((r"lm_head\.weight",) if config.tied_head else ())  # a tied head saved twice
-    surplus = [
-        name for plain, name in stored.items() if plain not in used and not any(re.fullmatch(p, plain) for p in ignored)
-    ]
+    surplus = [name for plain, name in stored.items() if plain not in used and not any(re.fullmatch(p, plain) for p in ignored)]
     if surplus:
         more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
         raise WeightError(
             f"{source.path}: tensor {surplus[0]!r}{more} has no place in a {config.architecture} model; "
             "is this another architecture or an adapter?"
         )
-
-
-def parameters_of(holder: Holder) -> int:
-    """Numbers a holder has, created or not."""
-    return sum(spec.elements for spec in holder.params().values())

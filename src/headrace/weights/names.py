@@ -90,10 +90,12 @@ _GPT2_GGUF = {
 # rope_freqs.weight is no parameter: models.gguf_config has read it into RopeConfig.divisors.
 _DIVISORS = (r"rope_freqs\.weight",)
 _GGUF = {
-    "llama": NameMap(_lay(_DECODER_GGUF, "rope_pairs", "qkv.q.weight", "qkv.k.weight", "qkv.q.bias", "qkv.k.bias"), "", _DIVISORS),
-    "qwen2": NameMap(_DECODER_GGUF, "", _DIVISORS),
-    "qwen3": NameMap(_DECODER_GGUF, "", _DIVISORS),
-    "gemma3_text": NameMap(_DECODER_GGUF, "", _DIVISORS),
+    "llama": NameMap(
+        _lay(_DECODER_GGUF, "rope_pairs", "qkv.q.weight", "qkv.k.weight", "qkv.q.bias", "qkv.k.bias"), ignored=_DIVISORS
+    ),
+    "qwen2": NameMap(_DECODER_GGUF, ignored=_DIVISORS),
+    "qwen3": NameMap(_DECODER_GGUF, ignored=_DIVISORS),
+    "gemma3_text": NameMap(_DECODER_GGUF, ignored=_DIVISORS),
     "gpt2": NameMap(_GPT2_GGUF),
 }
 

@@ -1,0 +1,243 @@
+"""ModelConfig from config.json as it is published, and from GGUF metadata; what is not built is refused in one line."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.config import RopeConfig
+from headrace.layers.rotary import frequencies
+from headrace.models.registry import read_config
+from headrace.weights.source import WeightError
+from tests.models.zoo import MemorySource
+
+LLAMA31_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+MISTRAL_7B = {
+    **{key: value for key, value in LLAMA31_8B.items() if key != "rope_scaling"},
+    "model_type": "mistral",
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 32000,
+}
+QWEN25_05B = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+GGUF_GEMMA3: dict[str, Any] = {
+    "general.architecture": "gemma3",
+    "gemma3.context_length": 32768,
+    "gemma3.embedding_length": 1152,
+    "gemma3.block_count": 26,
+    "gemma3.feed_forward_length": 6912,
+    "gemma3.attention.head_count": 4,
+    "gemma3.attention.head_count_kv": 1,
+    "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+    "gemma3.attention.key_length": 256,
+    "gemma3.attention.value_length": 256,
+    "gemma3.attention.sliding_window": 512,
+    "gemma3.rope.freq_base": 1000000.0,
+}
+
+
+def hf(settings: dict[str, Any]) -> MemorySource:
+    return MemorySource("safetensors", {}, settings)
+
+
+def gguf(settings: dict[str, Any], **tensors: torch.Tensor) -> MemorySource:
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    return MemorySource("gguf", {"token_embd.weight": torch.ones(300, 8), **named}, settings)
+
+
+def test_llama_31() -> None:
+    config = read_config(hf(LLAMA31_8B))
+    assert (config.num_kv_heads, config.head_dim, config.q_size, config.kv_size) == (8, 128, 4096, 1024)
+    assert config.rope == RopeConfig(500000.0, None, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert (config.tied_head, config.qkv_bias, config.sliding_window, config.window(0)) == (False, False, None, None)
+
+
+def test_mistral_slides_in_every_layer() -> None:
+    config = read_config(hf(MISTRAL_7B))
+    assert {config.window(i) for i in range(32)} == {4096}
+    assert read_config(hf({**MISTRAL_7B, "sliding_window": None})).sliding_window is None
+
+
+def test_qwen2_has_biases_and_a_window_only_when_it_says_so() -> None:
+    config = read_config(hf(QWEN25_05B))
+    assert (config.qkv_bias, config.out_bias, config.tied_head, config.sliding_window) == (True, False, True, None)
+    slid = read_config(hf({**QWEN25_05B, "use_sliding_window": True}))
+    assert [slid.window(i) for i in (20, 21)] == [None, 32768]
+
+
+def test_gemma3_from_both_containers() -> None:
+    config, other = read_config(hf(GEMMA3_1B)), read_config(gguf(GGUF_GEMMA3))
+    for made in (config, other):
+        assert [i for i in range(26) if made.window(i) is None] == [5, 11, 17, 23]
+        assert made.rope is not None
+        assert made.rope_local is not None
+        assert (made.rope.theta, made.rope_local.theta, made.attn_scale) == (1000000.0, 10000.0, 1 / 16)
+        assert (made.embed_scale, made.tied_head, made.architecture) == (1152**0.5, True, "gemma3_text")
+    scaled = {**GGUF_GEMMA3, "gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    made = read_config(gguf(scaled))
+    assert made.rope == RopeConfig(1000000.0, scaling="linear", factor=8.0)
+    assert made.rope_local == RopeConfig(10000.0)
+
+
+def test_gemma3_27b_in_gguf_scales_queries_by_hidden_over_heads() -> None:
+    big = {**GGUF_GEMMA3, "gemma3.block_count": 62, "gemma3.embedding_length": 5376, "gemma3.attention.head_count": 32}
+    assert read_config(gguf({**big, "gemma3.attention.head_count_kv": 16})).attn_scale == 168**-0.5
+
+
+def test_gpt2() -> None:
+    config = read_config(hf(GPT2))
+    assert (config.ffn_size, config.head_dim, config.rope, config.qkv_bias, config.tied_head) == (3072, 64, None, True, True)
+
+
+def test_old_and_new_forms_of_config_json_mean_the_same() -> None:
+    old = read_config(hf(LLAMA31_8B))
+    new = {key: value for key, value in LLAMA31_8B.items() if not key.startswith("rope_")}
+    new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA31_8B["rope_scaling"]}
+    assert read_config(hf(new)) == old
+
+
+def test_llama3_divisors_of_gguf_mean_the_same_frequencies() -> None:
+    """Card values: 64 pairs of Llama 3.1; fast pairs stay, slow ones are divided by 8, a few lie between."""
+    rope = RopeConfig(500000.0, None, "llama3", 8.0, 1.0, 4.0, 8192)
+    scaled, plain = frequencies(rope, 128), frequencies(RopeConfig(500000.0), 128)
+    divisors = plain / scaled
+    assert (divisors[0], divisors[-1]) == (1.0, 8.0)
+    assert 0 < int(((divisors > 1.001) & (divisors < 7.999)).sum()) < 20
+    settings = {key.replace("gemma3.", "llama."): value for key, value in GGUF_GEMMA3.items()}
+    settings |= {"general.architecture": "llama", "llama.rope.freq_base": 500000.0}
+    settings |= {"llama.attention.key_length": 128, "llama.attention.value_length": 128}
+    made = read_config(gguf(settings, rope_freqs__weight=divisors)).rope
+    assert made is not None
+    torch.testing.assert_close(frequencies(made, 128), scaled, rtol=1e-12, atol=0)
+
+
+def test_divisors_of_another_head_size_are_refused() -> None:
+    settings = {key.replace("gemma3.", "llama."): value for key, value in GGUF_GEMMA3.items()}
+    source = gguf({**settings, "general.architecture": "llama"}, rope_freqs__weight=torch.ones(3))
+    with pytest.raises(WeightError, match="has 3 rotary divisors and needs 128"):
+        read_config(source)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {**LLAMA31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rotary scaling 'yarn'; known are default",
+        ),
+        ({**LLAMA31_8B, "quantization_config": {"quant_method": "gptq"}}, "asks for quantization_config, which is not built"),
+        ({**LLAMA31_8B, "hidden_act": "relu"}, "has the activation 'relu'; llama is built with silu"),
+        ({**LLAMA31_8B, "hidden_size": None}, "must have hidden_size as an integer from 1 to 2147483648, not None"),
+        ({**LLAMA31_8B, "num_hidden_layers": -1}, "must have num_hidden_layers as an integer from 1 to 1024, not -1"),
+        ({**LLAMA31_8B, "num_hidden_layers": 10**9}, "from 1 to 1024, not 1000000000"),
+        ({**LLAMA31_8B, "rms_norm_eps": "small"}, "must have rms_norm_eps as a number above 0, not 'small'"),
+        ({**LLAMA31_8B, "rms_norm_eps": math.nan}, "must have rms_norm_eps as a number above 0, not nan"),
+        ({**LLAMA31_8B, "head_dim": 7}, "turns 7 values of heads of 7; rotary needs an even number"),
+        ({**LLAMA31_8B, "rope_scaling": {**LLAMA31_8B["rope_scaling"], "low_freq_factor": 4.0}}, "not below its high_freq"),
+        ({**LLAMA31_8B, "num_key_value_heads": 5}, "has 32 heads for 5 KV heads"),
+        ({**LLAMA31_8B, "sliding_window": 4096}, "is it a mistral?"),
+        ({**GEMMA3_1B, "use_bidirectional_attention": True}, "asks for use_bidirectional_attention"),
+        ({**QWEN25_05B, "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types for its 24 layers"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "asks for scale_attn_by_inverse_layer_idx"),
+        ({}, "unknown architecture ''; known are"),
+    ],
+)
+def test_what_is_not_built_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightError) as caught:
+        read_config(hf(settings))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "mamba"}, "unknown architecture 'mamba'; known are"),
+        ({"gemma3.block_count": None}, "must have gemma3.block_count as an integer from 1 to 1024, not None"),
+        ({"gemma3.attention.value_length": 128}, "different widths"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "rotary scaling 'yarn'; known are none, linear and llama3"),
+        ({"gemma3.rope.freq_base": "fast"}, "must have gemma3.rope.freq_base as a number above 0, not 'fast'"),
+        (
+            {"gemma3.attention.head_count": np.arange(100)},
+            "gemma3.attention.head_count as an integer from 1 to 2147483648, not a list",
+        ),
+        ({"gemma3.rope.dimension_count": 512}, "turns 512 values of heads of 256"),
+    ],
+)
+def test_gguf_metadata_that_cannot_be_used_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightError) as caught:
+        read_config(gguf({**GGUF_GEMMA3, **changes}))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,128 @@
+"""Numbers of the literature that the engine must reproduce to the byte: KV cache, parameters, head shapes, FLOPs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from headrace.config import ModelConfig, RopeConfig
+from headrace.kv.pool import KVPool
+from headrace.layers.linear import Linear
+from headrace.models.registry import describe
+from headrace.ops.context import FeedRows, build
+from headrace.ops.vocabulary import attention, linear
+
+LLAMA2_7B = ModelConfig(
+    architecture="llama",
+    vocab_size=32000,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    ffn_size=11008,
+    max_position=4096,
+    rope=RopeConfig(),
+    tied_head=False,
+)
+LLAMA2_70B = replace(LLAMA2_7B, hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_size=28672)
+LLAMA31_8B = replace(LLAMA2_7B, num_kv_heads=8, ffn_size=14336, vocab_size=128256)
+OPT_13B = replace(LLAMA2_7B, hidden_size=5120, num_layers=40, num_heads=40, num_kv_heads=40)  # its KV shape is all we use
+GEMMA3_1B = replace(
+    LLAMA2_7B,
+    architecture="gemma3_text",
+    hidden_size=1152,
+    num_layers=26,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    sliding_window=512,
+    sliding_layers=tuple((i + 1) % 6 != 0 for i in range(26)),
+)
+GIB, MIB, KIB = 2**30, 2**20, 2**10
+
+
+@pytest.mark.parametrize(
+    ("config", "per_token"),
+    [(LLAMA2_7B, 524288), (LLAMA2_70B, 327680), (LLAMA31_8B, 131072), (OPT_13B, 819200), (GEMMA3_1B, 26624)],
+)
+def test_kv_bytes_per_token(config: ModelConfig, per_token: int) -> None:
+    """Card A2's table in 16-bit elements, and the pool takes exactly what the formula says."""
+    assert config.kv_bytes_per_token(2) == per_token
+    pool = KVPool(config, num_blocks=3, block_size=2, dtype=torch.bfloat16, device="meta")
+    assert pool.bytes == 3 * 2 * per_token
+
+
+def test_w28_seven_billion_parameters() -> None:
+    """13.48 GB (decimal) = 12.55 GiB in float16; 512 KiB a token, 512 MiB at 1,024 tokens, 2 GiB at 4,096."""
+    parameters = describe(LLAMA2_7B).num_parameters
+    assert parameters == 6_738_415_616
+    assert round(2 * parameters / 1e9, 2) == 13.48
+    assert round(2 * parameters / GIB, 2) == 12.55
+    assert LLAMA2_7B.kv_bytes_per_token(2) == 512 * KIB
+    assert LLAMA2_7B.kv_bytes(1024, 2) == 512 * MIB
+    assert LLAMA2_7B.kv_bytes(4096, 2) == 2 * GIB
+
+
+def test_w29_kv_heads_count_not_query_heads() -> None:
+    """Llama-2-70B: 320 KiB a token; the formula with all heads would say 2,560 KiB."""
+    assert LLAMA2_70B.kv_bytes_per_token(2) == 320 * KIB
+    assert replace(LLAMA2_70B, num_kv_heads=LLAMA2_70B.num_heads).kv_bytes_per_token(2) == 2560 * KIB
+
+
+def test_w29_sliding_layers_need_their_window_only() -> None:
+    """Gemma 3 1B at 4,096 tokens: 4 full layers hold all of them, 22 hold 512."""
+    assert GEMMA3_1B.kv_bytes(4096, 2) == 2 * 256 * 2 * (4 * 4096 + 22 * 512)
+    assert GEMMA3_1B.kv_bytes(100, 2) == 100 * GEMMA3_1B.kv_bytes_per_token(2)
+
+
+def _attention_weights(hidden: int, heads: int, kv_heads: int) -> tuple[ModelConfig, Linear, Linear]:
+    """Created qkv and output projections of one layer."""
+    dim = hidden // heads
+    config = replace(LLAMA2_7B, hidden_size=hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+    qkv = Linear(hidden, {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}, split=True)
+    out = Linear(config.q_size, hidden)
+    for holder in (qkv, out):
+        holder.create(torch.float32)
+        torch.nn.init.normal_(holder.weight)
+    return config, qkv, out
+
+
+@pytest.mark.parametrize(("kv_heads", "kv_shape"), [(8, (8, 96)), (2, (2, 96)), (1, (1, 96))])
+def test_w33_shapes_of_768_in_eight_heads(kv_heads: int, kv_shape: tuple[int, int]) -> None:
+    """Q is (rows, 8, 96) always; K and V are (rows, 8, 96), (rows, 2, 96) or (rows, 96); and there is an output projection."""
+    config, qkv, out = _attention_weights(768, 8, kv_heads)
+    pool = KVPool(config, 4, 4)
+    q, k, v = linear(torch.randn(5, 768), qkv)
+    assert q.view(5, 8, 96).shape == (5, 8, 96)
+    assert k.shape == v.shape == (5, kv_shape[0] * kv_shape[1])
+    assert pool.kv(0)[0].shape[2:] == kv_shape
+    y = attention(q, k, v, build(pool, [FeedRows([0] * 5, [0, 1])]), 0)
+    assert y.shape == (5, 768)
+    assert out.weight.shape == (768, 768)
+
+
+def _flops(hidden: int, heads: int, kv_heads: int, rows: int = 8) -> tuple[int, int]:
+    """FLOPs of the projections and of the attention of one layer over `rows` rows."""
+    config, qkv, out = _attention_weights(hidden, heads, kv_heads)
+    pool = KVPool(config, 2, 8)
+    x = torch.randn(rows, hidden)
+    with FlopCounterMode(display=False) as projections:
+        q, k, v = linear(x, qkv)
+        linear(x[:, : config.q_size], out)
+    with FlopCounterMode(display=False) as attending:
+        attention(q, k, v, build(pool, [FeedRows([0] * rows, [0, 1])]), 0)
+    return projections.get_total_flops(), attending.get_total_flops()
+
+
+def test_w34_mqa_saves_projections_not_attention() -> None:
+    """QKᵀ and PV cost the same; Q, K, V and O projections fall to 0.5625 (MQA), 0.625 (GQA-2) of MHA, 0.516 at 4096 / 32."""
+    mha, attended = _flops(768, 8, 8)
+    assert mha == 2 * 8 * 4 * 768 * 768
+    assert attended == 2 * (2 * 8 * 8 * 8 * 96)  # two products, 8 rows by 8 keys, 8 heads of 96
+    for kv_heads, ratio in ((1, 0.5625), (2, 0.625)):
+        projections, attention_flops = _flops(768, 8, kv_heads)
+        assert projections / mha == ratio
+        assert attention_flops == attended
+    assert round(_flops(4096, 32, 1)[0] / _flops(4096, 32, 32)[0], 3) == 0.516
