@@ -38,7 +38,7 @@ def main(extras: list[str]) -> int:
         python = make_venv(ROOT / os.environ.get("VENV", ".venv"))
         compiler = find_compiler(os.environ)
         if compiler is None:
-            loud("no C++ compiler: Headrace will run in torch, which is SLOW. Better: apt install g++ (Fedora: dnf install gcc-c++)")
+            loud("no C++ compiler: Headrace will run in torch, which is SLOW. Better install one first: apt install g++")
         if not has_torch(python):
             install_torch(python, torch_index(os.environ, gpu=has_gpu()))
         install_headrace(python, extras, compiler)
@@ -135,8 +135,8 @@ def install_headrace(python: Path, extras: list[str], compiler: str | None) -> N
 def pip(python: Path, *arguments: str) -> int:
     """pip install with the tested versions; its progress is shown where somebody watches."""
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    command = [python, "-m", "pip", "install", *quiet, "--disable-pip-version-check", "-c", "constraints.txt", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    options = ["--disable-pip-version-check", "-c", "constraints.txt", *quiet]
+    return subprocess.run([python, "-m", "pip", "install", *options, *arguments], cwd=ROOT, check=False).returncode
 
 
 def has_core(python: Path) -> bool:

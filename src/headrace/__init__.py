@@ -17,7 +17,7 @@ _HOME = {
     "CompletionOutput": "headrace.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]  # noqa: F822 (lazy)
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,33 @@
+"""What holds for every test."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: tests run side by side, and each on one core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests import places
+
+
+@pytest.fixture(scope="session")
+def models_dir() -> Path:
+    """The folder with real models (HEADRACE_TEST_MODELS)."""
+    if not places.MODELS.is_dir():
+        pytest.skip(f"there is no folder {places.MODELS} (HEADRACE_TEST_MODELS)")
+    return places.MODELS
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder with real data (HEADRACE_TEST_DATA)."""
+    if not places.DATA.is_dir():
+        pytest.skip(f"there is no folder {places.DATA} (HEADRACE_TEST_DATA)")
+    return places.DATA
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The weights file of the default model."""
+    return places.default_model()

@@ -1,0 +1,35 @@
+"""Where real models and data lie, which are not in the repository; a test that needs what is not here skips and says why."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.weights import catalog
+from headrace.weights.store import Store
+
+MODELS = Path(os.environ.get("HEADRACE_TEST_MODELS") or "~/.cache/headrace-test-models").expanduser()
+DATA = Path(os.environ.get("HEADRACE_TEST_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data").expanduser()
+STORE = Store()  # made here, before a test sets HEADRACE_HOME
+
+
+def model_file(name: str) -> Path:
+    """A file of the models folder; the default model's is also taken from where `make run` puts it."""
+    pulled = STORE.find(catalog.DEFAULT)
+    for path in (MODELS / name, *([STORE.path(pulled)] if pulled else [])):
+        if path.name == name and path.exists():
+            return path
+    pytest.skip(f"{name} is not in {MODELS} (HEADRACE_TEST_MODELS)")
+
+
+def default_model() -> Path:
+    """The weights of the model that `make run` uses."""
+    return model_file(catalog.load()[catalog.DEFAULT].file)
+
+
+def data_path(name: str) -> Path:
+    """A file or folder of the data folder."""
+    path = DATA / name
+    if not path.exists():
+        pytest.skip(f"{name} is not in {DATA} (HEADRACE_TEST_DATA)")
+    return path

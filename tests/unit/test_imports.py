@@ -1,0 +1,214 @@
+"""House rules that a machine can check: imports point downward, heavy libraries load late, files and functions stay small."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Set
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+
+# Room -> the rooms it may import. A module belongs to the room with the longest matching name; within a room all may be
+# imported. `weights` reads files and knows no model; `weights.loader` and `weights.names` fill models from them.
+ROOMS = {
+    "params": "",
+    "config": "",
+    "types": "params",
+    "native": "params types config",
+    "weights": "params config native",
+    "kv.pool": "config types",
+    "kv.blocks": "config types",
+    "ops": "kv.pool native params types config",
+    "quant": "ops native config",
+    "layers": "quant ops config",
+    "models": "layers quant ops weights config",
+    "weights.names": "models layers weights config",
+    "weights.loader": "weights.names models layers quant weights config",
+    "text": "params config",
+    "decoding": "text ops params types config",
+    "drafting": "decoding text ops params types config",
+    "runner": "models layers quant ops native weights kv.pool params types config",
+    "scheduler": "kv.blocks params types config",
+    "admission": "decoding params types config",
+    "engine": "admission scheduler kv.blocks decoding drafting runner text params types config",
+    "memory": "config",
+    "outputs": "params types",
+    "loading": "memory models weights.loader weights text params config",
+    "llm": "engine loading memory outputs decoding drafting runner kv.pool models weights text native params types config",
+    "bench": "llm loading engine outputs memory scheduler runner kv.blocks kv.pool weights text native params types config",
+    "server": "llm loading engine outputs decoding weights text params types config",
+    "cli": "server bench llm loading memory outputs models weights text native params types config",
+    "": "",  # the package itself
+}
+# May be imported inside a function outside `cli`: modules that not every platform or installation has.
+OPTIONAL = {"resource"}
+# Never in the product: what runs code out of a file, and the libraries that tests take their expectations from.
+FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "llama_cpp"}
+
+# `headrace --help`, `list` and `import headrace` stay instant.
+QUICK = ("headrace", "headrace.cli.app", "headrace.params", "headrace.text", "headrace.weights.catalog", "headrace.native")
+HEAVY = {"torch", "transformers", "scipy", "pandas"}
+MAX_LINES = {".py": 400, ".cpp": 500, ".h": 500, ".inl": 500}
+MAX_FUNCTION = 60
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+SOURCES = {module_name(path): path.read_text("utf-8") for path in sorted(SRC.rglob("*.py"))}
+
+
+def imports(tree: ast.AST, modules: Set[str] = frozenset()) -> Iterator[tuple[int, str]]:
+    """Line and module of every import in a tree; `from package import module` names the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, name if name in modules else base) for name in names)
+
+
+def room(module: str) -> str:
+    """The room of a module of Headrace: the longest name in ROOMS that it lies in."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+    return next(name for name in names if name in ROOMS)
+
+
+def wrong_imports(module: str, source: str, modules: Set[str]) -> list[str]:
+    """Imports of `module` that do not point downward."""
+    here = room(module)
+    wrong = []
+    for line, name in imports(ast.parse(source), modules):
+        if name.startswith("."):
+            wrong.append(f"{module}:{line} imports {name}; write the whole name")
+        elif name.split(".")[0] == "headrace" and room(name) != here and room(name) not in ROOMS[here].split():
+            wrong.append(f"{module}:{line} imports {name}, and {here} may not import {room(name)}")
+    return wrong
+
+
+def late_imports(module: str, source: str) -> list[str]:
+    """Imports inside functions that neither the command line nor an optional module excuses."""
+    if room(module) == "cli":
+        return []
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, FUNCTIONS)]
+    found = {pair for function in functions for pair in imports(function)}
+    return [f"{module}:{line} imports {name} late" for line, name in sorted(found) if name.split(".")[0] not in OPTIONAL]
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of a graph, empty when there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_the_plan_of_rooms_has_no_cycle_and_names_rooms_only() -> None:
+    assert cycle({name: set(below.split()) for name, below in ROOMS.items()}) == []
+    assert {below for names in ROOMS.values() for below in names.split()} <= set(ROOMS)
+
+
+def test_imports_point_downward() -> None:
+    assert [line for module, source in SOURCES.items() for line in wrong_imports(module, source, set(SOURCES))] == []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = {
+        module: {name for _, name in imports(ast.parse(source), set(SOURCES)) if name in SOURCES} - {module}
+        for module, source in SOURCES.items()
+    }
+    assert cycle(graph) == []
+
+
+def test_imports_stand_at_the_top() -> None:
+    assert [line for module, source in SOURCES.items() for line in late_imports(module, source)] == []
+    assert [module for module, source in SOURCES.items() if "TYPE_CHECKING" in source] == []
+
+
+def test_nothing_forbidden_is_imported() -> None:
+    used = {(module, name.split(".")[0]) for module, source in SOURCES.items() for _, name in imports(ast.parse(source))}
+    assert [(module, name) for module, name in used if name in FORBIDDEN] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("headrace.scheduler", "from headrace.runner.slots import Slots"),
+        ("headrace.scheduler", "from headrace.kv.pool import KVPool"),
+        ("headrace.weights.gguf", "from headrace.weights.loader import load_model"),
+        ("headrace.ops.sampling", "from headrace import llm"),
+        ("headrace.types", "import headrace.engine"),
+        ("headrace.engine", "from . import llm"),
+        ("headrace.text.chat", "def render():\n    from headrace.engine import Engine"),
+    ],
+)
+def test_an_import_that_points_upward_is_found(module: str, source: str) -> None:
+    assert wrong_imports(module, source, {*SOURCES, "headrace.llm"})
+
+
+def test_a_late_import_and_a_circle_are_found() -> None:
+    assert late_imports("headrace.llm", "def load():\n    import torch")
+    assert not late_imports("headrace.cli.run", "def load():\n    import torch")
+    assert cycle({"a": {"b"}, "b": {"a"}})
+
+
+def test_the_quick_modules_do_not_load_torch() -> None:
+    assert loaded_by(*QUICK) & HEAVY == set()
+
+
+def test_the_whole_engine_never_loads_transformers() -> None:
+    loaded = loaded_by("headrace.llm", *QUICK)
+    assert "torch" in loaded  # else this test would prove nothing
+    assert loaded & FORBIDDEN & {"transformers", "gguf", "llama_cpp"} == set()
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """Names in sys.modules of a new interpreter after these imports."""
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SRC)})
+    return set(done.stdout.split())
+
+
+def test_the_public_names_load_when_they_are_used() -> None:
+    code = "import headrace; [getattr(headrace, name) for name in headrace.__all__]; headrace.nope"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(SRC)})
+    assert done.stderr.splitlines()[-1] == "AttributeError: module 'headrace' has no attribute 'nope'"
+
+
+def test_files_and_functions_stay_small() -> None:
+    folders = ("src", "csrc", "tools", "examples", "benchmarks")
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in MAX_LINES]
+    large = []
+    for path in found:
+        text = path.read_text("utf-8")
+        if (lines := len(text.splitlines())) > MAX_LINES[path.suffix]:
+            large.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        if path.suffix == ".py":
+            large += [f"{path.relative_to(ROOT)}: {name} has {n} lines" for name, n in functions(text) if n > MAX_FUNCTION]
+    assert len(found) > 50
+    assert large == []
+
+
+def functions(source: str) -> list[tuple[str, int]]:
+    """Every function with its length in lines."""
+    return [
+        (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, FUNCTIONS)
+    ]
+
+
+def test_a_long_function_is_found() -> None:
+    (found,) = functions("def long():\n" + "    pass\n" * MAX_FUNCTION)
+    assert found == ("long", MAX_FUNCTION + 1)
