@@ -107,4 +107,5 @@ class Tokenizer:
             raise TokenizerError(f"the text is not Unicode: a lone surrogate at character {error.start}") from None
         missing = self._vocabulary.missing_bytes
         if missing and not missing.isdisjoint(data):
-            raise TokenizerError(f"the vocabulary has no token for byte 0x{min(missing.intersection(data)):02X} of this text")
+            char = next(char for char in text if not missing.isdisjoint(char.encode()))
+            raise TokenizerError(f"the model's vocabulary cannot spell {char!r} (U+{ord(char):04X}); remove it from the text")
