@@ -238,7 +238,7 @@ def test_counts_kept_by_the_caller_give_what_counting_anew_gives():
 # --- rows and errors --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("vocab", "batches"), [(VOCAB, 25), (4000, 6)])
+@pytest.mark.parametrize(("vocab", "batches"), [(VOCAB, 12), (4000, 5)])
 def test_a_row_does_not_depend_on_the_others(vocab, batches):
     """Batches of everything at once, each row against itself alone: same tokens, same log-probabilities, same errors."""
     rng = np.random.default_rng(vocab)
@@ -249,6 +249,19 @@ def test_a_row_does_not_depend_on_the_others(vocab, batches):
         assert sample(z, rows) == [sample(z[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         order = rng.permutation(12)
         assert [sample(z, rows)[i] for i in order] == sample(z[order], [rows[i] for i in order])
+
+
+def test_the_number_of_threads_does_not_matter():
+    """A long row's sums and maxima are split between threads; the bits must not show it."""
+    z = random_logits(np.random.default_rng(14), 1, 200_000, 1.5).round(decimals=3)  # many ties
+    rows = [spec(temperature=0.0), spec(n=4, logprobs=3), spec(n=4, top_p=0.7, logprobs=3, logprobs_mode="processed")]
+    rows += [spec(n=4, typical_p=0.5), spec(n=4, top_k=3000, min_p=1e-4)]
+    one = sample(z.expand(len(rows), -1), rows), process(z, rows[2:3])
+    torch.set_num_threads(4)
+    four = sample(z.expand(len(rows), -1), rows), process(z, rows[2:3])
+    assert one[0] == four[0]
+    assert one[0][0].tokens == [int(np.argmax(z[0].numpy()))]  # numpy takes the first of equals
+    assert torch.equal(one[1], four[1])
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -316,7 +329,10 @@ def test_logits_are_not_changed_and_half_precision_is_taken():
 
 def test_an_empty_batch_and_no_keys_give_nothing():
     assert sample(torch.zeros(0, 5), []) == []
-    assert sample(torch.zeros(2, 5), [spec(n=0), spec(n=2)])[0].tokens == []
+    z = random_logits(np.random.default_rng(13), 2)
+    none, two = sample(z, [spec(n=0, logprobs=1), spec(n=2, logprobs=1)])
+    assert none.tokens == none.logprobs == sample(z[:1], [spec(n=0)])[0].tokens == []
+    assert two == sample(z[1:], [spec(n=2, logprobs=1)])[0]
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Temperature and the filters that choose which tokens may be drawn: pure functions on rows of logits.
 
 Each takes logits z [r, m] float32 and one setting per row (a number, or a tensor [r]) and returns new logits in which a
-token that may not be drawn is -inf. Columns are tokens in the order of their ids, which decides ties: lowest id first.
-Every filter returns z's own bits at its neutral setting.
+token that may not be drawn is -inf; NaN is the caller's to refuse. Columns are tokens in the order of their ids, which
+decides ties: lowest id first. Every filter returns z's own bits at its neutral setting.
 
 Sums of probabilities are taken in fixed point: integers add up to the same total in any order, so a row's result does
 not depend on threads, on the batch or on the device.
@@ -153,7 +153,7 @@ def _prefix(key: torch.Tensor, shares: torch.Tensor, p: torch.Tensor) -> tuple[t
     before = sums.gather(-1, (edge - 1).clamp_(min=0)).masked_fill_(edge == 0, 0)
     within, columns = compact(key.masked_fill(bins != edge, NEVER))
     values, order = within.sort(stable=True, dim=-1, descending=True)
-    parts = shares.gather(-1, order if columns is None else columns.gather(-1, order)).masked_fill_(values == NEVER, 0)
+    parts = shares.gather(-1, order if columns is None else columns.gather(-1, order))
     place = (before + parts.cumsum(-1) < goal).sum(-1, keepdim=True)  # of the crossing token, which is kept
     place.clamp_(max=values.shape[-1] - 1)
     return values.gather(-1, place), (bins < edge).sum(-1, keepdim=True) + place + 1

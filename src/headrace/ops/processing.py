@@ -1,0 +1,145 @@
+"""What is done to logits before a token is drawn: the stages of card B1, in its order.
+
+bias -> allowed ids -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> temperature ->
+top-k -> typical -> top-p -> min-p. A greedy row stops before temperature.
+
+A stage that is neutral for a row is skipped for it, so neutral settings leave its bits alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from headrace.ops import filters, penalties
+from headrace.ops.noise import Key, Purpose
+from headrace.ops.penalties import TokenCounts
+from headrace.params import SamplingParams
+
+
+@dataclass(slots=True)
+class RowSpec:
+    """What one row of logits is to give: one token for each key, the next after `tokens` and `path`.
+
+    `keys` are noise keys, `key(seed, child)`; greedy rows use only their number. `tokens` are the prompt and the output
+    so far, `path` the draft tokens between them and this row. Without `counts`, penalties count `tokens` anew; with
+    them, only the output beyond `counts.length`. `stop_ids` cannot be drawn before `params.min_tokens`.
+    """
+
+    params: SamplingParams
+    keys: Sequence[Key]
+    tokens: Sequence[int]
+    prompt_len: int
+    path: Sequence[int] = ()
+    stop_ids: Sequence[int] = ()
+    counts: TokenCounts | None = None
+    purpose: int = Purpose.TARGET
+
+    @property
+    def position(self) -> int:
+        """The index, from the start of the sequence, of the token to be drawn."""
+        return len(self.tokens) + len(self.path)
+
+    @property
+    def history(self) -> list[int]:
+        return [*self.tokens, *self.path]
+
+    def output(self, start: int = 0) -> list[int]:
+        """The tokens drawn before this one, from the `start`th on."""
+        return [*self.tokens[self.prompt_len + start :], *self.path]
+
+
+class Stage(NamedTuple):
+    """One step of the processing: which rows need it, and what it does to them."""
+
+    needed: Callable[[SamplingParams], bool]
+    apply: Callable[[torch.Tensor, list[RowSpec]], torch.Tensor]
+    narrows: bool = False  # few tokens may be left
+
+
+def _setting(rows: Sequence[RowSpec], name: str) -> torch.Tensor:
+    return torch.tensor([getattr(row.params, name) for row in rows], dtype=torch.float64)
+
+
+def _ban(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
+    banned = []
+    for row in rows:
+        params, ids = row.params, set[int]()
+        if params.bad_words:
+            ids |= penalties.completed_words(row.history, params.bad_words)
+        if row.position - row.prompt_len < params.min_tokens:
+            ids.update(row.stop_ids)
+        if params.no_repeat_ngram:
+            ids |= penalties.repeated_ngrams(row.history, params.no_repeat_ngram)
+        banned.append(ids)
+    return penalties.ban(z, banned)
+
+
+def _counts(z: torch.Tensor, row: RowSpec) -> TokenCounts:
+    counts = row.counts or TokenCounts(z.shape[-1], row.tokens[: row.prompt_len], device=z.device)
+    return counts.plus(row.output(counts.length))
+
+
+def _repetition(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
+    seen = torch.stack([_counts(z, row).seen for row in rows])
+    return penalties.repetition(z, seen, _setting(rows, "repetition_penalty"))
+
+
+def _frequency_presence(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
+    counts = torch.stack([_counts(z, row).output for row in rows])
+    frequency, presence = _setting(rows, "frequency_penalty"), _setting(rows, "presence_penalty")
+    return penalties.frequency_presence(z, counts, frequency, presence)
+
+
+# the order of card B1: changing it changes distributions
+STAGES = (
+    Stage(lambda p: bool(p.logit_bias), lambda z, rows: penalties.bias(z, [r.params.logit_bias for r in rows])),
+    Stage(
+        lambda p: p.allowed_token_ids is not None,
+        lambda z, rows: penalties.allow(z, [r.params.allowed_token_ids for r in rows]),
+    ),
+    Stage(lambda p: bool(p.bad_words or p.min_tokens or p.no_repeat_ngram), _ban),
+    Stage(lambda p: p.repetition_penalty != 1.0, _repetition),
+    Stage(lambda p: bool(p.frequency_penalty or p.presence_penalty), _frequency_presence),
+    Stage(
+        lambda p: not p.greedy and p.temperature != 1.0,
+        lambda z, rows: filters.temperature(z, _setting(rows, "temperature")),
+    ),
+    Stage(lambda p: not p.greedy and p.top_k > 0, lambda z, rows: filters.top_k(z, _setting(rows, "top_k")), True),
+    Stage(
+        lambda p: not p.greedy and p.typical_p < 1.0,
+        lambda z, rows: filters.typical(z, _setting(rows, "typical_p")),
+        True,
+    ),
+    Stage(lambda p: not p.greedy and p.top_p < 1.0, lambda z, rows: filters.top_p(z, _setting(rows, "top_p")), True),
+    Stage(lambda p: not p.greedy and p.min_p > 0.0, lambda z, rows: filters.min_p(z, _setting(rows, "min_p")), True),
+)
+
+
+def needs(params: SamplingParams) -> tuple[bool, ...]:
+    """Which of STAGES a row with these parameters goes through; rows that agree can go together."""
+    return tuple(stage.needed(params) for stage in STAGES)
+
+
+def run_stages(z: torch.Tensor, rows: list[RowSpec]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Take rows of one group through the stages they need: processed logits [r, m] and the token ids of the columns."""
+    ids = None  # as long as the columns are the whole vocabulary
+    for stage in STAGES:
+        if stage.needed(rows[0].params):
+            z = stage.apply(z, rows)
+            if stage.narrows:
+                z, ids = filters.compact(z, ids)
+    return z, ids
+
+
+def check_ids(row: RowSpec, vocab_size: int) -> None:
+    """Raise ValueError for an id the stages of this row would look up outside the vocabulary."""
+    params = row.params
+    params.check_vocab(vocab_size)
+    if params.min_tokens and max(row.stop_ids, default=0) >= vocab_size:
+        raise ValueError(f"stop id {max(row.stop_ids)} is outside the vocabulary of {vocab_size}")
+    if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
+        uncounted = row.history if row.counts is None else row.output(row.counts.length)
+        if max(uncounted, default=0) >= vocab_size:
+            raise ValueError(f"token id {max(uncounted)} of the history is outside the vocabulary of {vocab_size}")

@@ -1,0 +1,108 @@
+"""SamplingParams: what cannot be meant is refused when it is made, in a line that says what to change."""
+
+import math
+
+import msgspec
+import pytest
+
+from headrace.params import ParamError, SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [0, -1, 65, 1.5, True, None]),
+        ("temperature", [-0.1, 101, NAN, INF, -INF, "hot", None, True, 10**400]),
+        ("top_k", [-1, 2.5, NAN, None]),
+        ("top_p", [0, -0.5, 1.01, NAN, INF, None]),
+        ("min_p", [-0.01, 1.01, NAN]),
+        ("typical_p", [0, 2, NAN]),
+        ("repetition_penalty", [0, -1, 11, NAN, INF]),
+        ("presence_penalty", [-2.1, 2.1, NAN]),
+        ("frequency_penalty", [-2.1, 2.1, NAN]),
+        ("no_repeat_ngram", [-1, 65, 1.0]),
+        ("logit_bias", [{1: 101}, {1: NAN}, {-1: 1.0}, {"1": 1.0}, {1: True}, [1], {1: "x"}]),
+        ("bad_words", [[[]], [[1, -1]], [1], 5, ["word"], [[1.5]]]),
+        ("allowed_token_ids", [[], [-1], 5, [True], ["1"]]),
+        ("min_tokens", [-1, 17, None]),
+        ("max_tokens", [0, -5, 1.0]),
+        ("stop", [[""], [5], 5, {"a": 1}]),
+        ("stop_token_ids", [[-1], 5, ["1"], "1", None]),
+        ("include_stop_str_in_output", ["yes", None]),
+        ("ignore_eos", [1]),
+        ("skip_special_tokens", ["no"]),
+        ("seed", [-1, 2**64, 1.5, True]),
+        ("logprobs", [-1, 65, True]),
+        ("prompt_logprobs", [-1, 65]),
+        ("logprobs_mode", ["cooked", None]),
+        ("priority", [1.5, None]),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(ParamError) as caught:
+            SamplingParams(**{name: value})
+        message = str(caught.value)
+        assert "\n" not in message
+        words = {"bad_words": ("bad word", "bad_words"), "stop": ("stop",)}.get(name, (name,))
+        assert any(word in message for word in words), message
+
+
+def test_min_tokens_above_max_tokens_names_both():
+    with pytest.raises(ParamError, match=r"min_tokens \(9\) must not exceed max_tokens \(8\)"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+
+
+def test_an_unknown_parameter_is_refused_by_name():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)
+    with pytest.raises(msgspec.ValidationError, match="temprature"):
+        msgspec.convert({"temprature": 0.5}, SamplingParams)
+
+
+def test_decoded_parameters_are_checked_too():
+    with pytest.raises(msgspec.ValidationError, match="temperature must be between 0 and 100"):
+        msgspec.json.decode(b'{"temperature": -1}', type=SamplingParams)
+    decoded = msgspec.json.decode(b'{"stop": ["a"], "bad_words": [[1, 2]], "logit_bias": {"5": 1.5}}', type=SamplingParams)
+    assert decoded == SamplingParams(stop="a", bad_words=[[1, 2]], logit_bias={5: 1.5})
+
+
+def test_lists_become_tuples_and_the_wire_keeps_all():
+    params = SamplingParams(
+        stop=["a", "b"], bad_words=[[1], (2, 3)], stop_token_ids=[4], allowed_token_ids=[1, 2], seed=2**64 - 1
+    )
+    assert params.bad_words == ((1,), (2, 3))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_replace_checks_again_and_presets_are_valid():
+    assert SamplingParams().replace(top_k=5).top_k == 5
+    with pytest.raises(ParamError, match="top_k"):
+        SamplingParams().replace(top_k=-5)
+    assert SamplingParams.precise().greedy
+    assert SamplingParams.balanced(top_k=7).top_k == 7
+    assert not SamplingParams.creative().greedy
+    with pytest.raises(ParamError, match="min_p"):
+        SamplingParams.creative(min_p=3)
+
+
+def test_temperatures_below_a_hundredth_are_greedy():
+    assert [SamplingParams(temperature=t).greedy for t in (0, 0.009, 0.01, 1)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stop_token_ids": [49152]},
+        {"allowed_token_ids": [0, 49152]},
+        {"bad_words": [[1, 49152]]},
+        {"logit_bias": {49152: 1.0}},
+    ],
+)
+def test_a_token_the_vocabulary_does_not_have_is_named(changes):
+    params = SamplingParams(**changes)
+    params.check_vocab(49153)
+    with pytest.raises(ParamError, match=f"{next(iter(changes))} names token 49152, but the model's ids end at 49151"):
+        params.check_vocab(49152)
