@@ -4,7 +4,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,13 +154,40 @@ class LLM:
         *,
         processors: Sequence[Processor] = (),
         output: list[RequestOutput] | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[Delta]:
         """Deltas of one prompt as they come. Closing the iterator aborts the request. `output`, if given, receives the
-        RequestOutput that fills up on the way (metrics, token ids)."""
+        RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked between steps, also where a step
+        gives no delta; once it says yes the request ends with finish_reason "abort"."""
         (made,) = self._add_all([prompt], [params or SamplingParams()], tuple(processors), None)
         if output is not None:
             output.append(made)
-        yield from self._drain([made])
+        yield from self._drain([made], cancelled)
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        processors: Sequence[Processor] = (),
+        strategy: Strategy | None = None,
+    ) -> RequestOutput:
+        """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
+        (output,) = self._add_all([prompt], [params or SamplingParams()], tuple(processors), strategy)
+        self._open[output.request_id] = (output, deque(maxlen=0))
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
+        ended = []
+        for delta in self.engine.step():
+            output, inbox = self._open[delta.request_id]
+            output.add(delta)
+            inbox.append(delta)
+            if output.finished:
+                del self._open[delta.request_id]
+                ended.append(output)
+        return ended
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
         """Log-probability of every token of each text given those before it."""
@@ -217,34 +244,27 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return list(prompt)
 
-    def _drain(self, outputs: list[RequestOutput]) -> Iterator[Delta]:
+    def _drain(self, outputs: list[RequestOutput], cancelled: Callable[[], bool] | None = None) -> Iterator[Delta]:
         """Step the engine until these requests are done; leaving early aborts what is left."""
         inbox: deque[Delta] = deque()
         for output in outputs:
             self._open[output.request_id] = (output, inbox)
         try:
             while inbox or any(output.request_id in self._open for output in outputs):
-                if not inbox:
-                    self._step()
+                if not inbox and cancelled is not None and cancelled():
+                    self._abort([output.request_id for output in outputs])
+                elif not inbox:
+                    self.step()
                 while inbox:
                     yield inbox.popleft()
         finally:
             self._abort([output.request_id for output in outputs if output.request_id in self._open])
 
-    def _step(self) -> None:
-        """One engine step; every delta goes to its output and to whoever waits for it."""
-        for delta in self.engine.step():
-            output, inbox = self._open[delta.request_id]
-            output.add(delta)
-            inbox.append(delta)
-            if output.finished:
-                del self._open[delta.request_id]
-
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self.engine.abort(request_id)
         while any(request_id in self._open for request_id in request_ids):
-            self._step()
+            self.step()
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,89 @@
+"""A tiny llama as a GGUF file: random weights, a real byte-level vocabulary, a chat template. For tests of what people run.
+
+Its answers are nonsense made of readable tokens, the same ones every time, and do not end by themselves.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.unit.vocabularies import byte_level
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 32, 2, 4, 2, 48
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_gguf(path: Path, *, context: int = 256, template: str | None = TEMPLATE, seed: int = 0) -> Path:
+    """The file, with a context of `context` tokens; without a chat template where `template` is None."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(context)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    _add_vocabulary(writer, template)
+    for name, tensor in _tensors(seed).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@cache
+def _vocabulary() -> dict[str, Any]:
+    return byte_level()
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None) -> None:
+    vocabulary = _vocabulary()
+    writer.add_tokenizer_model(vocabulary["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(vocabulary["tokenizer.ggml.pre"])
+    writer.add_token_list(vocabulary["tokenizer.ggml.tokens"])
+    writer.add_token_types(vocabulary["tokenizer.ggml.token_type"].tolist())
+    writer.add_token_merges(vocabulary["tokenizer.ggml.merges"])
+    writer.add_eos_token_id(vocabulary["tokenizer.ggml.eos_token_id"])
+    if template is not None:
+        writer.add_chat_template(template)
+
+
+def _tensors(seed: int) -> dict[str, np.ndarray]:
+    """Random weights. The head gives every token that is not plain text the logit 0, far below the best of the others."""
+    rng = np.random.default_rng(seed)
+    tokens = _vocabulary()["tokenizer.ggml.tokens"]
+    kv = KV_HEADS * HIDDEN // HEADS
+    shapes = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (kv, HIDDEN),
+        "attn_v": (kv, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate": (FFN, HIDDEN),
+        "ffn_up": (FFN, HIDDEN),
+        "ffn_down": (HIDDEN, FFN),
+    }
+    head = rng.standard_normal((len(tokens), HIDDEN))
+    head[[not _readable(token) for token in tokens]] = 0
+    made = {"token_embd.weight": rng.standard_normal((len(tokens), HIDDEN)), "output.weight": head}
+    for layer in range(LAYERS):
+        for name, shape in shapes.items():
+            made[f"blk.{layer}.{name}.weight"] = rng.standard_normal(shape) * 0.3
+        for name in ("attn_norm", "ffn_norm"):
+            made[f"blk.{layer}.{name}.weight"] = 1 + rng.standard_normal(HIDDEN) * 0.1
+    made["output_norm.weight"] = np.ones(HIDDEN)
+    return {name: values.astype(np.float32) for name, values in made.items()}
+
+
+def _readable(token: str) -> bool:
+    """Letters, with or without the space before them (Ġ)."""
+    word = token.removeprefix("Ġ")
+    return word.isascii() and word.isalpha()
