@@ -1,0 +1,53 @@
+"""What the documents say exists: their links, the tests they name, the environment variables the code reads."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READMES = ("README.md", "README.zh-CN.md")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"tests/[\w/]+\.py(?:::\w+)?", page.read_text("utf-8"))}
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not is_test(name)] == []
+    assert not is_test("tests/unit/test_docs.py::test_of_nothing")
+
+
+def is_test(name: str) -> bool:
+    """Whether `path` or `path::function` is a test file, or a function in it."""
+    path, _, function = name.partition("::")
+    file = ROOT / path
+    if not file.is_file():
+        return False
+    names = {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
+    return not function or function in names
+
+
+def test_every_statement_of_the_seeds_is_answered_once() -> None:
+    numbers = [int(number) for number in re.findall(r"^\*\*W(\d+)", (ROOT / "docs/seeds.md").read_text("utf-8"), re.MULTILINE)]
+    assert sorted(numbers) == list(range(1, 59))
+
+
+def test_every_environment_variable_is_documented() -> None:
+    sources = [path for folder in ("src", "csrc") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")]
+    pattern = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[))"(\w+)\"""")
+    read = {name for path in sources for name in pattern.findall(path.read_text("utf-8"))}
+    assert {"HEADRACE_HOME", "HEADRACE_LOG", "HEADRACE_ISA"} <= read
+    page = (ROOT / "docs/environment.md").read_text("utf-8")
+    assert [name for name in sorted(read) if f"`{name}`" not in page] == []
+
+
+def test_both_readmes_show_the_same_code() -> None:
+    blocks = [re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL) for name in READMES]
+    assert blocks[0] == blocks[1] != []
