@@ -54,7 +54,7 @@ def attention(
         values = value_pool[group.blocks].flatten(1, 2).to(acc)
         values = values.masked_fill(~group.reached[:, :, None, None], 0.0)  # 0 * NaN: another request's must not leak in
         attended = attend(query[group.rows], keys, values, group.visible, softcap, sink)
-        out[group.rows[group.valid]] = attended[group.valid]
+        out.index_copy_(0, group.target, attended.flatten(0, 1)[group.meant])
     return out.view(n, heads * dim).to(q.dtype)
 
 
@@ -74,19 +74,19 @@ def attend(
     scores = (rows @ k.permute(0, 2, 3, 1)).view(b, kv_heads, share, c, -1)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    scores.masked_fill_(~visible[:, None, None], -torch.inf)  # in place from here: scores are the one big thing
     top = scores.amax(-1, keepdim=True)
     sink = None if sinks is None else sinks.view(1, kv_heads, share, 1, 1)
     if sink is not None:
         top = torch.maximum(top, sink)
     top = top.clamp_min(torch.finfo(q.dtype).min)  # a row that sees nothing: exp(-inf), not exp(nan)
-    weights = torch.exp(scores - top)
+    weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink - top)
-    weights = weights / total.clamp_min(torch.finfo(q.dtype).tiny)
-    out = weights.view(b, kv_heads, share * c, -1) @ v.permute(0, 2, 1, 3)
-    return out.view(b, kv_heads, share, c, d).permute(0, 3, 1, 2, 4).reshape(b, c, heads, d)
+    out = (weights.view(b, kv_heads, share * c, -1) @ v.permute(0, 2, 1, 3)).view(b, kv_heads, share, c, d)
+    out = out / total.clamp_min(torch.finfo(q.dtype).tiny)
+    return out.permute(0, 3, 1, 2, 4).reshape(b, c, heads, d)
 
 
 def _prepare(x: torch.Tensor, w: NormWeights | None, rope: RopeWeights | None, ctx: Context) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from headrace.ops.context import Context
 
 TILE = 64  # rows of one feed that share a gather of K and V
-MAX_SCORES = 1 << 24  # attention scores formed at once, over all heads
+MAX_SCORES = 1 << 22  # attention scores formed at once, over all heads (16 MB of float32: a cache's worth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Group:
     """b tiles of equal padded size: up to c rows each, over w blocks (t = w * block_size keys)."""
 
     rows: torch.Tensor  # [b, c] rows of the step; padding repeats row 0
-    valid: torch.Tensor  # [b, c] which of them are meant
+    meant: torch.Tensor  # [m] which of the b * c rows are no padding
+    target: torch.Tensor  # [m] the rows of the step they are
     blocks: torch.Tensor  # [b, w] block ids; padding repeats a block of the tile
     visible: torch.Tensor  # [b, c, t] which keys a row sees
     reached: torch.Tensor  # [b, t] keys that any row of the tile sees
@@ -90,7 +91,8 @@ def _group(
     key = block[:, None] * size + torch.arange(blocks * size, device=device)  # KV indices [b, t]
     visible = _visible(ctx, feed, row, key, window, causal) & valid[:, :, None]
     visible &= (key < (block + held)[:, None] * size)[:, None, :]
-    return Group(row, valid, gathered, visible, visible.any(1))
+    meant = valid.flatten().nonzero()[:, 0]
+    return Group(row, meant, row.flatten()[meant], gathered, visible, visible.any(1))
 
 
 def _visible(
