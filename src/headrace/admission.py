@@ -2,6 +2,7 @@
 
 from headrace.config import EngineConfig
 from headrace.decoding.processors import ProcessorError, check_processors
+from headrace.params import ParamError
 from headrace.types import Request
 
 
@@ -44,16 +45,10 @@ def _check_prompt(request: Request, limits: Limits) -> None:
 
 def _check_ids(request: Request, limits: Limits) -> None:
     params = request.params
-    named = {
-        "stop_token_ids": params.stop_token_ids,
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "logit_bias": tuple(params.logit_bias or ()),
-        "bad_words": tuple(token for word in params.bad_words for token in word),
-    }
-    for field, ids in named.items():
-        unknown = [token for token in ids if token >= limits.vocab_size]
-        if unknown:
-            raise AdmissionError(f"{field} names token {unknown[0]}; the vocabulary ends at {limits.vocab_size - 1}")
+    try:
+        params.check_vocab(limits.vocab_size)
+    except ParamError as error:
+        raise AdmissionError(str(error)) from None
     if params.stop and not limits.has_tokenizer:
         raise AdmissionError("stop strings need a tokenizer; use stop_token_ids, or load the model with its tokenizer")
 

@@ -191,7 +191,11 @@ class LLM:
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
         """Log-probability of every token of each text given those before it."""
-        outputs = self.generate(texts, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
+        # Running text is no conversation: what looks like a control token in it is text.
+        prompts = [
+            self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in _as_batch(texts)
+        ]
+        outputs = self.generate(prompts, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
         for output in outputs:
             if output.error is not None:
                 raise ValueError(output.error)
@@ -202,8 +206,6 @@ class LLM:
 
     def render(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation, ready for the answer. Raises TemplateError when the model has no template."""
-        if self.opened.template is None:
-            raise ValueError(f"{self.opened.name} has no chat template; use generate with a plain prompt")
         text = self.opened.template.render(messages, **{"add_generation_prompt": True, **template})
         return self.tokenizer.encode(text, add_special=False)
 

@@ -38,7 +38,7 @@ class Opened:
     source: GGUFFile | SafetensorsFolder
     config: ModelConfig
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate
     eos_ids: frozenset[int]
     sampling: dict[str, Any] = field(default_factory=dict)  # the catalog's or the model's own settings
     system: str | None = None

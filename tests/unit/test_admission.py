@@ -23,7 +23,7 @@ def engine() -> Engine:
         ([1] * 64, {}, "the prompt has 64 tokens and the context holds 64, the answer included; shorten"),
         ([1, VOCAB], {}, "prompt token 61 is not in the vocabulary"),
         ([1, -1], {}, "prompt token -1 is not in the vocabulary"),
-        ([1], {"stop_token_ids": (99,)}, "stop_token_ids names token 99; the vocabulary ends at 60"),
+        ([1], {"stop_token_ids": (99,)}, "stop_token_ids names token 99, but the model's ids end at 60"),
         ([1], {"logit_bias": {99: 1.0}}, "logit_bias names token 99"),
         ([1], {"bad_words": ((1, 99),)}, "bad_words names token 99"),
         ([1], {"allowed_token_ids": (99,)}, "allowed_token_ids names token 99"),

@@ -13,8 +13,10 @@ class OutputText:
         self._detokenizer = detokenizer
         self._matcher = matcher
 
-    def push(self, token: int) -> str:
-        return self._matcher.append(self._detokenizer.append([token]))
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """The text that is final now. Stop strings are looked for in what comes after the tokens that may not stop."""
+        text = self._detokenizer.append([token])
+        return self._matcher.append(text) if may_stop else text
 
     def close(self) -> str:
         """What was held back, when nothing more will come."""
@@ -52,7 +54,7 @@ class Stopping:
             delta.token_ids.append(token)
             delta.logprobs += logprobs[at : at + 1]
             if seq.text is not None:
-                delta.text += seq.text.push(token)
+                delta.text += seq.text.push(token, len(seq.tokens) - seq.prompt_len >= request.params.min_tokens)
             self._judge(request, seq, token)
             if seq.finish_reason is not None:
                 break
