@@ -1,0 +1,139 @@
+"""What a file of weights says of itself: for people, and for architectures this engine does not run, too."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import WeightSource
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
+
+    Keys: path, format, name, architecture, licence, tensors (name, type, shape, bytes), types (tensors of each), parameters,
+    bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window, kv_bytes_per_token (by number
+    format, over all layers, windows not counted), tokenizer, vocab_size, chat_template. Raises WeightError.
+    """
+    if path.is_dir():
+        folder = SafetensorsFolder(path)
+        return {**_tensors(folder), **_from_config(folder)}
+    file = GGUFFile(path)
+    return {**_tensors(file), **_from_metadata(file.metadata)}
+
+
+def _tensors(source: WeightSource) -> dict[str, Any]:
+    infos = [source.info(name) for name in source.names()]
+    return {
+        "path": str(source.path),
+        "format": source.format,
+        "tensors": [{"name": one.name, "type": one.kind, "shape": list(one.shape), "bytes": one.nbytes} for one in infos],
+        "types": dict(Counter(one.kind for one in infos).most_common()),
+        "parameters": sum(int(np.prod(one.shape, dtype=np.int64)) for one in infos),
+        "bytes": sum(one.nbytes for one in infos),
+    }
+
+
+def _from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    architecture = _text(metadata.get("general.architecture"))
+
+    def get(key: str) -> Any:
+        return metadata.get(f"{architecture}.{key}")
+
+    layers, hidden = _count(get("block_count")), _count(get("embedding_length"))
+    heads = _per_layer(get("attention.head_count"), layers)
+    kv_heads = _per_layer(get("attention.head_count_kv"), layers) or heads
+    head_dim = hidden // max(heads) if hidden and heads and max(heads) else None
+    key_dim = _count(get("attention.key_length")) or head_dim
+    value_dim = _count(get("attention.value_length")) or head_dim
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokenizer = [_text(metadata.get("tokenizer.ggml.model")), _text(metadata.get("tokenizer.ggml.pre"))]
+    return {
+        "name": _text(metadata.get("general.name")),
+        "architecture": architecture,
+        "licence": _text(metadata.get("general.license")),
+        "layers": layers,
+        "hidden_size": hidden,
+        "heads": max(heads, default=None),
+        "kv_heads": max(kv_heads, default=None),
+        "head_dim": key_dim,
+        "context_length": _count(get("context_length")),
+        "sliding_window": _count(get("attention.sliding_window")),
+        "kv_bytes_per_token": _kv_bytes(sum(kv_heads), (key_dim or 0) + (value_dim or 0)),
+        "tokenizer": " ".join(part for part in tokenizer if part) or None,
+        "vocab_size": len(tokens) if tokens is not None else _count(get("vocab_size")),
+        "chat_template": _text(metadata.get("tokenizer.chat_template")),
+    }
+
+
+def _from_config(folder: SafetensorsFolder) -> dict[str, Any]:
+    whole = folder.config
+    config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
+
+    def get(*keys: str) -> int | None:
+        return next((value for key in keys if (value := _count(config.get(key))) is not None), None)
+
+    layers, hidden, heads = (
+        get("num_hidden_layers", "n_layer"),
+        get("hidden_size", "n_embd"),
+        get("num_attention_heads", "n_head"),
+    )
+    kv_heads = get("num_key_value_heads") or heads
+    head_dim = get("head_dim") or (hidden // heads if hidden and heads else None)
+    return {
+        "name": _text(whole.get("_name_or_path")) or folder.path.name,
+        "architecture": _text(config.get("model_type")),
+        "licence": None,
+        "layers": layers,
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "context_length": get("max_position_embeddings", "n_positions"),
+        "sliding_window": get("sliding_window") if config.get("use_sliding_window", True) else None,
+        "kv_bytes_per_token": _kv_bytes((layers or 0) * (kv_heads or 0), 2 * (head_dim or 0)),
+        "tokenizer": _text(_json(folder.path / "tokenizer.json").get("model", {}).get("type")),
+        "vocab_size": get("vocab_size"),
+        "chat_template": _folder_template(folder.path),
+    }
+
+
+def _folder_template(folder: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text("utf-8", errors="replace")
+    return _text(_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _kv_bytes(heads: int, dims: int) -> dict[str, int] | None:
+    """Bytes of K and V of one token, for `heads` KV heads of all layers with `dims` numbers each (K and V together)."""
+    return {"float16": 2 * heads * dims, "float32": 4 * heads * dims} if heads and dims else None
+
+
+def _per_layer(value: Any, layers: int | None) -> list[int]:
+    """A number that holds for every layer, or one number a layer."""
+    if isinstance(value, np.ndarray):
+        return [int(one) for one in value]
+    number = _count(value)
+    return [number] * (layers or 0) if number is not None else []
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

