@@ -1,0 +1,244 @@
+"""chat: a conversation on the terminal, or through pipes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.conversation import Conversation, Message, load
+from headrace.cli.interrupt import Interrupt
+from headrace.cli.lines import Lines
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, with_groups
+from headrace.cli.terminal import AnswerWriter, note
+from headrace.outputs import RequestOutput
+from headrace.params import SamplingParams
+
+INTERRUPTED = 130
+HELP = """\
+/system [TEXT]      show or set the system prompt ("" for none)
+/set [NAME VALUE]   show or change a sampling setting: /set temperature 0.5, /set seed none, /set preset creative
+/clear              forget what was said; system prompt and settings stay
+/retry              answer the last message again
+/save FILE          write the conversation to a file
+/load FILE          go on with a saved one
+/stats              tokens and speed
+/help               this list
+/exit               leave (Ctrl-D, too)
+A line that ends in a backslash goes on in the next; three quotes (\"\"\") open a message of several lines, three close it.
+Ctrl-C stops an answer."""
+COMMANDS = ["/system", "/set", "/clear", "/retry", "/save", "/load", "/stats", "/help", "/exit"]
+FIXED = frozenset({"n", "logprobs", "logprobs_mode", "prompt_logprobs", "priority"})  # settings a chat has no use for
+DRAW = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SETTINGS = [name for name in SamplingParams.__struct_fields__ if name not in FIXED]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Generate", epilog=HELP.replace("\n", "\n\n"))(with_groups(chat))
+
+
+def chat(
+    model: ModelName,
+    sampling: SamplingOptions,
+    options: ModelOptions,
+    system: SystemPrompt = None,
+    resume: Annotated[
+        Path | None, typer.Option("--load", exists=True, dir_okay=False, help="Go on with a saved conversation.")
+    ] = None,
+) -> int:
+    """Talk with a model.
+
+    Answers go to stdout, everything else to stderr, so that pipes work. When the context is full the oldest turns go.
+    """
+    options.check()
+    sampling.changes()
+    conversation = Conversation() if resume is None else load(resume)
+    llm = open_llm(model, options, max_num_seqs=1, preset="online")
+    if llm.opened.template is None or llm.opened.template.source is None:
+        raise ValueError(f"{model} has no chat template, so it cannot chat; headrace run --raw continues a text")
+    if system is not None or resume is None:
+        conversation.system = llm.opened.system if system is None else system
+    lines = Lines(COMMANDS)
+    if lines.terminal:
+        note("/help lists the commands, Ctrl-D leaves")
+    try:
+        return Chat(llm, conversation, sampling.bind(llm)()).run(lines)
+    finally:
+        lines.close()
+
+
+class Chat:
+    """Reads messages and commands, and answers them."""
+
+    def __init__(self, llm: Any, conversation: Conversation, params: SamplingParams) -> None:
+        self.llm = llm
+        self.conversation = conversation
+        self.params = params
+        self.limit: int = llm.memory_plan.max_model_len
+        self.last: RequestOutput | None = None  # the last answer
+        self.tokens = 0  # of all answers
+
+    def run(self, lines: Lines) -> int:
+        """Until the input ends or /exit. What goes wrong is said, and the chat goes on."""
+        while True:
+            try:
+                typed = lines.read()
+            except KeyboardInterrupt:
+                if not lines.terminal:
+                    return INTERRUPTED
+                note("\n(Ctrl-D or /exit leaves)")
+                continue
+            if typed is None or (typed.command and typed.text.split()[0] in ("/exit", "/quit")):
+                return 0
+            try:
+                if typed.command:
+                    self._command(*typed.text.split(maxsplit=1))
+                elif typed.text.strip():
+                    self.conversation.ask(typed.text)
+                    self._answer()
+            except ValueError as error:
+                note(f"headrace: {' '.join(str(error).split())}")
+
+    # -- answering -----------------------------------------------------------------------------------------------------
+    def _answer(self, otherwise: list[Message] | None = None) -> None:
+        """Answer the last message. Where nothing comes of it, it goes, and `otherwise` takes its place. Raises ValueError."""
+        text = ""
+        try:
+            with Interrupt() as interrupt:
+                text = self._stream(self._prompt(), interrupt)
+        finally:
+            if text:
+                self.conversation.answer(text)
+            else:
+                self.conversation.turns[-1:] = [otherwise] if otherwise else []
+
+    def _prompt(self) -> list[int]:
+        """The conversation within the context, with room for an answer: a quarter of it, or max_tokens where that is less."""
+        room = min(self.params.max_tokens or self.limit, max(self.limit // 4, 1))
+        prompt, gone = self.conversation.fit(self.llm.render, self.limit - room)
+        if gone:
+            which = "the oldest turn is" if len(gone) == 1 else f"the {len(gone)} oldest turns are"
+            first = " ".join(gone[0][0]["content"].split())
+            note(_fit_line(f"(the context of {self.limit} tokens is full: {which} forgotten, from: {first}"[:2000], ")"))
+        return prompt
+
+    def _stream(self, prompt: list[int], interrupt: Interrupt) -> str:
+        """The answer's text, written as it comes; what Ctrl-C leaves of it, too."""
+        answer = AnswerWriter(wrapped=True)
+        made: list[RequestOutput] = []
+        for delta in self.llm.stream(prompt, self.params, output=made, cancelled=interrupt):
+            answer.write(delta.text)
+        answer.close()
+        (self.last,) = made
+        if self.last.error is not None:
+            raise ValueError(self.last.error)
+        (output,) = self.last.outputs
+        self.tokens += len(output.token_ids)
+        if interrupt.requested:
+            note("(stopped)")
+        elif output.finish_reason == "length":
+            full = len(prompt) + len(output.token_ids) >= self.limit
+            note("(cut: the context is full)" if full else f"(cut after max_tokens, {self.params.max_tokens})")
+        elif not output.text:
+            note("(an empty answer)")
+        return output.text
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+    def _command(self, name: str, rest: str = "") -> None:
+        action = getattr(self, f"_do_{name[1:]}", None) if name in COMMANDS else None
+        if action is None:
+            raise ValueError(f'unknown command {name}; /help lists them (a message that begins with a slash: """{name} …""")')
+        action(rest.strip())
+
+    def _do_help(self, _: str) -> None:
+        note(HELP)
+
+    def _do_system(self, text: str) -> None:
+        if text:
+            self.conversation.system = None if text in ('""', "''") else text
+        note(f"system prompt: {self.conversation.system or 'none (the template may have its own)'}")
+
+    def _do_set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if not text:
+            shown = {one: getattr(self.params, one) for one in SETTINGS}
+            note(", ".join(f"{one} {_shown(value)}" for one, value in shown.items() if value not in ((), None)))
+        elif not value.strip():
+            raise ValueError("/set takes a name and a value, as in /set temperature 0.5")
+        elif name == "preset":
+            self.params = self.params.replace(**_preset(value.strip()))
+            note(f"settings: {value.strip()}")
+        elif name not in SETTINGS:
+            raise ValueError(f"unknown setting {name}; known: preset, {', '.join(SETTINGS)}")
+        else:
+            self.params = self.params.replace(**{name: _value(value.strip())})
+            note(f"{name}: {_shown(getattr(self.params, name))}")
+
+    def _do_clear(self, _: str) -> None:
+        self.conversation.turns.clear()
+        note("forgotten")
+
+    def _do_retry(self, _: str) -> None:
+        if not self.conversation.turns:
+            raise ValueError("there is nothing to answer again")
+        if self.params.seed is not None or self.params.greedy:
+            note("(the same answer will come: temperature is 0 or the seed is set)")
+        before = self.conversation.turns.pop()
+        self.conversation.ask(before[0]["content"])
+        self._answer(before)
+
+    def _do_save(self, text: str) -> None:
+        path = _path(text, "/save")
+        self.conversation.save(path, self.llm.opened.name)
+        note(f"{len(self.conversation.turns)} turns saved to {path}")
+
+    def _do_load(self, text: str) -> None:
+        path = _path(text, "/load")
+        self.conversation = load(path)
+        note(f"{len(self.conversation.turns)} turns loaded from {path}")
+
+    def _do_stats(self, _: str) -> None:
+        from headrace.cli.report import figures
+
+        used = len(self.llm.render(self.conversation.messages)) if self.conversation.turns else 0
+        note(f"{len(self.conversation.turns)} turns, {used} of {self.limit} tokens of context, {self.tokens} tokens answered")
+        if self.last is not None:
+            note(f"last answer: {figures(self.last)}")
+
+
+def _fit_line(text: str, end: str) -> str:
+    """One line of the terminal, cut where it is too long."""
+    from headrace.text.width import crop, width
+
+    return crop(text, shutil.get_terminal_size().columns - width(end)) + end
+
+
+def _path(text: str, command: str) -> Path:
+    if not text:
+        raise ValueError(f"{command} takes a file name")
+    return Path(text).expanduser()
+
+
+def _preset(name: str) -> dict[str, Any]:
+    """What a preset says of the draw; where answers end stays as it is."""
+    if name not in list(Preset):
+        raise ValueError(f"unknown preset {name}; known: {', '.join(Preset)}")
+    params = getattr(SamplingParams, name)()
+    return {one: getattr(params, one) for one in DRAW}
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON, nothing for none, else the text itself."""
+    if text.lower() == "none":
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,172 @@
+"""generate: many requests from a file, through one engine."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import progress
+from rich.console import Console
+
+from headrace.cli.batch_lines import BadLine, Job, read_jobs
+from headrace.cli.batch_output import BatchOutput, Input, survey
+from headrace.cli.interrupt import Interrupt
+from headrace.cli.opening import fetch, open_llm
+from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, with_groups
+from headrace.cli.output import say
+from headrace.params import SamplingParams
+
+INTERRUPTED = 130
+AHEAD = 4  # requests read ahead, for each that can run: the engine never waits for the file, memory stays bounded
+SAY_EVERY = 10.0  # seconds, where there is no terminal
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Generate")(with_groups(generate))
+
+
+def generate(
+    model: ModelName,
+    sampling: SamplingOptions,
+    options: ModelOptions,
+    source: Annotated[
+        Path, typer.Option("--input", "-i", metavar="IN.jsonl", exists=True, dir_okay=False, help="Requests, one a line.")
+    ],
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answers, one a line.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew where OUT.jsonl is there.")] = False,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
+) -> int:
+    """Answer every line of a file; answers come in order of completion.
+
+    A line is {"prompt": ...} (continued as it is), {"messages": [...]} (through the chat template) or {"prompt_token_ids":
+    [...]}, with "id" and sampling parameters where wanted; or a line of OpenAI's batch API for chat/completions or
+    completions. Without max_tokens an answer goes on to its end or to that of the context.
+
+    An answer is {"id", "outputs", "finish_reason", "usage", "error"}. A line that cannot be answered gets one with "error"
+    and stops nothing; if there are any, the exit code is 1. Lines without "id" are line-N; of two with the same the second
+    is an error.
+
+    After a kill or Ctrl-C the same command goes on where it was. OUT.jsonl.state says what OUT.jsonl is made from: another
+    input, model or setting is refused.
+    """
+    options.check()
+    sampling.changes()
+    if target.exists() and source.samefile(target):
+        raise typer.BadParameter("input and output are the same file; name another output")
+    found = survey(source)
+    output = BatchOutput(target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings()})
+    output.look(overwrite)
+    if len(output.done) < found.lines:
+        llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
+        output.begin()
+        try:
+            _answer_all(llm, read_jobs(source), output, sampling.bind(llm), found)
+        finally:
+            output.close()
+    return _conclude(output, found)
+
+
+def _conclude(output: BatchOutput, found: Input) -> int:
+    failed = f", {output.failed} with an error" if output.failed else ""
+    if len(output.done) < found.lines:
+        say(f"{len(output.done)} of {found.lines} lines are done{failed}; the same command goes on")
+        return INTERRUPTED
+    say(f"{found.lines} lines are done{failed}: {output.path}")
+    return 1 if output.failed else 0
+
+
+def _answer_all(
+    llm: Any, jobs: Iterator[Job | BadLine], output: BatchOutput, params: Callable[..., SamplingParams], found: Input
+) -> None:
+    """Keep the engine full until the file ends, or Ctrl-C comes."""
+    from headrace.cli.report import record
+
+    window = AHEAD * llm.engine.config.scheduler.max_num_seqs
+    running: dict[str, tuple[Job | BadLine, Any]] = {}  # request id -> whose it is, and the output that fills up
+    todo = (job for job in jobs if job.id not in output.done)
+    more = True
+    with Interrupt() as interrupt, Meter(found.lines, len(output.done)) as meter:
+        while (more or running) and not interrupt.requested:
+            while more and len(running) < window:
+                job = next(todo, None)
+                if job is None:
+                    more = False
+                elif isinstance(made := _begin(llm, job, params), str):
+                    output.append(_failure(job, made))
+                else:
+                    running[made.request_id] = (job, made)
+            for ended in llm.step():
+                job, _ = running.pop(ended.request_id)
+                meter.ended(ended)
+                output.append({"id": job.id, **record(ended, llm.tokenizer)})
+            meter.show(len(output.done), [made for _, made in running.values()])
+
+
+def _begin(llm: Any, job: Job | BadLine, params: Callable[..., SamplingParams]) -> Any:
+    """The output that will fill up, or what is wrong with the line."""
+    if isinstance(job, BadLine):
+        return job.error
+    try:
+        prompt = job.prompt if job.messages is None else llm.render(job.messages)
+        return llm.add(job.prompt_token_ids if prompt is None else prompt, params(**job.params))
+    except Exception as error:  # whatever a line does, it must not stop the others
+        return f"line {job.line}: {error}"
+
+
+def _failure(job: Job | BadLine, error: str) -> dict[str, Any]:
+    return {"id": job.id, "outputs": [], "finish_reason": "error", "usage": None, "error": error}
+
+
+class Meter:
+    """How far it is: a bar on a terminal, elsewhere a line now and then. Counts the tokens of this run."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._total = total
+        self._before = done
+        self._tokens = 0
+        self._start = self._said = time.monotonic()
+        columns = (
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[speed]}"),
+            progress.TimeRemainingColumn(),
+        )
+        self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
+        self._task = self._bar.add_task("", total=total, completed=done, speed="") if self._bar else None
+
+    def __enter__(self) -> "Meter":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+        if self._tokens:
+            say(f"{self._tokens} tokens, {self._speed(0):.1f} tokens/s")
+
+    def ended(self, output: Any) -> None:
+        """An output is complete."""
+        self._tokens += _tokens(output)
+
+    def show(self, done: int, running: list[Any]) -> None:
+        """Tell where we are, if it is time to."""
+        now = time.monotonic()
+        if self._bar is None and now - self._said < SAY_EVERY:
+            return
+        speed = f"{self._speed(sum(map(_tokens, running))):.1f} tokens/s"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, speed=speed)
+        else:
+            say(f"{done} of {self._total} lines, {speed}")
+        self._said = now
+
+    def _speed(self, open_tokens: int) -> float:
+        return (self._tokens + open_tokens) / (time.monotonic() - self._start)
+
+
+def _tokens(output: Any) -> int:
+    return sum(len(one.token_ids) for one in output.outputs)

@@ -1,0 +1,41 @@
+"""Texts that a person hands to a command: arguments, files, pipes."""
+
+import sys
+import threading
+from pathlib import Path
+
+from headrace.cli.output import say
+
+WAIT = 2.0  # seconds of silence on stdin before it is said what we wait for
+
+
+def join_prompt(prompt: str | None, files: list[Path]) -> str:
+    """Argument, files and piped text, a blank line between them. Raises ValueError where nothing is left to answer."""
+    parts = [prompt or "", *(read_text(path) for path in files), _piped()]
+    text = "\n\n".join(part for part in parts if part)
+    if not text.strip():
+        raise ValueError("the prompt is empty; give it as an argument, with --file, or pipe it in (headrace chat talks)")
+    return text
+
+
+def read_text(path: Path) -> str:
+    """A text file, without the newline at its end. Raises ValueError for what is not UTF-8."""
+    try:
+        return path.read_text("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def _piped() -> str:
+    """What is piped in, without the newline at its end; nothing where a person types."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    waiting = threading.Timer(WAIT, say, ["headrace: reading standard input until it ends (</dev/null gives none)"])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not {error.encoding} text (byte {error.start})") from None
+    finally:
+        waiting.cancel()

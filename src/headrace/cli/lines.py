@@ -1,0 +1,110 @@
+"""What a person types in a chat: one line, or several."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.weights.store import home
+
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+HISTORY = 1000  # lines kept
+
+
+class Typed(NamedTuple):
+    """What was typed; `command`: it begins with a slash, and not inside quotes."""
+
+    text: str
+    command: bool
+
+
+class Lines:
+    """Reads messages: from a terminal with editing and a history kept in `$HEADRACE_HOME/chat_history`, else from stdin.
+
+    A message is a line. It goes on in the next one after a backslash at its end, and up to the closing quotes after three
+    quotes at its beginning.
+    """
+
+    def __init__(self, commands: list[str]) -> None:
+        self.terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._edits = self.terminal and sys.stdout.isatty()
+        if self._edits:
+            _set_up_editing(commands)
+
+    def read(self) -> Typed | None:
+        """The next message, or None where the input ends. Raises KeyboardInterrupt."""
+        line = self._line(PROMPT)
+        if line is None:
+            return None
+        if line.startswith(QUOTES):
+            return Typed(self._quoted(line.removeprefix(QUOTES)), command=False)
+        parts = [line]
+        while parts[-1].endswith("\\"):
+            parts[-1] = parts[-1][:-1]
+            following = self._line(MORE)
+            if following is None:
+                break
+            parts.append(following)
+        return Typed("\n".join(parts), command=line.startswith("/"))
+
+    def _quoted(self, first: str) -> str:
+        parts: list[str] = []
+        line: str | None = first
+        while line is not None and not line.endswith(QUOTES):
+            parts.append(line)
+            line = self._line(MORE)
+        if line is not None:
+            parts.append(line.removesuffix(QUOTES))
+        return "\n".join(parts).strip("\n")
+
+    def _line(self, prompt: str) -> str | None:
+        if self._edits:
+            with contextlib.suppress(EOFError):
+                return input(prompt)
+            print()
+            return None
+        if self.terminal:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline() if sys.stdin is not None else ""
+        return line.removesuffix("\n") if line else None
+
+    def close(self) -> None:
+        """Keep the history."""
+        if self._edits:
+            with contextlib.suppress(OSError, ImportError):
+                _keep_history()
+
+
+def _set_up_editing(commands: list[str]) -> None:
+    """Line editing through readline, where Python has it: history, tab completes commands."""
+    try:
+        import readline
+    except ImportError:
+        return
+
+    def complete(text: str, state: int) -> str | None:
+        line = readline.get_line_buffer()
+        found = [name for name in commands if line.startswith("/") and name.startswith(text)]
+        return found[state] if state < len(found) else None
+
+    readline.set_completer(complete)
+    readline.set_completer_delims(" \t\n")
+    readline.parse_and_bind("tab: complete")
+    readline.set_history_length(HISTORY)
+    with contextlib.suppress(OSError):
+        readline.read_history_file(_history())
+
+
+def _keep_history() -> None:
+    import readline
+
+    path = _history()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # what is said is for the person's eyes only
+    readline.write_history_file(path)
+
+
+def _history() -> Path:
+    return home() / "chat_history"

@@ -1,0 +1,41 @@
+"""Opening a model for a command: pulled where it is missing; what happens is said on stderr."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headrace.cli.options import ModelOptions
+from headrace.cli.output import say
+from headrace.cli.terminal import note
+from headrace.weights import catalog
+from headrace.weights.progress import for_stream, human_size
+from headrace.weights.store import Store
+
+
+def fetch(model: str) -> Path:
+    """The model's file or folder on this machine, downloaded first where it is missing."""
+    from headrace.weights.hub import resolve
+
+    entries = catalog.load()
+    if model in entries and Store().find(model) is None:
+        say(f"{model}: {human_size(entries[model].size)}, licence {entries[model].licence}")
+    try:
+        return resolve(model, entries=entries, progress=for_stream())
+    except KeyboardInterrupt:
+        say(f"{model}: stopped; the same command goes on where it was")
+        raise
+
+
+def open_llm(model: str, options: ModelOptions, *, quiet: bool = False, **more: Any) -> Any:
+    """The opened `headrace.llm.LLM`. `more`: further arguments of it."""
+    fetch(model)
+    with Console(stderr=True).status(f"loading {model}"):  # shown on a terminal only
+        from headrace.llm import LLM
+
+        llm = LLM(model, **asdict(options), **more)
+    if not quiet:
+        number = str(llm.dtype).removeprefix("torch.")
+        note(f"{model}: {number} on {llm.device} ({llm.backend}), {llm.memory_plan.said}")
+    return llm

@@ -1,0 +1,157 @@
+"""Options that several commands share, as dataclasses: how a model is opened, and how its tokens are drawn."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.models import complete_model
+from headrace.params import ParamError, SamplingParams
+
+MODEL_PANEL, SAMPLING_PANEL = "Model", "Sampling"
+
+SystemPrompt = Annotated[
+    str | None, typer.Option("--system", help="The system prompt (default: the catalog's or the template's own).")
+]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `headrace list` shows, a .gguf file, a folder with safetensors, or a repository of the model hub.",
+        autocompletion=complete_model,
+    ),
+]
+
+
+def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command`, for typer: each parameter that is a dataclass of options is replaced by that dataclass's fields."""
+    signature = inspect.signature(command)
+    groups: dict[str, Any] = {
+        name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)
+    }
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        flat = inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
+        parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in flat]
+
+    def call(**values: Any) -> Any:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        return command(**values)
+
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call
+
+
+class Preset(StrEnum):
+    """Settings with a name, in place of the model's own."""
+
+    PRECISE = "precise"
+    BALANCED = "balanced"
+    CREATIVE = "creative"
+
+
+def _model(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=MODEL_PANEL)
+
+
+def _sampling(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=SAMPLING_PANEL)
+
+
+@dataclass
+class ModelOptions:
+    """How the model is opened: the arguments of `LLM`."""
+
+    dtype: Annotated[str, _model("auto, float64, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, _model("auto, cpu, cuda or cuda:N.")] = "auto"
+    backend: Annotated[str, _model("auto or torch.")] = "auto"
+    threads: Annotated[int | None, _model("CPU threads.")] = None
+    max_model_len: Annotated[int | None, _model("Context in tokens, answer included (default: the model's own).")] = None
+    kv_cache_memory: Annotated[
+        str | None, _model("Memory for the KV cache, as in 2GiB (default: a quarter of what is free at most).")
+    ] = None
+    kv_dtype: Annotated[str, _model("Number format of the KV cache.")] = "auto"
+
+    def check(self) -> None:
+        """Raises typer.BadParameter for what no model can be opened with."""
+        for name in ("threads", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise typer.BadParameter(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+
+
+@dataclass
+class SamplingOptions:
+    """How tokens are drawn. What is not given is the catalog's or the model's own setting."""
+
+    preset: Annotated[Preset | None, _sampling("precise (greedy), balanced or creative, in place of the model's own.")] = None
+    temperature: Annotated[
+        float | None, _sampling("0: always the likeliest token; higher: more varied.", "--temperature", "-t")
+    ] = None
+    top_k: Annotated[int | None, _sampling("Only the K likeliest tokens (0: off).")] = None
+    top_p: Annotated[float | None, _sampling("Only the likeliest tokens that make up this probability.")] = None
+    min_p: Annotated[float | None, _sampling("Only tokens with this share of the likeliest one's probability.")] = None
+    typical_p: Annotated[
+        float | None, _sampling("Only the tokens nearest to the expected surprise.", "--typical-p", "--typical")
+    ] = None
+    repetition_penalty: Annotated[float | None, _sampling("Above 1: less of what the text contains.")] = None
+    presence_penalty: Annotated[float | None, _sampling("Off the logit of what the answer contains.")] = None
+    frequency_penalty: Annotated[float | None, _sampling("The same for each occurrence.")] = None
+    no_repeat_ngram: Annotated[int | None, _sampling("No sequence of N tokens twice (0: off).")] = None
+    logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to that token's logit; may be repeated.")] = None
+    bad_word: Annotated[list[str] | None, _sampling("Text that must not be written; may be repeated.")] = None
+    min_tokens: Annotated[int | None, _sampling("The answer does not end before.")] = None
+    max_tokens: Annotated[
+        int | None, _sampling("The answer is cut after (default: where the context ends).", "--max-tokens", "-m")
+    ] = None
+    stop: Annotated[list[str] | None, _sampling("Text that ends the answer; may be repeated.")] = None
+    stop_token_id: Annotated[list[int] | None, _sampling("Token that ends the answer; may be repeated.")] = None
+    ignore_eos: Annotated[bool | None, _sampling("Do not end where the model would.", "--ignore-eos")] = None
+    seed: Annotated[int | None, _sampling("The same seed gives the same answer.")] = None
+
+    def changes(self) -> dict[str, Any]:
+        """The fields of SamplingParams that were given. Raises typer.BadParameter for values that cannot be meant."""
+        renamed = {"stop_token_id": "stop_token_ids"}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {renamed.get(name, name): value for name, value in given.items() if value not in (None, [])}
+        given.pop("preset", None)
+        words = given.pop("bad_word", [])
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+        try:
+            SamplingParams(**{"max_tokens": None, **given})
+        except ParamError as error:
+            raise typer.BadParameter(str(error)) from None
+        return {**given, "bad_words": words} if words else given
+
+    def settings(self) -> dict[str, Any]:
+        """All that was given, as plain data."""
+        return self.changes() | ({"preset": str(self.preset)} if self.preset else {})
+
+    def bind(self, llm: Any) -> Callable[..., SamplingParams]:
+        """Makes parameters for an opened `LLM`: its own settings or the preset's, what was given, then the call's changes."""
+        given = self.changes()
+        if words := given.pop("bad_words", None):
+            given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
+        return partial(llm.default_params if self.preset is None else getattr(SamplingParams, self.preset), **given)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"--logit-bias takes ID=BIAS, as in 42=-5, not {text!r}") from None
+
+
+def _spellings(tokenizer: Any, word: str) -> list[list[int]]:
+    """A word's tokens at the beginning of a text and after a space."""
+    spellings = [tokenizer.encode(text, add_special=False, parse_special=False) for text in (word, f" {word}")]
+    return [list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if ids]

@@ -1,0 +1,129 @@
+"""perplexity: how well a model predicts a text."""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from headrace.cli.inputs import read_text
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, ModelOptions, with_groups
+from headrace.cli.output import print_fields
+
+BATCH = 4  # windows in one call: few enough that Ctrl-C and the count of windows come soon
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Measure")(with_groups(perplexity))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens fed together; the last `scored` of them count."""
+
+    tokens: list[int]
+    scored: int
+
+
+def perplexity(
+    model: ModelName,
+    options: ModelOptions,
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A text.")],
+    window: Annotated[int, typer.Option(min=2, help="Tokens fed at once.")] = 512,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens from one window to the next (default: a window; half of one scores every token)."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="Only the first tokens of the text.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Measure how well a model predicts a text: exp of the mean negative log-likelihood of its tokens.
+
+    The text is cut into windows, which know nothing of each other. In each the second half is scored, so every scored token
+    follows at least half a window of text. Perplexities compare only between models with the same tokenizer, on the same
+    text and windows.
+    """
+    options.check()
+    text = read_text(file)
+    llm = open_llm(model, options, max_num_seqs=BATCH, preset="online", enable_prefix_caching=False)
+    most = llm.memory_plan.max_model_len - 1  # the engine keeps room for an answer
+    if window > most:
+        raise ValueError(f"the model's context holds windows of {most} tokens; use --window {most} or less")
+    tokens = llm.tokenizer.encode(text, add_special=False)[:limit]
+    windows = list(cut(tokens, beginning(llm.tokenizer), window, stride or window))
+    start = time.perf_counter()
+    scores = _score(llm, windows)
+    seconds = time.perf_counter() - start
+    found = {
+        "model": model,
+        "file": str(file),
+        "perplexity": _exp(-statistics.fmean(scores)),
+        "error": _error(scores),
+        "tokens": len(scores),
+        "windows": len(windows),
+        "window": window,
+        "stride": stride or window,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(sum(len(one.tokens) for one in windows) / seconds, 2),
+    }
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    error = "" if found["error"] is None else f" ± {found['error']:.4f}"
+    print_fields(
+        [
+            ("perplexity", f"{found['perplexity']:.4f}{error}"),
+            ("tokens", f"{len(scores)} scored in {len(windows)} windows of {window}, {found['stride']} apart"),
+            ("speed", f"{found['tokens_per_s']:.1f} tokens/s"),
+        ]
+    )
+
+
+def cut(tokens: Sequence[int], start: list[int], size: int, stride: int) -> Iterator[Window]:
+    """Windows of `size` tokens, each beginning with `start` (BOS, or nothing); a shorter rest counts only where it is all.
+
+    A window scores its second half, or its last `stride` tokens where that is less, so that no token is scored twice.
+    Raises ValueError for a text with nothing to score.
+    """
+    room = size - len(start)
+    if len(tokens) + len(start) < 2:
+        raise ValueError("the text has too few tokens to score; give a longer one")
+    for at in range(0, max(len(tokens) - room, 0) + 1, stride):
+        fed = [*start, *tokens[at : at + room]]
+        yield Window(fed, max(min(len(fed) // 2, stride), 1))
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """What every text begins with for this model: BOS or nothing."""
+    return [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_id]
+
+
+def _score(llm: Any, windows: list[Window]) -> list[float]:
+    """Log-probabilities of the tokens that count."""
+    scores: list[float] = []
+    with Console(stderr=True).status("") as status:  # shown on a terminal only
+        for at in range(0, len(windows), BATCH):
+            status.update(f"window {at + 1} of {len(windows)}")
+            some = windows[at : at + BATCH]
+            for one, score in zip(some, llm.score([one.tokens for one in some]), strict=True):
+                scores += score.logprobs[-one.scored :]
+    return scores
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _error(scores: list[float]) -> float | None:
+    """Standard error of the perplexity, if the scores were independent."""
+    if len(scores) < 2:
+        return None
+    return _exp(-statistics.fmean(scores)) * statistics.stdev(scores) / math.sqrt(len(scores))

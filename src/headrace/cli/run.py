@@ -1,0 +1,92 @@
+"""run: one answer to one prompt."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.inputs import join_prompt
+from headrace.cli.interrupt import Interrupt
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, SystemPrompt, with_groups
+from headrace.cli.terminal import AnswerWriter, note
+from headrace.outputs import RequestOutput
+
+INTERRUPTED = 130
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Generate")(with_groups(run))
+
+
+def run(
+    model: ModelName,
+    sampling: SamplingOptions,
+    options: ModelOptions,
+    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="What to answer.", show_default=False)] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", exists=True, dir_okay=False, readable=True, help="Text to add; may be repeated."),
+    ] = None,
+    system: SystemPrompt = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    n: Annotated[int, typer.Option("-n", min=1, max=64, help="Number of answers.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: each token's log-probability, and this many alternatives.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object when the answer is complete.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answer alone, no figures.")] = False,
+) -> int:
+    """Answer a prompt; the answer goes to stdout as it comes, figures to stderr.
+
+    PROMPT, every --file and what is piped in are joined, a blank line between them. The model is downloaded where it is
+    missing. Ctrl-C ends the answer (exit code 130).
+    """
+    if raw and system is not None:
+        raise typer.BadParameter("--raw has no roles, so it takes no --system")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs goes with --json")
+    options.check()
+    sampling.changes()
+    text = join_prompt(prompt, file or [])
+    llm = open_llm(model, options, quiet=quiet, max_num_seqs=n, preset="online")
+    params = sampling.bind(llm)(n=n, logprobs=logprobs)
+    return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json=as_json, quiet=quiet)
+
+
+def _conversation(llm: Any, text: str, system: str | None) -> Any:
+    if llm.opened.template is None or llm.opened.template.source is None:
+        raise ValueError(f"{llm.opened.name} has no chat template; use --raw to continue a plain text")
+    system = llm.opened.system if system is None else system
+    roles = [{"role": "system", "content": system}] if system else []
+    return llm.render([*roles, {"role": "user", "content": text}])
+
+
+def _answer(llm: Any, prompt: str | list[int], params: Any, *, as_json: bool, quiet: bool) -> int:
+    """Stream, then report. What was said before a Ctrl-C or an error stays."""
+    from headrace.cli.report import figures, record, speeds
+
+    answer = AnswerWriter()
+    made: list[RequestOutput] = []
+    with Interrupt() as interrupt:
+        for delta in llm.stream(prompt, params, output=made, cancelled=interrupt):
+            if not as_json and params.n == 1:
+                answer.write(delta.text)
+    (output,) = made
+    if output.error is not None:
+        answer.close()
+        raise ValueError(output.error)
+    if as_json:
+        found = {"model": llm.opened.name, **record(output, llm.tokenizer), "speed": speeds(output)}
+        print(json.dumps(found, ensure_ascii=False, indent=2))
+    elif params.n > 1:
+        for one in output.outputs:
+            answer.write(f"[{one.index + 1}/{params.n}]\n{one.text}")
+            answer.close()
+    else:
+        answer.close()
+    if not quiet:
+        note(figures(output))
+    return INTERRUPTED if interrupt.requested else 0

@@ -1,0 +1,97 @@
+"""Text on a terminal: without what could steer it, broken between words, remarks set apart from answers."""
+
+import shutil
+import sys
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from headrace.cli.output import printable
+
+# What moves the cursor, changes colours or hides text: C0 but tab and newline, DEL, C1.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+CLOSING = frozenset("，。！？；：、）」』】》〉”’…,.!?;:)]}")
+JOINER = "\u200d"  # makes one sign of two
+
+
+def note(line: str) -> None:
+    """A remark on stderr: dim on a terminal, plain elsewhere."""
+    if sys.stderr.isatty():
+        Console(stderr=True, highlight=False).print(Text(printable(line, keep="\n"), style="dim"), soft_wrap=True)
+    else:
+        print(printable(line, keep="\n"), file=sys.stderr, flush=True)
+
+
+class AnswerWriter:
+    """Writes an answer as it comes. A terminal gets it `wrapped` between words and without control characters; a file or
+    a pipe gets it as it is."""
+
+    def __init__(self, out: TextIO | None = None, *, wrapped: bool = False) -> None:
+        self._out = out or sys.stdout
+        self._terminal = self._out.isatty()
+        self._wrap = Wrap(shutil.get_terminal_size().columns) if wrapped and self._terminal else None
+        self._last = "\n"
+
+    def write(self, text: str) -> None:
+        if self._terminal:
+            text = text.translate(CONTROLS)
+        if text:
+            self._last = text[-1]
+            self._put(self._wrap.write(text) if self._wrap else text)
+
+    def close(self) -> None:
+        """End the answer's last line."""
+        self._put((self._wrap.close() if self._wrap else "") + ("" if self._last == "\n" else "\n"))
+        self._last = "\n"
+
+    def _put(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class Wrap:
+    """Breaks a text that comes in pieces into lines of at most `width` cells: between words, and anywhere between wide
+    characters (CJK has no spaces), but not before closing punctuation. A word is held back until it ends; one longer than
+    a line is left to the terminal."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._column = 0
+        self._word = ""
+
+    def write(self, text: str) -> str:
+        return "".join(map(self._take, text))
+
+    def close(self) -> str:
+        """The word held back, when nothing more will come."""
+        word, self._word = self._word, ""
+        cells = cell_len(word)
+        breaks = self._column > 0 and self._column + cells > self.width
+        self._column = cells if breaks else self._column + cells
+        return "\n" + word if breaks else word
+
+    def _take(self, char: str) -> str:
+        if char == "\n":
+            done = self.close()
+            self._column = 0
+            return done + char
+        if char.isspace():
+            return self.close() + self._space(char)
+        done = self.close() if self._may_break_before(char) else ""
+        self._word += char
+        return done
+
+    def _space(self, char: str) -> str:
+        self._column += cell_len(char) or 1
+        if self._column <= self.width:
+            return char
+        self._column = 0  # a space at the end of a line becomes its break
+        return "\n"
+
+    def _may_break_before(self, char: str) -> bool:
+        if not self._word or cell_len(char) == 0 or char in CLOSING or self._word[-1] == JOINER:
+            return False
+        return cell_len(char) == 2 or cell_len(self._word[-1]) == 2
