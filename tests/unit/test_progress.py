@@ -1,9 +1,11 @@
-"""What a download tells: plain lines without a terminal, a bar on one."""
+"""What a person sees: plain lines without a terminal, a bar on one; tables that fit."""
 
 import io
 
 import pytest
+from rich.cells import cell_len
 
+from headrace.cli.output import print_table
 from headrace.weights.progress import Bar, Lines, for_stream, human_size
 
 
@@ -53,3 +55,14 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
 )
 def test_sizes(nbytes: int | None, text: str) -> None:
     assert human_size(nbytes) == text
+
+
+def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table(("NAME", "WHAT"), [("模型", "short"), ("model", "a long description\x1b[2J that does not fit")])
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["NAME   WHAT", "模型   short"]
+    assert lines[2] == "model  a long description\\x1b[2J that d…"
+    assert cell_len(lines[2]) == 40

@@ -1,11 +1,10 @@
 """How commands print: answers on stdout, everything else on stderr; tables for people, tab-separated lines for programs."""
 
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.cells import cell_len, set_cell_size
 
 
 def say(line: str) -> None:
@@ -14,17 +13,17 @@ def say(line: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Rows of text. Where stdout is no terminal: tab-separated, nothing cut off."""
+    """Rows of text; on a terminal the last column is cut to fit. Elsewhere tab-separated, nothing cut off."""
+    table = [[printable(cell) for cell in row] for row in (columns, *rows)]
     if not sys.stdout.isatty():
-        for row in (columns, *rows):
-            print("\t".join(printable(cell) for cell in row))
+        for cells in table:
+            print("\t".join(cells))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    Console().print(table)
+    widths = [max(cell_len(cells[i]) for cells in table) for i in range(len(columns) - 1)]
+    room = max(shutil.get_terminal_size().columns - sum(width + 2 for width in widths), 16)
+    for cells in table:
+        last = cells[-1] if cell_len(cells[-1]) <= room else set_cell_size(cells[-1], room - 1) + "…"
+        print("  ".join([*map(set_cell_size, cells, widths), last]))
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
