@@ -4,6 +4,7 @@ A command lives in its own module with `register(app)`. What is heavy (torch, th
 command's function, so that `headrace --help` and `headrace list` stay instant.
 """
 
+import io
 import logging
 import os
 import sys
@@ -13,18 +14,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
-from headrace.cli import bench, generate, inspect, models, perplexity, run
+from headrace.cli import bench, chat, generate, inspect, models, perplexity, run
 from headrace.cli.output import say
 
-COMMANDS = (run, generate, models, inspect, perplexity, bench)
+COMMANDS = (run, chat, generate, models, inspect, perplexity, bench)
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 HELP = "Run language models on this machine: fast, offline, every decoding method in one engine."
 EPILOG = "\n\n".join(
     (
-        "Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.",
-        "HEADRACE_HOME: where models are kept (~/.cache/headrace).",
+        "Exit codes: 0 done; 1 error, or generate had lines with errors; 2 wrong usage; 130 interrupted.",
+        "HEADRACE_HOME: where models and the history of chat are kept (~/.cache/headrace).",
         "HEADRACE_LOG: debug, info, warning (default) or error. HEADRACE_DEBUG=1 shows where an error came from.",
         "XDG_CONFIG_HOME: your own catalogs lie there in headrace/*.toml (~/.config).",
         "HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE: as for the model hub's own tools.",
@@ -36,6 +37,8 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Every error is one line on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # no answer may fail over a character that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = build()(args=argv, prog_name="headrace", standalone_mode=False)
         code = code if isinstance(code, int) else OK
@@ -109,6 +112,8 @@ def _failed(error: Exception) -> int:
     if os.environ.get("HEADRACE_DEBUG"):
         traceback.print_exception(error)
     text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, ValueError | OSError) and text:  # meant for the person; others are our own mistakes
         say(f"headrace: {text}")
     else:
