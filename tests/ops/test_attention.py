@@ -144,6 +144,15 @@ def test_a_tree_of_64_nodes() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_a_window_counts_positions_in_a_tree() -> None:
+    """Twenty siblings share one position, however far apart their K and V lie; a chain of eight outruns a window of four."""
+    parents = [-1] * 20 + [19, 20, 21, 22, 23, 24, 25]
+    world = World(2, 2, [60])
+    world.step([(0, 9, [])])
+    got, expected = world.step([(0, 2, parents)], window=4)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_without_the_mask_a_tree_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: nodes that see all nodes before them (a chain) give other rows."""
     monkeypatch.setattr(

@@ -52,4 +52,7 @@ def test_moves_shift_a_run_without_reading_what_they_wrote() -> None:
     after = made.data.flatten(2, 3)
     assert torch.equal(after[:, :, 4:7], before[:, :, 5:8])
     assert torch.equal(after[:, :, 7:], before[:, :, 7:])
+    before = after.clone()
+    made.move([(0, 1), (1, 2), (2, 0)])
+    assert torch.equal(after[:, :, :3], before[:, :, [2, 0, 1]])
     made.move([])

@@ -9,7 +9,9 @@ import torch
 from headrace.ops import vocabulary
 from headrace.ops.context import Context
 from headrace.ops.registry import OPS, Op, op
+from headrace.ops.rope import rotate
 from headrace.ops.vocabulary import embed, linear, norm, residual, tap
+from tests.ops.naive import turned
 
 CPU = torch.device("cpu")
 NAMES = vocabulary.__all__
@@ -76,13 +78,29 @@ def test_an_implementation_serves_its_device_and_the_reference_stays() -> None:
     assert float(made(torch.zeros(1, device="meta")).device.type == "meta")
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 25.25), (torch.float32, 640**0.5)])
-def test_the_embedding_scale_is_rounded_as_the_model_is(dtype: torch.dtype, scale: float) -> None:
-    """Gemma's sqrt(640) is 25.25 in bfloat16."""
-    table = SimpleNamespace(weight=torch.ones(3, 2, dtype=dtype))
-    got = embed(torch.tensor([1]), table, scale=640**0.5)
-    assert got.dtype == dtype
-    assert float(got[0, 0]) == float(torch.tensor(scale, dtype=dtype))
+def test_the_embedding_scale_is_rounded_as_the_model_is() -> None:
+    """Gemma's sqrt(640) = 25.298 is 25.25 in bfloat16, and the product is another one than with the exact scale."""
+    rows = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    for dtype, scale in ((torch.bfloat16, 25.25), (torch.float32, 640**0.5)):
+        table = SimpleNamespace(weight=rows.to(dtype))
+        got = embed(torch.arange(20), table, scale=640**0.5)
+        assert got.dtype == dtype
+        assert torch.equal(got, table.weight * torch.tensor(scale, dtype=dtype))
+    exact = rows.bfloat16() * 640**0.5
+    assert not torch.equal(exact, embed(torch.arange(20), SimpleNamespace(weight=rows.bfloat16()), scale=640**0.5))
+
+
+def test_interleaved_rotary_is_the_other_one_with_its_pairs_side_by_side() -> None:
+    """Values (2i, 2i + 1) turn as (i, i + dim / 2) do, and a position turns q and k by the same angle."""
+    ctx = SimpleNamespace(positions=torch.tensor([0, 3, 1000]), memo={})
+    inv_freq = 10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
+    halves = SimpleNamespace(dim=8, interleaved=False, inv_freq=inv_freq)
+    pairs = SimpleNamespace(dim=8, interleaved=True, inv_freq=inv_freq)
+    x = torch.randn(3, 2, 10, dtype=torch.float64)
+    order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9]
+    torch.testing.assert_close(rotate(x, pairs, ctx)[..., order], rotate(x[..., order], halves, ctx), rtol=1e-14, atol=1e-14)
+    expected = turned(x[1, :, order[:8]], 3)
+    torch.testing.assert_close(rotate(x, pairs, ctx)[1, :, order[:8]], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_norms_of_large_half_precision_values_do_not_overflow() -> None:

@@ -61,13 +61,13 @@ def _groups(ctx: Context, table: int, heads: int, window: int | None, causal: bo
 
 def _tiles(ctx: Context, window: int | None, causal: bool) -> Iterator[_Tile]:
     size = ctx.pool.block_size
-    row_start, kv_start, known = ctx.row_start.tolist(), ctx.kv_start.tolist(), ctx.known.tolist()
+    row_start, kv_start = ctx.row_start.tolist(), ctx.kv_start.tolist()
     positions = ctx.positions.tolist() if window is not None else []
     for feed, (start, end) in enumerate(pairwise(row_start)):
         kv_end = kv_start[feed] + end - start
         for first in range(start, end, TILE):
             last = min(first + TILE, end)
-            stop = kv_start[feed] + last - start if causal and last - start <= known[feed] else kv_end
+            stop = kv_start[feed] + last - start if causal else kv_end  # ancestors come before their nodes
             lowest = 0
             if window is not None:
                 offset = positions[start] - kv_start[feed]
@@ -90,7 +90,6 @@ def _group(
     size = ctx.pool.block_size
     key = block[:, None] * size + torch.arange(blocks * size, device=device)  # KV indices [b, t]
     visible = _visible(ctx, feed, row, key, window, causal) & valid[:, :, None]
-    visible &= (key < (block + held)[:, None] * size)[:, None, :]
     meant = valid.flatten().nonzero()[:, 0]
     return Group(row, meant, row.flatten()[meant], gathered, visible, visible.any(1))
 
