@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,11 +61,12 @@ def perplexity(
     start = time.perf_counter()
     scores = _score(llm, windows)
     seconds = time.perf_counter() - start
+    value, error = _perplexity(scores)
     found = {
         "model": model,
         "file": str(file),
-        "perplexity": _exp(-statistics.fmean(scores)),
-        "error": _error(scores),
+        "perplexity": value,
+        "error": error,
         "tokens": len(scores),
         "windows": len(windows),
         "window": window,
@@ -77,10 +77,9 @@ def perplexity(
     if as_json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    error = "" if found["error"] is None else f" ± {found['error']:.4f}"
     print_fields(
         [
-            ("perplexity", f"{found['perplexity']:.4f}{error}"),
+            ("perplexity", f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")),
             ("tokens", f"{len(scores)} scored in {len(windows)} windows of {window}, {found['stride']} apart"),
             ("speed", f"{found['tokens_per_s']:.1f} tokens/s"),
         ]
@@ -118,12 +117,11 @@ def _score(llm: Any, windows: list[Window]) -> list[float]:
     return scores
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
-
-
-def _error(scores: list[float]) -> float | None:
-    """Standard error of the perplexity, if the scores were independent."""
+def _perplexity(scores: list[float]) -> tuple[float, float | None]:
+    """exp of the mean negative log-likelihood, and its standard error if the scores were independent."""
+    mean = math.fsum(scores) / len(scores)
+    value = math.exp(-mean) if mean > -700 else math.inf
     if len(scores) < 2:
-        return None
-    return _exp(-statistics.fmean(scores)) * statistics.stdev(scores) / math.sqrt(len(scores))
+        return value, None
+    variance = math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
+    return value, value * math.sqrt(variance / len(scores))

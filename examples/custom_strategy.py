@@ -1,0 +1,62 @@
+"""A decoding method of your own, Mirostat: python examples/custom_strategy.py [MODEL]
+
+Mirostat 2 (Basu et al., 2021, https://arxiv.org/abs/2007.14966) holds the surprise of a text at a target: tokens that would
+surprise by more than `mu` bits are cut off, and `mu` follows what the drawn tokens really did.
+"""
+
+import math
+import sys
+
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.decoding.base import Strategy
+from headrace.decoding.noise import Purpose, gumbel_at, key
+from headrace.types import Child, FeedOutput, Request, Sequence, Want
+
+
+class Mirostat(Strategy):
+    """It says what it needs of each step, and turns what comes back into children."""
+
+    streams = True  # tokens may be shown as they come
+
+    def __init__(self, target: float = 3.0, rate: float = 0.1, k: int = 50) -> None:
+        self.target = target  # bits
+        self.rate = rate
+        self.k = k
+
+    def width(self, request: Request) -> int:
+        return 1  # one sequence at a time
+
+    def want(self, request: Request, seq: Sequence) -> Want:
+        return Want(kind="top", k=self.k)  # the k likeliest tokens; whole rows of logits stay where they are
+
+    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+        return [[self._next(request, seq, out)] for seq, out in outputs]
+
+    def done(self, request: Request) -> bool:
+        return False  # the usual rules end an output
+
+    def _next(self, request: Request, seq: Sequence, out: FeedOutput) -> Child:
+        mu = 2 * self.target if seq.state is None else seq.state  # state travels with the sequence
+        bits = [-logprob / math.log(2) for logprob in out.top_logprobs]
+        kept = max(sum(one <= mu for one in bits), 1)
+        # Noise that depends on seed, child, position and token alone: the same answer in any batch.
+        ids = torch.tensor([out.top_ids[:kept]])
+        keys, position = torch.tensor([key(request.seed, seq.index)]), torch.tensor([len(seq.tokens)])
+        noisy = torch.tensor(out.top_logprobs[:kept]) + gumbel_at(keys, position, ids, Purpose.TARGET)[0]
+        drawn = int(noisy.argmax())
+        share = sum(2**-one for one in bits[:kept])
+        surprise = bits[drawn] + math.log2(share)  # among the tokens that were kept
+        return Child(token=out.top_ids[drawn], index=seq.index, state=mu - self.rate * (surprise - self.target))
+
+
+def main(model: str = "smollm2-135m") -> None:
+    llm = LLM(model, max_model_len=1024, max_num_seqs=4)
+    for target in (0.5, 3.0):
+        (output,) = llm.generate("Once upon a time", SamplingParams(max_tokens=24, seed=1), strategy=Mirostat(target))
+        print(f"{target} bits: {output.prompt}{output.outputs[0].text!r}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
