@@ -58,7 +58,9 @@ def tiny_model(config: ModelConfig | None = None, dtype: torch.dtype = torch.flo
     return model.eval()
 
 
-def tiny_engine(model: Model, *, budget: int = 64, blocks: int = 64, block_size: int = 4, seqs: int = 16, **cache: bool) -> Engine:
+def tiny_engine(
+    model: Model, *, budget: int = 64, blocks: int = 64, block_size: int = 4, seqs: int = 16, **cache: bool
+) -> Engine:
     """An engine without a tokenizer over a torch runner."""
     config = EngineConfig(
         SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=256),

@@ -13,11 +13,12 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 _HOME = {
     "LLM": "headrace.llm",
     "SamplingParams": "headrace.params",
+    "BeamSearchParams": "headrace.decoding.beam",
     "RequestOutput": "headrace.outputs",
     "CompletionOutput": "headrace.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -167,56 +167,65 @@ class Engine:
             request.error = f"{type(error).__name__}: {error}"
             return []
 
-    def _commit(
-        self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], families: list[list[Child]]
-    ) -> None:
+    def _commit(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], families: list[list[Child]]) -> None:
         """Append, fork, drop: every parent becomes its children, and what ended leaves the request."""
+        if request.error is not None:
+            return
         now = self._clock()
-        for (parent, _), children in zip(outputs, families, strict=False):
+        heirs: list[tuple[Sequence, list[Sequence]]] = []
+        for (parent, _), children in zip(outputs, families, strict=True):
             seqs = [parent] if len(children) == 1 else [_clone(parent, next(self._ids)) for _ in children]
             for seq, child in zip(seqs, children, strict=True):
-                seq.index = seq.index if child.index is None else child.index
-                seq.score, seq.state = child.score, child.state
-                tokens = [parent.draft.tokens[node] for node in child.path] if parent.draft else []
-                tokens += [] if child.token is None else [child.token]
-                self._outbox.append(self.stopping.extend(request, seq, tokens, child.logprobs))
+                self._grow(request, parent, seq, child)
             request.finished += [seq for seq in seqs if seq.finish_reason is not None]
-            self.scheduler.commit(request, parent, [seq for seq in seqs if seq.finish_reason is None])
-        if families:
-            metrics = request.metrics
-            metrics.first_token = now if metrics.first_token is None else metrics.first_token
-            metrics.last_token = now
+            heirs.append((parent, [seq for seq in seqs if seq.finish_reason is None]))
+        # Those without heirs first: the slots they give back may be all there are.
+        for parent, seqs in sorted(heirs, key=lambda pair: bool(pair[1])):
+            self.scheduler.commit(request, parent, seqs)
+        metrics = request.metrics
+        metrics.first_token = now if metrics.first_token is None else metrics.first_token
+        metrics.last_token = now
+        if request.strategy.done(request) or not request.seqs:
+            self._end(request, None)
+
+    def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child) -> None:
+        """Give `seq` what its child brings, up to where the output ends."""
+        seq.index = seq.index if child.index is None else child.index
+        seq.score, seq.state = child.score, child.state
+        tokens = [parent.draft.tokens[node] for node in child.path] if parent.draft else []
+        tokens += [] if child.token is None else [child.token]
+        delta = self.stopping.extend(request, seq, tokens, child.logprobs)
+        if request.strategy.streams:
+            self._outbox.append(delta)
 
     def _sweep(self, flight: Flight) -> None:
-        """End what is finished, aborted or failed."""
+        """End what was aborted or has failed."""
         for request in {work.request: None for work in flight.works}:
-            if request.status is Status.FINISHED:
-                continue
-            if request.error is not None:
-                self._end(request, "error")
-            elif request.aborted:
-                self._end(request, "abort")
-            elif not request.seqs or request.strategy.done(request):
-                self._end(request, None)
+            if request.status is not Status.FINISHED and (request.error is not None or request.aborted):
+                self._end(request, "abort" if request.error is None else "error")
 
     def _end(self, request: Request, reason: str | None) -> None:
-        """Take a request out of the loop; open outputs end with `reason`."""
+        """Take a request out of the loop; outputs that are still open end with `reason`."""
         open_seqs = list(request.seqs)
         self.scheduler.finish(request)
         del self.requests[request.id]
         request.metrics.finished = self._clock()
-        for seq in open_seqs:
-            seq.finish_reason = reason or "stop"
-            request.finished.append(seq)
-            text = seq.text.close() if seq.text is not None else ""
-            self._outbox.append(
-                Delta(request.id, seq.index, text=text, finish_reason=seq.finish_reason, error=request.error)
-            )
+        if request.strategy.streams:
+            self._outbox += [self._close(request, seq, reason or "stop") for seq in open_seqs]
+        elif reason is None:
+            self._outbox += [_result(request, *result, at) for at, result in enumerate(request.strategy.results(request))]
         mine = [delta for delta in self._outbox if delta.request_id == request.id]
         if not mine:
-            mine = [Delta(request.id, 0, finish_reason="error" if request.error else None, error=request.error)]
+            mine = [Delta(request.id, 0, finish_reason=reason, error=request.error)]
             self._outbox += mine
         mine[-1].finished = True
+
+    def _close(self, request: Request, seq: Sequence, reason: str) -> Delta:
+        """End an output where it stands."""
+        seq.finish_reason = reason
+        request.finished.append(seq)
+        text = seq.text.close() if seq.text is not None else ""
+        return Delta(request.id, seq.index, text=text, finish_reason=reason, error=request.error)
 
     def _deliver(self) -> list[Delta]:
         """Hand over the deltas; static batching delivers a batch when its last request is done (card C1)."""
@@ -239,6 +248,20 @@ def _clone(parent: Sequence, seq_id: int) -> Sequence:
         prompt_len=parent.prompt_len,
         salt=parent.salt,
         text=parent.text.copy() if parent.text is not None else None,
+    )
+
+
+def _result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
+    """A whole output at once."""
+    return Delta(
+        request.id,
+        at,
+        token_ids=seq.output,
+        text=seq.text.shown if seq.text is not None else "",
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        cumulative_logprob=seq.score,
+        score=score,
     )
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace import memory
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
+from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.engine import Engine
@@ -31,6 +30,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 log = logging.getLogger("headrace")
 
 Prompt = str | Sequence[int]
+Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
 BLOCK_SIZE = 16
 
@@ -120,7 +120,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         processors: Sequence[Processor] = (),
         strategy: Strategy | None = None,
@@ -220,7 +220,7 @@ class LLM:
     def _add_all(
         self,
         prompts: Sequence[Prompt],
-        settings: Sequence[SamplingParams],
+        settings: Sequence[Params],
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
     ) -> list[RequestOutput]:
@@ -229,10 +229,10 @@ class LLM:
         requests: dict[int, Request] = {}
         try:
             for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
-                params = settings[at]
+                params, method = _method(settings[at], strategy)
                 if params.seed is None and self._seeds is not None:
                     params = params.replace(seed=self._seeds.getrandbits(64))
-                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=strategy)
+                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=method)
         except BaseException:
             for request in requests.values():
                 self.engine.abort(request.id)
@@ -279,8 +279,15 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return batch  # type: ignore[return-value]
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
+def _method(params: Params, strategy: Strategy | None) -> tuple[SamplingParams, Strategy | None]:
+    """The parameters any request has, and the decoding method they ask for."""
+    if isinstance(params, BeamSearchParams):
+        return params.sampling(), BeamSearch(params)
+    return params, strategy
+
+
+def _spread(params: Params | Sequence[Params], count: int) -> list[Params]:
+    if isinstance(params, Params):
         return [params] * count
     if len(params) != count:
         raise ValueError(f"{count} prompts and {len(params)} params; give one for all or one each")

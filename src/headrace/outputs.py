@@ -7,7 +7,9 @@ from headrace.types import Delta, Request, RequestMetrics, TokenLogprob
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None."""
+    """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None.
+
+    Beam search ranks its outputs by `score` (the length-normalised log-probability) and gives `cumulative_logprob`."""
 
     index: int
     text: str = ""
@@ -16,6 +18,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -41,9 +44,18 @@ class RequestOutput:
         if output.logprobs is not None:
             output.logprobs += delta.logprobs
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprob for e in delta.logprobs)
+        if delta.score is not None:
+            output.cumulative_logprob, output.score = delta.cumulative_logprob, delta.score
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
-        self.finished = self.finished or delta.finished
+        if delta.finished:
+            self.finished = True
+            self._drop_unborn()
+
+    def _drop_unborn(self) -> None:
+        """Beam search may end with fewer hypotheses than were asked for."""
+        born = [output for output in self.outputs if output.finish_reason is not None]
+        self.outputs = born or self.outputs[:1]
 
 
 def empty_output(request: Request, prompt: str | None) -> RequestOutput:

@@ -89,6 +89,7 @@ class Request:
     salt: bytes = b""  # prefix-cache tenant
     stop_ids: frozenset[int] = frozenset()  # token ids that end an output: eos and the caller's
     processors: tuple[Any, ...] = ()  # host-side logit processors of the caller
+    state: Any = None  # the strategy's state of the whole request
     seqs: list[Sequence] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -238,5 +239,7 @@ class Delta(msgspec.Struct):
     logprobs: list[TokenLogprob] = []
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None  # where the strategy keeps it: of all the output's tokens
+    score: float | None = None  # what hypotheses were ranked by
     error: str | None = None
     finished: bool = False  # the whole request

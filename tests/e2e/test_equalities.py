@@ -75,9 +75,7 @@ def test_preempted_equals_not_preempted(model: Model) -> None:
 def test_child_i_of_n_equals_the_single_run_with_its_key(model: Model, blocks: int) -> None:
     prompt = [5, 9, 2, 44, 3, 17, 60]
     engine = tiny_engine(model, blocks=blocks)
-    requests = [
-        engine.add(prompt, SamplingParams(n=4, temperature=1.0, seed=seed, max_tokens=9)) for seed in (11, 12)
-    ]
+    requests = [engine.add(prompt, SamplingParams(n=4, temperature=1.0, seed=seed, max_tokens=9)) for seed in (11, 12)]
     finish(engine)
     for seed, request in zip((11, 12), requests, strict=True):
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=9)

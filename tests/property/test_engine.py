@@ -254,9 +254,7 @@ def drop_the_needy(engine: Engine) -> None:
     scheduler._preempt_after = lambda request: False  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize(
-    "tamper", [no_copy_on_write, publish_too_early, reuse_within_a_plan, drop_the_needy]
-)
+@pytest.mark.parametrize("tamper", [no_copy_on_write, publish_too_early, reuse_within_a_plan, drop_the_needy])
 def test_a_broken_engine_is_caught(tamper: Callable[[Engine], None]) -> None:
     assert caught(tamper) > 0
 

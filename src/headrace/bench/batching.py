@@ -75,9 +75,7 @@ def on_fake_model(jobs: list[Job], policy: str, max_num_seqs: int = 16) -> Resul
 
 def memory_table(jobs: list[Job], memory: int = 16 * MAX_LEN) -> dict[str, reservation.Shares]:
     """Each scheme's use of the same memory on the same trace."""
-    table = {
-        name: reservation.contiguous(jobs, memory, reserve) for name, reserve in reservation.schemes(MAX_LEN).items()
-    }
+    table = {name: reservation.contiguous(jobs, memory, reserve) for name, reserve in reservation.schemes(MAX_LEN).items()}
     table[f"paged ({BLOCK_SIZE})"] = reservation.paged(jobs, memory, BLOCK_SIZE)
     return table
 

@@ -8,6 +8,9 @@ from headrace.types import Child, FeedOutput, Request, Sequence, Want
 class Strategy(Protocol):
     """A decoding method inside the one loop. It sees sequences and compact outputs, never a tensor, block or slot."""
 
+    streams: bool
+    """Whether an output's tokens may be shown as they come; if not, `results` has them at the end."""
+
     def width(self, request: Request) -> int:
         """The most sequences the request may hold at once; slots and blocks are admitted for that many."""
 
@@ -22,3 +25,6 @@ class Strategy(Protocol):
 
     def done(self, request: Request) -> bool:
         """Whether the request is finished although sequences are still open; called after each commit."""
+
+    def results(self, request: Request) -> list[tuple[Sequence, float]]:
+        """The outputs of a request that does not stream, best first, with what they were ranked by."""

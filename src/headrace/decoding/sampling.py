@@ -17,6 +17,8 @@ class Sampling:
     key(seed, i) would.
     """
 
+    streams = True
+
     def width(self, request: Request) -> int:
         return request.params.n
 
@@ -32,18 +34,19 @@ class Sampling:
     def done(self, request: Request) -> bool:
         return False
 
+    def results(self, request: Request) -> list[tuple[Sequence, float]]:
+        return []
+
     def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
         drawn = _sample_on_host(request, seq, out) if request.processors else out
         return [
-            Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1])
-            for i, token in enumerate(drawn.tokens)
+            Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1]) for i, token in enumerate(drawn.tokens)
         ]
 
 
 def _births(request: Request, seq: Sequence) -> int:
     """n at the end of the prompt, one ever after."""
     return request.params.n if len(seq.tokens) == seq.prompt_len else 1
-
 
 
 def _sample_on_host(request: Request, seq: Sequence, out: FeedOutput) -> RowResult:

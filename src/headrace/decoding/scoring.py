@@ -6,6 +6,8 @@ from headrace.types import Child, FeedOutput, Request, Sequence, Want
 class Scoring:
     """Ends a request when its prompt has been fed; `prompt_logprobs` is what it is run for."""
 
+    streams = True
+
     def width(self, request: Request) -> int:
         return 1
 
@@ -16,4 +18,7 @@ class Scoring:
         return [[] for _ in outputs]
 
     def done(self, request: Request) -> bool:
-        return True
+        return False
+
+    def results(self, request: Request) -> list[tuple[Sequence, float]]:
+        return []

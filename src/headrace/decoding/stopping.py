@@ -12,15 +12,16 @@ class OutputText:
     def __init__(self, detokenizer: IncrementalDetokenizer, matcher: StopMatcher) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self.shown = ""  # all that was given out
 
     def push(self, token: int, may_stop: bool = True) -> str:
         """The text that is final now. Stop strings are looked for in what comes after the tokens that may not stop."""
         text = self._detokenizer.append([token])
-        return self._matcher.append(text) if may_stop else text
+        return self._show(self._matcher.append(text) if may_stop else text)
 
     def close(self) -> str:
         """What was held back, when nothing more will come."""
-        return self._matcher.append(self._detokenizer.flush()) + self._matcher.flush()
+        return self._show(self._matcher.append(self._detokenizer.flush()) + self._matcher.flush())
 
     @property
     def matched(self) -> str | None:
@@ -28,7 +29,13 @@ class OutputText:
         return self._matcher.matched
 
     def copy(self) -> "OutputText":
-        return OutputText(self._detokenizer.copy(), self._matcher.copy())
+        twin = OutputText(self._detokenizer.copy(), self._matcher.copy())
+        twin.shown = self.shown
+        return twin
+
+    def _show(self, text: str) -> str:
+        self.shown += text
+        return text
 
 
 class Stopping:

@@ -39,11 +39,7 @@ class Segment:
         bound = inspect.signature(OPS[name].reference).bind(*args, **kwargs)
         bound.apply_defaults()
         inputs = {key: value.number for key, value in bound.arguments.items() if isinstance(value, Value)}
-        settings = {
-            key: value
-            for key, value in bound.arguments.items()
-            if not isinstance(value, Value | SymbolicContext)
-        }
+        settings = {key: value for key, value in bound.arguments.items() if not isinstance(value, Value | SymbolicContext)}
         split = name == "linear" and settings["w"].split
         outputs = [self.new_value() for _ in settings["w"].sizes] if split else [self.new_value()]
         self.nodes.append(Node(name, inputs, settings, tuple(value.number for value in outputs)))

@@ -1,0 +1,205 @@
+"""Beam search and diverse beam search: hypotheses that share their blocks, in the same loop as everything else (cards B8, B9).
+
+Exactness: greedy-exact for width 1; for widths of V**(T-1) and more the best of all V**T sequences. It looks one token ahead,
+keeps the `beam_width` likeliest prefixes, and is no exact MAP search otherwise (W7). Scores are sums of raw log-probabilities
+in float64: a temperature would change which hypothesis wins (W14).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from headrace.params import MAX_N, ParamError, SamplingParams
+from headrace.types import Child, FeedOutput, Request, Sequence, Want
+
+EarlyStopping = bool | Literal["never"]
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How beams are kept, ended and ranked. Raises ParamError (a ValueError) for what cannot be meant.
+
+    Finished hypotheses rank by score / length ** length_penalty ("hf", as transformers does) or by
+    score / ((5 + length) / 6) ** length_penalty ("gnmt", Wu et al. 2016); length counts generated tokens, the end token
+    included. Above 0 the penalty favours long answers, below 0 short ones, since scores are negative (W46).
+    `early_stopping`: True ends with `beam_width` finished hypotheses; False when no live one can win at its present length;
+    "never" when none can win at any length it may still reach, which is exact.
+    `groups` > 1 is diverse beam search (Vijayakumar et al. 2018): each group pays `diversity_penalty` for each time an earlier
+    group has taken the same token at the same step.
+    """
+
+    beam_width: int = 4
+    n: int = 1
+    max_tokens: int = 64
+    length_penalty: float = 1.0
+    length_rule: Literal["hf", "gnmt"] = "hf"
+    early_stopping: EarlyStopping = False
+    groups: int = 1
+    diversity_penalty: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.beam_width <= MAX_N:
+            raise ParamError(f"beam_width must be between 1 and {MAX_N}, not {self.beam_width}")
+        if not 1 <= self.n <= self.beam_width:
+            raise ParamError(f"n must be between 1 and beam_width ({self.beam_width}), not {self.n}")
+        if self.groups < 1 or self.beam_width % self.groups:
+            raise ParamError(f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
+        if not 0.0 <= self.diversity_penalty <= 100.0:
+            raise ParamError(f"diversity_penalty must be between 0 and 100, not {self.diversity_penalty}")
+        if self.diversity_penalty and self.groups == 1:
+            raise ParamError("diversity_penalty needs groups above 1; a single group has nobody to differ from")
+        if not -10.0 <= self.length_penalty <= 10.0:
+            raise ParamError(f"length_penalty must be between -10 and 10, not {self.length_penalty}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ParamError(f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
+
+    def sampling(self) -> SamplingParams:
+        """The parameters that any request has."""
+        return SamplingParams(
+            n=self.n,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            priority=self.priority,
+        )
+
+    def normalised(self, score: float, length: int) -> float:
+        """The rank of a hypothesis of `length` generated tokens."""
+        base = float(length) if self.length_rule == "hf" else (5 + length) / 6
+        return float(score / base**self.length_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live hypothesis and one next token. `rank` is what it is chosen by: the score, less what diversity costs."""
+
+    parent: int  # place among the group's live sequences
+    token: int
+    score: float
+    rank: float
+
+
+@dataclass(slots=True)
+class Beams:
+    """What beam search remembers of a request: per group, its finished hypotheses, best first."""
+
+    finished: list[list[Sequence]] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
+
+
+class BeamSearch:
+    """Keeps `beam_width` hypotheses alive; a step's children are the best continuations over all of them."""
+
+    streams = False  # which hypothesis wins is known at the end
+
+    def __init__(self, params: BeamSearchParams) -> None:
+        self.params = params
+        self.group_width = params.beam_width // params.groups
+
+    def width(self, request: Request) -> int:
+        return self.params.beam_width
+
+    def want(self, request: Request, seq: Sequence) -> Want:
+        """Enough of the best tokens that the live beams are filled even if every end token is among them, and, with groups,
+        even if earlier groups have taken the best."""
+        ends = max(2, 1 + len(request.stop_ids))
+        taken = self.params.beam_width if self.params.groups > 1 else 0
+        return Want(kind="top", k=ends * self.group_width + taken)
+
+    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+        """The children of each live hypothesis, chosen group by group."""
+        if request.state is None:
+            request.state = Beams([[] for _ in range(self.params.groups)], [False] * self.params.groups)
+        families: list[list[Child]] = [[] for _ in outputs]
+        used: dict[int, int] = {}
+        for group in range(self.params.groups):
+            members = [i for i, (seq, _) in enumerate(outputs) if seq.state in (None, group)]
+            if request.state.ended[group] or not members:
+                continue
+            candidates = self._candidates(request, [outputs[i] for i in members], used)
+            for candidate in self._keep(request, outputs[members[0]][0], candidates):
+                families[members[candidate.parent]].append(
+                    Child(token=candidate.token, index=0, score=candidate.score, state=group)
+                )
+                used[candidate.token] = used.get(candidate.token, 0) + 1
+        return families
+
+    def done(self, request: Request) -> bool:
+        """File what has finished, drop what can no longer win; true when every group has ended."""
+        beams: Beams = request.state
+        for seq in request.finished:
+            beams.finished[seq.state].append(seq)
+        request.finished = []
+        for group, pool in enumerate(beams.finished):
+            pool.sort(key=self._rank, reverse=True)
+            del pool[self.group_width :]
+            live = [seq for seq in request.seqs if seq.state == group]
+            beams.ended[group] = beams.ended[group] or not live or self._settled(request, pool, live)
+        return all(beams.ended)
+
+    def results(self, request: Request) -> list[tuple[Sequence, float]]:
+        """The n best finished hypotheses of all groups, best first, with their normalised scores."""
+        beams: Beams = request.state or Beams()
+        everyone = sorted((seq for pool in beams.finished for seq in pool), key=self._rank, reverse=True)
+        return [(seq, self._rank(seq)) for seq in everyone[: self.params.n]]
+
+    def _rank(self, seq: Sequence) -> float:
+        return self.params.normalised(seq.score, len(seq.tokens) - seq.prompt_len)
+
+    def _candidates(
+        self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], used: dict[int, int]
+    ) -> list[Candidate]:
+        """Every continuation the back end offered, best first; ties: earlier hypothesis, then lower id."""
+        candidates = []
+        for parent, (seq, out) in enumerate(outputs):
+            early = len(seq.tokens) - seq.prompt_len + 1 < self.params.min_tokens
+            for token, logprob in zip(out.top_ids, out.top_logprobs, strict=True):
+                if early and token in request.stop_ids:
+                    continue
+                score = seq.score + logprob
+                rank = score - self.params.diversity_penalty * used.get(token, 0)
+                candidates.append(Candidate(parent, token, score, rank))
+        candidates.sort(key=lambda c: (-c.rank, c.parent, c.token))
+        return candidates
+
+    def _keep(self, request: Request, seq: Sequence, candidates: list[Candidate]) -> list[Candidate]:
+        """The best that go on, as many as the group is wide; end tokens count only among the first so many, and at the last
+        step nothing else does either."""
+        width = self.group_width
+        last = len(seq.tokens) - seq.prompt_len + 1 >= self.params.max_tokens
+        kept: list[Candidate] = []
+        live = 0
+        for place, candidate in enumerate(candidates):
+            if live == width or (last and place == width):
+                break
+            if candidate.token in request.stop_ids:
+                if place < width:
+                    kept.append(candidate)
+                continue
+            kept.append(candidate)
+            live += 1
+        return kept
+
+    def _settled(self, request: Request, pool: list[Sequence], live: list[Sequence]) -> bool:
+        """Whether no live hypothesis of a group can still enter its finished ones."""
+        if len(pool) < self.group_width:
+            return False
+        if self.params.early_stopping is True:
+            return True
+        length = len(live[0].tokens) - live[0].prompt_len
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = self.params.max_tokens
+        best = max(seq.score for seq in live)
+        return self.params.normalised(best, length) <= self._rank(pool[-1])

@@ -1,0 +1,352 @@
+"""Beam search in the loop: brute force, references without a cache, transformers, preemption, and broken variants."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headrace.decoding.beam import BeamSearch, BeamSearchParams, Candidate
+from headrace.engine import Engine
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.ops.context import FeedRows, build
+from headrace.params import ParamError, SamplingParams
+from headrace.types import Request
+from tests.models import zoo
+from tests.tiny import finish, run_alone, tiny_config, tiny_engine, tiny_model, tokens_of
+
+EOS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def log_probs(model: Model, tokens: list[int]) -> list[float]:
+    """Next-token log-probabilities, computed with no cache."""
+    pool = KVPool(model.config, 1, len(tokens), torch.float64)
+    return model.forward(build(pool, [FeedRows(tokens, [0])]))[-1].log_softmax(-1).tolist()
+
+
+def score_of(model: Model, prompt: list[int], output: list[int]) -> float:
+    return sum(log_probs(model, prompt + output[:at])[token] for at, token in enumerate(output))
+
+
+def add_beam(engine: Engine, prompt: list[int], params: BeamSearchParams) -> Request:
+    return engine.add(prompt, params.sampling(), strategy=BeamSearch(params))
+
+
+def beams(model: Model, prompt: list[int], params: BeamSearchParams, stop_ids: frozenset[int] = frozenset(), **engine: int):
+    """(tokens, cumulative log-prob) of the n best."""
+    running = tiny_engine(model, **engine)
+    running.eos_ids = stop_ids
+    request = add_beam(running, prompt, params)
+    finish(running)
+    return [(seq.output, seq.score) for seq, _ in request.strategy.results(request)]
+
+
+@pytest.mark.parametrize("vocab", [4, 5, 6])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_wide_beam_equals_brute_force(vocab: int, seed: int) -> None:
+    model = tiny_model(tiny_config(vocab_size=vocab), seed=seed)
+    length = 3
+    prompt = [1, 2, 0]
+    width = min(64, vocab ** (length - 1))
+    best = max(itertools.product(range(vocab), repeat=length), key=lambda out: score_of(model, prompt, list(out)))
+    params = BeamSearchParams(beam_width=width, max_tokens=length, ignore_eos=True)
+    ((tokens, score),) = beams(model, prompt, params, seqs=64, budget=128, blocks=400)
+    assert tokens == list(best)
+    assert score == pytest.approx(score_of(model, prompt, tokens), abs=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2"])
+def test_width_one_is_greedy(architecture: str) -> None:
+    model = tiny_model(tiny_config(architecture))
+    prompt = [5, 6, 7, 8]
+    ((tokens, _),) = beams(model, prompt, BeamSearchParams(beam_width=1, max_tokens=10))
+    assert tokens == run_alone(model, prompt, SamplingParams(temperature=0.0, max_tokens=10))
+
+
+def test_three_beams_make_nine_candidates_and_keep_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed's 3 x 3 = 9 -> 3. Each beam offers twice as many in truth, so that end tokens never leave fewer than three."""
+    model = tiny_model(tiny_config(vocab_size=3))
+    seen: list[tuple[int, int]] = []
+    keep = BeamSearch._keep
+
+    def counting(self: BeamSearch, request: Request, seq: object, candidates: list[Candidate]) -> list[Candidate]:
+        kept = keep(self, request, seq, candidates)  # type: ignore[arg-type]
+        seen.append((len(candidates), len(kept)))
+        return kept
+
+    monkeypatch.setattr(BeamSearch, "_keep", counting)
+    params = BeamSearchParams(beam_width=3, n=3, max_tokens=4)
+    found = beams(model, [0, 1], params)
+    assert seen == [(3, 3), (9, 3), (9, 3), (9, 3)]
+    assert len({tuple(tokens) for tokens, _ in found}) == 3
+
+
+# -- references without a cache ----------------------------------------------------------------------------------------
+
+
+def reference(model: Model, prompt: list[int], params: BeamSearchParams, stop_ids: frozenset[int]) -> list[list[int]]:
+    """Beam search by recomputing everything, groups included, written for clarity alone."""
+    width = params.beam_width // params.groups
+    live = [[([], 0.0)] for _ in range(params.groups)]
+    finished: list[list[tuple[list[int], float]]] = [[] for _ in range(params.groups)]
+    ended = [False] * params.groups
+
+    def rank(hypothesis: tuple[list[int], float]) -> float:
+        return params.normalised(hypothesis[1], len(hypothesis[0]))
+
+    for step in range(1, params.max_tokens + 1):
+        taken: dict[int, int] = {}
+        for group in range(params.groups):
+            if ended[group]:
+                continue
+            options = []
+            for place, (tokens, score) in enumerate(live[group]):
+                for token, logprob in enumerate(log_probs(model, prompt + tokens)):
+                    cost = params.diversity_penalty * taken.get(token, 0)
+                    options.append((-(score + logprob - cost), place, token, score + logprob))
+            options.sort()
+            going: list[tuple[list[int], float]] = []
+            for order, (_, place, token, score) in enumerate(options):
+                hypothesis = (live[group][place][0] + [token], score)
+                if token in stop_ids or step == params.max_tokens:
+                    if order < width:
+                        finished[group].append(hypothesis)
+                        taken[token] = taken.get(token, 0) + 1
+                elif len(going) < width:
+                    going.append(hypothesis)
+                    taken[token] = taken.get(token, 0) + 1
+                if len(going) == width or (step == params.max_tokens and order >= width):
+                    break
+            finished[group] = sorted(finished[group], key=rank, reverse=True)[:width]
+            live[group] = going
+            if not going:
+                ended[group] = True
+            elif len(finished[group]) == width:
+                longest = params.early_stopping == "never" and params.length_penalty > 0
+                best = params.normalised(max(s for _, s in going), params.max_tokens if longest else step)
+                ended[group] = params.early_stopping is True or best <= rank(finished[group][-1])
+    everyone = sorted((h for pool in finished for h in pool), key=rank, reverse=True)
+    return [tokens for tokens, _ in everyone[: params.n]]
+
+
+CASES = {
+    "plain": BeamSearchParams(beam_width=4, n=4, max_tokens=8),
+    "early": BeamSearchParams(beam_width=4, n=4, max_tokens=12, early_stopping=True),
+    "never": BeamSearchParams(beam_width=3, n=3, max_tokens=8, early_stopping="never", length_penalty=2.0),
+    "short": BeamSearchParams(beam_width=3, n=2, max_tokens=8, length_penalty=-1.0),
+    "gnmt": BeamSearchParams(beam_width=3, n=3, max_tokens=8, length_rule="gnmt", length_penalty=0.6),
+    "groups": BeamSearchParams(beam_width=6, n=6, max_tokens=8, groups=3, diversity_penalty=0.7),
+    "pairs": BeamSearchParams(beam_width=4, n=3, max_tokens=8, groups=2, diversity_penalty=3.0, early_stopping=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_beams_equal_the_reference(name: str, seed: int) -> None:
+    model = tiny_model(tiny_config(vocab_size=11), seed=seed)
+    prompt = [1, 2, 4, 5, 6]
+    stops = frozenset({EOS, 7})
+    found = beams(model, prompt, CASES[name], stops, budget=9)
+    assert [tokens for tokens, _ in found] == reference(model, prompt, CASES[name], stops)
+    for tokens, score in found:
+        assert score == pytest.approx(score_of(model, prompt, tokens), abs=1e-5)
+
+
+def test_min_tokens_and_more_end_tokens_than_beams() -> None:
+    model = tiny_model(tiny_config(vocab_size=11))
+    stops = frozenset(range(3, 10))
+    params = BeamSearchParams(beam_width=2, n=2, max_tokens=9, min_tokens=4)
+    assert all(len(tokens) >= 4 for tokens, _ in beams(model, [1, 2], params, stops))
+    plain = BeamSearchParams(beam_width=2, n=2, max_tokens=9)
+    assert [tokens for tokens, _ in beams(model, [1, 2], plain, stops)] == reference(model, [1, 2], plain, stops)
+
+
+# -- in the loop, with everything else ---------------------------------------------------------------------------------
+
+
+def mixed(tamper: Callable[[Engine], None] | None = None) -> Engine:
+    """Beams, groups and samples on pools so small that running beams are preempted; every output against its run alone."""
+    model = tiny_model(tiny_config(vocab_size=11))
+    stops = frozenset({EOS})
+    rng = random.Random(3)
+    engine = tiny_engine(model, blocks=20, budget=24, seqs=14)
+    engine.eos_ids = stops
+    if tamper is not None:
+        tamper(engine)
+    jobs: list[tuple[list[int], BeamSearchParams | SamplingParams, Request]] = []
+    for number in range(12):
+        prompt = [rng.randrange(4, 11) for _ in range(rng.choice([3, 9, 20]))]
+        params = (
+            CASES[rng.choice(["plain", "groups", "never"])] if number % 3 else SamplingParams(n=2, max_tokens=20, seed=number)
+        )
+        if isinstance(params, BeamSearchParams):
+            jobs.append((prompt, params, add_beam(engine, prompt, params)))
+        else:
+            jobs.append((prompt, params, engine.add(prompt, params)))
+    for _ in range(600):
+        if not engine.busy:
+            break
+        engine.step()
+        engine.check()
+    assert not engine.busy, "the engine does not come to an end"
+    for prompt, params, request in jobs:
+        if isinstance(params, BeamSearchParams):
+            found = [seq.output for seq, _ in request.strategy.results(request)]
+            assert found == [tokens for tokens, _ in beams(model, prompt, params, stops, blocks=200)]
+        else:
+            alone = tiny_engine(model, blocks=200)
+            alone.eos_ids = stops
+            twin = alone.add(prompt, params)
+            finish(alone)
+            assert tokens_of(request) == tokens_of(twin)
+    return engine
+
+
+def test_beams_and_samples_in_one_loop_with_preemption() -> None:
+    assert mixed().scheduler.preemptions >= 3
+
+
+def no_copy_on_write(engine: Engine) -> None:
+    engine.blocks._written = lambda seq, start, end: range(0)  # type: ignore[method-assign, assignment]
+
+
+def fork_after_free(engine: Engine) -> None:
+    """The parent's blocks are given up before its children fork from it."""
+    commit = engine.scheduler.commit
+
+    def late(request: Request, parent: object, children: list) -> None:
+        if len(children) > 1:
+            tables = [list(table) for table in parent.tables]  # type: ignore[attr-defined]
+            engine.blocks.release(parent)  # type: ignore[arg-type]
+            parent.tables = tables  # type: ignore[attr-defined]
+        commit(request, parent, children)  # type: ignore[arg-type]
+
+    engine.scheduler.commit = late  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("tamper", [no_copy_on_write, fork_after_free])
+def test_a_broken_engine_is_caught(tamper: Callable[[Engine], None]) -> None:
+    with pytest.raises((AssertionError, IndexError, KeyError)):
+        mixed(tamper)
+
+
+def test_w_candidates_instead_of_more_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: where only the W best continuations are looked at, end tokens crowd out the live ones."""
+    candidates = BeamSearch._candidates
+    monkeypatch.setattr(BeamSearch, "_candidates", lambda self, *args: candidates(self, *args)[: self.group_width])
+    wrong = 0
+    for seed in range(6):
+        model = tiny_model(tiny_config(vocab_size=11), seed=seed)
+        stops = frozenset(range(3, 8))
+        found = beams(model, [1, 2, 4, 5, 6], CASES["never"], stops)
+        expected = reference(model, [1, 2, 4, 5, 6], CASES["never"], stops)
+        wrong += [tokens for tokens, _ in found] != expected
+    assert wrong >= 2
+
+
+def test_beams_share_their_blocks() -> None:
+    model = tiny_model()
+    engine = tiny_engine(model, blocks=200, budget=128)
+    request = add_beam(engine, list(range(40)), BeamSearchParams(beam_width=6, max_tokens=12))
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, engine.blocks.used)
+    assert request.finished == []
+    # Ten blocks of prompt once; six copies of prompt and answer would take 6 * 13.
+    assert most <= 10 + 6 * 3
+
+
+# -- the seeds' statements ---------------------------------------------------------------------------------------------
+
+
+def test_w14_a_temperature_inside_the_steps_changes_which_path_wins() -> None:
+    first, after = torch.tensor([1.0, 0.8]), (torch.tensor([0.1, 0.0]), torch.tensor([3.0, 0.0]))
+
+    def best(temperature: float) -> tuple[int, int]:
+        scores = {
+            (a, b): float((first / temperature).log_softmax(0)[a] + (after[a] / temperature).log_softmax(0)[b])
+            for a in (0, 1)
+            for b in (0, 1)
+        }
+        return max(scores, key=lambda path: scores[path])
+
+    assert best(1.0) == (1, 0)
+    assert best(0.1) == (0, 0)
+
+
+def test_w46_the_sign_of_the_length_penalty() -> None:
+    """Two hypotheses, -2 of length 2 and -3.5 of length 4: the flip is where 2^a / 4^a = 2 / 3.5."""
+    flip = torch.log2(torch.tensor(3.5 / 2.0)).item()
+
+    def longer_wins(penalty: float) -> bool:
+        params = BeamSearchParams(length_penalty=penalty)
+        return params.normalised(-3.5, 4) > params.normalised(-2.0, 2)
+
+    assert not longer_wins(0.0)
+    assert not longer_wins(flip - 0.01)
+    assert longer_wins(flip + 0.01)
+    assert BeamSearchParams(length_penalty=0.0).normalised(-3.5, 4) == -3.5
+    assert BeamSearchParams(length_penalty=1.0).normalised(-3.5, 4) == -3.5 / 4
+    gnmt = BeamSearchParams(length_penalty=0.2, length_rule="gnmt")
+    assert gnmt.normalised(-3.5, 4) == pytest.approx(-3.5 / (9 / 6) ** 0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beam_width": 0}, "beam_width must be between 1"),
+        ({"n": 5}, "n must be between 1 and beam_width"),
+        ({"groups": 3}, "must divide beam_width"),
+        ({"diversity_penalty": 1.0}, "needs groups above 1"),
+        ({"length_penalty": float("nan")}, "length_penalty must be between"),
+        ({"early_stopping": "perhaps"}, "early_stopping must be"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ParamError, match=message):
+        BeamSearchParams(**changes)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gpt2"])
+@pytest.mark.parametrize(("penalty", "early"), [(1.0, False), (0.0, True), (2.0, "never"), (-0.5, False)])
+def test_the_same_hypotheses_and_scores_as_transformers(name: str, penalty: float, early: bool | str) -> None:
+    theirs = zoo.oracle(name, torch.float64)
+    ours = zoo.loaded(theirs, torch.float64)
+    prompt = [5, 9, 2, 11, 3, 8]
+    eos = 17
+    result = theirs.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=12,
+        do_sample=False,
+        length_penalty=penalty,
+        early_stopping=early,
+        eos_token_id=eos,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    params = BeamSearchParams(beam_width=4, n=4, max_tokens=12, length_penalty=penalty, early_stopping=early)  # type: ignore[arg-type]
+    engine = tiny_engine(ours)
+    engine.eos_ids = frozenset({eos})
+    request = add_beam(engine, prompt, params)
+    finish(engine)
+    found = request.strategy.results(request)
+    for (seq, score), sequence, expected in zip(
+        found, result.sequences.tolist(), result.sequences_scores.tolist(), strict=True
+    ):
+        assert seq.output == sequence[len(prompt) :][: len(seq.output)]
+        assert score == pytest.approx(expected, abs=1e-5)
