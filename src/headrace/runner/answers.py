@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from headrace.ops.logprobs import token_logprobs
@@ -47,6 +46,7 @@ def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -
     """Carry out the wants. `logits` [r, V] are those of `wanted.index`."""
     outputs = [FeedOutput() for _ in plan.feeds]
     draws: list[tuple[int, RowSpec, int]] = []  # feed, how to draw, row of logits
+    tops: list[tuple[int, int, int]] = []  # feed, how many, row of logits
     for number, feed in enumerate(plan.feeds):
         slot = slots[feed.slot]
         last = wanted.first[number] + feed.count - 1 - _skipped(feed)
@@ -58,9 +58,11 @@ def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -
             elif want.kind == "logits":
                 outputs[number].logits = logits[last].float().cpu().numpy().astype("<f4").tobytes()
             elif want.kind == "top":
-                _top(logits[last], want.k, outputs[number])
+                tops.append((number, want.k, last))
             else:
                 raise ValueError(f"this runner does not answer {want.kind!r}")
+    if tops:
+        _top(tops, logits, outputs)
     if draws:
         rows = [row for _, _, row in draws]
         whole = rows == list(range(len(logits)))
@@ -100,14 +102,13 @@ def _score(feed: Feed, slot: Slot, want: Want, logits: torch.Tensor, out: FeedOu
         out.scores = token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs or 0)
 
 
-def _top(logits: torch.Tensor, k: int, out: FeedOutput) -> None:
-    """The k likeliest tokens with their log-probabilities, best first, lowest id on ties."""
-    best = token_logprobs(logits[None], torch.zeros(1, dtype=torch.int64), k)[0]
-    if not best.top_ids:
-        out.error = "the model's logits are broken: no token has a probability; check the weights"
-    out.top_ids, out.top_logprobs = best.top_ids, best.top_logprobs
-
-
-def row_from_bytes(data: bytes) -> torch.Tensor:
-    """The float32 row of a `logits` want."""
-    return torch.from_numpy(np.frombuffer(data, dtype="<f4").copy())
+def _top(tops: list[tuple[int, int, int]], logits: torch.Tensor, outputs: list[FeedOutput]) -> None:
+    """The likeliest tokens of each row with their log-probabilities, best first, lowest id on ties."""
+    rows = logits[[row for _, _, row in tops]]
+    most = max(k for _, k, _ in tops)
+    best = token_logprobs(rows, torch.zeros(len(rows), dtype=torch.int64), most)
+    for (number, k, _), entry in zip(tops, best, strict=True):
+        out = outputs[number]
+        if not entry.top_ids:
+            out.error = "the model's logits are broken: no token has a probability; check the weights"
+        out.top_ids, out.top_logprobs = entry.top_ids[:k], entry.top_logprobs[:k]
