@@ -9,7 +9,7 @@ from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
 from headrace.ops.registry import OPS
-from headrace.runner.record import CannotRecord, Segment, record
+from headrace.runner.record import RecordError, Segment, record
 from tests.tiny import tiny_config, tiny_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
@@ -67,7 +67,7 @@ def test_what_leaves_the_vocabulary_is_not_recorded() -> None:
         def layer(self, i: int, x: Any, ctx: Any) -> Any:
             return OPS["residual"](x, ctx.positions)
 
-    with pytest.raises(CannotRecord, match="layer 0"):
+    with pytest.raises(RecordError, match="layer 0"):
         record(Adds(tiny_config()))
-    with pytest.raises(CannotRecord, match="layer 0 reads ids or positions"):
+    with pytest.raises(RecordError, match="layer 0 reads ids or positions"):
         record(Reads(tiny_config()))

@@ -78,12 +78,12 @@ class Recording:
     head: Segment
 
 
-class CannotRecord(ValueError):
+class RecordError(ValueError):
     """The model does something a recording cannot hold; it runs in torch as a whole."""
 
 
 def record(model: Model) -> Recording:
-    """Trace every segment of a model once. Raises CannotRecord, naming the segment."""
+    """Trace every segment of a model once. Raises RecordError, naming the segment."""
     embed = Segment()
     ctx = SymbolicContext(embed.new_value(), embed.new_value())
     _trace(embed, "embed", lambda: model.embed(ctx))
@@ -108,9 +108,9 @@ def _trace(segment: Segment, name: str, call: Any) -> None:
     try:
         result = call()
     except (TypeError, AttributeError, KeyError) as error:
-        raise CannotRecord(f"{name} cannot be recorded: {error}") from error
+        raise RecordError(f"{name} cannot be recorded: {error}") from error
     if not isinstance(result, Value) or result.segment is not segment:
-        raise CannotRecord(f"{name} does not return a value of the vocabulary")
+        raise RecordError(f"{name} does not return a value of the vocabulary")
     if any(number < 0 for node in segment.nodes for number in node.inputs.values()):
-        raise CannotRecord(f"{name} reads ids or positions")
+        raise RecordError(f"{name} reads ids or positions")
     segment.result = result.number
