@@ -2,6 +2,7 @@
 # Gives the static library headrace_kernels (kernels, tables, thread pool, packing); nothing of Python in it.
 
 set(HEADRACE_KERNEL_SOURCES
+  csrc/kernels_attention.cpp
   csrc/kernels_linear.cpp
   csrc/kernels_linear_direct.cpp
   csrc/kernels_pack.cpp
@@ -10,11 +11,17 @@ set(HEADRACE_KERNEL_SOURCES
 )
 set(HEADRACE_HOST_SOURCES
   csrc/arena.cpp
+  csrc/attention.cpp
   csrc/cpu.cpp
   csrc/isa.cpp
   csrc/kernels.cpp
+  csrc/kv_pool.cpp
   csrc/linear.cpp
   csrc/pack.cpp
+  csrc/program.cpp
+  csrc/program_buffers.cpp
+  csrc/program_phases.cpp
+  csrc/program_step.cpp
   csrc/sample.cpp
   csrc/sample_edits.cpp
   csrc/sample_filters.cpp

@@ -9,7 +9,7 @@ namespace headrace {
 namespace {
 
 #define HEADRACE_TABLE(isa, id) \
-    constexpr Kernels isa##_table{id, &isa::linear_kernels, &isa::pack_kernels, &isa::quantize_kernels, &isa::sample_kernels};
+    constexpr Kernels isa##_table{id, &isa::attention_kernels, &isa::linear_kernels, &isa::pack_kernels, &isa::quantize_kernels, &isa::sample_kernels};
 
 HEADRACE_TABLE(plain, Isa::kPlain)
 #if defined(HEADRACE_X86)

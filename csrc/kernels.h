@@ -9,6 +9,7 @@
 // The build compiles kernels_*.cpp once per instruction set (csrc/kernels.cmake); vec/vec.h states the rules.
 #pragma once
 
+#include "attention_kernels.h"
 #include "isa.h"
 #include "linear_kernels.h"
 #include "pack_kernels.h"
@@ -17,12 +18,13 @@
 
 namespace headrace {
 
-#define HEADRACE_DECLARE_TABLES(isa)                \
-    namespace isa {                                 \
-    extern const LinearKernels linear_kernels;      \
-    extern const PackKernels pack_kernels;          \
-    extern const QuantizeKernels quantize_kernels;  \
-    extern const SampleKernels sample_kernels;      \
+#define HEADRACE_DECLARE_TABLES(isa)                 \
+    namespace isa {                                  \
+    extern const AttentionKernels attention_kernels; \
+    extern const LinearKernels linear_kernels;       \
+    extern const PackKernels pack_kernels;           \
+    extern const QuantizeKernels quantize_kernels;   \
+    extern const SampleKernels sample_kernels;       \
     }
 
 HEADRACE_DECLARE_TABLES(plain)
@@ -34,6 +36,7 @@ HEADRACE_DECLARE_TABLES(avx512)
 
 struct Kernels {
     Isa isa;
+    const AttentionKernels* attention;
     const LinearKernels* linear;
     const PackKernels* pack;
     const QuantizeKernels* quantize;

@@ -1,0 +1,210 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace headrace {
+namespace {
+
+constexpr int kAppendRows = 64;    // about what one append job stores
+constexpr int kPiecesAThread = 4;  // items a thread gets where tiles must be cut
+constexpr int kFetchCost = 6;      // reading a token's K and V, in rows multiplied with it
+
+uint64_t bits_below(int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
+
+float* aligned(std::vector<float>& memory) {
+    const auto at = reinterpret_cast<uintptr_t>(memory.data());
+    return memory.data() + (64 - at % 64) % 64 / sizeof(float);
+}
+
+}  // namespace
+
+// What every row sees, by KV index. A window counts positions; a node's position is its depth below the known tokens.
+void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds) {
+    rows_.resize(step.positions.size());
+    const int window = view_.window;
+    for (const AttentionFeed& feed : feeds) {
+        const int known = feed.first_node - feed.kv_start, nodes = feed.rows - known;
+        const int offset = feed.rows ? step.positions[static_cast<size_t>(feed.row)] - feed.kv_start : 0;
+        for (int i = 0; i < feed.rows; ++i) {
+            const size_t at = static_cast<size_t>(feed.row + i);
+            const int index = feed.kv_start + i, position = step.positions[at];
+            AttentionRow row{0, std::min(index + 1, feed.first_node), 0};
+            if (!view_.causal) row.end = feed.kv_start + feed.rows;
+            if (view_.causal && i >= known) row.nodes = step.masks[at] & bits_below(nodes);
+            if (window) {
+                row.begin = std::max(0, position - window + 1 - offset);
+                row.end = std::min(row.end, position + window - offset);
+                row.begin = std::min(row.begin, std::max(row.end, 0));
+                for (int j = 0; j < nodes && row.nodes; ++j) {
+                    const int apart = position - step.positions[static_cast<size_t>(feed.row + known + j)];
+                    if (std::abs(apart) >= window) row.nodes &= ~(uint64_t{1} << j);
+                }
+            }
+            rows_[at] = row;
+        }
+    }
+}
+
+void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
+    tiles_.clear();
+    appends_.clear();
+    const int tokens = tile_rows(view_.heads, kv_.heads) / (view_.heads / kv_.heads);
+    fused_ = std::all_of(feeds.begin(), feeds.end(), [&](const AttentionFeed& feed) { return feed.rows <= tokens; });
+    for (int f = 0; f < static_cast<int>(feeds.size()); ++f) {
+        const AttentionFeed& feed = feeds[static_cast<size_t>(f)];
+        for (int head = 0; head < kv_.heads; ++head) {
+            for (int first = 0; first < feed.rows; first += tokens) {
+                AttentionTile tile{f, head, feed.row + first, std::min(tokens, feed.rows - first), 0, 0, 0, 1};
+                int begin = std::numeric_limits<int>::max(), end = 0;
+                for (int i = 0; i < tile.tokens; ++i) {
+                    const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
+                    if (row.begin < row.end) begin = std::min(begin, row.begin), end = std::max(end, row.end);
+                    if (!row.nodes) continue;
+                    begin = std::min(begin, feed.first_node + __builtin_ctzll(row.nodes));
+                    end = std::max(end, feed.first_node + 64 - __builtin_clzll(row.nodes));
+                }
+                if (begin < end) tile.first_split = begin / kSplit, tile.last_split = (end - 1) / kSplit + 1;
+                tiles_.push_back(tile);
+            }
+            for (int first = 0; first < feed.rows && !fused_;) {
+                const int whole = (feed.kv_start + first + kAppendRows) / kPageTokens * kPageTokens - feed.kv_start;
+                const int last = std::min(whole, feed.rows);
+                appends_.push_back({f, head, first, last});
+                first = last;
+            }
+        }
+    }
+}
+
+int64_t AttentionLayout::cost(const AttentionTile& tile, int first_split, int last_split) const {
+    return int64_t{last_split - first_split} * (tile.tokens * (view_.heads / kv_.heads) + kFetchCost);
+}
+
+// Cuts tiles that are too long a piece of one thread's work, at splits.
+void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) {
+    int64_t all = 0;
+    for (const AttentionTile& tile : tiles_) all += cost(tile, tile.first_split, tile.last_split);
+    const int64_t most = threads == 1 ? all : all / (threads * kPiecesAThread) + 1;
+    const int share = view_.heads / kv_.heads, stride = partial_floats(kv_);
+    size_t partials = 0;
+    items_.clear();
+    for (int t = 0; t < static_cast<int>(tiles_.size()); ++t) {
+        AttentionTile& tile = tiles_[static_cast<size_t>(t)];
+        const AttentionFeed& feed = feeds[static_cast<size_t>(tile.feed)];
+        const int splits = tile.last_split - tile.first_split;
+        const int pieces =
+            static_cast<int>(std::min<int64_t>(splits, cost(tile, tile.first_split, tile.last_split) / most + 1));
+        const int step = pieces > 1 ? (splits + pieces - 1) / pieces : splits;
+        // The item that stores K and V must also be the one that reads them.
+        const int tail = fused_ ? feed.kv_start / kSplit : tile.last_split;
+        int first = tile.first_split;
+        tile.items = 0;
+        do {
+            int last = std::min(first + step, tile.last_split);
+            if (last > tail) last = tile.last_split;
+            items_.push_back({t, first, last, fused_ && last == tile.last_split});
+            ++tile.items;
+            first = last;
+        } while (first < tile.last_split);
+        if (tile.items == 1) continue;
+        tile.partial = static_cast<int32_t>(partials);
+        partials += static_cast<size_t>(splits * tile.tokens * share * stride);
+    }
+    if (partials_.size() < partials + 16) partials_.resize(partials + 16);
+    std::stable_sort(items_.begin(), items_.end(), [&](const AttentionItem& a, const AttentionItem& b) {
+        return cost(tiles_[static_cast<size_t>(a.tile)], a.first_split, a.last_split) >
+               cost(tiles_[static_cast<size_t>(b.tile)], b.first_split, b.last_split);
+    });
+}
+
+void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, int threads) {
+    see(step, feeds);
+    tile(feeds);
+    cut(feeds, threads);
+    if (done_size_ < tiles_.size()) {
+        done_size_ = tiles_.size();
+        done_ = std::make_unique<std::atomic<int>[]>(done_size_);
+    }
+    built_ = true;
+}
+
+void AttentionStep::begin(const StepFeeds& step) {
+    step_ = step;
+    feeds_.clear();
+    page_table_.clear();
+    for (auto& layout : layouts_) layout->built_ = false;
+    const int per_block = pool_.pages_per_block();
+    for (size_t f = 0; f < step.kv_start.size(); ++f) {
+        const int first = step.row_start[f], rows = step.row_start[f + 1] - first, start = step.kv_start[f];
+        const int known = step.known[f], pages = (start + rows + kPageTokens - 1) / kPageTokens;
+        if (rows < 0 || start < 0 || known < 0 || known > rows ||
+            static_cast<size_t>(first + rows) > step.positions.size()) {
+            throw std::out_of_range("a feed's rows do not fit the step");
+        }
+        if (rows - known > 64)
+            throw std::invalid_argument("a draft has at most 64 nodes, not " + std::to_string(rows - known));
+        if (rows > known && step.masks.size() < step.positions.size())
+            throw std::invalid_argument("draft nodes need masks");
+        if ((pages + per_block - 1) / per_block > step.table_width)
+            throw std::out_of_range("a feed is longer than its table");
+        feeds_.push_back({first, rows, start, start + known, static_cast<int32_t>(page_table_.size())});
+        for (int page = 0; page < pages; ++page) {
+            const int32_t block =
+                step.tables[f * static_cast<size_t>(step.table_width) + static_cast<size_t>(page / per_block)];
+            if (block < 0 || block >= pool_.num_blocks())
+                throw std::out_of_range("a table names a block outside the pool");
+            page_table_.push_back(block * per_block + page % per_block);
+        }
+    }
+}
+
+AttentionLayout& AttentionStep::layout(const AttentionView& view) {
+    for (auto& layout : layouts_) {
+        if (!(layout->view() == view)) continue;
+        if (!layout->built_) layout->build(step_, feeds_, threads_);
+        return *layout;
+    }
+    layouts_.push_back(std::make_unique<AttentionLayout>(view, pool_.shape()));
+    layouts_.back()->build(step_, feeds_, threads_);
+    return *layouts_.back();
+}
+
+void AttentionStep::prepare(AttentionLayout& layout, int layer, AttentionTask& task) const {
+    task.kv = pool_.shape();
+    task.pool = pool_.layer(layer);
+    task.heads = layout.view_.heads;
+    task.feeds = feeds_.data();
+    task.tiles = layout.tiles_.data();
+    task.rows = layout.rows_.data();
+    task.positions = step_.positions.data();
+    task.page_table = page_table_.data();
+    task.partials = aligned(layout.partials_);
+}
+
+void AttentionStep::append(const AttentionLayout& layout, const AttentionTask& task, int thread, float* scratch) const {
+    for (size_t i = static_cast<size_t>(thread); i < layout.appends_.size(); i += static_cast<size_t>(threads_)) {
+        const AppendJob& job = layout.appends_[i];
+        kernels_.attention->append(task, job.feed, job.kv_head, job.first, job.last, scratch);
+    }
+}
+
+void AttentionStep::attend(const AttentionLayout& layout, const AttentionTask& task, std::atomic<int>& next,
+                           float* scratch) const {
+    for (;;) {
+        const int i = next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= layout.items()) return;
+        const AttentionItem& item = layout.items_[static_cast<size_t>(i)];
+        const AttentionTile& tile = layout.tiles_[static_cast<size_t>(item.tile)];
+        kernels_.attention->attend(task, item, scratch);
+        if (tile.items == 1) continue;
+        std::atomic<int>& done = layout.done_[static_cast<size_t>(item.tile)];
+        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.items) continue;
+        done.store(0, std::memory_order_relaxed);
+        kernels_.attention->merge(task, tile, scratch);
+    }
+}
+
+}  // namespace headrace

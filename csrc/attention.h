@@ -1,0 +1,103 @@
+// A step's attention: who reads what, laid out once for all layers that see alike, and the work of its threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kernels.h"
+#include "kv_pool.h"
+
+namespace headrace {
+
+// The feeds of a step, as headrace.ops.context.Context has them.
+struct StepFeeds {
+    std::span<const int32_t> positions;  // [rows], rotary
+    std::span<const uint64_t> masks;     // [rows]: a node's ancestors, itself included; empty where there are no nodes
+    std::span<const int32_t> row_start;  // [feeds + 1]
+    std::span<const int32_t> kv_start;   // [feeds]
+    std::span<const int32_t> known;      // [feeds]; the rows after these are draft nodes
+    std::span<const int32_t> tables;     // [feeds][table_width] block ids
+    int table_width;
+};
+
+// What layers must share to share a layout.
+struct AttentionView {
+    int heads;
+    int window;  // 0: none
+    bool causal;
+
+    bool operator==(const AttentionView&) const = default;
+};
+
+struct AppendJob {
+    int32_t feed, kv_head;
+    int32_t first, last;  // rows of the feed
+};
+
+// One view's tiles and items, the longest first. Every item stands alone; what is cut is merged by the last of its
+// tile.
+class AttentionLayout {
+public:
+    AttentionLayout(const AttentionView& view, const KVShape& kv) : view_(view), kv_(kv) {}
+
+    void build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, int threads);
+    const AttentionView& view() const { return view_; }
+    // Whether items store K and V themselves. If not, `append` must have run on all threads, and a barrier, first.
+    bool fused() const { return fused_; }
+    int items() const { return static_cast<int>(items_.size()); }
+
+private:
+    friend class AttentionStep;
+    void see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds);
+    void tile(const std::vector<AttentionFeed>& feeds);
+    void cut(const std::vector<AttentionFeed>& feeds, int threads);
+    int64_t cost(const AttentionTile& tile, int first_split, int last_split) const;
+
+    const AttentionView view_;
+    const KVShape kv_;
+    bool built_ = false;  // for this step
+    bool fused_ = false;
+    std::vector<AttentionRow> rows_;
+    std::vector<AttentionTile> tiles_;
+    std::vector<AttentionItem> items_;
+    std::vector<AppendJob> appends_;
+    std::vector<float> partials_;
+    std::unique_ptr<std::atomic<int>[]> done_;  // items of a tile that are done; 0 again when all are
+    size_t done_size_ = 0;
+};
+
+class AttentionStep {
+public:
+    // `threads` is how many will call append and attend.
+    AttentionStep(const Kernels& kernels, const KVPool& pool, int threads)
+        : kernels_(kernels), pool_(pool), threads_(threads) {}
+    AttentionStep(const AttentionStep&) = delete;
+
+    // Begins a step: earlier layouts are gone. The spans must outlive it. Throws std::out_of_range for a table that
+    // does not reach all rows, or a block outside the pool; std::invalid_argument for more than 64 nodes.
+    void begin(const StepFeeds& step);
+    // The layout of a view, built at its first call in a step; not from several threads.
+    AttentionLayout& layout(const AttentionView& view);
+
+    // Fills what the step knows into the task of one layer; the caller sets the rest (q, k, v, norms, rope, out, ...).
+    void prepare(AttentionLayout& layout, int layer, AttentionTask& task) const;
+    // A thread's part of storing K and V.
+    void append(const AttentionLayout& layout, const AttentionTask& task, int thread, float* scratch) const;
+    // A thread's part of the attention; `next` is 0 before, one for all threads.
+    void attend(const AttentionLayout& layout, const AttentionTask& task, std::atomic<int>& next, float* scratch) const;
+    size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
+
+private:
+    const Kernels& kernels_;
+    const KVPool& pool_;
+    const int threads_;
+    StepFeeds step_{};
+    std::vector<AttentionFeed> feeds_;
+    std::vector<int32_t> page_table_;
+    std::vector<std::unique_ptr<AttentionLayout>> layouts_;  // kept from step to step for their memory
+};
+
+}  // namespace headrace

@@ -1,0 +1,230 @@
+// The products of attention for each way the pool keeps K and V, and the loops they share: scores of a few rows with
+// some pages of keys, and weighted sums of values. Template arguments are sizes that live in registers; no result
+// depends on them.
+//
+// A line is 64 bytes: 16 tokens of K, or 16 dimensions of V, by kDeep dimensions or tokens; a product with a line takes
+// kDeep numbers of a row at once.
+constexpr int kParts = 16 / kLanes;  // vectors of a line
+#if HEADRACE_IS(avx512)
+constexpr int kMaxRows = 6, kMaxPages = 4, kMaxVectors = 4;
+#elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
+constexpr int kMaxRows = 3, kMaxPages = 1, kMaxVectors = 2;
+#else
+constexpr int kMaxRows = 2, kMaxPages = 1, kMaxVectors = 2;
+#endif
+
+// The pages of a chunk, and those of the next to fetch meanwhile.
+struct ChunkPages {
+    const uint8_t* page[kChunk / kPageTokens];
+    const uint8_t* next[kChunk / kPageTokens];
+    int count;
+};
+
+struct Bf16Pool {
+    static constexpr int kDeep = 2, kRows = kMaxRows;
+    using Sum = F32v;
+    struct Row {  // numbers of one row: a query, or the weights of a chunk
+        const uint16_t* x;
+    };
+    struct Weights {
+        uint16_t x[kRows][kChunk];
+        Row row(int r) const { return {x[r]}; }
+    };
+
+    HEADRACE_INLINE F32v multiply(F32v sum, U8v line, Row row, int i) { return dot_bf16(sum, line, row.x + i); }
+    HEADRACE_INLINE F32v zero() { return set_f32(0.0f); }
+    HEADRACE_INLINE Row query(const float* q, int) { return {(const uint16_t*)q}; }
+    HEADRACE_INLINE F32v score(F32v sum, const float*, int) { return sum; }
+    HEADRACE_INLINE F32v start(F32v o, float keep) { return o * set_f32(keep); }
+    HEADRACE_INLINE F32v finish(F32v, F32v sum, float, const Weights&, int) { return sum; }
+
+    static void prepare(const float* x, int dp, float* row) {
+        uint16_t* to = (uint16_t*)row;
+        for (int d = 0; d < dp; ++d) to[d] = to_bf16(x[d]);
+    }
+    // A page's scores from its products; bf16 needs nothing.
+    HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
+    // Rounds the weights of a row. Their sum is that of the rounded ones, so that it agrees with the products.
+    HEADRACE_INLINE void weigh(const F32v* weight, const ChunkPages& chunk, const KVShape&, int r, Weights& out,
+                               Lanes16& sum) {
+        for (int i = 0; i < chunk.count * kParts; ++i) {
+            store_bf16(out.x[r] + i * kLanes, weight[i]);
+            sum.part[i % kParts] = sum.part[i % kParts] + load_bf16(out.x[r] + i * kLanes);
+        }
+    }
+};
+
+struct F32Pool {
+    static constexpr int kDeep = 1, kRows = kMaxRows;
+    using Sum = F32v;
+    struct Row {
+        const float* x;
+    };
+    struct Weights {
+        float x[kRows][kChunk];
+        Row row(int r) const { return {x[r]}; }
+    };
+
+    HEADRACE_INLINE F32v multiply(F32v sum, U8v line, Row row, int i) {
+        return fma((F32v)line, set_f32(row.x[i]), sum);
+    }
+    HEADRACE_INLINE F32v zero() { return set_f32(0.0f); }
+    HEADRACE_INLINE Row query(const float* q, int) { return {q}; }
+    HEADRACE_INLINE F32v score(F32v sum, const float*, int) { return sum; }
+    HEADRACE_INLINE F32v start(F32v o, float keep) { return o * set_f32(keep); }
+    HEADRACE_INLINE F32v finish(F32v, F32v sum, float, const Weights&, int) { return sum; }
+
+    static void prepare(const float* x, int dp, float* row) { __builtin_memcpy(row, x, 4 * (size_t)dp); }
+    HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
+    HEADRACE_INLINE void weigh(const F32v* weight, const ChunkPages& chunk, const KVShape&, int r, Weights& out,
+                               Lanes16& sum) {
+        for (int i = 0; i < chunk.count * kParts; ++i) {
+            store_f32(out.x[r] + i * kLanes, weight[i]);
+            sum.part[i % kParts] = sum.part[i % kParts] + weight[i];
+        }
+    }
+};
+
+// Keys and values are bytes above 128. The other side is two signed bytes a number, high * 128 + low, so that what is
+// lost is what was lost when K and V were stored. Sums are exact integers.
+struct Int8Pool {
+    static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2;
+    struct Sum {
+        I32v high, low;
+    };
+    struct Row {
+        const int8_t *high, *low;
+    };
+    struct Weights {
+        int8_t high[kRows][kChunk], low[kRows][kChunk];
+        int32_t offset[kRows];  // what the 128 of every value adds up to
+        float unit[kRows];      // of the weights' integers
+        Row row(int r) const { return {high[r], low[r]}; }
+    };
+
+    HEADRACE_INLINE Sum multiply(Sum sum, U8v line, Row row, int i) {
+        return {dot<true>(sum.high, line, row.high + i), dot<true>(sum.low, line, row.low + i)};
+    }
+    HEADRACE_INLINE Sum zero() { return {set_i32(0), set_i32(0)}; }
+    HEADRACE_INLINE I32v total(Sum sum, int32_t offset) { return (sum.high << 7) + sum.low - offset; }
+    // A query in scratch: high, low, then the unit of its integers and their sum times 128.
+    HEADRACE_INLINE Row query(const float* q, int dp) { return {(const int8_t*)q, (const int8_t*)q + dp}; }
+    HEADRACE_INLINE F32v score(Sum sum, const float* q, int dp) {
+        int32_t offset;
+        __builtin_memcpy(&offset, q + dp / 2 + 1, 4);
+        return to_f32(total(sum, offset));
+    }
+    HEADRACE_INLINE Sum start(F32v, float) { return zero(); }
+    HEADRACE_INLINE F32v finish(F32v o, Sum sum, float keep, const Weights& weights, int r) {
+        return fma(to_f32(total(sum, weights.offset[r])), set_f32(weights.unit[r]), o * set_f32(keep));
+    }
+
+    // x * inverse to the nearest integers, as two bytes each; returns their sum. n: a multiple of 16.
+    HEADRACE_INLINE int32_t split(const float* x, int n, float inverse, int8_t* high, int8_t* low) {
+        I32v sum = set_i32(0);
+        for (int i = 0; i < n; i += kLanes) {
+            const I32v q = round_i32(load_f32(x + i) * set_f32(inverse)), upper = (q + 64) >> 7;
+            store_i8(high + i, upper);
+            store_i8(low + i, q - (upper << 7));
+            sum += q;
+        }
+        return sum_i32(sum);
+    }
+    static void prepare(const float* x, int dp, float* row) {
+        float largest = 0.0f, poison = 0.0f;
+        for (int d = 0; d < dp; ++d) {
+            const float size = x[d] < 0 ? -x[d] : x[d];
+            largest = size > largest ? size : largest;
+            poison += x[d] - x[d];  // NaN unless all are finite
+        }
+        const bool finite = poison == 0.0f, tiny = !(largest > 1e-30f);
+        const float inverse = finite && !tiny ? 16256.0f / largest : 0.0f;
+        const int32_t offset = finite ? 128 * split(x, dp, inverse, (int8_t*)row, (int8_t*)row + dp) : 0;
+        row[dp / 2] = !finite ? poison : tiny ? 0.0f : largest / 16256.0f;
+        __builtin_memcpy(row + dp / 2 + 1, &offset, 4);
+    }
+    HEADRACE_INLINE F32v scale(F32v x, const float* q, const uint8_t* page, const KVShape& kv, int part) {
+        return x * set_f32(q[kv.padded / 2]) * load_f32((const float*)(page + kv.scales_offset()) + part * kLanes);
+    }
+    HEADRACE_INLINE void weigh(const F32v* weight, const ChunkPages& chunk, const KVShape& kv, int r, Weights& out,
+                               Lanes16& sum) {
+        float scaled[kChunk];
+        Lanes16 largest = zero_lanes();
+        for (int i = 0; i < chunk.count * kParts; ++i) {
+            const int p = i % kParts;
+            const float* scales = (const float*)(chunk.page[i / kParts] + kv.scales_offset()) + 16;
+            const F32v x = weight[i] * load_f32(scales + p * kLanes);
+            store_f32(scaled + i * kLanes, x);
+            largest.part[p] = max(largest.part[p], x);
+            sum.part[p] = sum.part[p] + weight[i];
+        }
+        const float top = max_lanes(largest);
+        const bool tiny = !(top > 1e-30f);
+        out.offset[r] =
+            128 * split(scaled, chunk.count * kPageTokens, tiny ? 0.0f : 16256.0f / top, out.high[r], out.low[r]);
+        out.unit[r] = tiny ? 0.0f : top / 16256.0f;
+    }
+};
+
+// Products of rows q [rows][q_stride] with keys of `pages` pages from `at` on -> out [rows][kChunk].
+template <class Pool, int rows, int pages, bool fetch>
+HEADRACE_INLINE void scores(const float* q, int q_stride, int dp, const ChunkPages& chunk, int at, float* out) {
+    typename Pool::Sum sum[rows][pages][kParts];
+    typename Pool::Row row[rows];
+    for (int r = 0; r < rows; ++r) {
+        row[r] = Pool::query(q + r * q_stride, dp);
+        for (int b = 0; b < pages; ++b)
+            for (int p = 0; p < kParts; ++p) sum[r][b][p] = Pool::zero();
+    }
+    for (int d = 0, line = 0; d < dp; d += Pool::kDeep, line += 64) {
+#pragma GCC unroll 4
+        for (int b = 0; b < pages; ++b) {
+            if (fetch) prefetch(chunk.next[at + b] + line);
+#pragma GCC unroll 4
+            for (int p = 0; p < kParts; ++p) {
+                const U8v key = load_u8(chunk.page[at + b] + line + p * 4 * kLanes);
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; ++r) sum[r][b][p] = Pool::multiply(sum[r][b][p], key, row[r], d);
+            }
+        }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int b = 0; b < pages; ++b)
+            for (int p = 0; p < kParts; ++p) {
+                store_f32(out + r * kChunk + b * 16 + p * kLanes, Pool::score(sum[r][b][p], q + r * q_stride, dp));
+            }
+}
+
+// o = o * keep + weights times values, for `vectors` vectors of dimensions from d on.
+template <class Pool, int rows, int vectors, bool fetch>
+HEADRACE_INLINE void values(const typename Pool::Weights& weights, const float* keep, const ChunkPages& chunk,
+                            const KVShape& kv, int d, float* o, int o_stride) {
+    typename Pool::Sum sum[rows][vectors];
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < vectors; ++v) sum[r][v] = Pool::start(load_f32(o + r * o_stride + d + v * kLanes), keep[r]);
+    const int stride = kv.padded * 4;
+    for (int b = 0; b < chunk.count; ++b) {
+        const uint8_t* from = chunk.page[b] + kv.half_bytes + d * 4;
+        const uint8_t* next = chunk.next[b] + kv.half_bytes + d * 4;
+        for (int t = 0; t < kPageTokens; t += Pool::kDeep, from += stride, next += stride) {
+            U8v value[vectors];
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; ++v) {
+                value[v] = load_u8(from + v * 4 * kLanes);
+                if (fetch && v % kParts == 0) prefetch(next + v * 4 * kLanes);
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; ++v) {
+                    sum[r][v] = Pool::multiply(sum[r][v], value[v], weights.row(r), b * kPageTokens + t);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < vectors; ++v) {
+            float* to = o + r * o_stride + d + v * kLanes;
+            store_f32(to, Pool::finish(load_f32(to), sum[r][v], keep[r], weights, r));
+        }
+}

@@ -1,0 +1,21 @@
+// Attention over the paged pool of one instruction set; attention_kernels.h says what each entry does.
+#include "attention_kernels.h"
+#include "vec/softmax.h"
+
+namespace headrace::HEADRACE_ISA {
+
+#include "a8.inl"
+#include "attention.inl"
+#include "attention_pools.inl"
+#include "kv_page.inl"
+
+static void write(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, float* scratch) {
+    prepare_head(k, kv, nullptr, 0.0f, {}, 0, scratch);
+    prepare_head(v, kv, nullptr, 0.0f, {}, 0, scratch + kv.padded);
+    write_token(kv, page, slot, scratch, scratch + kv.padded, (uint8_t*)(scratch + 2 * kv.padded));
+}
+
+extern const AttentionKernels attention_kernels;
+const AttentionKernels attention_kernels = {append, attend, merge, write, read_token};
+
+}  // namespace headrace::HEADRACE_ISA

@@ -1,0 +1,38 @@
+// How the pool keeps K and V: pages of 16 tokens of one KV head, laid out so that attention multiplies them as they
+// are.
+#pragma once
+
+#include <stdint.h>
+
+namespace headrace {
+
+constexpr int kPageTokens = 16;
+
+enum class KVType : int32_t { kBf16, kInt8, kF32 };
+
+// A page is K, then V; in kInt8 then 16 scales of K and 16 of V, float32, one per token. `padded` is the head size
+// rounded up to 16, with zeros.
+//   kBf16   K [padded / 2][16 tokens][2]   V [8 pairs of tokens][padded][2]
+//   kInt8   K [padded / 4][16 tokens][4]   V [4 quads of tokens][padded][4]   as round(x / scale) + 128
+//   kF32    K [padded][16 tokens]          V [16 tokens][padded]
+// So a vector of K is 16 tokens, a vector of V is 16 dimensions, and no product needs a sum across lanes.
+struct KVShape {
+    KVType type;
+    int32_t heads;
+    int32_t dim;
+    int32_t padded;
+    int32_t half_bytes;  // of K, and of V
+    int32_t page_bytes;
+
+    int64_t page_offset(int64_t page, int head) const { return (page * heads + head) * page_bytes; }
+    int32_t scales_offset() const { return 2 * half_bytes; }  // of K's; V's are 64 bytes on
+};
+
+static inline KVShape kv_shape(KVType type, int heads, int dim) {
+    const int padded = (dim + 15) / 16 * 16;
+    const int bytes = type == KVType::kBf16 ? 2 : type == KVType::kInt8 ? 1 : 4;
+    const int half = padded * kPageTokens * bytes;
+    return {type, heads, dim, padded, half, 2 * half + (type == KVType::kInt8 ? 128 : 0)};
+}
+
+}  // namespace headrace

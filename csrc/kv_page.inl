@@ -1,0 +1,119 @@
+// K and V into pages: norm, rotation, rounding, and the scattered stores.
+HEADRACE_INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+HEADRACE_INLINE float from_bf16(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float y;
+    __builtin_memcpy(&y, &bits, 4);
+    return y;
+}
+
+// A head as attention uses it: normalised (RMS), turned by its position, padded with zeros.
+HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float* norm, float eps,
+                                  const RopeTable& rope, int32_t position, float* out) {
+    const int dim = kv.dim;
+    float factor = 1.0f;
+    if (norm) {
+        Lanes16 squares = zero_lanes();
+        for (int i = 0; i < dim; i += 16) {
+            for (int p = 0; p < Lanes16::kParts; ++p) {
+                const int at = i + p * kLanes, count = dim - at < kLanes ? dim - at : kLanes;
+                if (count <= 0) continue;
+                const F32v part = load_f32(x + at, count);
+                squares.part[p] = fma(part, part, squares.part[p]);
+            }
+        }
+        factor = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)dim + eps);
+    }
+    for (int i = 0; i < dim; ++i) out[i] = norm ? x[i] * factor * norm[i] : x[i];
+    for (int i = dim; i < kv.padded; ++i) out[i] = 0.0f;
+    if (!rope.cos) return;
+    const int half = rope.dim / 2, step = rope.interleaved ? 2 : 1, apart = rope.interleaved ? 1 : half;
+    const float* c = rope.cos + (int64_t)position * half;
+    const float* s = rope.sin + (int64_t)position * half;
+    for (int i = 0; i < half; ++i) {
+        float *a = out + i * step, *b = a + apart;
+        const float x0 = *a, x1 = *b;
+        *a = x0 * c[i] - x1 * s[i];
+        *b = x1 * c[i] + x0 * s[i];
+    }
+}
+
+// One token's values of one tensor, `group` of which lie together (K: dimensions, V: tokens), as bytes with a scale.
+HEADRACE_INLINE float quantize_token(const float* x, int n, uint8_t* out) {
+    float largest = 0.0f;
+    bool finite = true;
+    for (int i = 0; i < n; ++i) {
+        const float size = x[i] < 0 ? -x[i] : x[i];
+        finite &= size <= __FLT_MAX__;
+        largest = size > largest ? size : largest;
+    }
+    const float inverse = finite && largest > 1e-35f ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < n; ++i) {
+        const float scaled = x[i] * inverse;  // NaN where x is not finite: the scale says so
+        out[i] = (uint8_t)(128 + (scaled == scaled ? (int)__builtin_rintf(scaled) : 0));
+    }
+    return !finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
+}
+
+// `bytes` (kInt8): room for 2 * padded bytes.
+static void write_token(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, uint8_t* bytes) {
+    uint8_t* values = page + kv.half_bytes;
+    const int dp = kv.padded;
+    if (kv.type == KVType::kBf16) {
+        uint16_t *to_k = (uint16_t*)page + 2 * slot, *to_v = (uint16_t*)values + slot / 2 * 2 * dp + slot % 2;
+        for (int d = 0; d < dp; d += 2) to_k[16 * d] = to_bf16(k[d]), to_k[16 * d + 1] = to_bf16(k[d + 1]);
+        for (int d = 0; d < dp; ++d) to_v[2 * d] = to_bf16(v[d]);
+    } else if (kv.type == KVType::kF32) {
+        float *to_k = (float*)page + slot, *to_v = (float*)values + slot * dp;
+        for (int d = 0; d < dp; ++d) to_k[16 * d] = k[d], to_v[d] = v[d];
+    } else {
+        float* scales = (float*)(page + kv.scales_offset()) + slot;
+        scales[0] = quantize_token(k, dp, bytes);
+        scales[16] = quantize_token(v, dp, bytes + dp);
+        uint8_t *to_k = page + 4 * slot, *to_v = values + slot / 4 * 4 * dp + slot % 4;
+        for (int d = 0; d < dp; d += 4) __builtin_memcpy(to_k + 16 * d, bytes + d, 4);
+        for (int d = 0; d < dp; ++d) to_v[4 * d] = bytes[dp + d];
+    }
+}
+
+static void read_token(const KVShape& kv, const uint8_t* page, int slot, float* k, float* v) {
+    const uint8_t* values = page + kv.half_bytes;
+    const int dp = kv.padded;
+    for (int d = 0; d < kv.dim; ++d) {
+        if (kv.type == KVType::kBf16) {
+            k[d] = from_bf16(((const uint16_t*)page)[d / 2 * 32 + 2 * slot + d % 2]);
+            v[d] = from_bf16(((const uint16_t*)values)[slot / 2 * 2 * dp + 2 * d + slot % 2]);
+        } else if (kv.type == KVType::kF32) {
+            k[d] = ((const float*)page)[d * 16 + slot];
+            v[d] = ((const float*)values)[slot * dp + d];
+        } else {
+            const float* scales = (const float*)(page + kv.scales_offset()) + slot;
+            k[d] = scales[0] * (float)(page[d / 4 * 64 + 4 * slot + d % 4] - 128);
+            v[d] = scales[16] * (float)(values[slot / 4 * 4 * dp + 4 * d + slot % 4] - 128);
+        }
+    }
+}
+
+static void append(const AttentionTask& task, int feed_index, int kv_head, int first, int last, float* scratch) {
+    const KVShape& kv = task.kv;
+    const AttentionFeed& feed = task.feeds[feed_index];
+    float *k = scratch, *v = scratch + kv.padded;
+    uint8_t* bytes = (uint8_t*)(v + kv.padded);
+    const RopeTable none{};
+    for (int i = first; i < last; ++i) {
+        const int row = feed.row + i, index = feed.kv_start + i, slot = index % kPageTokens;
+        uint8_t* page = task.pool + kv.page_offset(task.page_table[feed.pages + index / kPageTokens], kv_head);
+        // A fresh page: what an earlier owner left must not meet the zero weights of tokens still to come (0 * NaN).
+        if (slot == 0) __builtin_memset(page + kv.half_bytes, 0, (size_t)(kv.page_bytes - kv.half_bytes));
+        prepare_head(task.k + row * task.stride + kv_head * kv.dim, kv, task.k_norm, task.norm_eps, task.rope,
+                     task.positions[row], k);
+        prepare_head(task.v + row * task.stride + kv_head * kv.dim, kv, nullptr, 0.0f, none, 0, v);
+        write_token(kv, page, slot, k, v, bytes);
+    }
+}

@@ -1,0 +1,122 @@
+#include "kv_pool.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace headrace {
+namespace {
+
+KVShape checked(KVType type, int layers, int num_blocks, int block_size, int heads, int dim) {
+    if (layers < 1 || num_blocks < 1 || heads < 1 || dim < 1) {
+        throw std::invalid_argument("a KV pool has at least one layer, block, head and dimension");
+    }
+    if (block_size < kPageTokens || block_size % kPageTokens) {
+        throw std::invalid_argument("block_size must be a multiple of 16, not " + std::to_string(block_size));
+    }
+    if (type == KVType::kInt8 && dim > 512) {
+        throw std::invalid_argument("int8 KV takes heads of up to 512 dimensions, not " + std::to_string(dim));
+    }
+    return kv_shape(type, heads, dim);
+}
+
+}  // namespace
+
+KVType parse_kv_type(std::string_view name) {
+    if (name == "bf16") return KVType::kBf16;
+    if (name == "int8") return KVType::kInt8;
+    if (name == "f32") return KVType::kF32;
+    throw std::invalid_argument("unknown KV type '" + std::string(name) + "'; use bf16, int8 or f32");
+}
+
+KVPool::KVPool(KVType type, int layers, int num_blocks, int block_size, int heads, int dim)
+    : shape_(checked(type, layers, num_blocks, block_size, heads, dim)),
+      num_blocks_(num_blocks),
+      block_size_(block_size),
+      layer_bytes_(static_cast<size_t>(shape_.page_offset(int64_t{num_blocks} * (block_size / kPageTokens), 0))),
+      arena_(layer_bytes_ * static_cast<size_t>(layers) + 64 * static_cast<size_t>(layers)) {
+    for (int i = 0; i < layers; ++i) layers_.push_back(arena_.allocate(layer_bytes_));
+}
+
+size_t KVPool::block_bytes(KVType type, int layers, int block_size, int heads, int dim) {
+    const KVShape shape = checked(type, layers, 1, block_size, heads, dim);
+    return static_cast<size_t>(shape.page_offset(block_size / kPageTokens, 0)) * static_cast<size_t>(layers);
+}
+
+void KVPool::check(Pairs pairs, int limit, const char* what) const {
+    for (const auto& [from, to] : pairs) {
+        if (from < 0 || from >= limit || to < 0 || to >= limit) {
+            throw std::out_of_range(std::string(what) + " outside the pool");
+        }
+    }
+}
+
+void KVPool::copy_blocks(Pairs pairs) {
+    check(pairs, num_blocks_, "block");
+    const size_t size = layer_bytes_ / static_cast<size_t>(num_blocks_);
+    std::vector<uint8_t> held(pairs.size() * size);
+    for (uint8_t* base : layers_) {
+        uint8_t* to = held.data();
+        for (const auto& pair : pairs) std::memcpy(to, base + static_cast<size_t>(pair.first) * size, size), to += size;
+        const uint8_t* from = held.data();
+        for (const auto& pair : pairs)
+            std::memcpy(base + static_cast<size_t>(pair.second) * size, from, size), from += size;
+    }
+}
+
+// The bytes of one token: a piece of every line of K (four bytes) and of V, and its scales. touch(bytes, count) in
+// turn.
+template <class Touch>
+void KVPool::each_piece(uint8_t* page, int slot, Touch touch) const {
+    const int deep = shape_.type == KVType::kBf16 ? 2 : shape_.type == KVType::kInt8 ? 4 : 1, width = 4 / deep;
+    for (int line = 0; line < shape_.padded / deep; ++line) touch(page + 64 * line + 4 * slot, 4);
+    uint8_t* values = page + shape_.half_bytes + slot / deep * shape_.padded * 4 + slot % deep * width;
+    for (int d = 0; d < shape_.padded; ++d) touch(values + 4 * d, width);
+    if (shape_.type != KVType::kInt8) return;
+    touch(page + shape_.scales_offset() + 4 * slot, 4);
+    touch(page + shape_.scales_offset() + 64 + 4 * slot, 4);
+}
+
+size_t KVPool::token_bytes() const {
+    return static_cast<size_t>(2 * shape_.half_bytes / kPageTokens + (shape_.type == KVType::kInt8 ? 8 : 0));
+}
+
+uint8_t* KVPool::page(int layer, int position, int head) const {
+    return layers_[static_cast<size_t>(layer)] + shape_.page_offset(position / kPageTokens, head);
+}
+
+void KVPool::move(Pairs pairs) {
+    check(pairs, num_blocks_ * block_size_, "position");
+    std::vector<uint8_t> held(pairs.size() * token_bytes());
+    for (int layer = 0; layer < layers(); ++layer) {
+        for (int head = 0; head < shape_.heads; ++head) {
+            uint8_t* to = held.data();
+            for (const auto& pair : pairs) {
+                each_piece(page(layer, pair.first, head), pair.first % kPageTokens,
+                           [&](const uint8_t* x, int n) { std::memcpy(to, x, static_cast<size_t>(n)), to += n; });
+            }
+            const uint8_t* from = held.data();
+            for (const auto& pair : pairs) {
+                each_piece(page(layer, pair.second, head), pair.second % kPageTokens,
+                           [&](uint8_t* x, int n) { std::memcpy(x, from, static_cast<size_t>(n)), from += n; });
+            }
+        }
+    }
+}
+
+void KVPool::write(const AttentionKernels& kernels, int layer, int position, const float* k, const float* v) {
+    std::vector<float> scratch(4 * static_cast<size_t>(shape_.padded));
+    for (int head = 0; head < shape_.heads; ++head) {
+        kernels.write(shape_, page(layer, position, head), position % kPageTokens, k + head * shape_.dim,
+                      v + head * shape_.dim, scratch.data());
+    }
+}
+
+void KVPool::read(const AttentionKernels& kernels, int layer, int position, float* k, float* v) const {
+    for (int head = 0; head < shape_.heads; ++head) {
+        kernels.read(shape_, page(layer, position, head), position % kPageTokens, k + head * shape_.dim,
+                     v + head * shape_.dim);
+    }
+}
+
+}  // namespace headrace
