@@ -162,7 +162,8 @@ class Engine:
 
     def _select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         try:
-            return request.strategy.select(request, outputs)  # type: ignore[no-any-return]
+            families: list[list[Child]] = request.strategy.select(request, outputs)
+            return families
         except Exception as error:  # a user's processor may raise anything; it fails this request alone
             request.error = f"{type(error).__name__}: {error}"
             return []
@@ -213,7 +214,8 @@ class Engine:
         if request.strategy.streams:
             self._outbox += [self._close(request, seq, reason or "stop") for seq in open_seqs]
         elif reason is None:
-            self._outbox += [_result(request, *result, at) for at, result in enumerate(request.strategy.results(request))]
+            ranked = enumerate(request.strategy.results(request))
+            self._outbox += [_result(request, seq, score, at) for at, (seq, score) in ranked]
         mine = [delta for delta in self._outbox if delta.request_id == request.id]
         if not mine:
             mine = [Delta(request.id, 0, finish_reason=reason, error=request.error)]
