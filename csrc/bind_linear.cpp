@@ -7,12 +7,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bind.h"
+#include "bind_linear.h"
 #include "cpu.h"
 #include "linear.h"
 #include "pack.h"
@@ -57,16 +60,8 @@ class Buffer {
     void* memory_;
 };
 
-// A packed tensor and the arena it lies in.
-struct Tensor {
-    PackedTensor packed;
-    std::shared_ptr<Arena> arena;
-};
-
-struct Linear {
-    PackedLinear packed;
-    std::vector<Tensor> tensors;
-};
+using Tensor = BoundTensor;
+using Linear = BoundLinear;
 
 PackRequest request_of(const Bytes& rows, const std::string& kind, int n, int k, const std::optional<Indices>& permutation,
                        const std::string& quantize, const std::optional<FloatVector>& bias) {
@@ -301,6 +296,58 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
     return nb::make_tuple(array, maxima_array);
 }
 
+// Seconds for each of `repeats` passes over the layers, one after the other with a barrier between, as in a program.
+std::vector<double> time_linears(const std::vector<const Linear*>& linears, const Floats& x, ThreadPool& pool, int repeats,
+                                 const std::string& path, const std::string& isa) {
+    require(!linears.empty() && repeats > 0, "at least one layer and one repeat");
+    for (const Linear* each : linears) check_input(*each, x);
+    const Kernels& table = kernels_named(isa);
+    const nb::gil_scoped_release unlocked;
+    const size_t m = x.shape(0), n = linears.front()->packed.n(), scratch_bytes = (linear_scratch_bytes(x.shape(1)) + 63) / 64 * 64;
+    const Input input(*linears.front(), x, table);
+    Buffer out(m * n * sizeof(float)), scratch(scratch_bytes * pool.size());
+    Epilogue epilogue{};
+    epilogue.kind = EpilogueKind::kStore;
+    epilogue.out = static_cast<float*>(out.get());
+    epilogue.stride = n;
+    std::vector<LinearWork> works;
+    for (const Linear* each : linears) {
+        works.push_back({&table, &each->packed, input.a8, input.bf16, int(m), pool.size(), epilogue, direct_rows_of(path)});
+    }
+    std::vector<double> seconds;
+    for (int i = 0; i < repeats; ++i) {
+        std::vector<std::atomic<int>> next(works.size());
+        const auto start = std::chrono::steady_clock::now();
+        pool.run([&](int thread) {
+            for (size_t j = 0; j < works.size(); ++j) {
+                run_linear(works[j], thread, next[j], static_cast<uint8_t*>(scratch.get()) + thread * scratch_bytes);
+                pool.barrier(thread);
+            }
+        });
+        seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return seconds;
+}
+
+// Bytes per second that the pool's threads read from `mebibytes` of memory, each its share; one figure per repeat.
+std::vector<double> read_bandwidth(ThreadPool& pool, int mebibytes, int repeats) {
+    require(mebibytes >= pool.size() && repeats > 0, "at least one MiB a thread and one repeat");
+    const nb::gil_scoped_release unlocked;
+    Arena arena(size_t(mebibytes) << 20);
+    const int64_t share = (int64_t(mebibytes) << 20) / pool.size() / 1024 * 1024;
+    uint8_t* memory = arena.allocate(share * pool.size());
+    pool.run([&](int thread) { std::memset(memory + thread * share, 1, share); });
+    std::atomic<int> sink{0};
+    std::vector<double> rates;
+    for (int i = 0; i < repeats; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        pool.run([&](int thread) { sink += kernels().pack->read(memory + thread * share, share); });
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        rates.push_back(double(share) * pool.size() / seconds);
+    }
+    return rates;
+}
+
 nb::dict cpu_info() {
     nb::dict info;
     nb::list isas;
@@ -365,6 +412,8 @@ void bind_linear(nb::module_& m) {
           "quantize"_a = "", "bias"_a = nb::none(), "isa"_a = "");
     m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a, "k"_a,
           "arena"_a, "pool"_a, "quantize"_a = "", "isa"_a = "");
+    m.def("time_linears", &time_linears, "linears"_a, "x"_a.noconvert(), "pool"_a, "repeats"_a, "path"_a = "", "isa"_a = "");
+    m.def("read_bandwidth", &read_bandwidth, "pool"_a, "mebibytes"_a = 256, "repeats"_a = 8);
     m.def("quantize_a8", &quantize_a8, "x"_a.noconvert(), "norm"_a = "", "weight"_a = nb::none(), "bias"_a = nb::none(),
           "eps"_a = 0.0f, "isa"_a = "");
     m.def("norm", &norm_rows, "x"_a.noconvert(), "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a = 0.0f, "isa"_a = "");

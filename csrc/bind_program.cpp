@@ -1,0 +1,262 @@
+// Programs in Python: building one phase by phase, steps, and what is asked of them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind.h"
+#include "bind_linear.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace headrace {
+namespace {
+
+using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Key = std::pair<uint32_t, uint32_t>;
+using At = std::pair<int, int>;  // buffer, column
+
+void require(bool ok, const std::string& message) {
+    if (!ok) throw nb::value_error(message.c_str());
+}
+
+template <class T, size_t n>
+T choose(const std::string& name, const std::pair<const char*, T> (&choices)[n]) {
+    for (const auto& [each, value] : choices) {
+        if (name == each) return value;
+    }
+    throw nb::value_error(("unknown name " + name).c_str());
+}
+
+Place place(At at) { return {at.first, at.second}; }
+
+BufferKind buffer_kind(const std::string& name) {
+    return choose<BufferKind>(name, {{"float", BufferKind::kFloat}, {"a8", BufferKind::kA8}, {"bf16", BufferKind::kBf16}});
+}
+
+EpilogueKind epilogue_kind(const std::string& name) {
+    return choose<EpilogueKind>(name, {{"store", EpilogueKind::kStore},
+                                       {"add", EpilogueKind::kAdd},
+                                       {"gated", EpilogueKind::kGated},
+                                       {"logits", EpilogueKind::kLogits}});
+}
+
+ActKind act_kind(const std::string& name) {
+    return choose<ActKind>(name, {{"silu", ActKind::kSilu},
+                                  {"gelu_tanh", ActKind::kGeluTanh},
+                                  {"gelu", ActKind::kGelu},
+                                  {"relu", ActKind::kRelu}});
+}
+
+std::vector<float> copied(const std::optional<FloatVector>& x) {
+    return x ? std::vector<float>(x->data(), x->data() + x->size()) : std::vector<float>();
+}
+
+NormWeights norm_of(const NormWeights* norm) { return norm ? *norm : NormWeights{}; }
+
+void begin(Program& program, const std::string& segment) {
+    require(segment == "embed" || segment == "layer" || segment == "head", "a segment is embed, layer or head, not " + segment);
+    if (segment == "embed") return program.begin_embed();
+    if (segment == "layer") return program.begin_layer();
+    program.begin_head();
+}
+
+int add_rope(Program& program, const FloatTable& cos, const FloatTable& sin, bool interleaved) {
+    require(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1), "cos and sin must have the same shape");
+    return program.add_rope({std::vector<float>(cos.data(), cos.data() + cos.size()),
+                             std::vector<float>(sin.data(), sin.data() + sin.size()), static_cast<int>(cos.shape(1)) * 2, interleaved});
+}
+
+void add_linear(Program& program, const BoundLinear& linear, int in, const std::string& kind, At out, const std::string& act,
+                float scale, float softcap, int maxima, int sublayer, const std::string& name) {
+    for (const BoundTensor& tensor : linear.tensors) program.keep(tensor.arena);
+    const Activation activation = act == "gelu_tanh" ? Activation::kGeluTanh : Activation::kSilu;
+    program.add({LinearPhase{linear.packed, in, epilogue_kind(kind), place(out), activation, scale, softcap, maxima},
+                 static_cast<uint8_t>(sublayer), name});
+}
+
+void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions, const std::string& name) {
+    program.keep(table.arena);
+    if (positions) program.keep(positions->arena);
+    program.add({EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out}, 0, name});
+}
+
+void run(Program& program, Step& step, std::pair<int, int> layers, const std::optional<FloatTable>& hidden,
+         const std::optional<OutTable>& hidden_out, const std::vector<uint8_t>& skips,
+         const std::vector<std::pair<int, OutTable>>& taps) {
+    const auto fits = [&](size_t rows, size_t width) {
+        return rows == static_cast<size_t>(step.rows()) && width == static_cast<size_t>(program.hidden());
+    };
+    require(!hidden || fits(hidden->shape(0), hidden->shape(1)), "hidden must be [rows, hidden size]");
+    require(!hidden_out || fits(hidden_out->shape(0), hidden_out->shape(1)), "hidden_out must be [rows, hidden size]");
+    step.first_layer = layers.first;
+    step.last_layer = layers.second;
+    step.hidden = hidden ? hidden->data() : nullptr;
+    step.hidden_out = hidden_out ? hidden_out->data() : nullptr;
+    step.skips = skips;
+    step.taps.clear();
+    for (const auto& [tap, out] : taps) {
+        require(tap >= 0 && tap < program.taps(), "no such tap");
+        require(fits(out.shape(0), out.shape(1)), "a tap's rows must be [rows, hidden size]");
+        if (step.taps.size() <= static_cast<size_t>(tap)) step.taps.resize(static_cast<size_t>(tap) + 1);
+        step.taps[static_cast<size_t>(tap)] = out.data();
+    }
+    const nb::gil_scoped_release unlocked;
+    program.run(step);
+}
+
+const Answer& answer_of(Step& step, int number) {
+    if (number < 0 || static_cast<size_t>(number) >= step.answers().size()) throw nb::index_error("no such answer");
+    return step.answers()[static_cast<size_t>(number)];
+}
+
+std::vector<int32_t> tokens_of(Step& step, int number) {
+    std::vector<int32_t> tokens;
+    for (const TokenReport& report : answer_of(step, number).reports) tokens.push_back(report.id);
+    return tokens;
+}
+
+nb::bytes logits_of(Step& step, int number) {
+    const std::vector<float>& logits = answer_of(step, number).logits;
+    return nb::bytes(reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float));
+}
+
+void bind_building(nb::class_<Program>& c) {
+    c.def("buffer", [](Program& self, const std::string& kind, int width, bool local) { return self.add_buffer(buffer_kind(kind), width, local); },
+          "kind"_a, "width"_a, "local"_a = false, "A new buffer (float, a8, bf16): its number.")
+        .def("rope", &add_rope, "cos"_a, "sin"_a, "interleaved"_a, "cos, sin [positions, dim / 2] -> number.")
+        .def("tap", &Program::add_tap)
+        .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
+        .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(), "name"_a = "")
+        .def("norm",
+             [](Program& self, At in, At out, int width, const NormWeights& norm, int sublayer, const std::string& name) {
+                 self.add({NormPhase{norm, place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+             }, "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "")
+        .def("quantize",
+             [](Program& self, At in, int out, const NormWeights* norm, int sublayer, const std::string& name) {
+                 self.add({QuantizePhase{norm_of(norm), place(in), out}, static_cast<uint8_t>(sublayer), name});
+             }, "source"_a, "out"_a, "norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
+        .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "", "scale"_a = 1.0f, "softcap"_a = 0.0f,
+             "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "")
+        .def("act",
+             [](Program& self, const std::string& kind, At in, At out, int width, int sublayer, const std::string& name) {
+                 self.add({ActPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+             }, "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+        .def("act_mul",
+             [](Program& self, const std::string& kind, At in, At out, int width, int sublayer, const std::string& name) {
+                 self.add({ActMulPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+             }, "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+        .def("residual",
+             [](Program& self, At x, At y, At out, int width, const NormWeights* post_norm, int sublayer, const std::string& name) {
+                 self.add({ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width}, static_cast<uint8_t>(sublayer), name});
+             }, "x"_a, "y"_a, "out"_a, "width"_a, "post_norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
+        .def("copy",
+             [](Program& self, At in, At out, int width, int sublayer, const std::string& name) {
+                 self.add({CopyPhase{place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+             }, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+        .def("copy_to_tap",
+             [](Program& self, At in, int tap, const std::string& name) {
+                 self.add({TapPhase{place(in), self.hidden(), tap}, 0, name});
+             }, "source"_a, "tap"_a, "name"_a = "")
+        .def("attention",
+             [](Program& self, int layer, int heads, At q, At k, At v, At out, float scale, int rope, const NormWeights* q_norm,
+                const NormWeights* k_norm, int window, float softcap, const std::optional<FloatVector>& sinks, bool causal,
+                int sublayer, const std::string& name) {
+                 self.add({AttentionPhase{layer, {heads, window, causal}, place(q), place(k), place(v), place(out), norm_of(q_norm),
+                                          norm_of(k_norm), rope, scale, softcap, copied(sinks)},
+                           static_cast<uint8_t>(sublayer), name});
+             }, "layer"_a, "heads"_a, "q"_a, "k"_a, "v"_a, "out"_a, "scale"_a, "rope"_a = -1, "q_norm"_a.none() = nb::none(),
+             "k_norm"_a.none() = nb::none(), "window"_a = 0, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true,
+             "sublayer"_a = 0, "name"_a = "");
+}
+
+void bind_step(nb::module_& m) {
+    nb::class_<Sequence>(m, "Sequence", "A sequence as a runner knows it: its tokens, its blocks, how its tokens are drawn.")
+        .def("__init__",
+             [](Sequence* self, const std::vector<int32_t>& prompt, const SampleParams& params) {
+                 new (self) Sequence{History(prompt), params, {}};
+             }, "prompt"_a, "params"_a)
+        .def("extend", [](Sequence& self, const std::vector<int32_t>& tokens) { self.history.extend(tokens); }, "tokens"_a)
+        .def("set_table", [](Sequence& self, size_t start, const std::vector<int32_t>& blocks) { self.set_table(start, blocks); },
+             "start"_a, "blocks"_a, "table[start:] = blocks")
+        .def("copy", [](const Sequence& self) { return std::make_shared<Sequence>(self); })
+        .def("__len__", [](const Sequence& self) { return self.history.tokens().size(); });
+    nb::class_<Step>(m, "Step", "What one step computes and what is asked of it; answers are read after Program.run.")
+        .def(nb::init<>())
+        .def("clear", &Step::clear)
+        .def("feed",
+             [](Step& self, std::shared_ptr<const Sequence> sequence, int start, int count, const std::vector<int32_t>& nodes,
+                const std::vector<int32_t>& parents, int logits) {
+                 self.feed(std::move(sequence), start, count, nodes, parents, logits);
+             }, "sequence"_a, "start"_a, "count"_a, "nodes"_a = std::vector<int32_t>{}, "parents"_a = std::vector<int32_t>{},
+             "logits"_a = 0)
+        .def("draw",
+             [](Step& self, int row, const std::vector<Key>& keys, int logprobs, bool processed) {
+                 std::vector<NoiseKey> all;
+                 for (const auto& [k0, k1] : keys) all.push_back({k0, k1});
+                 return self.draw(row, std::move(all), {logprobs, processed});
+             }, "row"_a, "keys"_a, "logprobs"_a = -1, "processed"_a = false)
+        .def("verify",
+             [](Step& self, int row, Key key, int logprobs, bool processed) {
+                 return self.verify(row, {key.first, key.second}, {logprobs, processed});
+             }, "row"_a, "key"_a, "logprobs"_a = -1, "processed"_a = false)
+        .def("top", &Step::top, "row"_a, "k"_a)
+        .def("score",
+             [](Step& self, int row, int k) {
+                 int count = 0;
+                 const int first = self.score(row, k, count);
+                 return std::pair(first, count);
+             }, "row"_a, "k"_a, "Every row from `row` on scores the known token after it -> first answer, how many.")
+        .def("logits", &Step::logits, "row"_a)
+        .def_prop_ro("rows", &Step::rows)
+        .def("tokens", &tokens_of, "answer"_a)
+        .def("reports", [](Step& self, int number) { return answer_of(self, number).reports; }, "answer"_a)
+        .def("path", [](Step& self, int number) { return answer_of(self, number).path; }, "answer"_a)
+        .def("row_of_logits", &logits_of, "answer"_a, "float32 bytes")
+        .def("error", [](Step& self, int number) { return answer_of(self, number).error; }, "answer"_a);
+}
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+    bind_step(m);
+    nb::class_<NormWeights>(m, "NormWeights")
+        .def("__init__",
+             [](NormWeights* self, const std::string& kind, const FloatVector& weight, const std::optional<FloatVector>& bias, float eps) {
+                 const NormKind made = choose<NormKind>(kind, {{"rms", NormKind::kRms}, {"layer", NormKind::kLayer}});
+                 require(!bias || bias->size() == weight.size(), "a norm has as many biases as weights");
+                 new (self) NormWeights{made, copied(weight), copied(bias), eps};
+             }, "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a);
+    nb::class_<Program> program(m, "Program", "A model as phases that all threads run together: one call for each step.");
+    program
+        .def("__init__",
+             [](Program* self, std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, int hidden, int vocab_size, const std::string& isa) {
+                 const Kernels& table = isa.empty() ? kernels() : kernels_for(parse_isa(isa));
+                 new (self) Program(std::move(pool), std::move(kv), table, hidden, vocab_size);
+             }, "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "")
+        .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(), "hidden_out"_a.noconvert() = nb::none(),
+             "skips"_a = std::vector<uint8_t>{}, "taps"_a = std::vector<std::pair<int, OutTable>>{},
+             "Carry out a step: layers [first, last) (-1: to the end), from its ids or from `hidden`.")
+        .def_rw("profiling", &Program::profiling)
+        .def_prop_ro("profile", &Program::profile)
+        .def("clear_profile", &Program::clear_profile)
+        .def_prop_ro("layers", &Program::layers)
+        .def_prop_ro("threads", &Program::threads);
+    bind_building(program);
+}
+
+}  // namespace headrace

@@ -1,0 +1,201 @@
+#include "program.h"
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+namespace headrace {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void require(bool ok, const char* message) {
+    if (!ok) throw std::invalid_argument(message);
+}
+
+template <class Work, class F>
+void each(const std::vector<Phase>& segment, F f) {
+    for (const Phase& phase : segment) {
+        if (const Work* work = std::get_if<Work>(&phase.work)) f(*work);
+    }
+}
+
+}  // namespace
+
+Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden, int vocab_size)
+    : pool_(std::move(pool)),
+      kv_(std::move(kv)),
+      kernels_(kernels),
+      hidden_(hidden),
+      vocab_size_(vocab_size),
+      attention_(kernels, *kv_, pool_->size()),
+      scratch_(static_cast<size_t>(pool_->size())) {
+    add_buffer(BufferKind::kFloat, hidden);
+    add_buffer(BufferKind::kFloat, hidden);
+    of_head_[kHeadRows] = true;
+    for (int i = 0; i < pool_->size(); ++i) samplers_.push_back(std::make_unique<Sampler>(*kernels_.sample, vocab_size));
+}
+
+int Program::add_buffer(BufferKind kind, int width, bool local) {
+    buffers_.emplace_back(kind, width, local, pool_->size());
+    of_head_.push_back(open_ == &head_);
+    return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Program::add_rope(Rope rope) {
+    require(rope.dim > 0 && rope.dim % 2 == 0 && rope.cos.size() == rope.sin.size() &&
+                rope.cos.size() % static_cast<size_t>(rope.dim / 2) == 0,
+            "cos and sin have dim / 2 values for each position");
+    ropes_.push_back(std::move(rope));
+    return static_cast<int>(ropes_.size()) - 1;
+}
+
+void Program::add(Phase phase) {
+    require(open_, "a segment must be begun before phases are added");
+    scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
+    if (const auto* attention = std::get_if<AttentionPhase>(&phase.work)) {
+        require(attention->layer >= 0 && attention->layer < kv_->layers(), "attention names a layer that the KV pool has not");
+        require(attention->rope < static_cast<int>(ropes_.size()), "attention names a rope that is not there");
+        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(attention->view.heads) * sizeof(float));
+    }
+    if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits) {
+        require(linear->linear.n() == vocab_size_, "the head must have one output for each token");
+        logits_ = linear->out.buffer, maxima_ = linear->maxima;
+    }
+    open_->push_back(std::move(phase));
+}
+
+void Program::check(const Step& step) const {
+    const int last = step.last_layer < 0 ? layers() : step.last_layer;
+    require(step.rows() > 0, "a step has at least one row");
+    require(step.first_layer >= 0 && step.first_layer <= last && last <= layers(), "a step names layers that the model has not");
+    require(step.first_layer == 0 || step.hidden, "a step that does not begin with layer 0 needs hidden rows");
+    require(step.head_rows().empty() || logits_ >= 0, "the program has no head");
+    int ids = std::numeric_limits<int>::max(), positions = ids;
+    each<EmbedPhase>(embed_, [&](const EmbedPhase& work) {
+        ids = std::min(ids, work.table.n);
+        if (work.positions) positions = std::min(positions, work.positions->n);
+    });
+    for (const Rope& rope : ropes_) positions = std::min(positions, rope.positions());
+    for (const int32_t id : step.ids()) {
+        if (id < 0 || id >= ids) throw std::out_of_range("a token id is outside the vocabulary");
+    }
+    for (const int32_t position : step.positions()) {
+        if (position < 0 || position >= positions) throw std::out_of_range("a position is beyond those the model knows");
+    }
+}
+
+// Everything that must not be done by several threads: memory, layouts, what is asked about which rows.
+void Program::prepare(Step& step) {
+    check(step);
+    attention_.begin(step.feeds());
+    for (int i = step.first_layer; i < (step.last_layer < 0 ? layers() : step.last_layer); ++i) {
+        each<AttentionPhase>(layers_[static_cast<size_t>(i)], [&](const AttentionPhase& work) { attention_.layout(work.view); });
+    }
+    const int head_rows = std::min(static_cast<int>(step.head_rows().size()), kMostHeadRows);
+    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : step.rows());
+    for (Memory& scratch : scratch_) scratch.reserve(scratch_bytes_);
+    if (step.hidden) {
+        Buffer& to = buffers_[kHidden];
+        for (int r = 0; r < step.rows(); ++r) {
+            std::memcpy(to.floats() + r * to.stride(), step.hidden + int64_t{r} * hidden_, sizeof(float) * static_cast<size_t>(hidden_));
+        }
+    }
+    plan_head(step);
+}
+
+// Cuts the rows of the head into chunks that split no draft tree, and the asks into items that share no row.
+void Program::plan_head(Step& step) {
+    std::vector<Ask>& asks = step.asks();
+    std::vector<int> order(asks.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return asks[static_cast<size_t>(a)].row < asks[static_cast<size_t>(b)].row; });
+    step.answers().assign(asks.size(), {});
+    chunks_.clear();
+    const int rows = static_cast<int>(step.head_rows().size());
+    size_t at = 0;
+    for (int first = 0; first < rows;) {
+        Chunk chunk{first, std::min(first + kMostHeadRows, rows), {}};
+        for (int last_row = -1; at < order.size(); ++at) {
+            const Ask& ask = asks[static_cast<size_t>(order[at])];
+            if (ask.row >= chunk.last) break;
+            if (ask.last_row() >= chunk.last) {
+                chunk.last = ask.row;
+                break;
+            }
+            if (ask.row > last_row) chunk.items.emplace_back();
+            chunk.items.back().push_back(order[at]);
+            last_row = std::max(last_row, ask.last_row());
+        }
+        first = chunk.last;
+        chunks_.push_back(std::move(chunk));
+    }
+}
+
+void Program::run(Step& step) {
+    prepare(step);
+    StepRun run{*pool_, kernels_, buffers_, ropes_, attention_, step};
+    pool_->run([&](int thread) noexcept {
+        Worker worker{run, thread, scratch_[static_cast<size_t>(thread)].data()};
+        work(worker, step);
+    });
+}
+
+void Program::work(Worker& worker, Step& step) {
+    worker.rows = step.rows();
+    if (!step.hidden) run_segment(embed_, 0, worker);
+    const int last = step.last_layer < 0 ? layers() : step.last_layer;
+    for (int i = step.first_layer; i < last; ++i) {
+        const size_t layer = static_cast<size_t>(i);
+        run_segment(layers_[layer], layer < step.skips.size() ? step.skips[layer] : 0, worker);
+    }
+    if (step.hidden_out) {
+        const Buffer& from = buffers_[kHidden];
+        worker.share(step.rows(), [&](int first, int end) {
+            for (int r = first; r < end; ++r) {
+                std::memcpy(step.hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(), sizeof(float) * static_cast<size_t>(hidden_));
+            }
+        });
+        worker.barrier();
+    }
+    for (const Chunk& chunk : chunks_) run_chunk(chunk, worker, step);
+}
+
+void Program::run_segment(const Segment& segment, unsigned skips, Worker& worker) {
+    const bool timed = profiling && worker.thread == 0;
+    for (const Phase& phase : segment) {
+        if (phase.sublayer & skips) continue;
+        const auto start = timed ? Clock::now() : Clock::time_point{};
+        run_phase(phase, worker);
+        if (timed) profile_[phase.name] += std::chrono::duration<double>(Clock::now() - start).count();
+    }
+}
+
+void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
+    const Buffer &from = buffers_[kHidden], &to = buffers_[kHeadRows];
+    worker.rows = chunk.last - chunk.first;
+    worker.share(worker.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r) {
+            const int row = step.head_rows()[static_cast<size_t>(chunk.first + r)];
+            std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(), sizeof(float) * static_cast<size_t>(hidden_));
+        }
+    });
+    worker.barrier();
+    run_segment(head_, 0, worker);
+    const bool timed = profiling && worker.thread == 0;
+    const auto start = timed ? Clock::now() : Clock::time_point{};
+    const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
+    Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
+    for (;;) {
+        const size_t item = static_cast<size_t>(worker.next().fetch_add(1, std::memory_order_relaxed));
+        if (item >= chunk.items.size()) break;
+        for (const int ask : chunk.items[item]) {
+            answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)],
+                   {logits.floats(), logits.stride(), maxima.floats(), maxima.stride(), chunk.first, vocab_size_});
+        }
+    }
+    worker.barrier();
+    if (timed) profile_["answers"] += std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace headrace

@@ -1,0 +1,90 @@
+// A model as phases that all threads of a pool run together, with barriers between them: one call for each step.
+//
+// A program is built once, phase by phase, in segments: embed, one for each layer, head. Values are rows in buffers. A step
+// runs embed or starts from given hidden rows, runs some of the layers, and the head on chosen rows. A row's result depends
+// on that row alone, however the threads share the work and whatever else is in the step.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "program_phases.h"
+#include "program_step.h"
+#include "threadpool.h"
+
+namespace headrace {
+
+class Program {
+  public:
+    // `hidden`: width of the hidden rows. Buffer 0 holds those of the step, buffer 1 those that go through the head.
+    Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden, int vocab_size);
+
+    // Building. What is wrong in a description throws std::invalid_argument, std::out_of_range.
+    int add_buffer(BufferKind kind, int width, bool local = false);
+    int add_rope(Rope rope);
+    int add_tap() { return taps_++; }
+    int taps() const { return taps_; }
+    void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }  // e.g. an arena of weights
+    void begin_embed() { open_ = &embed_; }
+    void begin_layer() { open_ = &layers_.emplace_back(); }
+    void begin_head() { open_ = &head_; }
+    void add(Phase phase);
+
+    // Carries out a step and fills its answers. One step at a time. Throws std::out_of_range, std::invalid_argument for a
+    // step that does not fit, ForkedError after a fork; then nothing was computed.
+    void run(Step& step);
+
+    int layers() const { return static_cast<int>(layers_.size()); }
+    int threads() const { return pool_->size(); }
+    int hidden() const { return hidden_; }
+    int vocab_size() const { return vocab_size_; }
+    KVPool& kv() const { return *kv_; }
+
+    // Seconds by kind of phase, as thread 0 saw them, barriers included; gathered while `profiling` is set.
+    bool profiling = false;
+    const std::map<std::string, double>& profile() const { return profile_; }
+    void clear_profile() { profile_.clear(); }
+
+  private:
+    using Segment = std::vector<Phase>;
+
+    static constexpr int kHidden = 0, kHeadRows = 1;  // buffers
+    static constexpr int kMostHeadRows = 80;          // whose logits are held at once; more than a draft tree has
+
+    // Some of the rows that go through the head, and the asks about them.
+    struct Chunk {
+        int first, last;
+        std::vector<std::vector<int>> items;  // asks that share rows, one after the other
+    };
+
+    void check(const Step& step) const;
+    void prepare(Step& step);
+    void plan_head(Step& step);
+    void work(Worker& worker, Step& step);
+    void run_segment(const Segment& segment, unsigned skips, Worker& worker);
+    void run_chunk(const Chunk& chunk, Worker& worker, Step& step);
+
+    const std::shared_ptr<ThreadPool> pool_;
+    const std::shared_ptr<KVPool> kv_;
+    const Kernels& kernels_;
+    const int hidden_, vocab_size_;
+    std::vector<std::shared_ptr<const void>> owners_;
+    std::vector<Buffer> buffers_;
+    std::vector<bool> of_head_;  // buffers with a row for each row that goes through the head
+    std::vector<Rope> ropes_;
+    Segment embed_, head_;
+    std::vector<Segment> layers_;
+    Segment* open_ = nullptr;
+    int taps_ = 0;
+    AttentionStep attention_;
+    size_t scratch_bytes_ = 0;
+    std::vector<Memory> scratch_;  // of each thread
+    std::vector<std::unique_ptr<Sampler>> samplers_;
+    std::vector<Chunk> chunks_;
+    int logits_ = -1, maxima_ = -1;  // buffers of the head's results
+    std::map<std::string, double> profile_;
+};
+
+}  // namespace headrace

@@ -1,0 +1,65 @@
+// Where a program keeps the values of a step: rows of one width, as many as the step has.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace headrace {
+
+// 64-byte aligned memory that grows, without keeping what was in it.
+class Memory {
+  public:
+    Memory() = default;
+    Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr, other.bytes_ = 0; }
+    Memory& operator=(Memory&&) = delete;
+    ~Memory();
+    // Throws std::bad_alloc.
+    void reserve(size_t bytes);
+    uint8_t* data() const { return data_; }
+
+  private:
+    uint8_t* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+// Floats, or the input of a linear layer: int8 with scales (A8), or bfloat16.
+enum class BufferKind { kFloat, kA8, kBf16 };
+
+// A value of a phase: float columns [column, ...) of a buffer's rows.
+struct Place {
+    int buffer = -1;
+    int column = 0;
+};
+
+class Buffer {
+  public:
+    // `local`: an input that every thread may make for itself while it is small, instead of waiting for the others.
+    Buffer(BufferKind kind, int width, bool local, int threads);
+    void reserve(int rows);
+
+    BufferKind kind() const { return kind_; }
+    int width() const { return width_; }
+    int64_t stride() const { return stride_; }  // floats from row to row
+    float* floats() const { return reinterpret_cast<float*>(memory_.data()); }
+    // Whether `rows` rows are made by every thread in memory of its own.
+    bool is_local(int rows) const { return local_ && rows * tiles_of(width_) <= kLocalTiles; }
+    A8 a8(int rows, int thread) const;
+    Bf16Rows bf16(int rows, int thread) const;
+
+  private:
+    // About where normalising and quantising a row once more costs what a barrier costs.
+    static constexpr int kLocalTiles = 32;
+
+    uint8_t* input(int rows, int thread) const;
+
+    const BufferKind kind_;
+    const int width_;
+    const int64_t stride_;
+    const bool local_;
+    Memory memory_;
+    Memory own_;  // [threads] small inputs
+};
+
+}  // namespace headrace

@@ -1,0 +1,231 @@
+#include "program_phases.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "program_step.h"
+
+namespace headrace {
+namespace {
+
+template <class... Fs>
+struct Overloaded : Fs... {
+    using Fs::operator()...;
+};
+
+void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int first, int last, int width) {
+    for (int r = first; r < last; ++r) std::memcpy(to + r * to_stride, from + r * from_stride, sizeof(float) * static_cast<size_t>(width));
+}
+
+void activate(const Kernels& kernels, ActKind kind, const float* x, int n, float* out) {
+    switch (kind) {
+        case ActKind::kSilu: return kernels.quantize->act(Activation::kSilu, x, n, out);
+        case ActKind::kGeluTanh: return kernels.quantize->act(Activation::kGeluTanh, x, n, out);
+        case ActKind::kGelu:
+            for (int i = 0; i < n; ++i) out[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
+            return;
+        case ActKind::kRelu:
+            for (int i = 0; i < n; ++i) out[i] = x[i] < 0.0f ? 0.0f : x[i];
+            return;
+    }
+}
+
+// Phases say whether the other threads must be waited for.
+
+bool run(const EmbedPhase& phase, Worker& w) {
+    const Buffer& out = w.buffer(phase.out);
+    auto* position_row = reinterpret_cast<float*>(w.scratch);
+    w.share(w.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r) {
+            float* row = out.floats() + r * out.stride();
+            w.run.kernels.pack->unpack(phase.table, w.run.step.ids()[static_cast<size_t>(r)], row);
+            if (phase.scale != 1.0f) {
+                for (int i = 0; i < phase.table.k; ++i) row[i] *= phase.scale;
+            }
+            if (!phase.positions) continue;
+            w.run.kernels.pack->unpack(*phase.positions, w.run.step.positions()[static_cast<size_t>(r)], position_row);
+            for (int i = 0; i < phase.table.k; ++i) row[i] += position_row[i];
+        }
+    });
+    return true;
+}
+
+bool run(const NormPhase& phase, Worker& w) {
+    w.share(w.rows, [&](int first, int last) {
+        w.run.kernels.quantize->norm(w.floats(phase.in) + first * w.stride(phase.in), w.stride(phase.in), 0, last - first,
+                                     phase.width, phase.norm.view(), w.floats(phase.out) + first * w.stride(phase.out),
+                                     w.stride(phase.out));
+    });
+    return true;
+}
+
+bool run(const QuantizePhase& phase, Worker& w) {
+    const Buffer& out = w.buffer(phase.out);
+    const float* in = w.floats(phase.in);
+    const int64_t stride = w.stride(phase.in);
+    const A8 a8 = out.a8(w.rows, w.thread);
+    const Bf16Rows bf16 = out.bf16(w.rows, w.thread);
+    const auto quantize = [&](int first, int last) {
+        const QuantizeKernels& kernels = *w.run.kernels.quantize;
+        auto* scratch = reinterpret_cast<float*>(w.scratch);
+        if (a8.blocks) {
+            kernels.to_a8(in, stride, first, last, out.width(), phase.norm.view(), scratch, a8);
+        } else {
+            kernels.to_bf16(in, stride, first, last, out.width(), phase.norm.view(), scratch, bf16);
+        }
+    };
+    if (out.is_local(w.rows)) {
+        quantize(0, w.rows);
+        return false;
+    }
+    w.share(w.rows, quantize);
+    return true;
+}
+
+bool run(const LinearPhase& phase, Worker& w) {
+    const Buffer& in = w.buffer(phase.in);
+    const Buffer& out = w.buffer(phase.out.buffer);
+    Epilogue epilogue{};
+    epilogue.kind = phase.kind;
+    epilogue.act = phase.act;
+    epilogue.scale = phase.scale;
+    epilogue.softcap = phase.softcap;
+    if (out.kind() == BufferKind::kFloat) {
+        epilogue.out = out.floats() + phase.out.column;
+        epilogue.stride = out.stride();
+    } else {
+        epilogue.a8 = out.a8(w.rows, w.thread);
+        epilogue.bf16 = out.bf16(w.rows, w.thread);
+    }
+    if (phase.maxima >= 0) {
+        epilogue.block_max = w.buffer(phase.maxima).floats();
+        epilogue.max_stride = w.buffer(phase.maxima).stride();
+    }
+    const LinearWork work{&w.run.kernels, &phase.linear, in.a8(w.rows, w.thread), in.bf16(w.rows, w.thread),
+                          w.rows, w.run.pool.size(), epilogue};
+    run_linear(work, w.thread, w.next(), w.scratch);
+    return true;
+}
+
+bool run(const ActPhase& phase, Worker& w) {
+    w.share(w.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r) {
+            activate(w.run.kernels, phase.kind, w.floats(phase.in) + r * w.stride(phase.in), phase.width,
+                     w.floats(phase.out) + r * w.stride(phase.out));
+        }
+    });
+    return true;
+}
+
+bool run(const ActMulPhase& phase, Worker& w) {
+    w.share(w.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r) {
+            const float* gate = w.floats(phase.in) + r * w.stride(phase.in);
+            const float* up = gate + phase.width;
+            float* out = w.floats(phase.out) + r * w.stride(phase.out);
+            if (phase.kind == ActKind::kSilu || phase.kind == ActKind::kGeluTanh) {
+                const Activation kind = phase.kind == ActKind::kSilu ? Activation::kSilu : Activation::kGeluTanh;
+                w.run.kernels.quantize->act_mul(kind, gate, up, phase.width, out);
+                continue;
+            }
+            activate(w.run.kernels, phase.kind, gate, phase.width, out);
+            for (int i = 0; i < phase.width; ++i) out[i] *= up[i];
+        }
+    });
+    return true;
+}
+
+bool run(const ResidualPhase& phase, Worker& w) {
+    auto* scratch = reinterpret_cast<float*>(w.scratch);
+    w.share(w.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r) {
+            const float* x = w.floats(phase.x) + r * w.stride(phase.x);
+            const float* y = w.floats(phase.y) + r * w.stride(phase.y);
+            float* out = w.floats(phase.out) + r * w.stride(phase.out);
+            if (phase.post_norm.kind != NormKind::kNone) {
+                w.run.kernels.quantize->norm(y, 0, 0, 1, phase.width, phase.post_norm.view(), scratch, 0);
+                y = scratch;
+            }
+            for (int i = 0; i < phase.width; ++i) out[i] = x[i] + y[i];
+        }
+    });
+    return true;
+}
+
+bool run(const AttentionPhase& phase, Worker& w) {
+    AttentionStep& attention = w.run.attention;
+    AttentionLayout& layout = attention.layout(phase.view);
+    const Buffer& out = w.buffer(phase.out.buffer);
+    AttentionTask task{};
+    attention.prepare(layout, phase.layer, task);
+    task.q = w.floats(phase.q);
+    task.k = w.floats(phase.k);
+    task.v = w.floats(phase.v);
+    task.stride = w.stride(phase.q);
+    if (phase.q_norm.kind != NormKind::kNone) task.q_norm = phase.q_norm.weight.data(), task.norm_eps = phase.q_norm.eps;
+    if (phase.k_norm.kind != NormKind::kNone) task.k_norm = phase.k_norm.weight.data(), task.norm_eps = phase.k_norm.eps;
+    if (phase.rope >= 0) {
+        const Rope& rope = w.run.ropes[static_cast<size_t>(phase.rope)];
+        task.rope = {rope.cos.data(), rope.sin.data(), rope.dim, rope.interleaved};
+    }
+    task.scale = phase.scale;
+    task.softcap = phase.softcap;
+    task.sinks = phase.sinks.empty() ? nullptr : phase.sinks.data();
+    if (out.kind() == BufferKind::kFloat) {
+        task.out = out.floats() + phase.out.column;
+        task.out_stride = out.stride();
+    } else {
+        task.a8 = out.a8(w.rows, w.thread);
+        task.bf16 = out.bf16(w.rows, w.thread);
+    }
+    auto* scratch = reinterpret_cast<float*>(w.scratch);
+    if (!layout.fused()) {
+        attention.append(layout, task, w.thread, scratch);
+        w.barrier();
+    }
+    attention.attend(layout, task, w.next(), scratch);
+    return true;
+}
+
+bool run(const TapPhase& phase, Worker& w) {
+    const std::vector<float*>& taps = w.run.step.taps;
+    if (static_cast<size_t>(phase.tap) >= taps.size() || !taps[static_cast<size_t>(phase.tap)]) return false;
+    w.share(w.rows, [&](int first, int last) {
+        copy_rows(w.floats(phase.in), w.stride(phase.in), taps[static_cast<size_t>(phase.tap)], phase.width, first, last, phase.width);
+    });
+    return true;
+}
+
+bool run(const CopyPhase& phase, Worker& w) {
+    w.share(w.rows, [&](int first, int last) {
+        copy_rows(w.floats(phase.in), w.stride(phase.in), w.floats(phase.out), w.stride(phase.out), first, last, phase.width);
+    });
+    return true;
+}
+
+}  // namespace
+
+void Worker::barrier() {
+    // The last turn's counter is the next but one's: nobody reads it any more, and nobody yet.
+    if (thread == 0) run.counters[(turn + 1) % 3].value.store(0, std::memory_order_relaxed);
+    run.pool.barrier(thread);
+    ++turn;
+}
+
+void run_phase(const Phase& phase, Worker& worker) {
+    if (std::visit([&](const auto& work) { return run(work, worker); }, phase.work)) worker.barrier();
+}
+
+size_t scratch_bytes(const Phase& phase) {
+    const auto floats = [](int width) { return (static_cast<size_t>(width) + 16) * sizeof(float); };
+    return std::visit(Overloaded{
+                          [&](const EmbedPhase& work) { return floats(work.table.k); },
+                          [&](const QuantizePhase& work) { return floats(static_cast<int>(work.norm.weight.size())); },
+                          [&](const ResidualPhase& work) { return floats(work.width); },
+                          [&](const LinearPhase& work) { return linear_scratch_bytes(work.linear.k()); },
+                          [&](const auto&) { return size_t{0}; },
+                      },
+                      phase.work);
+}
+
+}  // namespace headrace

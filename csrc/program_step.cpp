@@ -1,0 +1,146 @@
+#include "program_step.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace headrace {
+namespace {
+
+constexpr size_t kMostNodes = 64;
+
+void require(bool ok, const char* message) {
+    if (!ok) throw std::invalid_argument(message);
+}
+
+}  // namespace
+
+void Sequence::set_table(size_t start, Ids blocks) {
+    if (start > table.size()) throw std::out_of_range("blocks would leave a gap in the table");
+    table.resize(start);
+    table.insert(table.end(), blocks.begin(), blocks.end());
+}
+
+void Step::clear() {
+    for (auto* each : {&ids_, &positions_, &kv_start_, &known_, &tables_, &head_rows_, &nodes_, &parents_}) each->clear();
+    row_start_.assign(1, 0);
+    masks_.clear();
+    sequences_.clear();
+    asks_.clear();
+    answers_.clear();
+    first_layer = 0, last_layer = -1;
+    hidden = nullptr, hidden_out = nullptr;
+    skips.clear();
+    taps.clear();
+}
+
+void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits) {
+    const std::vector<int32_t>& tokens = sequence->history.tokens();
+    const size_t rows = static_cast<size_t>(count) + nodes.size();
+    require(start >= 0 && count >= 1 && static_cast<size_t>(start) + static_cast<size_t>(count) <= tokens.size(),
+            "a feed must name known tokens of its sequence");
+    require(nodes.size() == parents.size() && nodes.size() <= kMostNodes, "a draft has up to 64 nodes, each with a parent");
+    require(logits >= 0 && static_cast<size_t>(logits) <= rows, "a feed has no more rows of logits than rows");
+    for (size_t i = 0; i < parents.size(); ++i) {
+        require(parents[i] >= -1 && parents[i] < static_cast<int32_t>(i), "a node's parent must come before it");
+    }
+    const int first_node = start + count;
+    ids_.insert(ids_.end(), tokens.begin() + start, tokens.begin() + first_node);
+    ids_.insert(ids_.end(), nodes.begin(), nodes.end());
+    for (int i = 0; i < count; ++i) positions_.push_back(start + i);
+    masks_.resize(masks_.size() + static_cast<size_t>(count), 0);
+    for (size_t i = 0; i < nodes.size(); ++i) {
+        const bool root = parents[i] < 0;
+        const size_t parent = masks_.size() - i + static_cast<size_t>(root ? 0 : parents[i]);
+        positions_.push_back(root ? first_node : positions_[parent] + 1);
+        masks_.push_back(uint64_t{1} << i | (root ? 0 : masks_[parent]));
+    }
+    row_start_.push_back(this->rows());
+    kv_start_.push_back(start);
+    known_.push_back(count);
+    first_head_row_ = static_cast<int>(head_rows_.size());
+    for (int row = this->rows() - logits; row < this->rows(); ++row) head_rows_.push_back(row);
+    last_known_ = static_cast<int>(head_rows_.size() - nodes.size()) - 1;
+    nodes_.assign(nodes.begin(), nodes.end());
+    parents_.assign(parents.begin(), parents.end());
+    sequences_.push_back(std::move(sequence));
+}
+
+int Step::ask(Ask ask, int rows) {
+    require(!sequences_.empty(), "there is no feed to ask about");
+    require(ask.row >= 0 && first_head_row_ + ask.row + rows <= static_cast<int>(head_rows_.size()),
+            "what is asked for must be rows of logits of the feed");
+    ask.row += first_head_row_;
+    ask.sequence = sequences_.back();
+    asks_.push_back(std::move(ask));
+    return static_cast<int>(asks_.size()) - 1;
+}
+
+int Step::draw(int row, std::vector<NoiseKey> keys, Report report) {
+    return ask({Ask::Kind::kDraw, row, nullptr, std::move(keys), report});
+}
+
+int Step::verify(int row, NoiseKey key, Report report) {
+    Ask made{Ask::Kind::kVerify, row, nullptr, {key}, report};
+    made.nodes = nodes_, made.parents = parents_;
+    return ask(std::move(made), 1 + static_cast<int>(nodes_.size()));
+}
+
+int Step::top(int row, int k) { return ask({Ask::Kind::kTop, row, nullptr, {}, {}, k}); }
+
+int Step::score(int row, int k, int& count) {
+    require(!sequences_.empty(), "there is no feed to ask about");
+    const std::vector<int32_t>& tokens = sequences_.back()->history.tokens();
+    const int first = static_cast<int>(asks_.size()), rows = last_known_ - first_head_row_ + 1 - row;
+    const size_t next = static_cast<size_t>(kv_start_.back() + known_.back() - rows + 1);  // the token after the first row
+    count = 0;
+    for (; count < rows && next + static_cast<size_t>(count) < tokens.size(); ++count) {
+        ask({Ask::Kind::kScore, row + count, nullptr, {}, {}, k, tokens[next + static_cast<size_t>(count)]});
+    }
+    return first;
+}
+
+int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
+
+StepFeeds Step::feeds() {
+    size_t width = 0;
+    for (const auto& sequence : sequences_) width = std::max(width, sequence->table.size());
+    tables_.assign(width * sequences_.size(), -1);
+    for (size_t i = 0; i < sequences_.size(); ++i) {
+        std::copy(sequences_[i]->table.begin(), sequences_[i]->table.end(), tables_.begin() + static_cast<ptrdiff_t>(i * width));
+    }
+    return {positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(width)};
+}
+
+void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) {
+    static const SampleParams neutral;
+    static const History nothing;
+    SampleRow row{logits.values + (ask.row - logits.base) * logits.stride,
+                  logits.maxima + (ask.row - logits.base) * logits.maxima_stride, &ask.sequence->params, &ask.sequence->history};
+    switch (ask.kind) {
+        case Ask::Kind::kDraw:
+            out.error = sampler.draw(row, ask.keys, ask.report, out.reports);
+            return;
+        case Ask::Kind::kVerify: {
+            Walk walk;
+            const RowStrides strides{logits.stride, logits.maxima_stride, 0};
+            out.error = sampler.verify(row, {ask.nodes, ask.parents}, strides, ask.keys.front(), ask.report, walk);
+            out.path = std::move(walk.path);
+            out.reports = std::move(walk.reports);
+            return;
+        }
+        case Ask::Kind::kTop:
+            row.params = &neutral, row.history = &nothing;
+            out.reports.resize(1);
+            out.error = sampler.top(row, ask.k, out.reports.front());
+            return;
+        case Ask::Kind::kScore:
+            out.reports.resize(1);
+            out.error = sampler.score(row, ask.token, ask.k, out.reports.front());
+            return;
+        case Ask::Kind::kLogits:
+            out.logits.assign(row.logits, row.logits + logits.vocab_size);
+            return;
+    }
+}
+
+}  // namespace headrace

@@ -1,0 +1,109 @@
+// What one step computes: feeds of sequences, the rows of them whose logits are wanted, and what is asked of those.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "sample.h"
+
+namespace headrace {
+
+// A sequence as a runner knows it between steps.
+struct Sequence {
+    History history;
+    SampleParams params;
+    std::vector<int32_t> table;  // block ids
+
+    // table[start, ...) = blocks. Throws std::out_of_range when start is beyond its end.
+    void set_table(size_t start, Ids blocks);
+};
+
+// A question about rows of logits; rows are counted over all rows of the step that go through the head.
+struct Ask {
+    enum class Kind { kDraw, kVerify, kTop, kScore, kLogits };
+
+    Kind kind;
+    int row;
+    std::shared_ptr<const Sequence> sequence;
+    std::vector<NoiseKey> keys{};  // kDraw: one token each; kVerify: one key
+    Report report{};
+    int k = 0;                    // kTop, kScore: alternatives
+    int32_t token = -1;           // kScore
+    std::vector<int32_t> nodes{}, parents{};  // kVerify: the tree whose rows follow `row`
+
+    int last_row() const { return row + static_cast<int>(nodes.size()); }
+};
+
+struct Answer {
+    std::vector<TokenReport> reports;
+    std::vector<int32_t> path;  // kVerify
+    std::vector<float> logits;  // kLogits
+    std::string error;
+};
+
+// Built feed by feed, run by a Program, then read; `clear` makes it new and keeps its memory.
+class Step {
+  public:
+    void clear();
+
+    // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the last known
+    // token). The last `logits` rows go through the head. Throws std::invalid_argument, std::out_of_range.
+    void feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits);
+
+    // Of the feed added last; `row` counts from the first of its rows that go through the head. Each returns the number of
+    // its (first) answer.
+    int draw(int row, std::vector<NoiseKey> keys, Report report);
+    int verify(int row, NoiseKey key, Report report);
+    int top(int row, int k);
+    // Every row from `row` on scores the known token after it: one answer each, `count` of them.
+    int score(int row, int k, int& count);
+    int logits(int row);
+
+    int rows() const { return static_cast<int>(ids_.size()); }
+    std::span<const int32_t> ids() const { return ids_; }
+    std::span<const int32_t> positions() const { return positions_; }
+    // What attention needs, tables included; the spans last until the step is changed.
+    StepFeeds feeds();
+    std::span<const int32_t> head_rows() const { return head_rows_; }  // ascending
+    std::vector<Ask>& asks() { return asks_; }
+    std::vector<Answer>& answers() { return answers_; }
+
+    // What is run: layers [first_layer, last_layer) (-1: to the end), from the ids or from given hidden rows.
+    int first_layer = 0, last_layer = -1;
+    const float* hidden = nullptr;     // [rows][hidden size]; null: the step starts with its ids
+    float* hidden_out = nullptr;       // [rows][hidden size] after the last layer; or null
+    std::vector<uint8_t> skips;        // per layer a bit for each sublayer that is left out; may be shorter
+    std::vector<float*> taps;          // per tap of the program where its rows go, or null; may be shorter
+
+  private:
+    int ask(Ask ask, int rows = 1);
+
+    std::vector<int32_t> ids_, positions_, row_start_{0}, kv_start_, known_, tables_, head_rows_;
+    std::vector<uint64_t> masks_;
+    std::vector<std::shared_ptr<const Sequence>> sequences_;
+    // Of the last feed:
+    std::vector<int32_t> nodes_, parents_;
+    int first_head_row_ = 0, last_known_ = 0;  // head rows: its first, and that of its last known token
+    std::vector<Ask> asks_;
+    std::vector<Answer> answers_;
+};
+
+// Rows of logits and their block maxima, the first of which is head row `base`.
+struct Logits {
+    float* values;
+    int64_t stride;
+    const float* maxima;
+    int64_t maxima_stride;
+    int base;
+    int vocab_size;
+};
+
+// Carries out one ask. Asks that share rows take turns: logits are changed for a while.
+void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits);
+
+}  // namespace headrace
