@@ -4,10 +4,12 @@
 
 namespace headrace::HEADRACE_ISA {
 
+// clang-format off: one needs the other
 #include "a8.inl"
-#include "attention.inl"
-#include "attention_pools.inl"
 #include "kv_page.inl"
+#include "attention_pools.inl"
+#include "attention.inl"
+// clang-format on
 
 static void write(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, float* scratch) {
     prepare_head(k, kv, nullptr, 0.0f, {}, 0, scratch);
