@@ -50,6 +50,7 @@ format: $(VENV)/.dev
 
 native: $(VENV)/.run
 	$(VENV)/bin/python -m pip install -v --no-deps --no-build-isolation --editable .
+	@$(VENV)/bin/python -c "import sys, headrace.native as native; sys.exit(native.reason())"
 
 clean:
 	rm -rf $(VENV) build src/headrace/native/*.so

@@ -38,7 +38,7 @@ def main(extras: list[str]) -> int:
         python = make_venv(ROOT / os.environ.get("VENV", ".venv"))
         compiler = find_compiler(os.environ)
         if compiler is None:
-            loud("no C++ compiler: Headrace will run in torch, which is SLOW. Better install one first: apt install g++")
+            loud("no C++ compiler: Headrace will run in torch, which is SLOW. Better: apt install g++, then make native")
         if not has_torch(python):
             install_torch(python, torch_index(os.environ, gpu=has_gpu()))
         install_headrace(python, extras, compiler)

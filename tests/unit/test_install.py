@@ -1,0 +1,80 @@
+"""What `make run` does before it runs: which torch, which compiler, and what happens without."""
+
+import importlib.util
+import socket
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "install.py"
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_torch_comes_from_the_cpu_index_without_a_gpu(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    assert install.torch_index({}, gpu=False) == install.CPU_INDEX
+    assert install.torch_index({}, gpu=True) == ""
+    assert install.torch_index({"TORCH_INDEX": "https://mirror"}, gpu=True) == "https://mirror"
+    assert install.torch_index({"TORCH_INDEX": ""}, gpu=False) == ""
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert install.torch_index({}, gpu=False) == ""
+
+
+def pip_calls(install: ModuleType, monkeypatch: pytest.MonkeyPatch, results: list[int]) -> list[tuple[str, ...]]:
+    """What `install_torch` asks pip for, pip ending with these results."""
+    calls: list[tuple[str, ...]] = []
+
+    def pip(python: Path, *arguments: str) -> int:
+        calls.append(arguments)
+        return results[len(calls) - 1]
+
+    monkeypatch.setattr(install, "pip", pip)
+    return calls
+
+
+def test_an_index_out_of_reach_falls_back_to_the_plain_name(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = pip_calls(install, monkeypatch, [0])
+    install.install_torch(Path("python"), "http://localhost:1/simple")  # nothing listens there
+    assert calls == [("torch",)]
+    assert "cannot be used from here" in capsys.readouterr().out
+
+
+def test_an_index_that_fails_falls_back_to_the_plain_name(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "reachable", lambda index: True)
+    calls = pip_calls(install, monkeypatch, [1, 0])
+    install.install_torch(Path("python"), "https://mirror")
+    assert [call[-2:] for call in calls] == [("https://mirror", "torch"), ("torch",)]
+    pip_calls(install, monkeypatch, [1, 1])
+    with pytest.raises(install.InstallError, match="torch could not be installed"):
+        install.install_torch(Path("python"), "https://mirror")
+
+
+def test_a_silent_index_is_given_up(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "PATIENCE", 0.2)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()  # accepts, and never answers
+        begin = time.monotonic()
+        assert not install.reachable(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert time.monotonic() - begin < 60
+
+
+def test_the_compiler_is_the_one_that_was_named(install: ModuleType, tmp_path: Path) -> None:
+    assert install.find_compiler({"CXX": str(tmp_path / "no-such-compiler")}) is None
+    named = tmp_path / "compiler"
+    named.write_text("#!/bin/sh\n")
+    named.chmod(0o755)
+    assert install.find_compiler({"CXX": str(named)}) == str(named)
