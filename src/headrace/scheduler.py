@@ -28,6 +28,7 @@ class Flight:
     """A plan on its way through the executor, with what its result belongs to."""
 
     plan: StepPlan
+    room: int  # tokens the budget still allows
     works: list[Work] = field(default_factory=list)
     promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
     ticket: Any = None
@@ -94,7 +95,7 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------------------------
     def schedule(self) -> Flight | None:
         """The next step's plan, or None when nothing can be fed now."""
-        flight = Flight(StepPlan(self._step))
+        flight = Flight(StepPlan(self._step), self.config.max_num_batched_tokens)
         while True:
             self.blocks.begin()
             before = self.preemptions
@@ -148,7 +149,7 @@ class Scheduler:
         A request is caught up when all its sequences catch up in one step; until then each holds back its last token.
         A sequence whose next block another feed is computing right now waits for it and then matches it.
         """
-        room = self.config.max_num_batched_tokens - flight.plan.num_tokens
+        room = flight.room
         shares = not _scores_prompt(request)
         promises = set(flight.promises)
         held = False
@@ -187,6 +188,7 @@ class Scheduler:
             feed = Feed(seq.slot, start, end - start, seq.tokens[seq.sent :])
             seq.sent = len(seq.tokens)
             flight.plan.feeds.append(feed)
+            flight.room -= end - start
             flight.works.append(Work(request, seq, feed, last=end == len(seq.tokens)))
             flight.promises.update(self._completed(seq, start, end))
             request.in_flight = True
@@ -224,7 +226,7 @@ class Scheduler:
             return
         while self.waiting:
             request = self.waiting[0]
-            if not static and flight.plan.num_tokens >= self.config.max_num_batched_tokens:
+            if not static and flight.room <= 0:
                 return
             if request.width + sum(r.width for r in self.running) > self.config.max_num_seqs:
                 return
