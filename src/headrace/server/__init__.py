@@ -1,0 +1,1 @@
+"""The server: an engine process, a web process in front of it, and the OpenAI protocol."""

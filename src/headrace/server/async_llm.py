@@ -1,0 +1,294 @@
+"""`AsyncLLM`: the engine for asyncio. It lives in a process of its own, and is started again when it dies or hangs."""
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from headrace.loading import Opened, open_model
+from headrace.params import SamplingParams
+from headrace.server.engine_client import EngineGone, EngineProcess
+from headrace.server.messages import Abort, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
+from headrace.server.queueing import QueueFull, Waiting
+from headrace.server.tickets import EngineDown, RequestFailed, RequestRefused, Ticket
+from headrace.types import Delta
+
+__all__ = ["AsyncLLM", "EngineDown", "LoadError", "QueueFull", "RequestFailed", "RequestRefused", "State"]
+
+log = logging.getLogger("headrace.server")
+
+Prompt = str | Sequence[int]
+BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before each new attempt to start
+INLINE = 4096  # characters that are encoded on the event loop; longer texts go to a thread
+
+
+class LoadError(ValueError):
+    """The model cannot be opened; one line that says what to change."""
+
+
+class State(enum.StrEnum):
+    """What the engine is doing. Only READY and DRAINING have a process that answers."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DEAD = "dead"  # the process ended; it is being started again
+    STUCK = "stuck"  # the process gave no sign of life and was ended; it is being started again
+    CLOSED = "closed"
+
+
+class AsyncLLM:
+    """A model ready to generate, behind a queue, in a process of its own.
+
+    `settings` are the arguments of `headrace.LLM`. `stuck_after`: seconds without a sign of life after which the process is
+    ended and started again. Use it as an async context manager, or call `start` and `close`.
+
+        async with AsyncLLM("smollm2-135m") as llm:
+            async for delta in llm.generate("The mill stands by", SamplingParams(max_tokens=32)):
+                print(delta.text, end="")
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        max_queued_requests: int = 256,
+        max_queued_tokens: int = 262_144,
+        stuck_after: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        self.model = str(model)
+        self.settings: Mapping[str, Any] = {"preset": "online", **settings}
+        self.stuck_after = stuck_after
+        self.waiting = Waiting(max_queued_requests, max_queued_tokens)
+        self.state = State.CLOSED
+        self.detail = ""  # why it is not ready: one line
+        self.restarts = 0
+        self.loaded: Loaded | None = None
+        self.stats = Stats()
+        self.on_step: Callable[[Deltas], None] | None = None  # told of every message of the engine; for figures
+        self.tickets: dict[str, Ticket] = {}
+        self._opened: Opened | None = None
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._draining = False
+        self._ids = itertools.count()
+        self._run = secrets.token_hex(4)
+        self._changed = asyncio.Event()
+
+    # -- what callers use ----------------------------------------------------------------------------------------------
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start, and return when it is ready. Raises LoadError."""
+        self.begin()
+        await self.ready()
+
+    def begin(self) -> None:
+        """Start loading, and return at once."""
+        if self._supervisor is None:
+            self._become(State.LOADING, "the model is being loaded")
+            self._supervisor = asyncio.create_task(self._supervise())
+
+    async def ready(self) -> None:
+        """Wait until requests can be served. Raises LoadError where that will never be."""
+        while self.state not in (State.READY, State.DRAINING):
+            if self.state is State.CLOSED:
+                raise LoadError(self.detail)
+            await self._changed.wait()
+
+    @property
+    def opened(self) -> Opened:
+        """The model's tokenizer, chat template and settings. Raises EngineDown while it is being loaded."""
+        if self._opened is None:
+            raise EngineDown(self.detail)
+        return self._opened
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process's id."""
+        return self._process.pid if self._process is not None else None
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
+    ) -> AsyncIterator[Delta]:
+        """Deltas of one prompt as they come; leaving the loop, or cancelling the task, aborts the request.
+
+        Raises RequestRefused for what could never run, RequestFailed when this request fails, QueueFull when too much
+        waits, EngineDown while there is no engine or when it ends under the request.
+        """
+        ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        (ticket,) = self.submit([ids], params or SamplingParams(), salt=salt)
+        try:
+            async for delta in ticket:
+                yield delta
+        finally:
+            self.abort([ticket])
+
+    async def encode(self, text: str, **options: bool) -> list[int]:
+        """Token ids of a text, without holding up the event loop. Raises TokenizerError."""
+        tokenizer = self.opened.tokenizer
+        if len(text) <= INLINE:
+            return tokenizer.encode(text, **options)
+        return await asyncio.to_thread(tokenizer.encode, text, **options)
+
+    def submit(self, prompts: list[list[int]], params: SamplingParams, *, salt: bytes = b"") -> list[Ticket]:
+        """Queue prompts, all or none. Raises QueueFull, EngineDown, RequestRefused. Whoever submits must `abort` in the end."""
+        if self.state is not State.READY or self._process is None or self.loaded is None:
+            raise EngineDown(self.detail)
+        context = self.loaded.max_model_len
+        for ids in prompts:
+            if len(ids) >= context:
+                raise RequestRefused(
+                    f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included; shorten the prompt"
+                )
+        self.waiting.enter([len(ids) for ids in prompts])
+        tickets = []
+        for ids in prompts:
+            ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting)
+            self.tickets[ticket.request_id] = ticket
+            self._process.send(Submit(ticket.request_id, ids, params, salt))
+            tickets.append(ticket)
+        return tickets
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for these any more: what has not ended is ended, and its blocks come back."""
+        for ticket in tickets:
+            if self.tickets.pop(ticket.request_id, None) is not None:
+                ticket.close()
+                if self._process is not None:
+                    self._process.send(Abort(ticket.request_id))
+
+    async def drain(self, grace: float) -> bool:
+        """Take nothing new and wait until all is answered, `grace` seconds at most; returns whether it was."""
+        self._draining = True
+        if self.state is State.READY:
+            self._become(State.DRAINING, "the server is shutting down")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace
+        while self.tickets and loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        return not self.tickets
+
+    async def close(self) -> None:
+        """End the engine process; what is in flight fails."""
+        self._become(State.CLOSED, "the server has shut down")
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+            self._supervisor = None
+        self._fail_all(self.detail)
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
+        if self._opened is not None:
+            self._opened.template.close()
+            self._opened.source.close()
+
+    # -- the engine process --------------------------------------------------------------------------------------------
+    async def _supervise(self) -> None:
+        """Keep an engine process running until `close`."""
+        failures = 0
+        while True:
+            try:
+                await self._start()
+                failures = 0
+                await self._listen()
+            except LoadError as error:
+                self.detail = str(error)
+                if self.restarts == 0:
+                    log.debug("loading failed", exc_info=True)
+                    self._become(State.CLOSED, str(error))
+                    return
+            except EngineGone as error:
+                self._become(State.DEAD, f"{error}; it is being started again")
+            except TimeoutError:
+                self._become(State.STUCK, f"the engine gave no sign of life for {self.stuck_after:g} s; it is being started again")
+            await self._bury()
+            await asyncio.sleep(BACKOFF[min(failures, len(BACKOFF) - 1)])
+            failures += 1
+            self.restarts += 1
+
+    async def _start(self) -> None:
+        """Open the model on this side, for its texts, and in the engine process. Raises LoadError, EngineGone."""
+        load = Load(self.model, dict(self.settings), log.getEffectiveLevel(), min(1.0, self.stuck_after / 8))
+        if self._opened is None:
+            try:
+                self._opened = await asyncio.to_thread(open_model, self.model)
+            except (ValueError, OSError) as error:
+                raise LoadError(" ".join(str(error).split())) from error
+        self._process = await EngineProcess.start(load)
+        message = await self._process.receive()
+        if isinstance(message, NotLoaded):
+            raise LoadError(message.reason)
+        if not isinstance(message, Loaded):
+            raise EngineGone("the engine process began with the wrong message")
+        self.loaded = message
+        self._become(State.DRAINING if self._draining else State.READY, self.detail if self._draining else "")
+
+    async def _listen(self) -> None:
+        """Hand out what the engine sends. Raises EngineGone, and TimeoutError when it has gone silent."""
+        assert self._process is not None
+        while True:
+            async with asyncio.timeout(self.stuck_after):
+                message = await self._process.receive()
+            self._take(message)
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Refused):
+            ticket = self.tickets.pop(message.request_id, None)
+            if ticket is not None:
+                ticket.fail(RequestRefused(message.reason))
+        elif isinstance(message, Deltas):
+            self.stats = message.stats
+            for scores in message.scores:
+                if ticket := self.tickets.get(scores.request_id):
+                    ticket.prompt_logprobs = scores.logprobs
+            for delta in message.deltas:
+                if ticket := self.tickets.get(delta.request_id):
+                    ticket.put(delta)
+            for ended in message.ended:
+                if ticket := self.tickets.pop(ended.request_id, None):
+                    ticket.end(ended.metrics)
+            if self.on_step is not None:
+                self.on_step(message)
+
+    async def _bury(self) -> None:
+        """All in flight fails, and nothing of the process is left."""
+        self._fail_all(self.detail)
+        self.stats = Stats()
+        process, self._process = self._process, None
+        if process is not None:
+            await process.kill()
+
+    def _fail_all(self, reason: str) -> None:
+        for ticket in self.tickets.values():
+            ticket.fail(EngineDown(reason))
+        self.tickets = {}
+
+    def _become(self, state: State, detail: str) -> None:
+        if state is not self.state:
+            level = logging.WARNING if state in (State.DEAD, State.STUCK) else logging.INFO
+            log.log(level, "%s%s", state.value, f": {detail}" if detail else "")
+        self.state, self.detail = state, detail
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def served_name(model: str) -> str:
+    """What clients call a model: its name, of a path its last part only."""
+    if os.path.exists(os.path.expanduser(model)):
+        return Path(model).expanduser().resolve().name.removesuffix(".gguf")
+    return model

@@ -1,0 +1,173 @@
+"""The engine process: it owns an LLM, and nothing but messages goes in or out.
+
+`python -m headrace.server.engine_process FD` is started by the web process with one end of a socket pair. It ends when that
+socket does, so it never outlives the server.
+"""
+
+import logging
+import select
+import signal
+import socket
+import sys
+
+from headrace.engine import AdmissionError
+from headrace.llm import LLM
+from headrace.params import ParamError
+from headrace.server.messages import (
+    PREFIX,
+    Abort,
+    Deltas,
+    Ended,
+    FromEngine,
+    Load,
+    Loaded,
+    NotLoaded,
+    Refused,
+    Scores,
+    Stats,
+    Submit,
+    ToEngine,
+    frame,
+    frame_length,
+    read_to_engine,
+)
+from headrace.types import Delta, Request
+
+log = logging.getLogger("headrace.engine")
+
+
+class Channel:
+    """The engine's end of the socket pair, blocking. Raises EOFError when the web process has gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def receive(self) -> ToEngine:
+        return read_to_engine(self._exactly(frame_length(self._exactly(PREFIX.size))))
+
+    def waiting(self, seconds: float) -> bool:
+        """Whether something can be received, or can be within so many seconds."""
+        return bool(select.select([self._sock], [], [], seconds)[0])
+
+    def send(self, message: FromEngine) -> None:
+        try:
+            self._sock.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError from None
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            try:
+                part = self._sock.recv(count - len(parts))
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+
+class EngineLoop:
+    """Messages in, a step, one message out; while there is nothing to do, a sign of life every `beat` seconds."""
+
+    def __init__(self, llm: LLM, channel: Channel, beat: float) -> None:
+        self.engine = llm.engine
+        self.channel = channel
+        self.beat = beat
+        self._open: dict[str, Request] = {}
+        self._unscored: set[str] = set()  # requests whose prompt log-probs have not been sent
+
+    def run(self) -> None:
+        """Until the web process has gone (EOFError)."""
+        while True:
+            while self.channel.waiting(0.0 if self.engine.busy else self.beat):
+                self._take(self.channel.receive())
+            self.channel.send(self._step() if self.engine.busy else Deltas(stats=self._stats()))
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Abort):
+            self.engine.abort(message.request_id)
+        elif isinstance(message, Submit):
+            self._submit(message)
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            request = self.engine.add(message.prompt, message.params, request_id=message.request_id, salt=message.salt)
+        except (AdmissionError, ParamError) as error:
+            self.channel.send(Refused(message.request_id, str(error)))
+            return
+        self._open[request.id] = request
+        if request.params.prompt_logprobs is not None:
+            self._unscored.add(request.id)
+
+    def _step(self) -> Deltas:
+        deltas = self.engine.step()
+        ended = [Ended(delta.request_id, self._open[delta.request_id].metrics) for delta in deltas if delta.finished]
+        scores = [Scores(name, self._open[name].prompt_logprobs) for name in self._scored(deltas)]
+        for one in ended:
+            del self._open[one.request_id]
+            self._unscored.discard(one.request_id)
+        return Deltas(deltas, ended, scores, self._stats())
+
+    def _scored(self, deltas: list[Delta]) -> list[str]:
+        """Requests that owe their prompt log-probs and have begun to answer."""
+        names = list(dict.fromkeys(delta.request_id for delta in deltas if delta.request_id in self._unscored))
+        self._unscored.difference_update(names)
+        return names
+
+    def _stats(self) -> Stats:
+        scheduler = self.engine.scheduler
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_used=self.engine.blocks.used,
+            preemptions=scheduler.preemptions,
+        )
+
+
+def load(message: Load, channel: Channel) -> LLM | None:
+    """The opened model, or None after saying why there is none."""
+    try:
+        llm = LLM(message.model, **message.settings)
+    except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
+        log.debug("loading failed", exc_info=True)
+        channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
+        return None
+    config = llm.engine.config
+    number = str(llm.dtype).removeprefix("torch.")
+    channel.send(
+        Loaded(
+            max_model_len=config.scheduler.max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            vocab_size=llm.model_config.vocab_size,
+            num_blocks=config.cache.num_blocks,
+            block_size=config.cache.block_size,
+            note=f"{number} on {llm.device} ({llm.backend}), {llm.memory_plan.said}",
+        )
+    )
+    return llm
+
+
+def main(fd: int) -> int:
+    """Serve one web process over the socket with this descriptor; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the web process decides when this one ends
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        message = channel.receive()
+        if not isinstance(message, Load):
+            return 1
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("headrace").setLevel(message.log_level)
+        llm = load(message, channel)
+        if llm is None:
+            return 1
+        EngineLoop(llm, channel, message.beat).run()
+    except EOFError:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,57 @@
+"""Errors as the OpenAI protocol writes them: {"error": {"message", "type", "param", "code"}}."""
+
+import msgspec
+
+from headrace.params import ParamError
+from headrace.server.queueing import QueueFull
+from headrace.server.tickets import EngineDown, RequestFailed, RequestRefused
+from headrace.text.chat import TemplateError
+from headrace.text.tokenizer import TokenizerError
+
+RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the field that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def bad(message: str, param: str | None = None) -> ApiError:
+    """A request that says something wrong; the message says what to change."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """What a client is told of an error of ours; None: it is not for clients."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFull():
+            message = f"the server is busy: {error}; try again in {error.retry_after} s"
+            return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
+        case EngineDown():
+            return ApiError(503, str(error), code="engine_unavailable", retry_after=RETRY_DOWN)
+        case RequestFailed():
+            return ApiError(500, str(error), code="request_failed")
+        case ParamError() | RequestRefused() | TemplateError() | TokenizerError():
+            return bad(str(error))
+    return None

@@ -1,0 +1,109 @@
+"""The door: what every request passes before the application sees it. Plain ASGI."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from headrace.server.errors import ApiError
+from headrace.server.settings import ServerSettings, is_loopback
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health"})  # what may be asked without a key
+
+
+class Guard:
+    """Checks host, key, content type and size, and reads the body, bounded in bytes and time.
+
+    Without a key only names of this machine are accepted as Host, so that no page of another site can reach the server
+    through a name that it points here. A body must say that it is JSON: a form of another site cannot.
+    """
+
+    def __init__(self, app: App, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._key = settings.key.encode() if settings.key is not None else None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            try:
+                headers = dict(scope["headers"])
+                self._check_host(headers)
+                self._check_key(scope["path"], headers)
+                if scope["method"] in ("POST", "PUT", "PATCH"):
+                    receive = await self._read(headers, receive)
+            except ApiError as error:
+                await send_error(send, error)
+                return
+            await self._app(scope, receive, send)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        if self._key is not None:
+            return
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if not is_loopback(name):
+            raise ApiError(403, "without a key the server answers to localhost alone; use http://127.0.0.1 or set a key")
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self._key is None or path in OPEN_PATHS:
+            return
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if not hmac.compare_digest(given.strip(), self._key) or kind.lower() != b"bearer":
+            raise ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """The whole body, and a `receive` that gives it once and then waits for the client to go."""
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
+        limits = self._settings.limits
+        announced = headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > limits.body:
+            raise _too_large(limits.body)
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                body = await _body(receive, limits.body)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return replay
+
+
+async def _body(receive: Receive, limit: int) -> bytes:
+    parts = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client went away")
+        parts += message.get("body", b"")
+        if len(parts) > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return bytes(parts)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes; send less", code="body_too_large")
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """A whole response. The connection closes: what is left of a refused body is not read."""
+    headers = {"Content-Type": "application/json", "Connection": "close", **error.headers()}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": error.body()})

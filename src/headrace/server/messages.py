@@ -1,0 +1,138 @@
+"""What the web process and the engine process say to each other: plain data in length-prefixed msgpack, and nothing else.
+
+A frame is four bytes of length (little-endian) and one tagged msgspec struct. Both ends decode into these types alone, so
+bytes from the other side can never become code.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+
+from headrace.params import SamplingParams
+from headrace.types import Delta, RequestMetrics, TokenLogprob
+
+MAX_FRAME = 256 << 20  # bytes; a prompt's log-probabilities are the largest thing sent
+PREFIX = struct.Struct("<I")
+
+
+class FrameError(ValueError):
+    """Bytes that are no message; the connection cannot go on."""
+
+
+class Load(msgspec.Struct, tag=True):
+    """To the engine process, once: open this model. `settings` are the arguments of LLM."""
+
+    model: str
+    settings: dict[str, Any]
+    log_level: int
+    beat: float  # seconds between signs of life while there is nothing to do
+
+
+class Submit(msgspec.Struct, tag=True):
+    """To the engine process: a request."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    salt: bytes = b""  # requests with different salts share no cached prefix
+
+
+class Abort(msgspec.Struct, tag=True):
+    """To the engine process: end a request; nobody waits for it any more."""
+
+    request_id: str
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """From the engine process: the model is ready, and these are its bounds."""
+
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    note: str  # one line: number format, device, memory
+
+
+class NotLoaded(msgspec.Struct, tag=True):
+    """From the engine process, its last word: the model cannot be opened."""
+
+    reason: str
+
+
+class Refused(msgspec.Struct, tag=True):
+    """From the engine process: a request that could never run, and what to change."""
+
+    request_id: str
+    reason: str
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """A request that ended in a step."""
+
+    request_id: str
+    metrics: RequestMetrics
+
+
+class Scores(msgspec.Struct, array_like=True):
+    """The prompt log-probabilities of a request; they come with its first delta."""
+
+    request_id: str
+    logprobs: list[TokenLogprob | None]
+
+
+class Stats(msgspec.Struct, array_like=True, frozen=True):
+    """The engine's state after a step."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    preemptions: int = 0  # since the process began
+
+
+class Deltas(msgspec.Struct, tag=True):
+    """From the engine process: one step. Without deltas it is a sign of life."""
+
+    deltas: list[Delta] = []
+    ended: list[Ended] = []
+    scores: list[Scores] = []
+    stats: Stats = Stats()
+
+
+ToEngine = Load | Submit | Abort
+FromEngine = Loaded | NotLoaded | Refused | Deltas
+
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """A message as it is sent."""
+    data = _encoder.encode(message)
+    return PREFIX.pack(len(data)) + data
+
+
+def frame_length(prefix: bytes) -> int:
+    """Bytes that follow a prefix. Raises FrameError for a length no message has."""
+    (length,) = PREFIX.unpack(prefix)
+    if length > MAX_FRAME:
+        raise FrameError(f"a frame of {length} bytes was announced; {MAX_FRAME} is the most")
+    return int(length)
+
+
+def read_to_engine(data: bytes) -> ToEngine:
+    """Raises FrameError unless the bytes are one message to the engine."""
+    try:
+        return _to_engine.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise FrameError(str(error)) from None
+
+
+def read_from_engine(data: bytes) -> FromEngine:
+    """Raises FrameError unless the bytes are one message from the engine."""
+    try:
+        return _from_engine.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise FrameError(str(error)) from None

@@ -1,0 +1,61 @@
+"""How a server is run: names, key, limits. Plain data, checked when it is made."""
+
+import ipaddress
+from dataclasses import dataclass, field
+
+MIN_KEY = 8  # characters
+
+
+class SettingsError(ValueError):
+    """A server that must not be started so; one line that says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may ask for. Beyond it a request is refused with what to change."""
+
+    body: int = 4 << 20  # bytes
+    body_seconds: float = 30.0  # for a whole body to arrive
+    header: int = 64 << 10  # bytes of a request's head
+    header_seconds: float = 10.0  # for a whole head to arrive
+    connections: int = 1024
+    n: int = 16  # answers to one prompt
+    prompts: int = 64  # prompts of one /v1/completions request
+    choices: int = 128  # prompts times n
+    max_tokens: int | None = None  # None: what the context holds
+    logprobs: int = 20
+    stop: int = 16
+    stop_chars: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where and as what a model is served. Raises SettingsError."""
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    grace: float = 30.0  # seconds to finish what is in flight after SIGTERM
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.key is not None and (len(self.key) < MIN_KEY or not self.key.isascii() or any(c.isspace() for c in self.key)):
+            raise SettingsError(f"the API key must have {MIN_KEY} or more ASCII characters and no spaces; make a longer one")
+        if self.key is None and not is_loopback(self.host):
+            raise SettingsError(
+                f"--host {self.host} can be reached from other machines, so a key is needed: "
+                "set HEADRACE_API_KEY or give --api-key-file"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("TLS needs both --tls-cert and --tls-key")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
