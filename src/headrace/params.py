@@ -85,6 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 optional or (isinstance(value, int) and not isinstance(value, bool)),
                 f"{name} must be an integer{' or None' if name in _OPTIONAL_INTS else ''}, not {value!r}",
             )
+            if name != "seed" and value is not None:
+                _require(abs(value) < 2**31, f"{name} must be at most 2**31 - 1, not {value}")
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_N, f"n must be between 1 and {MAX_N}, not {self.n}")
