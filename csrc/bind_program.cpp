@@ -8,6 +8,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +21,7 @@
 #include "bind.h"
 #include "bind_linear.h"
 #include "program.h"
+#include "program_check.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -117,6 +122,16 @@ void run(Program& program, Step& step, std::pair<int, int> layers, const std::op
     }
     const nb::gil_scoped_release unlocked;
     program.run(step);
+}
+
+void release_pages(const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& mapped) {
+#if defined(__linux__)
+    const auto start = reinterpret_cast<uintptr_t>(mapped.data());
+    const uintptr_t first = start / 4096 * 4096;
+    madvise(reinterpret_cast<void*>(first), start + mapped.nbytes() - first, MADV_DONTNEED);
+#else
+    static_cast<void>(mapped);
+#endif
 }
 
 const Answer& answer_of(Step& step, int number) {
@@ -257,6 +272,13 @@ void bind_program(nb::module_& m) {
         .def_prop_ro("layers", &Program::layers)
         .def_prop_ro("threads", &Program::threads);
     bind_building(program);
+    m.def("release_pages", &release_pages, "mapped"_a.noconvert(),
+          "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other memory.");
+    m.def("all_finite",
+          [](const BoundTensor& tensor, ThreadPool& pool) {
+              const nb::gil_scoped_release unlocked;
+              return all_finite(tensor.packed, pool);
+          }, "tensor"_a, "pool"_a, "Whether every scale, minimum and bfloat16 weight of a packed tensor is finite.");
 }
 
 }  // namespace headrace

@@ -20,6 +20,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/pack.cpp
   csrc/program.cpp
   csrc/program_buffers.cpp
+  csrc/program_check.cpp
   csrc/program_phases.cpp
   csrc/program_step.cpp
   csrc/sample.cpp

@@ -129,6 +129,9 @@ class MemorySource:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self.tensors[name].to(dtype, copy=True)
 
+    def release(self, name: str) -> None:
+        pass
+
     def close(self) -> None:
         self.tensors = {}
 

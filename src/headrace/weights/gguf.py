@@ -46,6 +46,7 @@ class GGUFFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         data = _map_file(self.path)
+        self._map: mmap.mmap | None = data
         cursor = Cursor(memoryview(data), self.path)
         self.version, num_tensors, num_keys = _read_preamble(cursor)
         self.metadata: Mapping[str, Any] = MappingProxyType(cursor.metadata(num_keys))
@@ -77,8 +78,16 @@ class GGUFFile:
         info = self.info(name)
         return to_torch(self.raw(name), info.kind, info.shape, dtype)
 
+    def release(self, name: str) -> None:
+        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        info, start = self._find(name)
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        assert self._map is not None
+        self._map.madvise(mmap.MADV_DONTNEED, first, start + info.nbytes - first)
+
     def close(self) -> None:
         """Let the file go; it is unmapped when the last view of it is dropped."""
+        self._map = None
         self.metadata = MappingProxyType({})
         self._tensors = {}
         self._bytes = np.empty(0, np.uint8)

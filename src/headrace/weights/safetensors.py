@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from headrace import native
 from headrace.weights.dequant import to_torch
 from headrace.weights.source import TensorInfo, WeightError
 
@@ -76,6 +77,11 @@ class SafetensorsFolder:
         """The tensor rounded to `dtype` (to nearest even), a copy of its own."""
         info = self.info(name)
         return to_torch(self.raw(name), info.kind, info.shape, dtype)
+
+    def release(self, name: str) -> None:
+        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        if native.available():
+            native.core().release_pages(self.raw(name))
 
     def close(self) -> None:
         """Let the files go; each is unmapped when the last view of it is dropped."""

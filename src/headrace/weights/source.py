@@ -55,6 +55,10 @@ class WeightSource(Protocol):
         """The tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own."""
         ...
 
+    def release(self, name: str) -> None:
+        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        ...
+
     def close(self) -> None:
         """Unmap the file; views that are still held stay valid until they are dropped."""
         ...

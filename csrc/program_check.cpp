@@ -1,0 +1,60 @@
+#include "program_check.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace headrace {
+namespace {
+
+// The f16 values at the beginning of a header.
+int halves(Scales scales) {
+    switch (scales) {
+        case Scales::kZero32: case Scales::kSuper32: case Scales::kSuper16Min: return 32;
+        case Scales::kMin32: return 64;
+        case Scales::kSuper16: case Scales::kSuperI8: return 16;
+        case Scales::kNone: return 0;
+    }
+    return 0;
+}
+
+// Whether one of n 16-bit floats has all bits of its exponent set.
+bool broken(const uint8_t* data, int n, uint16_t exponent) {
+    bool found = false;
+    for (int i = 0; i < n; ++i) {
+        uint16_t value;
+        std::memcpy(&value, data + 2 * i, 2);
+        found |= (value & exponent) == exponent;
+    }
+    return found;
+}
+
+bool row_block_is_finite(const PackedTensor& tensor, int block) {
+    const Layout layout = layout_of(tensor.kind);
+    const uint8_t* data = tensor.data + block * tensor.stride;
+    const int64_t bytes = row_block_bytes(tensor.kind, tensor.k);
+    for (int64_t at = 0; at < bytes; at += layout.block_bytes()) {
+        const bool plain = layout.scales == Scales::kNone;
+        if (plain ? broken(data + at, layout.block_bytes() / 2, 0x7f80) : broken(data + at, halves(layout.scales), 0x7c00)) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+bool all_finite(const PackedTensor& tensor, ThreadPool& pool) {
+    constexpr int kTurn = 8;
+    std::atomic<int> next{0};
+    std::atomic<bool> finite{true};
+    pool.run([&](int) {
+        for (;;) {
+            const int first = next.fetch_add(kTurn);
+            if (first >= tensor.row_blocks()) return;
+            for (int block = first; block < first + kTurn && block < tensor.row_blocks(); ++block) {
+                if (!row_block_is_finite(tensor, block)) finite = false;
+            }
+        }
+    });
+    return finite;
+}
+
+}  // namespace headrace

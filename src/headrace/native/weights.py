@@ -1,0 +1,186 @@
+"""A model's weights as the native core multiplies them: stored rows go straight from the open file into packed tiles.
+
+GGUF integers and scales are kept exactly. bfloat16 stays what it is; float16 and float32 become bfloat16, which is said
+once, or are quantised at load. What is asked for twice (a tied head) is packed once.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.layers.holder import Holder
+from headrace.models.base import Model
+from headrace.native import core
+from headrace.weights.loader import Part, plan, read_part
+from headrace.weights.source import WeightError, WeightSource
+
+log = logging.getLogger("headrace")
+
+FLOATS = ("F32", "F16", "BF16")
+QUANTIZE = ("", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Some outputs of a linear layer: those from `column` on. `form` is the input they take: a8 (int8 with scales) or bf16."""
+
+    linear: Any  # _core.PackedLinear
+    column: int
+    form: str
+
+
+class PackedWeights:
+    """Packs the parameters of a model from an open file, each when it is first asked for.
+
+    `quantize` ("", "int8", "int4") makes integers of float weights per 32 columns; tables of tokens and the head become
+    int8 at least. Raises WeightError where the file has no float weights to quantise, and on values that are not finite.
+    """
+
+    def __init__(self, model: Model, source: WeightSource, pool: Any, quantize: str = "") -> None:
+        if quantize not in QUANTIZE:
+            raise ValueError(f"quantize must be int8 or int4, not {quantize!r}")
+        self.source = source
+        self.quantize = quantize
+        self.arena = core().Arena()
+        self._pool = pool
+        self._plans = plan(model, source)
+        self._paths = {id(holder): path for path, holder in model.holders()}
+        self._tables: dict[str, Any] = {}
+        self._linears: dict[str, list[PackedPart]] = {}
+        self._gated: dict[str, Any] = {}
+        self._rounded: set[str] = set()
+        if quantize and not any(self.source.info(p.source).kind in FLOATS for p in self._matrices()):
+            raise WeightError(f"{source.path}: the weights are quantised already; leave quantize={quantize!r} out")
+
+    @property
+    def bytes(self) -> int:
+        """Memory of everything packed so far."""
+        return int(self.arena.used)
+
+    def said(self) -> str:
+        """What was rounded, in one line; empty where nothing was."""
+        if not self._rounded or self.quantize:
+            return ""
+        return f"{' and '.join(sorted(self._rounded))} weights are held as bfloat16; quantize='int8' halves them"
+
+    def name(self, holder: Holder) -> str:
+        """What a holder is called in its block: qkv, out, gate_up ..."""
+        return self._paths[id(holder)].rpartition(".")[2]
+
+    def form(self, holder: Holder) -> set[str]:
+        """The inputs a linear layer takes: {"a8"}, {"bf16"}, or both where its parts differ."""
+        return {self._form(part) for part in self._parts(holder, "weight")}
+
+    def linear(self, holder: Holder, segment_unit: int = 0) -> list[PackedPart]:
+        """A linear layer, as one packed layer for each run of parts that take the same input."""
+        path = self._paths[id(holder)]
+        if path not in self._linears:
+            parts = self._parts(holder, "weight")
+            biases = self._biases(holder, parts)
+            made, column = [], 0
+            for form, run in groupby(zip(parts, biases, strict=True), key=lambda pair: self._form(pair[0])):
+                tensors = [self._pack(part, bias) for part, bias in run]
+                made.append(PackedPart(core().PackedLinear(tensors, segment_unit=segment_unit), column, form))
+                column += sum(tensor.n for tensor in tensors)
+            self._linears[path] = made
+        return self._linears[path]
+
+    def gated(self, holder: Holder) -> Any | None:
+        """A layer of a gate and an up part in one stream; None where the parts cannot be: the linear then is unfused."""
+        path = self._paths[id(holder)]
+        parts = self._parts(holder, "weight")
+        if len(parts) != 2 or len(self.form(holder)) > 1 or parts[0].shape != parts[1].shape or "bias" in holder.params():
+            return None
+        if path not in self._gated:
+            (gate, gate_kind, _), (up, up_kind, _) = (self._rows(part) for part in parts)
+            n, k = parts[0].shape
+            quantize = self._quantize(parts[0])
+            pair = core().pack_pair(gate, gate_kind, up, up_kind, n, k, self.arena, self._pool, quantize=quantize)
+            for part, tensor in zip(parts, pair, strict=True):
+                self._finish(part, tensor)
+            self._gated[path] = core().PackedLinear(list(pair), gated=True)
+        return self._gated[path]
+
+    def table(self, holder: Holder) -> Any:
+        """A packed tensor whose rows are looked up (tokens, positions); as a tied head it is multiplied too."""
+        path = self._paths[id(holder)]
+        if path not in self._tables:
+            (part,) = self._parts(holder, "weight")
+            self._tables[path] = self._pack(part, None, wide=True)
+        return self._tables[path]
+
+    def head(self, holder: Holder) -> PackedPart:
+        """The output layer, which shares its rows with the table of tokens where they are tied."""
+        (part,) = self._parts(holder, "weight")
+        (bias,) = self._biases(holder, (part,))
+        tensor = self.table(holder) if bias is None else self._pack(part, bias, wide=True)
+        return PackedPart(core().PackedLinear([tensor]), 0, self._form(part))
+
+    def vector(self, holder: Holder, field: str = "weight") -> np.ndarray | None:
+        """Norm weights, biases, sinks: float32, flat; None where the holder has no such parameter."""
+        if field not in holder.params():
+            return None
+        return np.concatenate([self._floats(part) for part in self._parts(holder, field)])
+
+    def rounds_to_bfloat16(self, holder: Holder) -> bool:
+        """Whether the file holds this table in bfloat16, so that scales applied to it are rounded to it too."""
+        return all(self.source.info(part.source).kind == "BF16" for part in self._parts(holder, "weight"))
+
+    def _matrices(self) -> Iterator[Part]:
+        return (part for key, parts in self._plans.items() for part in parts if len(part.shape) == 2)
+
+    def _parts(self, holder: Holder, field: str) -> tuple[Part, ...]:
+        return self._plans[f"{self._paths[id(holder)]}.{field}"]
+
+    def _biases(self, holder: Holder, parts: tuple[Part, ...]) -> list[np.ndarray | None]:
+        if "bias" not in holder.params():
+            return [None] * len(parts)
+        return [self._floats(part) for part in self._parts(holder, "bias")]
+
+    def _floats(self, part: Part) -> np.ndarray:
+        return read_part(part, self.source, torch.float32).reshape(-1).numpy()
+
+    def _form(self, part: Part) -> str:
+        return "bf16" if self.source.info(part.source).kind in FLOATS and not self.quantize else "a8"
+
+    def _quantize(self, part: Part, wide: bool = False) -> str:
+        if self.source.info(part.source).kind not in FLOATS:
+            return ""
+        return "int8" if self.quantize and wide else self.quantize
+
+    def _rows(self, part: Part) -> tuple[np.ndarray, str, np.ndarray | None]:
+        """Stored rows [n, row bytes], their kind, and the order to take them in (None: as they stand)."""
+        if part.transpose or part.shift:
+            dense = read_part(part, self.source, torch.float32).contiguous()
+            return dense.numpy().view(np.uint8), "F32", None
+        rows = self.source.raw(part.source)
+        if part.rows is not None:
+            rows = rows[part.rows[0] : part.rows[1]]
+        order = None if part.permutation is None else np.array(part.permutation, np.int32)
+        return rows, self.source.info(part.source).kind, order
+
+    def _pack(self, part: Part, bias: np.ndarray | None, wide: bool = False) -> Any:
+        rows, kind, order = self._rows(part)
+        n, k = part.shape[0], math.prod(part.shape[1:])
+        quantize = self._quantize(part, wide)
+        tensor = core().pack(rows, kind, n, k, self.arena, self._pool, permutation=order, quantize=quantize, bias=bias)
+        self._finish(part, tensor)
+        return tensor
+
+    def _finish(self, part: Part, tensor: Any) -> None:
+        """Check what was packed, and let the file's pages go: the next tensor takes their place."""
+        if not core().all_finite(tensor, self._pool):
+            raise WeightError(
+                f"{self.source.path}: tensor {part.source!r} has values that are NaN or infinite; "
+                "the file is damaged, download it again"
+            )
+        kind = self.source.info(part.source).kind
+        if kind in ("F16", "F32"):
+            self._rounded.add({"F16": "float16", "F32": "float32"}[kind])
+        self.source.release(part.source)
