@@ -12,13 +12,14 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 # Where each public name lives. Not imported here: `import headrace` and the quick commands must not wait for torch.
 _HOME = {
     "LLM": "headrace.llm",
+    "AsyncLLM": "headrace.server.async_llm",
     "SamplingParams": "headrace.params",
     "BeamSearchParams": "headrace.decoding.beam",
     "RequestOutput": "headrace.outputs",
     "CompletionOutput": "headrace.outputs",
 }
 
-__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

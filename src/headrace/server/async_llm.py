@@ -5,18 +5,17 @@ import contextlib
 import enum
 import itertools
 import logging
-import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from headrace.loading import Opened, open_model
 from headrace.params import SamplingParams
 from headrace.server.engine_client import EngineGone, EngineProcess
 from headrace.server.messages import Abort, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
 from headrace.server.queueing import QueueFull, Waiting
-from headrace.server.tickets import EngineDown, RequestFailed, RequestRefused, Ticket
+from headrace.server.tickets import EngineDown, RequestFailed, RequestRefused, Ticket, deltas
 from headrace.types import Delta
 
 __all__ = ["AsyncLLM", "EngineDown", "LoadError", "QueueFull", "RequestFailed", "RequestRefused", "State"]
@@ -41,6 +40,14 @@ class State(enum.StrEnum):
     DEAD = "dead"  # the process ended; it is being started again
     STUCK = "stuck"  # the process gave no sign of life and was ended; it is being started again
     CLOSED = "closed"
+
+
+class Observer(Protocol):
+    """Is told what the engine does; for figures."""
+
+    def begin(self, loaded: Loaded) -> None: ...
+    def step(self, message: Deltas, tickets: Mapping[str, Ticket]) -> None: ...
+    def end(self) -> None: ...
 
 
 class AsyncLLM:
@@ -72,7 +79,7 @@ class AsyncLLM:
         self.restarts = 0
         self.loaded: Loaded | None = None
         self.stats = Stats()
-        self.on_step: Callable[[Deltas], None] | None = None  # told of every message of the engine; for figures
+        self.observer: Observer | None = None
         self.tickets: dict[str, Ticket] = {}
         self._opened: Opened | None = None
         self._process: EngineProcess | None = None
@@ -131,7 +138,7 @@ class AsyncLLM:
         ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         (ticket,) = self.submit([ids], params or SamplingParams(), salt=salt)
         try:
-            async for delta in ticket:
+            async for _, delta in deltas([ticket]):
                 yield delta
         finally:
             self.abort([ticket])
@@ -155,8 +162,9 @@ class AsyncLLM:
                 )
         self.waiting.enter([len(ids) for ids in prompts])
         tickets = []
+        news = asyncio.Event()
         for ids in prompts:
-            ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting)
+            ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, news)
             self.tickets[ticket.request_id] = ticket
             self._process.send(Submit(ticket.request_id, ids, params, salt))
             tickets.append(ticket)
@@ -207,11 +215,12 @@ class AsyncLLM:
                 failures = 0
                 await self._listen()
             except LoadError as error:
-                self.detail = str(error)
-                if self.restarts == 0:
-                    log.debug("loading failed", exc_info=True)
+                if self.loaded is None:  # it never was ready: nothing will change by trying again
+                    await self._bury()
                     self._become(State.CLOSED, str(error))
                     return
+                log.error("%s", error)
+                self._become(State.DEAD, "the model cannot be loaded again; the server's log says why")
             except EngineGone as error:
                 self._become(State.DEAD, f"{error}; it is being started again")
             except TimeoutError:
@@ -236,6 +245,8 @@ class AsyncLLM:
         if not isinstance(message, Loaded):
             raise EngineGone("the engine process began with the wrong message")
         self.loaded = message
+        if self.observer is not None:
+            self.observer.begin(message)
         self._become(State.DRAINING if self._draining else State.READY, self.detail if self._draining else "")
 
     async def _listen(self) -> None:
@@ -259,16 +270,18 @@ class AsyncLLM:
             for delta in message.deltas:
                 if ticket := self.tickets.get(delta.request_id):
                     ticket.put(delta)
+            if self.observer is not None:
+                self.observer.step(message, self.tickets)
             for ended in message.ended:
                 if ticket := self.tickets.pop(ended.request_id, None):
                     ticket.end(ended.metrics)
-            if self.on_step is not None:
-                self.on_step(message)
 
     async def _bury(self) -> None:
         """All in flight fails, and nothing of the process is left."""
         self._fail_all(self.detail)
         self.stats = Stats()
+        if self.observer is not None:
+            self.observer.end()
         process, self._process = self._process, None
         if process is not None:
             await process.kill()
@@ -285,10 +298,3 @@ class AsyncLLM:
         self.state, self.detail = state, detail
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def served_name(model: str) -> str:
-    """What clients call a model: its name, of a path its last part only."""
-    if os.path.exists(os.path.expanduser(model)):
-        return Path(model).expanduser().resolve().name.removesuffix(".gguf")
-    return model

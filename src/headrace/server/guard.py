@@ -23,25 +23,36 @@ class Guard:
     through a name that it points here. A body must say that it is JSON: a form of another site cannot.
     """
 
-    def __init__(self, app: App, settings: ServerSettings) -> None:
+    def __init__(self, app: App, settings: ServerSettings, count: Callable[[int], None]) -> None:
         self._app = app
         self._settings = settings
+        self._count = count  # is told the status of every response
+        self._active = 0
         self._key = settings.key.encode() if settings.key is not None else None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            self._active += 1
             try:
-                headers = dict(scope["headers"])
-                self._check_host(headers)
-                self._check_key(scope["path"], headers)
-                if scope["method"] in ("POST", "PUT", "PATCH"):
-                    receive = await self._read(headers, receive)
-            except ApiError as error:
-                await send_error(send, error)
-                return
-            await self._app(scope, receive, send)
+                await self._admit(scope, receive, _counting(send, self._count))
+            finally:
+                self._active -= 1
+
+    async def _admit(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            if self._active > self._settings.limits.connections:
+                raise ApiError(503, "too many requests are open; try again", code="too_many_connections", retry_after=1)
+            headers = dict(scope["headers"])
+            self._check_host(headers)
+            self._check_key(scope["path"], headers)
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                receive = await self._read(headers, receive)
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        await self._app(scope, receive, send)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         if self._key is not None:
@@ -82,6 +93,15 @@ class Guard:
             return {"type": "http.request", "body": body, "more_body": False}
 
         return replay
+
+
+def _counting(send: Send, count: Callable[[int], None]) -> Send:
+    async def counted(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            count(message["status"])
+        await send(message)
+
+    return counted
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import Self
+from collections.abc import AsyncIterator, Sequence
 
 from headrace.params import SamplingParams
 from headrace.server.queueing import Waiting
@@ -26,29 +26,47 @@ class EngineDown(RuntimeError):
 
 
 class Ticket:
-    """One request. Iterating gives its deltas; it raises RequestRefused, RequestFailed or EngineDown."""
+    """One request. `news` is set whenever something came; tickets submitted together share it."""
 
-    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Waiting) -> None:
+    def __init__(
+        self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Waiting, news: asyncio.Event
+    ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.news = news
+        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.metrics: RequestMetrics | None = None  # when it has ended
         self.submitted = time.perf_counter()
+        self.generated = 0  # tokens
         self._waiting: Waiting | None = waiting
         self._deltas: deque[Delta] = deque()
         self._error: Exception | None = None
         self._done = False
-        self._news = asyncio.Event()
 
+    @property
+    def finished(self) -> bool:
+        """Nothing will come, and everything was taken."""
+        return self._done and not self._deltas and self._error is None
+
+    def take(self) -> list[Delta]:
+        """What has come since. Raises RequestRefused, RequestFailed or EngineDown once all before it was taken."""
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        if not deltas and self._error is not None:
+            raise self._error
+        return deltas
+
+    # -- the engine's side ---------------------------------------------------------------------------------------------
     def put(self, delta: Delta) -> None:
         self._begin()
         if delta.error is not None:
             log.error("request %s failed: %s", self.request_id, delta.error)
             self._error = RequestFailed("the request failed in the engine; the server's log says how")
         else:
+            self.generated += len(delta.token_ids)
             self._deltas.append(delta)
-        self._news.set()
+        self.news.set()
 
     def end(self, metrics: RequestMetrics) -> None:
         self.metrics = metrics
@@ -62,23 +80,23 @@ class Ticket:
         """No delta comes any more."""
         self._begin()
         self._done = True
-        self._news.set()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if self._done:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self._deltas.popleft()
+        self.news.set()
 
     def _begin(self) -> None:
         """It waits no longer."""
         if self._waiting is not None:
             self._waiting.leave(len(self.prompt))
             self._waiting = None
+
+
+async def deltas(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Delta]]:
+    """Deltas of tickets submitted together as they come, each with its ticket's place. Raises what a ticket raises."""
+    news = tickets[0].news
+    while True:
+        news.clear()
+        for place, ticket in enumerate(tickets):
+            for delta in ticket.take():
+                yield place, delta
+        if all(ticket.finished for ticket in tickets):
+            return
+        await news.wait()

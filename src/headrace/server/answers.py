@@ -1,0 +1,109 @@
+"""What goes out: the protocol's responses as structs, encoded by msgspec."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.server.tickets import Ticket
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Completion(msgspec.Struct, omit_defaults=False):
+    """Of /v1/completions, streamed or whole. `usage` UNSET: not sent."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | None
+    role: str = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Chat(msgspec.Struct):
+    """A whole answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    """A piece of a streamed answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class Model(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int | None
+    object: str = "model"
+    owned_by: str = "headrace"
+
+
+def new_id(kind: str) -> str:
+    """A name for an answer: cmpl-…, chatcmpl-…"""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def usage(tickets: Sequence[Ticket], generated: int) -> Usage:
+    """What the answers to these prompts took; `generated` tokens are counted."""
+    prompt = sum(len(ticket.prompt) for ticket in tickets)
+    cached = sum(ticket.metrics.cached_tokens for ticket in tickets if ticket.metrics is not None)
+    return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt)})

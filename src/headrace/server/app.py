@@ -1,0 +1,138 @@
+"""The application: routes, and errors as the protocol writes them."""
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from headrace.params import ParamError
+from headrace.server import chat, completions, tokens
+from headrace.server.answers import Model
+from headrace.server.async_llm import EngineDown, QueueFull, RequestFailed, RequestRefused, State
+from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
+from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headrace.server.guard import Guard
+from headrace.server.service import Service
+from headrace.server.stream import ClientGone
+from headrace.text.chat import TemplateError
+from headrace.text.tokenizer import TokenizerError
+
+log = logging.getLogger("headrace.server")
+
+OURS = (ApiError, QueueFull, EngineDown, RequestFailed, RequestRefused, ParamError, TemplateError, TokenizerError)
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(service: Service) -> Guard:
+    """The whole ASGI application of one served model."""
+    app = FastAPI(title="Headrace", docs_url=None, redoc_url=None)
+    app.state.service = service
+    _add_protocol(app, service)
+    _add_tools(app, service)
+    _add_errors(app)
+    return Guard(app, service.settings, service.metrics.count)
+
+
+def _add_protocol(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return _json(_model(service))
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return _json(await completions.complete(service, body, request, _salt(body.cache_salt)))
+
+    @app.post("/v1/chat/completions")
+    async def converse(body: ChatRequest, request: Request) -> Response:
+        return _json(await chat.chat(service, body, request, _salt(body.cache_salt)))
+
+
+def _add_tools(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        return _json(await tokens.tokenize(service, body))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        return _json(tokens.detokenize(service, body))
+
+    @app.get("/health")
+    async def health() -> Response:
+        llm = service.llm
+        said = {"status": str(llm.state), "detail": llm.detail, "restarts": llm.restarts}
+        if llm.state is State.READY:
+            return _json(said)
+        return Response(msgspec.json.encode(said), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        service.metrics.restarts.set(service.llm.restarts)
+        return Response(service.metrics.text(), media_type=METRICS_TYPE)
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def ours(request: Request, error: Exception) -> Response:
+        return _error(as_api_error(error) or ApiError(500, "internal error"))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _error(_as_bad_field(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = {404: "there is nothing at this path", 405: "this path has no such method"}
+        return _error(ApiError(error.status_code, what.get(error.status_code, str(error.detail))))
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def mistake(request: Request, error: Exception) -> Response:
+        return _error(ApiError(500, "the server made a mistake; its log says more", code="internal_error"))
+
+    for kind in OURS:
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(Exception, mistake)
+
+
+def _as_bad_field(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, and where. What was sent is not repeated."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    param = path[0][:100] if path else None
+    where = ".".join(path)[:200]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {where!r}; remove it", param=param, code="unknown_field")
+    if first["type"] == "missing":
+        return ApiError(400, f"{where or 'the body'} is missing; give it", param=param, code="missing_field")
+    return ApiError(400, f"{where or 'the body'}: {str(first['msg'])[:300]}", param=param, code="invalid_value")
+
+
+def _error(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers(), "application/json")
+
+
+def _json(data: Any) -> Response:
+    return data if isinstance(data, Response) else Response(msgspec.json.encode(data), media_type="application/json")
+
+
+def _model(service: Service) -> Model:
+    loaded = service.llm.loaded
+    return Model(service.name, service.created, loaded.max_model_len if loaded is not None else None)
+
+
+def _salt(salt: str | None) -> bytes:
+    return b"" if salt is None else salt.encode()

@@ -1,0 +1,175 @@
+"""/v1/chat/completions: a conversation through the model's chat template."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.params import SamplingParams
+from headrace.server.answers import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    new_id,
+    now,
+    usage,
+)
+from headrace.server.async_llm import AsyncLLM
+from headrace.server.errors import bad
+from headrace.server.fields import ChatRequest
+from headrace.server.logprobs import chat_logprobs
+from headrace.server.sampling import not_built, sampling_params
+from headrace.server.service import Service
+from headrace.server.stream import EventStream, event, unless_gone
+from headrace.server.tickets import Ticket, deltas
+from headrace.types import Delta
+
+# What a template's own variables may not be called: they are ours to say.
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+NEUTRAL_FORMAT = {"type": "text"}
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way."""
+
+    service: Service
+    request: ChatRequest
+    tickets: list[Ticket]  # one
+    id: str = field(default_factory=lambda: new_id("chatcmpl"))
+    created: int = field(default_factory=now)
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not self.request.logprobs:
+            return None
+        return chat_logprobs(self.service.llm.opened.tokenizer, delta.logprobs, self.request.top_logprobs or 0)
+
+    def chunk(self, choices: list[ChatChunkChoice], **more: Any) -> bytes:
+        return event(ChatChunk(self.id, self.created, self.service.name, choices, **more))
+
+
+async def chat(service: Service, request: ChatRequest, http: Request, salt: bytes) -> Response | Chat:
+    """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGone."""
+    service.check_model(request.model)
+    _check(request)
+    params = _params(service, request)
+    prompt = await render(
+        service.llm,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        **_variables(request),
+    )
+    job = Job(service, request, service.llm.submit([prompt], params, salt=salt))
+    if request.stream:
+        return await _stream(job, http)
+    try:
+        return await unless_gone(http, _whole(job))
+    finally:
+        service.llm.abort(job.tickets)
+
+
+async def render(llm: AsyncLLM, messages: list[dict[str, Any]], **variables: Any) -> list[int]:
+    """Token ids of a conversation. Raises TemplateError, TokenizerError, ApiError."""
+    for number, message in enumerate(messages):
+        _check_parts(number, message.get("content"))
+    text = await asyncio.to_thread(llm.opened.template.render, messages, **variables)
+    return await llm.encode(text, add_special=False)
+
+
+def _check_parts(number: int, content: Any) -> None:
+    """Parts that are not text are refused by name; what else is wrong with a message the template code says."""
+    for part in content if isinstance(content, list) else []:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            raise bad(f"message {number} has a part of type {kind[:40]!r}; this model reads text alone, send text parts", "messages")
+
+
+def _check(request: ChatRequest) -> None:
+    later = "is not built yet"
+    not_built(bool(request.tools or request.functions), "tools", f"calling tools {later}")
+    not_built(request.tool_choice not in (None, "none", "auto"), "tool_choice", f"calling tools {later}")
+    not_built(request.function_call not in (None, "none", "auto"), "function_call", f"calling tools {later}")
+    not_built(request.response_format not in (None, NEUTRAL_FORMAT), "response_format", f"constrained decoding {later}")
+    not_built(request.modalities not in (None, ["text"]), "modalities", "this server writes text alone")
+    not_built(request.audio is not None, "audio", "this server writes text alone")
+    not_built(request.web_search_options is not None, "web_search_options", "this server does not search")
+    not_built(request.moderation is not None, "moderation", "this server does not moderate")
+    if request.stream_options is not None and not request.stream:
+        raise bad("stream_options goes with stream: true", "stream_options")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
+    if request.top_logprobs is not None and request.top_logprobs < 0:
+        raise bad(f"top_logprobs must be 0 or more, not {request.top_logprobs}", "top_logprobs")
+
+
+def _params(service: Service, request: ChatRequest) -> SamplingParams:
+    given = [value for value in (request.max_completion_tokens, request.max_tokens) if value is not None]
+    if len(set(given)) > 1:
+        raise bad("max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
+    return sampling_params(
+        request,
+        service.llm.opened.sampling,
+        service.limits,
+        max_tokens=given[0] if given else None,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def _variables(request: ChatRequest) -> dict[str, Any]:
+    """The template's own variables."""
+    variables = dict(request.chat_template_kwargs or {})
+    if taken := RESERVED & set(variables):
+        raise bad(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; leave it out", "chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    return variables
+
+
+async def _whole(job: Job) -> Chat:
+    choices: dict[int, ChatChoice] = {}
+    async for _, delta in deltas(job.tickets):
+        choice = choices.setdefault(delta.index, ChatChoice(delta.index, ChatMessage("")))
+        choice.message.content = (choice.message.content or "") + delta.text
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        found = job.logprobs(delta)
+        if found is not None and choice.logprobs is not None:
+            choice.logprobs["content"] += found["content"]
+        else:
+            choice.logprobs = found
+    ordered = [choices[index] for index in sorted(choices)]
+    counted = usage(job.tickets, job.tickets[0].generated)
+    return Chat(job.id, job.created, job.service.name, ordered, counted)
+
+
+async def _stream(job: Job, http: Request) -> EventStream:
+    events = _events(job)
+    try:
+        first = await unless_gone(http, anext(events))  # type: ignore[arg-type]
+    except BaseException:
+        job.service.llm.abort(job.tickets)
+        raise
+    return EventStream(first, events, lambda: job.service.llm.abort(job.tickets))
+
+
+async def _events(job: Job) -> AsyncIterator[bytes]:
+    options = job.request.stream_options
+    counted = options is not None and bool(options.include_usage)
+    more: dict[str, Any] = {"usage": None} if counted else {}
+    begun: set[int] = set()
+    async for _, delta in deltas(job.tickets):
+        if delta.index not in begun:
+            begun.add(delta.index)
+            yield job.chunk([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], **more)
+        logprobs = job.logprobs(delta)
+        if delta.text or (logprobs is not None and logprobs["content"]) or delta.finish_reason is not None:
+            said = ChatDelta(content=delta.text or None)
+            choice = ChatChunkChoice(delta.index, said, logprobs, delta.finish_reason, delta.stop_reason)
+            yield job.chunk([choice], **more)
+    if counted:
+        yield job.chunk([], usage=usage(job.tickets, job.tickets[0].generated))

@@ -1,0 +1,164 @@
+"""/v1/completions: prompts as texts or token ids, continued as they are."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.params import SamplingParams
+from headrace.server.answers import Completion, CompletionChoice, new_id, now, usage
+from headrace.server.errors import bad
+from headrace.server.fields import CompletionRequest
+from headrace.server.logprobs import CompletionLogprobs
+from headrace.server.sampling import not_built, sampling_params
+from headrace.server.service import Service
+from headrace.server.stream import EventStream, event, unless_gone
+from headrace.server.tickets import Ticket, deltas
+from headrace.types import Delta, TokenLogprob
+
+DEFAULT_MAX_TOKENS = 16  # the protocol's
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way: its prompts, their tickets, and what has been said of each answer."""
+
+    service: Service
+    request: CompletionRequest
+    texts: list[str]  # of the prompts, for echo
+    tickets: list[Ticket]
+    id: str = field(default_factory=lambda: new_id("cmpl"))
+    created: int = field(default_factory=now)
+    generated: int = 0
+    logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)  # by choice
+    echoed: set[int] = field(default_factory=set)
+
+    def choice(self, place: int, delta: Delta) -> CompletionChoice:
+        """What a delta adds to its answer; the first brings the prompt where it is echoed."""
+        index = place * (self.request.n or 1) + delta.index
+        text, tokens, entries = delta.text, list(delta.token_ids), list[TokenLogprob | None](delta.logprobs)
+        finish = delta.finish_reason
+        if self.request.max_tokens == 0:  # one token was drawn, for the protocol's sake
+            text, tokens, entries, finish = "", [], [], "length"
+        self.generated += len(tokens)
+        if self.request.echo and index not in self.echoed:
+            self.echoed.add(index)
+            text = self.texts[place] + text
+            tokens = self.tickets[place].prompt + tokens
+            entries = [*self.tickets[place].prompt_logprobs, *entries]
+        logprobs = self._logprobs(index, place, tokens, entries)
+        return CompletionChoice(index, text, logprobs, finish, delta.stop_reason)
+
+    def _logprobs(
+        self, index: int, place: int, tokens: list[int], entries: list[TokenLogprob | None]
+    ) -> dict[str, Any] | None:
+        top, tokenizer = self.request.logprobs, self.service.llm.opened.tokenizer
+        if top is None:
+            return None
+        if index not in self.logprobs:
+            prompt = self.tickets[place].prompt
+            self.logprobs[index] = CompletionLogprobs(tokenizer, top, prompt, bool(self.request.echo))
+        return self.logprobs[index].lists(tokens, entries)
+
+    def answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
+        return Completion(self.id, self.created, self.service.name, choices, **more)
+
+
+async def complete(service: Service, request: CompletionRequest, http: Request, salt: bytes) -> Response | Completion:
+    """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGone."""
+    service.check_model(request.model)
+    _check(service, request)
+    params = _params(service, request)
+    prompts, texts = await _prompts(service, request)
+    tickets = service.llm.submit(prompts, params, salt=salt)
+    job = Job(service, request, texts, tickets)
+    if request.stream:
+        return await _stream(job, http)
+    try:
+        return await unless_gone(http, _whole(job))
+    finally:
+        service.llm.abort(tickets)
+
+
+def _check(service: Service, request: CompletionRequest) -> None:
+    limits = service.limits
+    not_built(bool(request.suffix), "suffix", "text cannot be inserted before a suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise bad("best_of must equal n; ask for n answers and choose among them", "best_of")
+    if request.stream_options is not None and not request.stream:
+        raise bad("stream_options goes with stream: true", "stream_options")
+    prompts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+    many = len(prompts) if prompts and not isinstance(prompts[0], int) else 1
+    if many > limits.prompts or many * (request.n or 1) > limits.choices:
+        raise bad(f"at most {limits.prompts} prompts and {limits.choices} answers in a request; send several", "prompt")
+
+
+def _params(service: Service, request: CompletionRequest) -> SamplingParams:
+    most = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if most == 0 and request.echo:
+        most = 1
+    return sampling_params(
+        request,
+        service.llm.opened.sampling,
+        service.limits,
+        max_tokens=most,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
+
+
+async def _prompts(service: Service, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
+    """Token ids of every prompt, and the texts to echo."""
+    given = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+    if given and isinstance(given[0], int):
+        given = [given]  # type: ignore[list-item]
+    if not given:
+        raise bad("prompt is empty; give a text, token ids, or a list of those", "prompt")
+    prompts: list[list[int]] = []
+    texts: list[str] = []
+    for one in given:
+        ids = await service.llm.encode(one) if isinstance(one, str) else list(one)  # type: ignore[arg-type]
+        if not ids:
+            raise bad("a prompt is empty; give at least one token", "prompt")
+        prompts.append(ids)
+        if request.echo:
+            texts.append(one if isinstance(one, str) else service.llm.opened.tokenizer.decode(ids))
+    return prompts, texts
+
+
+async def _whole(job: Job) -> Completion:
+    choices: dict[int, CompletionChoice] = {}
+    async for place, delta in deltas(job.tickets):
+        new = job.choice(place, delta)
+        old = choices.setdefault(new.index, new)
+        if old is not new:
+            old.text += new.text
+            old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+            if old.logprobs is not None and new.logprobs is not None:
+                for name, values in new.logprobs.items():
+                    old.logprobs[name] += values
+    return job.answer([choices[index] for index in sorted(choices)], usage=usage(job.tickets, job.generated))
+
+
+async def _stream(job: Job, http: Request) -> EventStream:
+    events = _events(job)
+    try:
+        first = await unless_gone(http, anext(events))  # type: ignore[arg-type]
+    except BaseException:
+        job.service.llm.abort(job.tickets)
+        raise
+    return EventStream(first, events, lambda: job.service.llm.abort(job.tickets))
+
+
+async def _events(job: Job) -> AsyncIterator[bytes]:
+    options = job.request.stream_options
+    counted = options is not None and bool(options.include_usage)
+    more: dict[str, Any] = {"usage": None} if counted else {}
+    async for place, delta in deltas(job.tickets):
+        choice = job.choice(place, delta)
+        if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
+            yield event(job.answer([choice], **more))
+    if counted:
+        yield event(job.answer([], usage=usage(job.tickets, job.generated)))

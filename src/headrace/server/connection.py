@@ -1,0 +1,54 @@
+"""One connection of a client: HTTP/1.1 by uvicorn, with a limit on how long a request's head may take."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class Connection(H11Protocol):
+    """Closes a connection whose next request does not arrive whole within `head_seconds` of its first byte, or, for the
+    first request, of connecting (slow loris)."""
+
+    head_seconds = 10.0
+    _clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # a part of a head, or nothing
+            self._start()
+        else:
+            self._stop()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
+            self._start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _start(self) -> None:
+        if self._clock is None:
+            self._clock = self.loop.call_later(self.head_seconds, self._close)
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def connection(head_seconds: float) -> Callable[..., Any]:
+    """The protocol class with this limit."""
+    return type("Connection", (Connection,), {"head_seconds": head_seconds})

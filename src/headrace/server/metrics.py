@@ -1,0 +1,148 @@
+"""Figures for Prometheus. Names are vLLM's with the prefix `headrace:`, so that dashboards carry over."""
+
+import time
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from headrace.server.messages import Deltas, Ended, Loaded
+from headrace.server.tickets import Ticket
+
+FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0)
+WHOLE = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """The figures of one served model, in a registry of its own. Times are seconds."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._num_blocks = 1
+        self._preemptions = 0
+        self._last: dict[tuple[str, int], float] = {}  # when each answer's last token came
+        self._reasons: dict[str, str] = {}  # how each open request's last answer ended
+        ProcessCollector(registry=self.registry)
+        self._gauges()
+        self._counters()
+        self._histograms()
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+    def _gauges(self) -> None:
+        self.running = self._gauge("num_requests_running", "Requests in the running batch.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
+        self.restarts = self._gauge("engine_restarts", "How often the engine process was started again.")
+
+    def _counters(self) -> None:
+        self.preempted = self._counter("num_preemptions", "Requests that gave up their blocks for others.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+        labels = ("model_name", "finished_reason")
+        self.ended = Counter("headrace:request_success", "Requests by how they ended.", labels, registry=self.registry)
+        self.responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
+        self.generated_chars = self._counter("generation_chars", "Characters of generated text.")
+
+    def _histograms(self) -> None:
+        self.first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token.", FIRST)
+        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN)
+        self.per_token = self._histogram("request_time_per_output_token_seconds", "Mean over an answer's tokens.", BETWEEN)
+        self.whole = self._histogram("e2e_request_latency_seconds", "From submission to the end.", WHOLE)
+        self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", WHOLE)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From the first step to the first token.", WHOLE)
+        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
+        self.inference = self._histogram("request_inference_time_seconds", "From the first step to the last token.", WHOLE)
+        self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt.", SIZES)
+        self.answer_size = self._histogram("request_generation_tokens", "Tokens generated for a request.", SIZES)
+        self.asked_n = self._histogram("request_params_n", "Answers asked for.", BATCH)
+        self.asked_tokens = self._histogram("request_params_max_tokens", "The max_tokens asked for.", SIZES)
+        self.batch = self._histogram("iteration_requests", "Requests running after a step that gave tokens.", BATCH)
+
+    def step(self, message: Deltas, tickets: Mapping[str, Ticket]) -> None:
+        """Take in what one step brought; `tickets` are those still open."""
+        now = time.perf_counter()
+        stats = message.stats
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.kv_usage.set(stats.blocks_used / self._num_blocks)
+        if stats.preemptions > self._preemptions:
+            self.preempted.inc(stats.preemptions - self._preemptions)
+        self._preemptions = stats.preemptions
+        if message.deltas:
+            self.batch.observe(stats.running)
+            self._tokens(message, tickets, now)
+        for ended in message.ended:
+            self._end(ended, tickets.get(ended.request_id), now)
+
+    def _tokens(self, message: Deltas, tickets: Mapping[str, Ticket], now: float) -> None:
+        for delta in message.deltas:
+            key = (delta.request_id, delta.index)
+            if delta.token_ids:
+                last = self._last.get(key)
+                ticket = tickets.get(delta.request_id)
+                if last is not None:
+                    self.between.observe(now - last)
+                elif ticket is not None and delta.index == 0:
+                    self.first_token.observe(now - ticket.submitted)
+                self._last[key] = now
+            if delta.finish_reason is not None:
+                self._last.pop(key, None)
+                self._reasons[delta.request_id] = delta.finish_reason
+        self.generated_tokens.inc(sum(len(delta.token_ids) for delta in message.deltas))
+        self.generated_chars.inc(sum(len(delta.text) for delta in message.deltas))
+
+    def _end(self, ended: Ended, ticket: Ticket | None, now: float) -> None:
+        reason = self._reasons.pop(ended.request_id, "abort")
+        self.ended.labels(self._model, reason).inc()
+        if ticket is None:
+            return
+        metrics, prompt = ended.metrics, len(ticket.prompt)
+        self.whole.observe(now - ticket.submitted)
+        self.prompt_tokens.inc(prompt)
+        self.cache_queries.inc(prompt)
+        self.cache_hits.inc(metrics.cached_tokens)
+        self.prompt_size.observe(prompt)
+        self.answer_size.observe(ticket.generated)
+        self.asked_n.observe(ticket.params.n)
+        if ticket.params.max_tokens is not None:
+            self.asked_tokens.observe(ticket.params.max_tokens)
+        if metrics.scheduled is None or metrics.first_token is None or metrics.last_token is None:
+            return
+        self.queued.observe(metrics.scheduled - metrics.arrival)
+        self.prefill.observe(metrics.first_token - metrics.scheduled)
+        self.decode.observe(metrics.last_token - metrics.first_token)
+        self.inference.observe(metrics.last_token - metrics.scheduled)
+        if ticket.generated > ticket.params.n:
+            self.per_token.observe((metrics.last_token - metrics.first_token) / (ticket.generated / ticket.params.n - 1))
+
+    def count(self, status: int) -> None:
+        """Take in a response."""
+        self.responses.labels(str(status)).inc()
+
+    def begin(self, loaded: Loaded) -> None:
+        """An engine process is ready."""
+        self._num_blocks = max(loaded.num_blocks, 1)
+
+    def end(self) -> None:
+        """It ended: nothing runs, and its counts begin anew."""
+        self._last, self._reasons, self._preemptions = {}, {}, 0
+        for gauge in (self.running, self.waiting, self.kv_usage):
+            gauge.set(0)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"headrace:{name}", text, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"headrace:{name}", text, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"headrace:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
+        return made.labels(self._model)

@@ -1,0 +1,63 @@
+"""From a request's fields to SamplingParams, within the server's limits."""
+
+from typing import Any
+
+from headrace.params import ParamError, SamplingParams
+from headrace.server.errors import ApiError, bad
+from headrace.server.fields import Sampling
+from headrace.server.settings import Limits
+
+# Fields that mean the same in both.
+SAME = (
+    "n temperature top_p frequency_penalty presence_penalty min_p typical_p repetition_penalty no_repeat_ngram min_tokens "
+    "stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens logprobs_mode priority"
+).split()
+
+
+def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **more: Any) -> SamplingParams:
+    """Parameters of a request: the model's `own` settings, what was given, then `more`. Raises ApiError."""
+    given = {name: getattr(request, name) for name in SAME if getattr(request, name) is not None}
+    if request.top_k is not None:
+        given["top_k"] = max(request.top_k, 0) if request.top_k >= -1 else request.top_k  # other servers switch it off with -1
+    if request.seed is not None:
+        given["seed"] = request.seed % 2**64  # the protocol's seeds are signed
+    if request.logit_bias is not None:
+        given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
+    if request.stop is not None:
+        given["stop"] = _stop(request.stop, limits)
+    settings = {**own, **given, **more}
+    _check(settings, limits)
+    try:
+        return SamplingParams(**settings)
+    except ParamError as error:
+        raise bad(str(error)) from None
+
+
+def _check(settings: dict[str, Any], limits: Limits) -> None:
+    for name, most in (("n", limits.n), ("logprobs", limits.logprobs), ("max_tokens", limits.max_tokens)):
+        value = settings.get(name)
+        if value is not None and most is not None and value > most:
+            raise bad(f"{name} must be {most} or less on this server, not {value}", name)
+    if limits.max_tokens is not None and settings.get("max_tokens") is None:
+        settings["max_tokens"] = limits.max_tokens
+
+
+def _stop(stop: str | list[str], limits: Limits) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > limits.stop:
+        raise bad(f"at most {limits.stop} stop strings, not {len(stops)}", "stop")
+    if any(len(one) > limits.stop_chars for one in stops):
+        raise bad(f"a stop string may have {limits.stop_chars} characters; shorten it", "stop")
+    return stops
+
+
+def _token(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise bad(f"the keys of logit_bias are token ids, as in {{\"42\": -5}}, not {name[:40]!r}", "logit_bias")
+    return int(name)
+
+
+def not_built(condition: bool, name: str, what: str) -> None:
+    """Raises ApiError for a field that says something this server cannot do."""
+    if condition:
+        raise ApiError(400, f"{name}: {what}; leave the field out", param=name, code="unsupported")

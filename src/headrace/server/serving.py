@@ -1,0 +1,127 @@
+"""Running the server: a socket, uvicorn, signals, and an orderly end."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from headrace.server.app import make_app
+from headrace.server.async_llm import AsyncLLM, LoadError
+from headrace.server.connection import connection
+from headrace.server.metrics import Metrics
+from headrace.server.service import Service
+from headrace.server.settings import ServerSettings
+
+log = logging.getLogger("headrace.server")
+
+LAST_BYTES = 5  # seconds for clients to read what is already written, once everything is answered
+SPARE = 64  # connections above the limit that still get a proper answer
+
+
+class Server(uvicorn.Server):
+    """The first SIGTERM or SIGINT drains: nothing new is taken (503), what runs is finished within the grace period, what is
+    left then ends with an error. A second one ends at once."""
+
+    def __init__(self, service: Service) -> None:
+        settings, limits = service.settings, service.settings.limits
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                http=connection(limits.header_seconds),  # type: ignore[arg-type]
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level=logging.WARNING,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=limits.connections + SPARE,
+                timeout_graceful_shutdown=LAST_BYTES,
+                h11_max_incomplete_event_size=limits.header,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
+            )
+        )
+        self.service = service
+        self.stopped_by: int | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopped_by is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self.stopped_by = sig
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """Begin to drain."""
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._end())
+
+    async def _end(self) -> None:
+        llm, grace = self.service.llm, self.service.settings.grace
+        log.info("finishing %d requests, for %g s at most", len(llm.tickets), grace)
+        if not await llm.drain(grace):
+            log.warning("%d requests were not finished within %g s", len(llm.tickets), grace)
+        await llm.close()
+        self.should_exit = True
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """The bound socket. Raises OSError with a line that says what to change."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); use another --port") from None
+
+
+def make_service(llm: AsyncLLM, settings: ServerSettings) -> Service:
+    """A model with its figures, ready to be served."""
+    metrics = Metrics(settings.model_name)
+    llm.observer = metrics
+    return Service(llm, settings, metrics)
+
+
+async def serve(llm: AsyncLLM, settings: ServerSettings, say: Callable[[str], None]) -> int | None:
+    """Serve until a signal ends it; returns the signal. `say` is told when it listens, and when the model is ready.
+
+    Raises LoadError when the model cannot be opened, ValueError when the address cannot be had.
+    """
+    sock = listen(settings)
+    server = Server(make_service(llm, settings))
+    server.config.load()  # TLS files are read now: their errors come before anything starts
+    scheme = "https" if settings.tls_cert else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    say(f"{settings.model_name} on {scheme}://{host}:{sock.getsockname()[1]}/v1")
+    llm.begin()
+    loading = asyncio.create_task(_load(llm, server, say))
+    try:
+        await server.serve([sock])
+    finally:
+        await llm.close()
+        loading.cancel()
+        results = await asyncio.gather(loading, return_exceptions=True)
+    if isinstance(results[0], LoadError) and server.stopped_by is None:
+        raise results[0]
+    return server.stopped_by
+
+
+async def _load(llm: AsyncLLM, server: Server, say: Callable[[str], None]) -> None:
+    try:
+        await llm.ready()
+    except LoadError:
+        server.should_exit = True
+        raise
+    if llm.loaded is not None:
+        say(f"ready: {llm.loaded.note}")

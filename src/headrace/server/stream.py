@@ -1,0 +1,98 @@
+"""Server-sent events, and clients that go away."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.server.errors import ApiError, as_api_error
+
+log = logging.getLogger("headrace.server")
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises ClientGone, and cancels it, when the client disconnects first."""
+    return await _race(work, request.receive)
+
+
+async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come. The client's going ends them; an error of ours is sent as the last event.
+
+    `first` was awaited before the response began, so that a request which fails at once has an honest status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGone):
+                await _race(self._send(send), receive)
+        finally:
+            self._on_end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _part(send, self._first)
+        try:
+            async for data in self._events:
+                await _part(send, data)
+        except Exception as error:
+            await _part(send, b"data: " + self._last_word(error) + b"\n\n")
+        await _part(send, DONE)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _last_word(self, error: Exception) -> bytes:
+        known = as_api_error(error)
+        if known is None:
+            log.error("a stream failed", exc_info=error)
+            known = ApiError(500, "the server made a mistake; its log says more", code="internal_error")
+        return known.body()
+
+
+async def _part(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
