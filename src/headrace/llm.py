@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace import memory
+from headrace.backend import BLOCK_SIZE, Settings, start
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.engine import Engine
-from headrace.kv.pool import KVPool
-from headrace.loading import DTYPES, Opened, open_model, pick_device, pick_dtype
+from headrace.loading import Opened, open_model, pick_device
 from headrace.outputs import CompletionOutput, RequestOutput, empty_output
 from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
-from headrace.runner.runner import TorchRunner
 from headrace.types import Delta, Request
 from headrace.weights.progress import Progress
 
@@ -32,7 +30,6 @@ log = logging.getLogger("headrace")
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
-BLOCK_SIZE = 16
 
 
 @dataclass(slots=True)
@@ -54,9 +51,11 @@ class Score:
 class LLM:
     """A model ready to generate, in this process.
 
-    `model`: catalog name, .gguf path, folder with safetensors, or hub id. `dtype`: auto, float64, float32, bfloat16,
-    float16. `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. Raises ValueErrors of one
-    line that say what to change.
+    `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
+    torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16,
+    int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
+    `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. Raises ValueErrors of one line that say
+    what to change.
     """
 
     def __init__(
@@ -72,42 +71,41 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         kv_cache_memory: int | str | None = None,
         kv_dtype: str = "auto",
+        quantize: str | None = None,
         enable_prefix_caching: bool = True,
         seed: int | None = None,
         preset: str = "offline",
         policy: str = "continuous",
         progress: Progress | None = None,
     ) -> None:
-        if backend not in ("auto", "torch"):
-            raise ValueError(f"unknown backend {backend!r}; use auto or torch")
         self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.device)
         self.opened: Opened = open_model(model, progress)
         self.tokenizer = self.opened.tokenizer
         self.model_config = self.opened.config
-        self.backend = "torch"
-        kv_type = self.dtype if kv_dtype == "auto" else DTYPES.get(kv_dtype)
-        if kv_type is None:
-            raise ValueError(f"unknown kv_dtype {kv_dtype!r}; use auto, {', '.join(DTYPES)}")
-        weights = self.opened.load(self.dtype, self.device)
-        self.memory_plan = memory.plan(
-            self.model_config,
-            element_bytes=kv_type.itemsize,
-            block_size=BLOCK_SIZE,
-            free=memory.free_memory(self.device),
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            kv_cache_memory=kv_cache_memory,
+        started = start(
+            self.opened,
+            Settings(
+                self.device,
+                backend=backend,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                quantize=quantize,
+                threads=threads,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                kv_cache_memory=kv_cache_memory,
+            ),
         )
+        self.backend = started.name
+        self.dtype = started.dtype
+        self.memory_plan = started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
-        pool = KVPool(self.model_config, self.memory_plan.num_blocks, BLOCK_SIZE, kv_type, self.device)
-        runner = TorchRunner(weights, pool, threads)
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
         if max_num_batched_tokens is not None:
             scheduler = scheduler.with_budget(max_num_batched_tokens)
         cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.engine = Engine(
-            InProcess(runner),
+            InProcess(started.runner),
             EngineConfig(scheduler, cache),
             vocab_size=self.model_config.vocab_size,
             tokenizer=self.tokenizer,

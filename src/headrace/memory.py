@@ -77,19 +77,18 @@ def check_weights_fit(need: int, free: int, what: str) -> None:
 def plan(
     config: ModelConfig,
     *,
-    element_bytes: int,
+    block_bytes: int,
     block_size: int,
     free: int,
     max_num_seqs: int,
     max_model_len: int | None = None,
     kv_cache_memory: int | str | None = None,
 ) -> MemoryPlan:
-    """Blocks for the paged pool, given `free` bytes after the weights.
+    """Blocks of `block_size` tokens for the paged pool, given `free` bytes after the weights.
 
     The pool takes `kv_cache_memory`, or min(25 % of free memory, what max_num_seqs sequences of full length need). A context
     the caller asked for must fit; one he did not ask for is shortened to the pool. Raises DoesNotFit with the numbers.
     """
-    per_block = config.kv_bytes_per_token(element_bytes) * block_size
     context = max_model_len or config.max_position
     if max_model_len is not None and max_model_len > config.max_position:
         raise DoesNotFit(
@@ -97,21 +96,21 @@ def plan(
         )
     whole = -(-context // block_size)  # blocks of one sequence of full length
     if kv_cache_memory is None:
-        budget = min(int(free * SHARE), whole * max_num_seqs * per_block)
+        budget = min(int(free * SHARE), whole * max_num_seqs * block_bytes)
     else:
         budget = parse_bytes(kv_cache_memory)
         if budget > free:
             raise DoesNotFit(f"kv_cache_memory is {gib(budget)} and {gib(free)} are free; lower it to {gib(int(free * 0.9))}")
-    blocks = budget // per_block
+    blocks = budget // block_bytes
     if blocks < whole:
         fits = blocks * block_size
         if max_model_len is not None or fits < min(256, context):
             raise DoesNotFit(
-                f"a context of {context} tokens needs {gib(whole * per_block)} of KV cache and {gib(budget)} are set aside; "
-                f"use max_model_len={max(fits, block_size)} or kv_cache_memory={whole * per_block}"
+                f"a context of {context} tokens needs {gib(whole * block_bytes)} of KV cache and {gib(budget)} are set aside; "
+                f"use max_model_len={max(fits, block_size)} or kv_cache_memory={whole * block_bytes}"
             )
         context = fits
-    kv_bytes = blocks * per_block
+    kv_bytes = blocks * block_bytes
     said = f"KV cache {gib(kv_bytes)}: {blocks * block_size} tokens in {blocks} blocks of {block_size}, context {context}"
     return MemoryPlan(blocks, context, kv_bytes, said)
 

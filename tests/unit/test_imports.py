@@ -32,14 +32,19 @@ ROOMS = {
     "decoding": "text ops params types config",
     "drafting": "decoding text ops params types config",
     "runner": "models layers quant ops native weights kv.pool params types config",
+    "native.weights": "native weights.loader weights models layers config",
+    "native.uses": "runner",
+    "native.program": "native.uses native.weights native runner layers config",
+    "native.runner": "native.program native.weights native runner models ops weights params types config",
     "scheduler": "kv.blocks params types config",
     "admission": "decoding params types config",
     "engine": "admission scheduler kv.blocks decoding drafting runner text params types config",
     "memory": "config",
     "outputs": "params types",
     "loading": "memory models weights.loader weights text params config",
-    "llm": "engine loading memory outputs decoding drafting runner kv.pool models weights text native params types config",
-    "bench": "llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks kv.pool weights "
+    "backend": "native.runner native.weights native loading memory models runner kv.pool types config",
+    "llm": "backend engine loading memory outputs decoding drafting runner kv.pool models weights text native params types config",
+    "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks kv.pool weights "
     "text native params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm params",

@@ -13,7 +13,7 @@ GIB = 2**30
 
 def plan(free: int, **settings: object) -> memory.MemoryPlan:
     config = tiny_config(max_position=4096)  # 2 layers * 2 * 2 heads * 8 = 64 elements a token
-    arguments = {"element_bytes": 2, "block_size": 16, "free": free, "max_num_seqs": 4, **settings}
+    arguments = {"block_bytes": config.kv_bytes_per_token(2) * 16, "block_size": 16, "free": free, "max_num_seqs": 4, **settings}
     return memory.plan(config, **arguments)  # type: ignore[arg-type]
 
 

@@ -16,42 +16,13 @@ import numpy as np
 
 from headrace.config import ModelConfig
 from headrace.native import core
+from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Input, Normed, Ropes, Rows
+from headrace.native.uses import Uses
 from headrace.native.weights import PackedPart, PackedWeights
 from headrace.runner.record import Node, RecordError, Recording, Segment
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
-ATTENTION, MLP = 1, 2  # sublayers that a step may skip
-HIDDEN, HEAD_ROWS = 0, 1  # the buffers every program begins with
 GATES = ("silu", "gelu_tanh")  # activations that linear layers apply themselves
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A value as float columns of a buffer."""
-
-    buffer: int
-    column: int
-    width: int
-
-    @property
-    def at(self) -> tuple[int, int]:
-        return self.buffer, self.column
-
-
-@dataclass(frozen=True, slots=True)
-class Normed:
-    """A value that is not made: whoever quantises it applies the norm to `rows`."""
-
-    rows: Rows
-    norm: Any  # _core.NormWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """A value that exists only as the input of linear layers."""
-
-    buffer: int
-    form: str
 
 
 @dataclass(slots=True)
@@ -86,45 +57,6 @@ def lower(
     return made
 
 
-class Ropes:
-    """Tables of cos and sin, one for each set of frequencies."""
-
-    def __init__(self, program: Any, positions: int) -> None:
-        self._program = program
-        self._positions = positions
-        self._numbers: dict[int, int] = {}
-
-    def number(self, rope: Any) -> int:
-        """The program's number of a Rotary; -1 for None. Angles are formed in float64."""
-        if rope is None:
-            return -1
-        if id(rope) not in self._numbers:
-            rope.create(None)
-            phase = np.arange(self._positions, dtype=np.float64)[:, None] * rope.inv_freq.numpy()
-            tables = np.cos(phase).astype(np.float32), np.sin(phase).astype(np.float32)
-            self._numbers[id(rope)] = self._program.rope(*tables, interleaved=rope.interleaved)
-        return self._numbers[id(rope)]
-
-
-class Buffers:
-    """Buffers of a program by what they hold, handed out again once nobody needs what is in them."""
-
-    def __init__(self, program: Any) -> None:
-        self._program = program
-        self._free: dict[tuple[str, int, bool], list[int]] = {}
-        self._keys: dict[int, tuple[str, int, bool]] = {}
-
-    def take(self, kind: str, width: int, local: bool = False) -> int:
-        key = (kind, width, local)
-        free = self._free.setdefault(key, [])
-        number: int = free.pop() if free else self._program.buffer(kind, width, local)
-        self._keys[number] = key
-        return number
-
-    def give(self, number: int) -> None:
-        self._free[self._keys.pop(number)].append(number)
-
-
 class Lowering:
     """One segment on its way into a program."""
 
@@ -149,8 +81,7 @@ class Lowering:
         self.values: dict[int, Rows | Normed | Input] = {}
         self.inputs: dict[tuple[int, str], int] = {}  # quantised values
         self.fused: set[int] = set()  # nodes that earlier ones did already
-        self.last_use = _last_uses(segment)
-        self.sublayers = _sublayers(segment)
+        self.uses = Uses(segment)
         self.held: dict[int, set[int]] = {}  # buffer -> values in it
 
     def run(self, entry: int) -> None:
@@ -182,7 +113,7 @@ class Lowering:
 
     def _norm(self, index: int, node: Node) -> None:
         source, norm = self._rows(node.inputs["x"]), self._norm_weights(node.settings["w"])
-        if "norm_linear" in self.fuse and self._only_linears(node.outputs[0]) and node.outputs[0] != self.segment.result:
+        if "norm_linear" in self.fuse and self.uses.by_linears(node.outputs[0]):
             self._set(node.outputs[0], Normed(source, norm))
             return
         out = self._float(node.outputs[0], source.width)
@@ -215,7 +146,7 @@ class Lowering:
 
     def _gated(self, index: int, node: Node) -> bool:
         """linear_act_mul, where it can be: returns whether it was."""
-        follower = self._only_use(node.outputs[0])
+        follower = self.uses.only(node.outputs[0])
         if "linear_act_mul" not in self.fuse or follower is None:
             return False
         act_mul = self.segment.nodes[follower]
@@ -272,7 +203,7 @@ class Lowering:
 
     def _residual(self, index: int, node: Node) -> None:
         x, y = self._rows(node.inputs["x"]), self._rows(node.inputs["y"])
-        if self.last_use[node.inputs["x"]] == index:
+        if self.uses.last[node.inputs["x"]] == index:
             out = x
             self._set(node.outputs[0], x)
         else:
@@ -297,7 +228,8 @@ class Lowering:
         logits = self.buffers.take("float", self.config.vocab_size)
         maxima = self.buffers.take("float", -(-self.config.vocab_size // core().VOCAB_BLOCK))
         scale, softcap = node.settings["scale"], node.settings["softcap"] or 0.0
-        self.program.linear(part.linear, source, "logits", (logits, 0), scale=scale, softcap=softcap, maxima=maxima, name="head")
+        more = {"scale": scale, "softcap": softcap, "maxima": maxima, "name": "head"}
+        self.program.linear(part.linear, source, "logits", (logits, 0), **more)
 
     # -- values --------------------------------------------------------------------------------------------------------
     def _set(self, value: int, place: Rows | Normed | Input) -> None:
@@ -319,7 +251,7 @@ class Lowering:
     def _result(self, value: int, width: int, fusion: str, possible: bool = True) -> tuple[int, int]:
         """Where attention or a gate leaves a value: as an input where only linear layers of one form read it, else as rows."""
         forms = self._forms(value)
-        if fusion in self.fuse and len(forms) == 1 and (possible or forms == {"bf16"}) and value != self.segment.result:
+        if fusion in self.fuse and len(forms) == 1 and (possible or forms == {"bf16"}):
             (form,) = forms
             buffer = self.buffers.take(form, width)
             self._set(value, Input(buffer, form))
@@ -355,49 +287,28 @@ class Lowering:
     def _retire(self, index: int) -> None:
         """Give back buffers whose values nobody reads after this node."""
         for buffer, values in list(self.held.items()):
-            if buffer > HEAD_ROWS and all(self.last_use.get(value, -1) <= index for value in values):
+            if buffer > HEAD_ROWS and all(self.uses.last.get(value, -1) <= index for value in values):
                 self.buffers.give(buffer)
                 del self.held[buffer]
 
     # -- what is around a node -----------------------------------------------------------------------------------------
     def _mark(self, index: int, name: str) -> dict[str, Any]:
-        return {"sublayer": self.sublayers[index], "name": name}
-
-    def _users(self, value: int) -> list[int]:
-        return [i for i, node in enumerate(self.segment.nodes) if value in node.inputs.values()]
-
-    def _only_use(self, value: int) -> int | None:
-        users = self._users(value)
-        return users[0] if len(users) == 1 and value != self.segment.result else None
-
-    def _only_linears(self, value: int) -> bool:
-        return all(self.segment.nodes[i].op in ("linear", "head") for i in self._users(value))
+        return {"sublayer": self.uses.sublayer[index], "name": name}
 
     def _forms(self, value: int) -> set[str]:
         """The inputs wanted of a value that only linear layers read; empty where something else reads it."""
-        if not self._only_linears(value):
-            return set()
-        return {form for i in self._users(value) for form in self.weights.form(self.segment.nodes[i].settings["w"])}
+        return {form for node in self.uses.by_linears(value) for form in self.weights.form(node.settings["w"])}
 
     def _residual_after(self, index: int, node: Node) -> int | None:
         """The residual that this linear layer can add itself into: x is not needed otherwise any more."""
-        follower = self._only_use(node.outputs[0])
+        follower = self.uses.only(node.outputs[0])
         if "linear_residual" not in self.fuse or node.settings["w"].split or follower is None:
             return None
         residual = self.segment.nodes[follower]
         if residual.op != "residual" or residual.settings["post_norm"] is not None or residual.inputs["y"] != node.outputs[0]:
             return None
         x = residual.inputs["x"]
-        alone = self.last_use[x] == follower and all(i <= index or i == follower for i in self._readers(x))
-        return follower if alone and isinstance(self.values.get(x), Rows) else None
-
-    def _readers(self, value: int) -> list[int]:
-        """The nodes that read a value, also by way of a norm that was not made."""
-        readers = []
-        for i in self._users(value):
-            node = self.segment.nodes[i]
-            readers += [i, *(self._users(node.outputs[0]) if node.op in ("norm", "tap") else [])]
-        return readers
+        return follower if self.uses.free_for(x, index, follower) and isinstance(self.values.get(x), Rows) else None
 
     def _segment_unit(self, node: Node) -> int:
         """Columns of a unit of the fixed segments that a row-parallel layer is summed in; 0 for the others."""
@@ -419,34 +330,3 @@ def _bfloat16(value: float) -> float:
     """Rounded to nearest even."""
     bits = int(np.float32(value).view(np.uint32))
     return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
-
-
-def _last_uses(segment: Segment) -> dict[int, int]:
-    """The last node that needs each value, also by way of a norm or a tap, which may be nothing but another name for it."""
-    last = {value: len(segment.nodes) for value in (segment.result,)}
-    for index, node in reversed(list(enumerate(segment.nodes))):
-        for value in node.inputs.values():
-            reach = last.get(node.outputs[0], index) if node.op in ("norm", "tap") else index
-            last[value] = max(last.get(value, -1), reach, index)
-    return last
-
-
-def _sublayers(segment: Segment) -> list[int]:
-    """Per node the sublayer that a step may skip: what leads to a residual that carries the rows on. 0: never skipped."""
-    marks = [0] * len(segment.nodes)
-    first, carried = 0, segment.entry
-    for index, node in enumerate(segment.nodes):
-        if node.op == "tap":
-            first = index + 1
-            carried = node.outputs[0] if node.inputs["x"] == carried else carried
-        if node.op != "residual":
-            continue
-        group = segment.nodes[first : index + 1]
-        made = {value for member in group for value in member.outputs}
-        read = {value for member in group for value in member.inputs.values()}
-        if node.inputs["x"] != carried or read - made != {carried}:
-            return [0] * len(segment.nodes)
-        mark = ATTENTION if any(member.op == "attention" for member in group) else MLP
-        marks[first : index + 1] = [mark] * len(group)
-        first, carried = index + 1, node.outputs[0]
-    return marks

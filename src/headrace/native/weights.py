@@ -24,6 +24,7 @@ log = logging.getLogger("headrace")
 
 FLOATS = ("F32", "F16", "BF16")
 QUANTIZE = ("", "int8", "int4")
+MARGIN = 1.03  # 6-bit scales are stored as bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,18 @@ class PackedPart:
     linear: Any  # _core.PackedLinear
     column: int
     form: str
+
+
+def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
+    """About what `PackedWeights` will take when all of a model is packed."""
+    per_float = {"": 2.0, "int8": 34 / 32, "int4": 18 / 32}[quantize]
+    total = 0.0
+    for parts in plan(model, source).values():
+        for part in parts:
+            info = source.info(part.source)
+            share = math.prod(part.shape) / math.prod(info.shape)
+            total += math.prod(part.shape) * per_float if info.kind in FLOATS else info.nbytes * share * MARGIN
+    return int(total)
 
 
 class PackedWeights:

@@ -1,0 +1,131 @@
+"""What runs a model: the native core where it can, torch where it must. Decided once, at load, and said in one line."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from headrace import memory, native
+from headrace.kv.pool import KVPool
+from headrace.loading import DTYPES, Opened, pick_dtype
+from headrace.models.registry import describe
+from headrace.native.runner import KV_DTYPES, NativeRunner, kv_block_bytes
+from headrace.native.weights import packed_bytes
+from headrace.runner.executor import Runs
+from headrace.runner.record import RecordError
+from headrace.runner.runner import TorchRunner
+from headrace.types import MAX_NODES
+
+log = logging.getLogger("headrace")
+
+BACKENDS = ("auto", "native", "torch")
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a caller says about how a model is run; "auto" and None leave it to us."""
+
+    device: torch.device
+    backend: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    quantize: str | None = None
+    threads: int | None = None
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    kv_cache_memory: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A model that is ready to run: `name` is native or torch."""
+
+    name: str
+    runner: Runs
+    plan: memory.MemoryPlan
+    dtype: torch.dtype
+
+
+def start(opened: Opened, settings: Settings) -> Backend:
+    """Load a model's weights into the back end that fits the settings.
+
+    Raises ValueError, DoesNotFit, WeightError, in one line. With backend "auto", what the native core cannot do runs in
+    torch, which is logged; with "native" it is an error.
+    """
+    if settings.backend not in BACKENDS:
+        raise ValueError(f"unknown backend {settings.backend!r}; use {', '.join(BACKENDS)}")
+    if settings.kv_dtype not in {"auto", *DTYPES, *KV_DTYPES}:
+        known = ", ".join(sorted({"auto", *DTYPES, *KV_DTYPES}))
+        raise ValueError(f"unknown kv_dtype {settings.kv_dtype!r}; use one of {known}")
+    if settings.backend != "torch":
+        problem = _why_not(settings)
+        if not problem:
+            try:
+                return _native(opened, settings)
+            except RecordError as error:
+                problem = str(error)
+        if settings.backend == "native":
+            raise ValueError(f"the native back end cannot run this: {problem}; use backend='auto'")
+        if settings.device.type == "cpu":
+            log.info("running in torch: %s", problem)
+    return _torch(opened, settings)
+
+
+def _why_not(settings: Settings) -> str:
+    """Why the native core cannot be asked; empty when it can."""
+    if settings.device.type != "cpu":
+        return f"the native core computes on the CPU, and the device is {settings.device}"
+    if settings.dtype not in ("auto", "bfloat16"):
+        return f"dtype {settings.dtype} was asked for, and the native core has its own number formats"
+    if settings.kv_dtype not in KV_DTYPES:
+        return f"the native core keeps no KV in {settings.kv_dtype}"
+    return native.reason()
+
+
+def _native(opened: Opened, settings: Settings) -> Backend:
+    model = describe(opened.config)
+    quantize = settings.quantize or ""
+    need, free = packed_bytes(model, opened.source, quantize), memory.free_memory(settings.device)
+    memory.check_weights_fit(need, free, opened.name)
+    plan = memory.plan(
+        opened.config,
+        block_bytes=kv_block_bytes(opened.config, BLOCK_SIZE, settings.kv_dtype),
+        block_size=BLOCK_SIZE,
+        free=free - need,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        kv_cache_memory=settings.kv_cache_memory,
+    )
+    runner = NativeRunner(
+        model,
+        opened.source,
+        num_blocks=plan.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_positions=plan.max_model_len + MAX_NODES,
+        kv_dtype=settings.kv_dtype,
+        threads=settings.threads or 0,
+        quantize=quantize,
+    )
+    return Backend("native", runner, plan, torch.bfloat16)
+
+
+def _torch(opened: Opened, settings: Settings) -> Backend:
+    if settings.quantize:
+        raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
+    dtype = pick_dtype(settings.dtype, settings.device)
+    if settings.kv_dtype not in {"auto", *DTYPES}:
+        raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")
+    kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
+    weights = opened.load(dtype, settings.device)
+    plan = memory.plan(
+        opened.config,
+        block_bytes=opened.config.kv_bytes_per_token(kv_type.itemsize) * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        free=memory.free_memory(settings.device),
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        kv_cache_memory=settings.kv_cache_memory,
+    )
+    pool = KVPool(opened.config, plan.num_blocks, BLOCK_SIZE, kv_type, settings.device)
+    return Backend("torch", TorchRunner(weights, pool, settings.threads), plan, dtype)

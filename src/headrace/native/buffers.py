@@ -1,0 +1,76 @@
+"""Where a program keeps values: buffers that are handed out again, and tables of rotary angles."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+HIDDEN, HEAD_ROWS = 0, 1  # the buffers every program begins with
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A value as float columns of a buffer."""
+
+    buffer: int
+    column: int
+    width: int
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return self.buffer, self.column
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """A value that is not made: whoever quantises it applies the norm to `rows`."""
+
+    rows: Rows
+    norm: Any  # _core.NormWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value that exists only as the input of linear layers."""
+
+    buffer: int
+    form: str
+
+
+class Buffers:
+    """Buffers of a program by what they hold, handed out again once nobody needs what is in them."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+        self._free: dict[tuple[str, int, bool], list[int]] = {}
+        self._keys: dict[int, tuple[str, int, bool]] = {}
+
+    def take(self, kind: str, width: int, local: bool = False) -> int:
+        key = (kind, width, local)
+        free = self._free.setdefault(key, [])
+        number: int = free.pop() if free else self._program.buffer(kind, width, local)
+        self._keys[number] = key
+        return number
+
+    def give(self, number: int) -> None:
+        self._free[self._keys.pop(number)].append(number)
+
+
+class Ropes:
+    """Tables of cos and sin, one for each set of frequencies."""
+
+    def __init__(self, program: Any, positions: int) -> None:
+        self._program = program
+        self._positions = positions
+        self._numbers: dict[int, int] = {}
+
+    def number(self, rope: Any) -> int:
+        """The program's number of a Rotary; -1 for None. Angles are formed in float64."""
+        if rope is None:
+            return -1
+        if id(rope) not in self._numbers:
+            rope.create(None)
+            phase = np.arange(self._positions, dtype=np.float64)[:, None] * rope.inv_freq.numpy()
+            tables = np.cos(phase).astype(np.float32), np.sin(phase).astype(np.float32)
+            self._numbers[id(rope)] = self._program.rope(*tables, interleaved=rope.interleaved)
+        return self._numbers[id(rope)]

@@ -1,0 +1,68 @@
+"""What is around a node of a recorded segment: who reads a value, until when it is needed, which sublayer a node is of."""
+
+from headrace.runner.record import Node, Segment
+
+ATTENTION, MLP = 1, 2  # sublayers that a step may skip
+
+
+class Uses:
+    """The readers of a segment's values. Norms and taps pass a value on: whoever reads theirs may read what went in."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.last = _last_uses(segment)
+        self.sublayer = _sublayers(segment)
+
+    def of(self, value: int) -> list[int]:
+        """The nodes that read a value, by index."""
+        return [i for i, node in enumerate(self.segment.nodes) if value in node.inputs.values()]
+
+    def only(self, value: int) -> int | None:
+        """The one node that reads a value; None where there are more, or it is the segment's result."""
+        users = self.of(value)
+        return users[0] if len(users) == 1 and value != self.segment.result else None
+
+    def by_linears(self, value: int) -> list[Node]:
+        """The linear layers that read a value; empty where anything else reads it too."""
+        nodes = [self.segment.nodes[i] for i in self.of(value)]
+        linears = all(node.op in ("linear", "head") for node in nodes)
+        return nodes if linears and value != self.segment.result else []
+
+    def free_for(self, value: int, after: int, reader: int) -> bool:
+        """Whether after node `after` nobody but `reader` needs a value, so that its rows may be changed from then on."""
+        readers = set(self.of(value))
+        for i in list(readers):
+            node = self.segment.nodes[i]
+            readers.update(self.of(node.outputs[0]) if node.op in ("norm", "tap") else ())
+        return self.last[value] == reader and all(i <= after or i == reader for i in readers)
+
+
+def _last_uses(segment: Segment) -> dict[int, int]:
+    """The last node that needs each value, also by way of a norm or a tap, which may be nothing but another name for it."""
+    last = {value: len(segment.nodes) for value in (segment.result,)}
+    for index, node in reversed(list(enumerate(segment.nodes))):
+        for value in node.inputs.values():
+            reach = last.get(node.outputs[0], index) if node.op in ("norm", "tap") else index
+            last[value] = max(last.get(value, -1), reach, index)
+    return last
+
+
+def _sublayers(segment: Segment) -> list[int]:
+    """Per node the sublayer that a step may skip: what leads to a residual that carries the rows on. 0: never skipped."""
+    marks = [0] * len(segment.nodes)
+    first, carried = 0, segment.entry
+    for index, node in enumerate(segment.nodes):
+        if node.op == "tap":
+            first = index + 1
+            carried = node.outputs[0] if node.inputs["x"] == carried else carried
+        if node.op != "residual":
+            continue
+        group = segment.nodes[first : index + 1]
+        made = {value for member in group for value in member.outputs}
+        read = {value for member in group for value in member.inputs.values()}
+        if node.inputs["x"] != carried or read - made != {carried}:
+            return [0] * len(segment.nodes)
+        mark = ATTENTION if any(member.op == "attention" for member in group) else MLP
+        marks[first : index + 1] = [mark] * len(group)
+        first, carried = index + 1, node.outputs[0]
+    return marks
