@@ -1,0 +1,94 @@
+"""A GGUF model as a Hugging Face folder of bfloat16 weights, for engines that read nothing else."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from headrace.config import ModelConfig
+from headrace.models.registry import describe, read_config
+from headrace.text.gguf_vocab import read_gguf
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.loader import plan, read_part
+from headrace.weights.names import name_map
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def write_folder(source: GGUFFile, folder: Path) -> None:
+    """config.json, model.safetensors, tokenizer.json and its settings into `folder`; dequantised weights, all in memory once.
+
+    Raises ValueError for an architecture or a rotary scaling that this does not translate.
+    """
+    config = read_config(source)
+    vocabulary = read_gguf(source.metadata)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", hf_config(config, vocabulary.bos_id, vocabulary.eos_id))
+    vocabulary.backend.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    save_file(tensors(source, config), folder / "model.safetensors", {"format": "pt"})
+
+
+def tensors(source: GGUFFile, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Every stored part under the name that Hugging Face gives it; norms stay float32."""
+    model, names = describe(config), name_map("safetensors", config.architecture)
+    plans = plan(model, source)
+    made = {}
+    for path, holder in model.holders():
+        for field, spec in holder.params().items():
+            for (name, _), part in zip(spec.parts, plans[f"{path}.{field}"], strict=True):
+                ours = f"{path}.{name}.{field}" if name else f"{path}.{field}"
+                layer = re.search(r"\.(\d+)\.", ours)
+                pattern = ours.replace(layer[0], ".{i}.", 1) if layer else ours
+                theirs = names.full(names.names[pattern].name)
+                values = read_part(part, source, torch.float32 if spec.exact else torch.bfloat16)
+                made[theirs.format(i=layer[1]) if layer else theirs] = values.contiguous()
+    return made
+
+
+def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str, Any]:
+    """The config.json of a decoder of Llama's family, with rotary settings in the old form and the new."""
+    if config.architecture not in CLASSES:
+        raise ValueError(f"{config.architecture} is not translated for other engines; known are {', '.join(CLASSES)}")
+    rope = config.rope
+    if rope is None or rope.scaling not in ("none", "linear") or rope.dim is not None or config.sliding_window:
+        raise ValueError("rotary scaling other than linear, partial rotary heads and sliding windows are not translated")
+    scaling = {"rope_type": "linear", "factor": rope.factor} if rope.scaling == "linear" else {"rope_type": "default"}
+    return {
+        "architectures": [CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling if rope.scaling == "linear" else None,
+        "rope_parameters": {"rope_theta": rope.theta, **scaling},
+        "tie_word_embeddings": config.tied_head,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "use_cache": True,
+    }
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2))

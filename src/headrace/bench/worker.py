@@ -1,0 +1,103 @@
+"""An engine in its own process: loaded once, measured when asked, stopped in between: it takes nothing from the others."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from headrace.bench.machine import busy_seconds, cores, process_seconds
+
+PATIENCE = 10  # seconds for a process to end before it is killed
+
+
+class WorkerError(ValueError):
+    """An engine that could not be loaded or measured; one line, in its own words."""
+
+
+class Worker:
+    """A process that answers one JSON line with another (`workers/serve.py`). `log` receives what it prints.
+
+    Between two questions the process is stopped by a signal: no thread of it can spin. It is a process group of its own in
+    our session, so that it does not outlive us: a stopped group whose parent has died gets SIGHUP from the system.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=None if env is None else {**os.environ, **env},
+                text=True,
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time it has used."""
+        return process_seconds(self.pid)
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        """The answer, with `others_cpu`: the share of the machine's cores that everything else used meanwhile.
+
+        Raises WorkerError with the engine's own error, or with the last line of its log where it died.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        start, busy, mine = time.perf_counter(), busy_seconds(), self.cpu_seconds
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise WorkerError(f"the process ended: {self._last_words()}")
+        others = busy_seconds() - busy - (self.cpu_seconds - mine)
+        self._signal(signal.SIGSTOP)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(" ".join(str(answer["error"]).split())[:300])
+        return {**answer, "others_cpu": max(0.0, others / (time.perf_counter() - start) / cores())}
+
+    def close(self) -> None:
+        """End the process: by the end of its input, else by force."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self.pid, number)
+
+    def _last_words(self) -> str:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        lines = [line.strip() for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        return f"{lines[-1][:300] if lines else 'nothing in its log'} (exit status {self._process.returncode}; {self.log})"

@@ -1,0 +1,42 @@
+"""Headrace itself, measured as the other engines are: engine steps over random prompts.
+
+Setting: arguments of LLM, as {"backend": "native"}.
+"""
+
+import time
+from typing import Any
+
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+
+SLACK = 64  # tokens that early sequences of a batch may make while the last ones are still in prefill
+
+
+class Worker:
+    def __init__(self, model: str, threads: int, setting: dict[str, Any], kv_bytes: float) -> None:
+        self.llm = LLM(model, threads=threads, kv_cache_memory=int(kv_bytes), **setting)
+        self.about = f"Headrace, {self.llm.backend} back end"
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[int]]:
+        engine = self.llm.engine
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens + SLACK if new_tokens else 1, ignore_eos=True)
+        first: dict[str, int] = {}
+        start = time.perf_counter()
+        requests = [engine.add(prompt, params) for prompt in prompts]
+        while len(first) < len(requests):
+            for delta in engine.step():
+                if delta.error:
+                    raise RuntimeError(delta.error)
+                if delta.token_ids:
+                    first.setdefault(delta.request_id, delta.token_ids[0])
+        prefilled = time.perf_counter()
+        wanted = made = len(requests) * new_tokens
+        while made > 0:
+            made -= sum(len(delta.token_ids) for delta in engine.step())
+        decoded = time.perf_counter()
+        for request in requests:
+            engine.abort(request.id)
+        while engine.busy:
+            engine.step()
+        seconds = (decoded - prefilled) * wanted / (wanted - made) if wanted else 0.0
+        return prefilled - start, seconds, [first[request.id] for request in requests]

@@ -1,0 +1,53 @@
+"""What a measured engine runs in: one file of this folder, loaded once, then one measurement for every line on stdin.
+
+    python -P serve.py llamacpp.py            with the Python of that engine's own virtual environment
+
+The first line says what to load, and is answered when it is loaded; the others name a cell each:
+
+    {"model": "…", "threads": 2, "setting": {}, "kv_bytes": 1e8}       {"about": "…", "load_s": 0.3}
+    {"cell": "b4", "prompts": [[…], …], "new_tokens": 32}              {"tokens_per_s": 512.3, "seconds": …, "first": […], …}
+
+`new_tokens` 0 measures prefill, up to the first token; otherwise decode, `new_tokens` after the first for every prompt.
+An error is {"error": "…"}. The end of stdin ends the process. Needs the standard library alone, nothing of Headrace.
+"""
+
+import json
+import os
+import resource
+import runpy
+import sys
+import time
+from typing import Any
+
+
+def main(path: str) -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # engines print to stdout what they please
+    worker: Any = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            if worker is None:
+                start = time.perf_counter()
+                worker = runpy.run_path(path)["Worker"](**command)
+                reply = {"about": worker.about, "load_s": time.perf_counter() - start}
+            else:
+                reply = measure(worker, command["prompts"], command["new_tokens"])
+        except Exception as error:  # whatever an engine raises is the answer
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps({**reply, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}) + "\n")
+        replies.flush()
+        if worker is None:
+            return
+
+
+def measure(worker: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """One cell: `worker.run` gives seconds until every prompt had its first token, seconds after that, and those tokens."""
+    prefill_s, decode_s, first = worker.run(prompts, new_tokens)
+    tokens = len(prompts) * new_tokens or sum(map(len, prompts))
+    seconds = decode_s if new_tokens else prefill_s
+    return {"tokens_per_s": tokens / seconds, "seconds": seconds, "tokens": tokens, "prefill_s": prefill_s, "first": first}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

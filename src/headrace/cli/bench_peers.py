@@ -1,0 +1,56 @@
+"""bench peers: Headrace beside other engines."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.output import print_table, say
+
+QUIET = 0.05  # share of the cores that other processes may use before a cell is called disturbed
+
+
+def peers(
+    model: Annotated[str, typer.Argument(help="A GGUF file, or a catalog name that has one.")],
+    engines: Annotated[str, typer.Option(help="Beside whom: llama.cpp, ort, openvino, vllm.")] = "llama.cpp,ort,openvino",
+    install: Annotated[bool, typer.Option("--install", help="Install missing engines, each in its own environment.")] = False,
+    cells: Annotated[str, typer.Option(help="What to measure, as pp512,b1; every cell where not given.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of every engine in every cell.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of every engine; every core where not given.")] = None,
+    backend: Annotated[str, typer.Option(help="Our back end.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth."""
+    from headrace.bench import cells as cells_of
+    from headrace.bench import engines as engines_of
+    from headrace.bench.peers import compare
+
+    beside, wanted = engines_of.pick(engines), cells_of.pick(cells)
+    engines_of.make_ready(beside, install, say)
+
+    def done(result: dict[str, Any]) -> None:
+        name, figures = list(result["cells"].items())[-1]
+        say(_line(name, figures))
+        if json_file is not None:
+            json_file.write_text(json.dumps(result, indent=2) + "\n")
+
+    setting = {"backend": backend}
+    result = compare(model, beside, wanted, rounds=rounds, threads=threads, setting=setting, say=say, done=done)
+    names = [engine.name for engine in beside]
+    columns = ("cell", "headrace", *names, "ratio to the best", "interval", "GB/s", "other load")
+    print_table(columns, [_row(name, figures, names) for name, figures in result["cells"].items()])
+
+
+def _row(cell: str, figures: dict[str, Any], engines: list[str]) -> tuple[str, ...]:
+    peers = figures["peers"]
+    speeds = [f"{peers[name]['tokens_per_s']:.1f}" if name in peers else "-" for name in engines]
+    ratio = (f"{figures['ratio']:.2f}", "{:.2f} to {:.2f}".format(*figures["interval"])) if peers else ("-", "-")
+    around = (f"{figures['bandwidth_gb_s']:.1f}", f"{figures['others_cpu']:.0%}")
+    return (cell, f"{figures['tokens_per_s']:.1f}", *speeds, *ratio, *around)
+
+
+def _line(cell: str, figures: dict[str, Any]) -> str:
+    against = f", {figures['ratio']:.2f} times {figures['best_peer']}" if figures["peers"] else ""
+    disturbed = " (other processes took CPU time: measure again)" if figures["others_cpu"] > QUIET else ""
+    return f"{cell}: {figures['tokens_per_s']:.1f} tokens/s{against}{disturbed}"
