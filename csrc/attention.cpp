@@ -88,7 +88,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
     int64_t all = 0;
     for (const AttentionTile& tile : tiles_) all += cost(tile, tile.first_split, tile.last_split);
     const int64_t most = threads == 1 ? all : all / (threads * kPiecesAThread) + 1;
-    const int share = view_.heads / kv_.heads, stride = partial_floats(kv_);
+    const int share = view_.heads / kv_.heads;
     size_t partials = 0;
     items_.clear();
     for (int t = 0; t < static_cast<int>(tiles_.size()); ++t) {
@@ -111,7 +111,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
         } while (first < tile.last_split);
         if (tile.items == 1) continue;
         tile.partial = static_cast<int32_t>(partials);
-        partials += static_cast<size_t>(splits * tile.tokens * share * stride);
+        partials += static_cast<size_t>(splits) * state_floats(kv_, tile.tokens * share);
     }
     if (partials_.size() < partials + 16) partials_.resize(partials + 16);
     std::stable_sort(items_.begin(), items_.end(), [&](const AttentionItem& a, const AttentionItem& b) {

@@ -1,17 +1,18 @@
 // Tiles of rows over their splits, chunk by chunk; attention_kernels.h says what the results may depend on.
-constexpr float kLowest =
-    -1e30f;  // the maximum of a row that has seen nothing: finite, so that differences are numbers
+// The maximum of a row that has seen nothing: finite, so that differences are numbers.
+constexpr float kLowest = -1e30f;
 constexpr float kUnseen = -__builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 
-// The running result of a tile's rows: weight sums in 16 lanes, the maximum (times log2 e), and weighted values.
+// The running result of a tile's rows: weight sums in 16 lanes, weighted values, and the maxima (times log2 e).
 struct State {
     float* data;
-    int stride;
+    int rows, padded;
 
-    float* sums(int r) const { return data + (int64_t)r * stride; }
-    float& top(int r) const { return sums(r)[16]; }
-    float* values(int r) const { return sums(r) + 32; }
+    int stride() const { return padded + 16; }
+    float* sums(int r) const { return data + (int64_t)r * stride(); }
+    float* values(int r) const { return sums(r) + 16; }
+    float* tops() const { return sums(rows); }
 };
 
 // What one item works on.
@@ -20,13 +21,11 @@ struct Tile {
     const AttentionFeed& feed;
     const AttentionTile& tile;
     int share;       // query heads of a KV head
-    int rows;        // tokens * share; row r is query head r % share of token r / share
     const float* q;  // [rows][q_stride], as the pool prepared them
     int q_stride;
-    State state;  // of the split at hand
+    State state;  // of the split at hand; row r is query head r % share of token r / share
 
     const AttentionRow& row(int r) const { return task.rows[tile.row + r / share]; }
-    int head(int r) const { return tile.kv_head * share + r % share; }
 };
 
 HEADRACE_INLINE uint64_t bits_below(int n) { return n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1; }
@@ -39,38 +38,75 @@ HEADRACE_INLINE uint64_t seen_in_chunk(const AttentionRow& row, int first_node, 
     return range | (node >= 0 ? row.nodes << node : row.nodes >> -node);
 }
 
-// The scores of one row in a chunk -> weights and how much of the earlier sums to keep.
+// Scores as the softmax takes them: scaled by token, capped, -inf where the row does not see the token. Returns the
+// largest.
 template <class Pool>
-HEADRACE_INLINE float soften(const Tile& tile, int r, int slot, const float* scores, const ChunkPages& chunk,
-                             uint64_t seen, typename Pool::Weights& weights) {
+HEADRACE_INLINE float see(const Tile& tile, int r, float* scores, const ChunkPages& chunk, uint64_t seen) {
     const AttentionTask& task = tile.task;
-    const int vectors = chunk.count * kParts;
-    const float* q = tile.q + r * tile.q_stride;
-    F32v x[kChunk / kLanes];
     Lanes16 largest;
-    for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(tile.state.top(r));
-    const bool all = (seen & bits_below(chunk.count * kPageTokens)) == bits_below(chunk.count * kPageTokens);
-    for (int i = 0; i < vectors; ++i) {
+    for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
+    for (int i = 0; i < chunk.count * kParts; ++i) {
         const int p = i % kParts;
-        x[i] = Pool::scale(load_f32(scores + i * kLanes), q, chunk.page[i / kParts], task.kv, p);
-        if (task.softcap != 0.0f) {
-            x[i] = tanh(x[i] * set_f32(task.scale / task.softcap)) * set_f32(task.softcap * kLog2E);
-        } else {
-            x[i] = x[i] * set_f32(task.scale * kLog2E);
-        }
-        if (!all) x[i] = choose((uint32_t)(seen >> i * kLanes), x[i], set_f32(kUnseen));
-        largest.part[p] = max(largest.part[p], x[i]);
+        F32v x = load_f32(scores + i * kLanes);
+        if (Pool::kScaled) x = Pool::scale(x, tile.q + r * tile.q_stride, chunk.page[i / kParts], task.kv, p);
+        if (task.softcap != 0.0f) x = tanh(x * set_f32(task.scale / task.softcap));
+        x = choose((uint32_t)(seen >> i * kLanes), x, set_f32(kUnseen));
+        store_f32(scores + i * kLanes, x);
+        largest.part[p] = max(largest.part[p], x);
     }
-    const float top = max_lanes(largest);
-    float keep[kLanes];
-    store_f32(keep, exp2(set_f32(tile.state.top(r)) - set_f32(top)));
-    for (int i = 0; i < vectors; ++i) x[i] = exp2(x[i] - set_f32(top));
-    Lanes16 sum;
-    for (int p = 0; p < kParts; ++p) sum.part[p] = load_f32(tile.state.sums(r) + p * kLanes) * set_f32(keep[0]);
-    Pool::weigh(x, chunk, task.kv, slot, weights, sum);
-    for (int p = 0; p < kParts; ++p) store_f32(tile.state.sums(r) + p * kLanes, sum.part[p]);
-    tile.state.top(r) = top;
-    return keep[0];
+    return top_lane(largest);
+}
+
+// The same where all tokens are seen and scores need nothing.
+HEADRACE_INLINE float see_all(const float* scores, int vectors) {
+    Lanes16 largest;
+    for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
+    for (int i = 0; i < vectors; ++i)
+        largest.part[i % kParts] = max(largest.part[i % kParts], load_f32(scores + i * kLanes));
+    return top_lane(largest);
+}
+
+// Where a chunk begins, and whether every row sees all of it.
+struct ChunkView {
+    int start;
+    bool open;
+};
+
+// The scores of `rows` rows in a chunk -> their weights, and in `keep` how much is left of the earlier sums.
+template <class Pool, int rows>
+HEADRACE_INLINE void soften(const Tile& tile, int first, ChunkView view, float* scores, const ChunkPages& chunk,
+                            float* keep, typename Pool::Weights& weights) {
+    const AttentionTask& task = tile.task;
+    const bool plain = view.open && !Pool::kScaled && task.softcap == 0.0f;
+    const float unit = (task.softcap != 0.0f ? task.softcap : task.scale) * kLog2E;  // of scores, in powers of two
+    float largest[16], top[16];
+    for (int r = 0; r < rows; ++r) {
+        float* row = scores + r * kChunk;
+        const uint64_t seen =
+            view.open ? ~(uint64_t)0 : seen_in_chunk(tile.row(first + r), tile.feed.first_node, view.start);
+        largest[r] = plain ? see_all(row, chunk.count * kParts) : see<Pool>(tile, first + r, row, chunk, seen);
+    }
+    for (int r = 0; r < rows; r += kLanes) {
+        const int count = rows - r < kLanes ? rows - r : kLanes;
+        float* tops = tile.state.tops() + first + r;
+        const F32v before = load_f32(tops, count), now = max(load_f32(largest + r, count) * set_f32(unit), before);
+        store_f32(tops, now, count);
+        store_f32(top + r, now);
+        store_f32(keep + r, exp2(before - now));
+    }
+    for (int r = 0; r < rows; ++r) {
+        Lanes16 sum;
+        float* sums = tile.state.sums(first + r);
+        for (int p = 0; p < kParts; ++p) sum.part[p] = load_f32(sums + p * kLanes) * set_f32(keep[r]);
+#pragma GCC unroll 4
+        for (int i = 0; i < chunk.count * kParts; ++i) {
+            const F32v x = load_f32(scores + r * kChunk + i * kLanes);
+            const F32v weight = exp2(fma(x, set_f32(unit), set_f32(-top[r])));
+            Pool::weigh(weight, i, chunk, task.kv, r, weights, sum.part[i % kParts]);
+        }
+        Pool::settle(chunk, r, weights);
+        for (int p = 0; p < kParts; ++p) store_f32(sums + p * kLanes, sum.part[p]);
+    }
 }
 
 template <class Pool, int rows, int vectors, bool fetch>
@@ -78,14 +114,14 @@ HEADRACE_INLINE void all_values(const Tile& tile, const typename Pool::Weights& 
                                 const ChunkPages& chunk, int d, float* o) {
     const KVShape& kv = tile.task.kv;
     for (; d + vectors * kLanes <= kv.padded; d += vectors * kLanes) {
-        values<Pool, rows, vectors, fetch>(weights, keep, chunk, kv, d, o, tile.state.stride);
+        values<Pool, rows, vectors, fetch>(weights, keep, chunk, kv, d, o, tile.state.stride());
     }
     if constexpr (vectors > 1) all_values<Pool, rows, vectors - 1, fetch>(tile, weights, keep, chunk, d, o);
 }
 
 // `rows` rows from `first` on with one chunk.
 template <class Pool, int rows, bool fetch>
-__attribute__((noinline)) static void attend_rows(const Tile& tile, int first, int start, const ChunkPages& chunk,
+__attribute__((noinline)) static void attend_rows(const Tile& tile, int first, ChunkView view, const ChunkPages& chunk,
                                                   float* room) {
     const float* q = tile.q + first * tile.q_stride;
     const int dp = tile.task.kv.padded;
@@ -97,19 +133,16 @@ __attribute__((noinline)) static void attend_rows(const Tile& tile, int first, i
         }
     }
     typename Pool::Weights weights;
-    float keep[rows];
-    for (int r = 0; r < rows; ++r) {
-        const uint64_t seen = seen_in_chunk(tile.row(first + r), tile.feed.first_node, start);
-        keep[r] = soften<Pool>(tile, first + r, r, room + r * kChunk, chunk, seen, weights);
-    }
+    float keep[16];
+    soften<Pool, rows>(tile, first, view, room, chunk, keep, weights);
     all_values<Pool, rows, kMaxVectors, fetch>(tile, weights, keep, chunk, 0, tile.state.values(first));
 }
 
 template <class Pool, bool fetch, int rows = Pool::kRows>
-HEADRACE_INLINE void attend_some(int count, const Tile& tile, int first, int start, const ChunkPages& chunk,
+HEADRACE_INLINE void attend_some(int count, const Tile& tile, int first, ChunkView view, const ChunkPages& chunk,
                                  float* room) {
-    if (count == rows) return attend_rows<Pool, rows, fetch>(tile, first, start, chunk, room);
-    if constexpr (rows > 1) attend_some<Pool, fetch, rows - 1>(count, tile, first, start, chunk, room);
+    if (count == rows) return attend_rows<Pool, rows, fetch>(tile, first, view, chunk, room);
+    if constexpr (rows > 1) attend_some<Pool, fetch, rows - 1>(count, tile, first, view, chunk, room);
 }
 
 // Pages [first, last) of the feed's, all in one chunk. What is fetched meanwhile: as many of those after, up to `end`.
@@ -126,59 +159,62 @@ HEADRACE_INLINE ChunkPages pages_of(const Tile& tile, int first, int last, int e
     return chunk;
 }
 
-// The first and last (exclusive) KV index that any row of a tile sees.
+// KV indices that any row of a tile sees lie in [begin, end); all rows see all of [open_begin, open_end).
 struct Reach {
-    int begin, end;
+    int begin, end, open_begin, open_end;
 };
 
 HEADRACE_INLINE Reach reach_of(const Tile& tile) {
-    Reach reach{0x7fffffff, 0};
+    constexpr int kMost = 0x7fffffff;
+    Reach reach{kMost, 0, 0, kMost};
+    const auto widen = [&](int begin, int end) {
+        if (begin >= end) return;
+        reach.begin = begin < reach.begin ? begin : reach.begin;
+        reach.end = end > reach.end ? end : reach.end;
+    };
     for (int t = 0; t < tile.tile.tokens; ++t) {
         const AttentionRow& row = tile.task.rows[tile.tile.row + t];
-        const int nodes = row.nodes ? tile.feed.first_node + 64 - __builtin_clzll(row.nodes) : 0;
-        const int first =
-            row.begin < row.end ? row.begin : tile.feed.first_node + (row.nodes ? __builtin_ctzll(row.nodes) : 0);
-        if (row.begin >= row.end && !row.nodes) continue;  // sees nothing
-        reach.begin = first < reach.begin ? first : reach.begin;
-        reach.end = row.end > reach.end ? row.end : reach.end;
-        reach.end = nodes > reach.end ? nodes : reach.end;
+        const int node0 = tile.feed.first_node;
+        widen(row.begin, row.end);
+        if (row.nodes) widen(node0 + __builtin_ctzll(row.nodes), node0 + 64 - __builtin_clzll(row.nodes));
+        reach.open_begin = row.begin > reach.open_begin ? row.begin : reach.open_begin;
+        reach.open_end = row.end < reach.open_end ? row.end : reach.open_end;
     }
     return reach;
 }
 
 // One split from nothing.
 template <class Pool>
-static void attend_split(const Tile& tile, Reach reach, int split, float* room) {
-    for (int r = 0; r < tile.rows; ++r) {
-        __builtin_memset(tile.state.sums(r), 0, 4 * (size_t)tile.state.stride);
-        tile.state.top(r) = kLowest;
-    }
-    const int groups = (tile.rows + Pool::kRows - 1) / Pool::kRows;
+static void attend_split(const Tile& tile, const Reach& reach, int split, float* room) {
+    const State& state = tile.state;
+    __builtin_memset(state.data, 0, 4 * (size_t)state.rows * (size_t)state.stride());
+    for (int r = 0; r < state.rows; ++r) state.tops()[r] = kLowest;
+    const int groups = (state.rows + Pool::kRows - 1) / Pool::kRows;
     const int end = reach.end < (split + 1) * kSplit ? reach.end : (split + 1) * kSplit;
     for (int start = split * kSplit; start < end; start += kChunk) {
         const int from = reach.begin > start ? reach.begin : start, to = end < start + kChunk ? end : start + kChunk;
         if (from >= to) continue;
         const int first_page = from / kPageTokens, last_page = (to + kPageTokens - 1) / kPageTokens;
-        const int base = first_page * kPageTokens;  // bit 0 of what a row sees
         const ChunkPages chunk = pages_of(tile, first_page, last_page, (reach.end + kPageTokens - 1) / kPageTokens);
+        const ChunkView view{first_page * kPageTokens,
+                             first_page * kPageTokens >= reach.open_begin && last_page * kPageTokens <= reach.open_end};
         for (int g = 0, row = 0; g < groups; ++g) {
-            const int count = (tile.rows - row) / (groups - g);  // groups of even size
-            if (g == 0) attend_some<Pool, true>(count, tile, row, base, chunk, room);
-            if (g > 0) attend_some<Pool, false>(count, tile, row, base, chunk, room);
+            const int count = (state.rows - row) / (groups - g);  // groups of even size
+            if (g == 0) attend_some<Pool, true>(count, tile, row, view, chunk, room);
+            if (g > 0) attend_some<Pool, false>(count, tile, row, view, chunk, room);
             row += count;
         }
     }
 }
 
 // into = into + part, as sums relative to the larger maximum.
-static void merge_rows(const State& into, const State& part, int rows, int padded) {
-    for (int r = 0; r < rows; ++r) {
-        const float top = into.top(r) > part.top(r) ? into.top(r) : part.top(r);
-        const F32v a = exp2(set_f32(into.top(r)) - set_f32(top)), b = exp2(set_f32(part.top(r)) - set_f32(top));
+static void merge_states(const State& into, const State& part) {
+    for (int r = 0; r < into.rows; ++r) {
+        const float before = into.tops()[r], other = part.tops()[r], top = before > other ? before : other;
+        const F32v a = exp2(set_f32(before - top)), b = exp2(set_f32(other - top));
         float *x = into.sums(r), *y = part.sums(r);
-        for (int i = 0; i < 16; i += kLanes) store_f32(x + i, fma(load_f32(x + i), a, load_f32(y + i) * b));
-        for (int i = 32; i < 32 + padded; i += kLanes) store_f32(x + i, fma(load_f32(x + i), a, load_f32(y + i) * b));
-        into.top(r) = top;
+        for (int i = 0; i < into.stride(); i += kLanes) store_f32(x + i, fma(load_f32(x + i), a, load_f32(y + i) * b));
+        into.tops()[r] = top;
     }
 }
 
@@ -202,16 +238,16 @@ static void write_head(const AttentionTask& task, int row, int head, const float
 // Divides by the weight sums, into which a sink goes too, and leaves the result where the next layer wants it.
 static void finish_rows(const AttentionTask& task, const AttentionTile& tile, const State& state, float* room) {
     const int share = task.heads / task.kv.heads;
-    for (int r = 0; r < tile.tokens * share; ++r) {
+    for (int r = 0; r < state.rows; ++r) {
         const int head = tile.kv_head * share + r % share;
         Lanes16 lanes;
         for (int p = 0; p < kParts; ++p) lanes.part[p] = load_f32(state.sums(r) + p * kLanes);
         float sum = sum_lanes(lanes), factor = 1.0f;
         if (task.sinks) {
-            const float sink = task.sinks[head] * kLog2E, top = sink > state.top(r) ? sink : state.top(r);
+            const float sink = task.sinks[head] * kLog2E, before = state.tops()[r], top = sink > before ? sink : before;
             float scale[kLanes], weight[kLanes];
-            store_f32(scale, exp2(set_f32(state.top(r)) - set_f32(top)));
-            store_f32(weight, exp2(set_f32(sink) - set_f32(top)));
+            store_f32(scale, exp2(set_f32(before - top)));
+            store_f32(weight, exp2(set_f32(sink - top)));
             factor = scale[0];
             sum = sum * factor + weight[0];
         }
@@ -221,40 +257,40 @@ static void finish_rows(const AttentionTask& task, const AttentionTile& tile, co
     }
 }
 
+HEADRACE_INLINE State partial_state(const AttentionTask& task, const AttentionTile& tile, int split) {
+    const int rows = tile.tokens * (task.heads / task.kv.heads);
+    const size_t place = (size_t)tile.partial + (size_t)(split - tile.first_split) * state_floats(task.kv, rows);
+    return {task.partials + place, rows, task.kv.padded};
+}
+
 template <class Pool>
 static void attend_item(const AttentionTask& task, const AttentionItem& item, float* scratch) {
     const KVShape& kv = task.kv;
     const AttentionTile& at = task.tiles[item.tile];
     const AttentionFeed& feed = task.feeds[at.feed];
     if (item.append) append(task, at.feed, at.kv_head, 0, feed.rows, scratch);
-    const int share = task.heads / kv.heads, rows = at.tokens * share, stride = partial_floats(kv);
-    const int q_stride = kv.padded + 16, most = tile_rows(task.heads, kv.heads);
+    const int share = task.heads / kv.heads, rows = at.tokens * share, q_stride = kv.padded + 16;
     float* q = scratch;
-    State state{q + most * q_stride, stride}, other{state.data + most * stride, stride};
-    float* room = other.data + most * stride;
-    float* head = room + 16 * kChunk;
+    const State state{q + rows * q_stride, rows, kv.padded};
+    const State other{state.data + state_floats(kv, rows), rows, kv.padded};
+    float* room = other.data + state_floats(kv, rows);
+    float* head = room + 8 * kChunk;
     for (int r = 0; r < rows; ++r) {
         const int row = at.row + r / share, column = (at.kv_head * share + r % share) * kv.dim;
         prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.rope,
                      task.positions[row], head);
         Pool::prepare(head, kv.padded, q + r * q_stride);
     }
-    Tile tile{task, feed, at, share, rows, q, q_stride, state};
+    Tile tile{task, feed, at, share, q, q_stride, state};
     const Reach reach = reach_of(tile);
-    if (at.items == 1) {
-        for (int split = item.first_split; split < item.last_split; ++split) {
-            tile.state = split == item.first_split ? state : other;
-            attend_split<Pool>(tile, reach, split, room);
-            if (split > item.first_split) merge_rows(state, other, rows, kv.padded);
-        }
-        if (item.first_split == item.last_split) attend_split<Pool>(tile, {0, 0}, 0, room);
-        finish_rows(task, at, state, head);
-        return;
-    }
     for (int split = item.first_split; split < item.last_split; ++split) {
-        tile.state.data = task.partials + (int64_t)at.partial + (int64_t)(split - at.first_split) * rows * stride;
+        tile.state = at.items > 1 ? partial_state(task, at, split) : split == item.first_split ? state : other;
         attend_split<Pool>(tile, reach, split, room);
+        if (at.items == 1 && split > item.first_split) merge_states(state, other);
     }
+    if (at.items > 1) return;
+    if (item.first_split == item.last_split) attend_split<Pool>(tile, {0, 0, 0, 0}, 0, room);  // no row sees anything
+    finish_rows(task, at, state, head);
 }
 
 static void attend(const AttentionTask& task, const AttentionItem& item, float* scratch) {
@@ -269,10 +305,9 @@ static void attend(const AttentionTask& task, const AttentionItem& item, float* 
 }
 
 static void merge(const AttentionTask& task, const AttentionTile& tile, float* scratch) {
-    const int rows = tile.tokens * (task.heads / task.kv.heads), stride = partial_floats(task.kv);
-    const State first{task.partials + (int64_t)tile.partial, stride};
-    for (int split = 1; split < tile.last_split - tile.first_split; ++split) {
-        merge_rows(first, {first.data + (int64_t)split * rows * stride, stride}, rows, task.kv.padded);
+    const State first = partial_state(task, tile, tile.first_split);
+    for (int split = tile.first_split + 1; split < tile.last_split; ++split) {
+        merge_states(first, partial_state(task, tile, split));
     }
     finish_rows(task, tile, first, scratch);
 }

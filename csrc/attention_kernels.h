@@ -91,18 +91,20 @@ struct AttentionKernels {
     void (*read)(const KVShape& kv, const uint8_t* page, int slot, float* k, float* v);
 };
 
-// A row's partial result: 16 lanes of weight sums, the maximum, then `padded` values.
-static inline int partial_floats(const KVShape& kv) { return kv.padded + 32; }
+// Floats of the running result of some rows: per row 16 lanes of weight sums and `padded` values, then all maxima.
+static inline size_t state_floats(const KVShape& kv, int rows) {
+    return (size_t)rows * (size_t)(kv.padded + 16) + (size_t)(rows + 15) / 16 * 16;
+}
 
 static inline int tile_rows(int heads, int kv_heads) {
     const int share = heads / kv_heads;
     return share >= kTileRows ? share : kTileRows / share * share;
 }
 
-// Floats of scratch, 64-byte aligned, of one thread: queries, two sets of partial results, scores and weights.
+// Floats of scratch, 64-byte aligned, of one thread: queries, two results, scores, and one token on its way.
 static inline size_t attention_scratch_floats(const KVShape& kv, int heads) {
-    const size_t rows = (size_t)tile_rows(heads, kv.heads);
-    return rows * (size_t)(kv.padded + 16 + 2 * partial_floats(kv)) + 16 * kChunk * 2 + (size_t)kv.padded * 2 + 256;
+    const int rows = tile_rows(heads, kv.heads);
+    return (size_t)rows * (size_t)(kv.padded + 16) + 2 * state_floats(kv, rows) + 8 * kChunk + 4 * (size_t)kv.padded;
 }
 
 }  // namespace headrace

@@ -22,6 +22,7 @@ struct ChunkPages {
 
 struct Bf16Pool {
     static constexpr int kDeep = 2, kRows = kMaxRows;
+    static constexpr bool kScaled = false;
     using Sum = F32v;
     struct Row {  // numbers of one row: a query, or the weights of a chunk
         const uint16_t* x;
@@ -42,20 +43,19 @@ struct Bf16Pool {
         uint16_t* to = (uint16_t*)row;
         for (int d = 0; d < dp; ++d) to[d] = to_bf16(x[d]);
     }
-    // A page's scores from its products; bf16 needs nothing.
+    // A page's scores from its products, where kScaled.
     HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
-    // Rounds the weights of a row. Their sum is that of the rounded ones, so that it agrees with the products.
-    HEADRACE_INLINE void weigh(const F32v* weight, const ChunkPages& chunk, const KVShape&, int r, Weights& out,
-                               Lanes16& sum) {
-        for (int i = 0; i < chunk.count * kParts; ++i) {
-            store_bf16(out.x[r] + i * kLanes, weight[i]);
-            sum.part[i % kParts] = sum.part[i % kParts] + load_bf16(out.x[r] + i * kLanes);
-        }
+    // Takes vector i of a row's weights, rounded. Their sum is that of the rounded ones, so that it agrees with the
+    // products.
+    HEADRACE_INLINE void weigh(F32v weight, int i, const ChunkPages&, const KVShape&, int r, Weights& out, F32v& sum) {
+        sum = store_and_sum(out.x[r] + i * kLanes, weight, sum);
     }
+    HEADRACE_INLINE void settle(const ChunkPages&, int, Weights&) {}
 };
 
 struct F32Pool {
     static constexpr int kDeep = 1, kRows = kMaxRows;
+    static constexpr bool kScaled = false;
     using Sum = F32v;
     struct Row {
         const float* x;
@@ -76,19 +76,18 @@ struct F32Pool {
 
     static void prepare(const float* x, int dp, float* row) { __builtin_memcpy(row, x, 4 * (size_t)dp); }
     HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
-    HEADRACE_INLINE void weigh(const F32v* weight, const ChunkPages& chunk, const KVShape&, int r, Weights& out,
-                               Lanes16& sum) {
-        for (int i = 0; i < chunk.count * kParts; ++i) {
-            store_f32(out.x[r] + i * kLanes, weight[i]);
-            sum.part[i % kParts] = sum.part[i % kParts] + weight[i];
-        }
+    HEADRACE_INLINE void weigh(F32v weight, int i, const ChunkPages&, const KVShape&, int r, Weights& out, F32v& sum) {
+        store_f32(out.x[r] + i * kLanes, weight);
+        sum = sum + weight;
     }
+    HEADRACE_INLINE void settle(const ChunkPages&, int, Weights&) {}
 };
 
 // Keys and values are bytes above 128. The other side is two signed bytes a number, high * 128 + low, so that what is
 // lost is what was lost when K and V were stored. Sums are exact integers.
 struct Int8Pool {
     static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2;
+    static constexpr bool kScaled = true;
     struct Sum {
         I32v high, low;
     };
@@ -96,6 +95,7 @@ struct Int8Pool {
         const int8_t *high, *low;
     };
     struct Weights {
+        float scaled[kRows][kChunk];  // by the values' scales
         int8_t high[kRows][kChunk], low[kRows][kChunk];
         int32_t offset[kRows];  // what the 128 of every value adds up to
         float unit[kRows];      // of the weights' integers
@@ -146,22 +146,21 @@ struct Int8Pool {
     HEADRACE_INLINE F32v scale(F32v x, const float* q, const uint8_t* page, const KVShape& kv, int part) {
         return x * set_f32(q[kv.padded / 2]) * load_f32((const float*)(page + kv.scales_offset()) + part * kLanes);
     }
-    HEADRACE_INLINE void weigh(const F32v* weight, const ChunkPages& chunk, const KVShape& kv, int r, Weights& out,
-                               Lanes16& sum) {
-        float scaled[kChunk];
+    HEADRACE_INLINE void weigh(F32v weight, int i, const ChunkPages& chunk, const KVShape& kv, int r, Weights& out,
+                               F32v& sum) {
+        const float* scales = (const float*)(chunk.page[i / kParts] + kv.scales_offset()) + kPageTokens;
+        store_f32(out.scaled[r] + i * kLanes, weight * load_f32(scales + i % kParts * kLanes));
+        sum = sum + weight;
+    }
+    HEADRACE_INLINE void settle(const ChunkPages& chunk, int r, Weights& out) {
         Lanes16 largest = zero_lanes();
         for (int i = 0; i < chunk.count * kParts; ++i) {
-            const int p = i % kParts;
-            const float* scales = (const float*)(chunk.page[i / kParts] + kv.scales_offset()) + 16;
-            const F32v x = weight[i] * load_f32(scales + p * kLanes);
-            store_f32(scaled + i * kLanes, x);
-            largest.part[p] = max(largest.part[p], x);
-            sum.part[p] = sum.part[p] + weight[i];
+            largest.part[i % kParts] = max(largest.part[i % kParts], load_f32(out.scaled[r] + i * kLanes));
         }
-        const float top = max_lanes(largest);
+        const float top = top_lane(largest);
         const bool tiny = !(top > 1e-30f);
-        out.offset[r] =
-            128 * split(scaled, chunk.count * kPageTokens, tiny ? 0.0f : 16256.0f / top, out.high[r], out.low[r]);
+        const float inverse = tiny ? 0.0f : 16256.0f / top;
+        out.offset[r] = 128 * split(out.scaled[r], chunk.count * kPageTokens, inverse, out.high[r], out.low[r]);
         out.unit[r] = tiny ? 0.0f : top / 16256.0f;
     }
 };
@@ -176,6 +175,7 @@ HEADRACE_INLINE void scores(const float* q, int q_stride, int dp, const ChunkPag
         for (int b = 0; b < pages; ++b)
             for (int p = 0; p < kParts; ++p) sum[r][b][p] = Pool::zero();
     }
+#pragma GCC unroll 1
     for (int d = 0, line = 0; d < dp; d += Pool::kDeep, line += 64) {
 #pragma GCC unroll 4
         for (int b = 0; b < pages; ++b) {
@@ -206,6 +206,7 @@ HEADRACE_INLINE void values(const typename Pool::Weights& weights, const float* 
     for (int b = 0; b < chunk.count; ++b) {
         const uint8_t* from = chunk.page[b] + kv.half_bytes + d * 4;
         const uint8_t* next = chunk.next[b] + kv.half_bytes + d * 4;
+#pragma GCC unroll 1
         for (int t = 0; t < kPageTokens; t += Pool::kDeep, from += stride, next += stride) {
             U8v value[vectors];
 #pragma GCC unroll 4

@@ -17,11 +17,37 @@ HEADRACE_INLINE F32v choose(uint32_t bits, F32v y, F32v z) {
 #endif
 }
 
-// 2^x for x <= 0, relative error 1e-7; exactly 1 at 0, exactly 0 below -125; NaN stays NaN.
+// The largest of sixteen lanes; which way they are compared changes nothing.
+HEADRACE_INLINE float top_lane(const Lanes16& x) {
+#if HEADRACE_IS(avx512)
+    return _mm512_reduce_max_ps(x.part[0]);
+#elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
+    const F32v eight = max(x.part[0], x.part[1]);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+    return max_lanes(x);
+#endif
+}
+
+// Stores x as bfloat16 and adds what was stored to the sum, in any lanes.
+HEADRACE_INLINE F32v store_and_sum(uint16_t* p, F32v x, F32v sum) {
+#if HEADRACE_IS(avx512)
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
+    _mm256_storeu_si256((__m256i*)p, rounded);
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_zextsi256_si512(rounded), (__m512bh)_mm512_set1_epi16(0x3f80));
+#else
+    store_bf16(p, x);
+    return sum + load_bf16(p);
+#endif
+}
+
+// 2^x for x up to about 0, relative error 1e-7; exactly 1 at 0, 0 at -inf; NaN stays NaN.
 HEADRACE_INLINE F32v exp2(F32v x) {
     constexpr float kTerms[6] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba12p-10f};
 #if HEADRACE_IS(avx512)
-    const F32v r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT);  // x less the nearest integer
+    const F32v r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT);  // x less the nearest integer; 0 at -inf
 #else
     const F32v held = max(set_f32(-127.0f), x);
     const I32v n = round_i32(held);
@@ -31,9 +57,9 @@ HEADRACE_INLINE F32v exp2(F32v x) {
 #pragma GCC unroll 5
     for (int i = 4; i >= 0; --i) p = fma(p, r, set_f32(kTerms[i]));
 #if HEADRACE_IS(avx512)
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set_f32(-125.0f), _CMP_NLT_UQ), p, x - r);
+    return _mm512_scalef_ps(p, x - r);
 #else
-    const I32v gone = (I32v)(x < set_f32(-125.0f));
+    const I32v gone = (I32v)(x < set_f32(-125.0f));  // the exponent would wrap
     return as_f32((as_i32(p) + (n << 23)) & ~gone);
 #endif
 }
