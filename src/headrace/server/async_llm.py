@@ -73,6 +73,7 @@ class AsyncLLM:
         self.model = str(model)
         self.settings: Mapping[str, Any] = {"preset": "online", **settings}
         self.stuck_after = stuck_after
+        self.backoff = BACKOFF
         self.waiting = Waiting(max_queued_requests, max_queued_tokens)
         self.state = State.CLOSED
         self.detail = ""  # why it is not ready: one line
@@ -226,7 +227,7 @@ class AsyncLLM:
             except TimeoutError:
                 self._become(State.STUCK, f"the engine gave no sign of life for {self.stuck_after:g} s; it is being started again")
             await self._bury()
-            await asyncio.sleep(BACKOFF[min(failures, len(BACKOFF) - 1)])
+            await asyncio.sleep(self.backoff[min(failures, len(self.backoff) - 1)])
             failures += 1
             self.restarts += 1
 

@@ -92,7 +92,8 @@ def _check_parts(number: int, content: Any) -> None:
 
 def _check(request: ChatRequest) -> None:
     later = "is not built yet"
-    not_built(bool(request.tools or request.functions), "tools", f"calling tools {later}")
+    not_built(bool(request.tools), "tools", f"calling tools {later}")
+    not_built(bool(request.functions), "functions", f"calling tools {later}")
     not_built(request.tool_choice not in (None, "none", "auto"), "tool_choice", f"calling tools {later}")
     not_built(request.function_call not in (None, "none", "auto"), "function_call", f"calling tools {later}")
     not_built(request.response_format not in (None, NEUTRAL_FORMAT), "response_format", f"constrained decoding {later}")

@@ -69,8 +69,8 @@ class Job:
 async def complete(service: Service, request: CompletionRequest, http: Request, salt: bytes) -> Response | Completion:
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGone."""
     service.check_model(request.model)
-    _check(service, request)
     params = _params(service, request)
+    _check(service, request)
     prompts, texts = await _prompts(service, request)
     tickets = service.llm.submit(prompts, params, salt=salt)
     job = Job(service, request, texts, tickets)

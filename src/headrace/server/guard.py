@@ -1,6 +1,7 @@
 """The door: what every request passes before the application sees it. Plain ASGI."""
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -13,6 +14,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+KIND, KIND_SECONDS = 1 << 20, 1.0  # bytes and seconds of a refused body that are still read
 OPEN_PATHS = frozenset({"/health"})  # what may be asked without a key
 
 
@@ -50,6 +52,8 @@ class Guard:
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await self._read(headers, receive)
         except ApiError as error:
+            if error.status != 408:
+                await _discard(receive, max(self._settings.limits.body, KIND))
             await send_error(send, error)
             return
         await self._app(scope, receive, send)
@@ -115,6 +119,13 @@ async def _body(receive: Receive, limit: int) -> bytes:
             raise _too_large(limit)
         if not message.get("more_body", False):
             return bytes(parts)
+
+
+async def _discard(receive: Receive, limit: int) -> None:
+    """Read a refused body, within bounds: a client that is still sending when the connection closes loses the answer."""
+    with contextlib.suppress(TimeoutError, ApiError):
+        async with asyncio.timeout(KIND_SECONDS):
+            await _body(receive, limit)
 
 
 def _too_large(limit: int) -> ApiError:

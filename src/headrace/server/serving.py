@@ -104,6 +104,13 @@ async def serve(llm: AsyncLLM, settings: ServerSettings, say: Callable[[str], No
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     say(f"{settings.model_name} on {scheme}://{host}:{sock.getsockname()[1]}/v1")
+    await run(server, sock, say)
+    return server.stopped_by
+
+
+async def run(server: Server, sock: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve on a bound socket until `server.stop`. Raises LoadError."""
+    llm = server.service.llm
     llm.begin()
     loading = asyncio.create_task(_load(llm, server, say))
     try:
@@ -111,10 +118,9 @@ async def serve(llm: AsyncLLM, settings: ServerSettings, say: Callable[[str], No
     finally:
         await llm.close()
         loading.cancel()
-        results = await asyncio.gather(loading, return_exceptions=True)
-    if isinstance(results[0], LoadError) and server.stopped_by is None:
-        raise results[0]
-    return server.stopped_by
+        (result,) = await asyncio.gather(loading, return_exceptions=True)
+    if isinstance(result, LoadError) and server.stopped_by is None:
+        raise result
 
 
 async def _load(llm: AsyncLLM, server: Server, say: Callable[[str], None]) -> None:

@@ -1,0 +1,1 @@
+"""The server, as clients and strangers meet it."""

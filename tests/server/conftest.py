@@ -1,0 +1,30 @@
+"""One tiny model, one server of it, and the same model offline."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.llm import LLM
+from tests.server.harness import ENGINE, Running
+from tests.tiny_files import write_tiny_gguf
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("served") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def server(tiny: Path) -> Iterator[Running]:
+    """Shared by tests that leave it as it was."""
+    with Running(tiny, max_queued_requests=3) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def offline(tiny: Path) -> Iterator[LLM]:
+    """What the server must be equal to."""
+    llm = LLM(tiny, **ENGINE)
+    yield llm
+    llm.close()

@@ -1,0 +1,149 @@
+"""A server in a thread of the test, with its engine in a process of its own as always."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import openai
+
+from headrace.server.async_llm import AsyncLLM, LoadError
+from headrace.server.serving import Server, listen, make_service, run
+from headrace.server.settings import ServerSettings
+
+PATIENCE = 120.0  # seconds until a test gives up; no result depends on it
+ENGINE: dict[str, Any] = {"dtype": "float64", "threads": 1, "device": "cpu", "backend": "torch"}
+
+
+class Running:
+    """A server on a free port, started by `with`. Without `begin` there is no engine: for what is refused before it."""
+
+    def __init__(self, model: Path | str, *, begin: bool = True, wait: bool = True, key: str | None = None, **more: Any) -> None:
+        names = ServerSettings.__dataclass_fields__
+        settings = {name: more.pop(name) for name in list(more) if name in names}
+        self.settings = ServerSettings(**{"model_name": "tiny", "port": 0, "key": key, **settings})
+        self.llm = AsyncLLM(model, **{**ENGINE, **more})
+        if not begin:
+            self.llm.begin = lambda: None  # type: ignore[method-assign]
+            self.llm.ready = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+        self._wait = begin and wait
+        self.sock: socket.socket = listen(self.settings)
+        self.port: int = self.sock.getsockname()[1]
+        self.base = f"http://127.0.0.1:{self.port}"
+        self.server = Server(make_service(self.llm, self.settings))
+        self.error: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._main, daemon=True)
+
+    def __enter__(self) -> Self:
+        headers = {"Authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
+        self.http = httpx.Client(base_url=self.base, timeout=PATIENCE, headers=headers, trust_env=False)
+        key = self.settings.key or "none"
+        plain = httpx.Client(timeout=PATIENCE, trust_env=False)
+        self.openai = openai.OpenAI(base_url=f"{self.base}/v1", api_key=key, max_retries=0, http_client=plain)
+        self._thread.start()
+        until(lambda: self.server.started or self.error is not None)
+        if self._wait:
+            until(lambda: self.health()["status"] == "ready" or self.error is not None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+        self.openai.close()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def _stop(self) -> None:
+        self.server.force_exit = True
+        self.server.should_exit = True
+
+    def _main(self) -> None:
+        async def main() -> None:
+            self._loop = asyncio.get_running_loop()
+            await run(self.server, self.sock, lambda line: None)
+
+        try:
+            asyncio.run(main())
+        except LoadError as error:
+            self.error = error
+
+    def health(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get("/health").json()
+        return found
+
+    def figure(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"headrace:{name}{{", f"headrace:{name} ")))
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, **more: Any) -> Any:
+        """One greedy completion, by the openai client."""
+        return self.openai.completions.create(**{"model": "tiny", "prompt": "The mill", "temperature": 0, "max_tokens": 8, **more})
+
+    def paused(self) -> "Paused":
+        """While entered, the engine process does nothing."""
+        assert self.llm.pid is not None
+        return Paused(self.llm.pid)
+
+
+class Paused:
+    """SIGSTOP now, SIGCONT at the end."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __enter__(self) -> Self:
+        os.kill(self.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{self.pid}/stat")
+        until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what must come."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "what was waited for did not come"
+        time.sleep(0.01)
+
+
+def in_thread(work: Callable[[], Any]) -> "Promise":
+    return Promise(work)
+
+
+class Promise:
+    """Work in a thread, and what came of it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._value: Any = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._work()
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+        return self._value

@@ -1,0 +1,192 @@
+"""What a stranger may send: each gets a 4xx that says what to change, and the server goes on as before."""
+
+from typing import Any
+
+import pytest
+
+from tests.server.harness import Running
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "The mill", "max_tokens": 4}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+IMAGE = [{"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NESTED: Any = []
+for _ in range(200):
+    NESTED = [NESTED]
+
+# field, value, what the message says
+BOTH = [
+    ("n", 0, "n must be between 1"),
+    ("n", 10**9, "n must be 16 or less"),
+    ("n", -1, "n must be between 1"),
+    ("n", "2", "n: "),
+    ("n", 1.5, "n: "),
+    ("n", True, "n: "),
+    ("max_tokens", -1, "max_tokens must be 1 or more"),
+    ("max_tokens", 10**40, "max_tokens: "),
+    ("temperature", -0.1, "temperature must be between 0"),
+    ("temperature", 1e9, "temperature must be between 0"),
+    ("temperature", "hot", "temperature: "),
+    ("top_p", 0, "top_p must be above 0"),
+    ("top_p", 1.1, "top_p must be above 0 and at most 1"),
+    ("top_k", -2, "top_k must be 0"),
+    ("min_p", 2, "min_p must be between 0 and 1"),
+    ("typical_p", 0, "typical_p must be above 0"),
+    ("repetition_penalty", 0, "repetition_penalty must be between"),
+    ("presence_penalty", 3, "presence_penalty must be between -2 and 2"),
+    ("frequency_penalty", -3, "frequency_penalty must be between -2 and 2"),
+    ("logit_bias", {"a": 1}, "keys of logit_bias are token ids"),
+    ("logit_bias", {"-1": 1}, "keys of logit_bias are token ids"),
+    ("logit_bias", {"1": 101}, "must be between -100 and 100"),
+    ("logit_bias", {"999999": 1}, "names token 999999"),
+    ("logit_bias", [1], "logit_bias: "),
+    ("stop", [""], "remove the empty one"),
+    ("stop", ["a"] * 17, "at most 16 stop strings"),
+    ("stop", ["a" * 300], "may have 256 characters"),
+    ("stop", [1], "stop."),
+    ("seed", 2**64, "seed: "),
+    ("min_tokens", 5, "must not exceed max_tokens"),
+    ("stop_token_ids", [999999], "names token 999999"),
+    ("allowed_token_ids", [], "allowed_token_ids is empty"),
+    ("bad_words", [[]], "remove the empty one"),
+    ("priority", 2**40, "priority: "),
+    ("cache_salt", "", "cache_salt: "),
+    ("stream", "yes", "stream: "),
+    ("stream_options", {"include_usage": True}, "goes with stream: true"),
+    ("no_such_field", 1, "unknown field 'no_such_field'"),
+    ("extra_body", {}, "unknown field 'extra_body'"),
+    ("user", 5, "user: "),
+]
+COMPLETIONS = [
+    ("prompt", "", "empty"),
+    ("prompt", [], "empty"),
+    ("prompt", [""], "empty"),
+    ("prompt", [[]], "empty"),
+    ("prompt", [-1], "prompt."),
+    ("prompt", [999999], "not in the vocabulary"),
+    ("prompt", ["a", 1], "prompt."),
+    ("prompt", ["a"] * 65, "at most 64 prompts"),
+    ("prompt", "a " * 5000, "the context holds 256"),
+    ("prompt", None, "prompt"),
+    ("prompt", NESTED, "prompt."),
+    ("logprobs", 21, "logprobs must be 20 or less"),
+    ("logprobs", -1, "logprobs must be between 0"),
+    ("best_of", 5, "best_of must equal n"),
+    ("suffix", "x", "suffix"),
+    ("max_tokens", 0, "max_tokens must be 1 or more"),
+]
+CHATS = [
+    ("messages", [], "messages is empty"),
+    ("messages", ["hi"], "messages.0"),
+    ("messages", [{"content": "hi"}], "message 0 needs a role"),
+    ("messages", [{"role": "user"}], "message 0 needs a content"),
+    ("messages", [{"role": "user", "content": 5}], "must be text"),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}], "message 0"),
+    ("messages", IMAGE, "message 0 has a part of type 'image_url'"),
+    ("messages", [{"role": "user", "content": "word " * 300}], "the context holds 256"),
+    ("tools", [TOOL], "calling tools is not built yet"),
+    ("functions", [{"name": "f"}], "calling tools is not built yet"),
+    ("tool_choice", "required", "calling tools is not built yet"),
+    ("response_format", {"type": "json_object"}, "constrained decoding is not built yet"),
+    ("response_format", {"type": "json_schema", "json_schema": {}}, "constrained decoding is not built yet"),
+    ("modalities", ["audio"], "writes text alone"),
+    ("audio", {"voice": "x"}, "writes text alone"),
+    ("web_search_options", {}, "does not search"),
+    ("top_logprobs", 3, "goes with logprobs: true"),
+    ("max_completion_tokens", 9, "differ; give one"),
+    ("chat_template_kwargs", {"messages": []}, "may not set messages"),
+    ("chat_template_kwargs", {"tools": []}, "may not set tools"),
+]
+
+
+def check(server: Running, path: str, body: dict[str, Any], field: str, says: str) -> None:
+    answer = server.post(path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert says in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] in (field, None)
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(("field", "value", "says"), BOTH + COMPLETIONS)
+def test_a_bad_completion_is_refused(server: Running, field: str, value: Any, says: str) -> None:
+    check(server, "/v1/completions", COMPLETION | {field: value}, field, says)
+
+
+@pytest.mark.parametrize(("field", "value", "says"), BOTH + CHATS)
+def test_a_bad_chat_is_refused(server: Running, field: str, value: Any, says: str) -> None:
+    check(server, "/v1/chat/completions", CHAT | {field: value}, field, says)
+
+
+def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:
+    for body in ({"temperature": -1}, {"prompt": [999999]}, {"prompt": "a " * 5000}):
+        assert server.post("/v1/completions", COMPLETION | body | {"stream": True}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "is missing"),
+        (b"{", "not JSON"),
+        (b"[]", "body"),
+        (b"null", "body"),
+        (b'"text"', "body"),
+        (b"\xff\xfe\xfd", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"a":' * 100_000, "JSON"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "not JSON"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', "not JSON"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "not JSON"),
+        (b'{"prompt": "a"}', "model is missing"),
+        (b'{"model": "tiny"}', "prompt is missing"),
+        (b'{"model": "tiny", "prompt": "a", "\\ud800": 1}', "not JSON"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(server: Running, body: bytes, says: str) -> None:
+    answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_an_unknown_model_or_path_or_method(server: Running) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        body = (COMPLETION if path.endswith("/completions") and "chat" not in path else CHAT) | {"model": "../../etc/passwd"}
+        answer = server.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert server.http.get("/v1/completions").status_code == 405
+    assert server.http.get("/docs").status_code == 404  # a page that loads code from another host
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "either prompt or messages"),
+        ("/tokenize", {"messages": []}, "messages is empty"),
+        ("/tokenize", {"prompt": 5}, "prompt: "),
+        ("/tokenize", {"prompt": "a", "x": 1}, "unknown field 'x'"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": [999999]}, "there is no token 999999"),
+        ("/detokenize", {"tokens": "a"}, "tokens: "),
+    ],
+)
+def test_bad_tokens_are_refused(server: Running, path: str, body: dict[str, Any], says: str) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_a_long_text_does_not_hold_up_the_others(server: Running) -> None:
+    long = server.http.post("/tokenize", json={"prompt": "a" * 1_000_000})
+    assert long.status_code == 200
+    assert long.json()["count"] > 1000
+
+
+def test_after_all_this_the_server_is_as_before(server: Running) -> None:
+    before = server.complete().choices[0].text
+    for field, value, _ in BOTH:
+        server.post("/v1/completions", COMPLETION | {field: value})
+    assert server.health() == {"status": "ready", "detail": "", "restarts": 0}
+    assert server.complete().choices[0].text == before

@@ -1,0 +1,159 @@
+"""The door: keys, hosts, content types, sizes, slow clients. No engine is needed for what is refused before it."""
+
+import ast
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.server.guard import Guard
+from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
+from tests.server.harness import Running
+
+KEY = "a-long-enough-key"
+ROUTES = [
+    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
+    ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Running]:
+    limits = Limits(body=2000, body_seconds=0.2, header=4096, header_seconds=0.2)
+    with Running("no-model", begin=False, key=KEY, limits=limits) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_needs_the_key(locked: Running, method: str, path: str) -> None:
+    for wrong in ("", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", KEY, "Bearer é"):
+        answer = locked.http.request(method, path, json={}, headers={"Authorization": wrong.encode()})  # type: ignore[dict-item]
+        assert answer.status_code == 401, wrong
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert locked.http.request(method, path, json={}).status_code != 401
+
+
+def test_health_needs_no_key_and_tells_the_truth(locked: Running) -> None:
+    answer = locked.http.get("/health", headers={"Authorization": ""})
+    assert answer.status_code == 503
+    assert answer.json()["status"] == "closed"
+
+
+def test_the_routes_that_are_tested_are_all_there_are(locked: Running) -> None:
+    document = locked.http.get("/openapi.json").json()
+    there = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    tested = {(method, path.replace("/tiny", "/{name}")) for method, path in ROUTES}
+    assert there - tested == {("GET", "/health")}
+
+
+def test_keys_are_compared_in_constant_time() -> None:
+    source = Path(Guard.__module__.replace(".", "/") + ".py").name
+    path = Path(__file__).parents[2] / "src/headrace/server" / source
+    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    assert calls.count("hmac.compare_digest") == 1
+    compared = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Compare)]
+    assert not [text for text in compared if "given" in text and "_key" in text]
+
+
+def test_an_open_address_insists_on_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", ""):
+        with pytest.raises(SettingsError, match="a key is needed"):
+            ServerSettings("tiny", host=host)
+        ServerSettings("tiny", host=host, key=KEY)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        ServerSettings("tiny", host=host)
+    for key in ("short", "with a space", "", "ключ-ключ-ключ"):
+        with pytest.raises(SettingsError, match="make a longer one"):
+            ServerSettings("tiny", key=key)
+    assert not is_loopback("127.0.0.1.example.org")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "[::2]:80", ""])
+def test_without_a_key_other_names_are_refused(host: str) -> None:
+    status, body = asyncio.run(call(headers={"host": host}))
+    assert status == 403
+    assert "localhost" in body
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "[::1]:8000", "127.1.2.3"])
+def test_without_a_key_names_of_this_machine_are_served(host: str) -> None:
+    assert asyncio.run(call(headers={"host": host}))[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""])
+def test_a_body_that_is_not_json_by_name_is_refused(kind: str) -> None:
+    assert asyncio.run(call("POST", headers={"content-type": kind}))[0] == 415
+
+
+def test_a_body_is_bounded_whatever_it_announces(locked: Running) -> None:
+    assert locked.http.post("/tokenize", json={"prompt": "a" * 3000}).status_code == 413
+    chunks = (b"a" * 100 for _ in range(1000))
+    answer = locked.http.post("/tokenize", content=chunks, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert "2000 bytes" in answer.json()["error"]["message"]
+
+
+def test_more_requests_than_connections_get_a_503() -> None:
+    settings = ServerSettings("tiny", limits=Limits(connections=0))
+    status, body = asyncio.run(call(settings=settings))
+    assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
+
+
+def test_a_body_that_does_not_come_ends_the_request(locked: Running) -> None:
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    assert exchange(locked, f"{head}Content-Length: 100\r\n\r\n{{".encode()).startswith(b"HTTP/1.1 408")
+
+
+def test_a_head_that_does_not_come_ends_the_connection(locked: Running) -> None:
+    assert exchange(locked, b"") == b""
+    assert exchange(locked, b"GET /health HTTP/1.1\r\nHost: x\r\nA: ") == b""
+    first = exchange(locked, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHo")
+    assert first.startswith(b"HTTP/1.1 503")
+    assert first.count(b"HTTP/1.1") == 1
+
+
+def test_a_head_that_is_too_large_is_refused(locked: Running) -> None:
+    assert exchange(locked, b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 10_000).startswith(b"HTTP/1.1 4")
+
+
+def test_no_other_site_is_allowed_in(locked: Running) -> None:
+    headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    for answer in (locked.http.options("/v1/completions", headers=headers), locked.http.get("/health", headers=headers)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def exchange(server: Running, data: bytes) -> bytes:
+    """All the server sends after these bytes, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+        sock.sendall(data)
+        parts = b""
+        while part := sock.recv(65536):
+            parts += part
+        return parts
+
+
+async def call(method: str = "GET", headers: dict[str, str] | None = None, settings: ServerSettings | None = None) -> tuple[int, str]:
+    """Status and body of one request through the guard alone; behind it everything is 200."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
+    raw = [(name.encode(), value.encode()) for name, value in given.items()]
+    guard = Guard(app, settings or ServerSettings("tiny"), lambda status: None)
+    await guard({"type": "http", "method": method, "path": "/v1/models", "headers": raw}, receive, send)
+    return sent[0]["status"], sent[1]["body"].decode()
