@@ -1,0 +1,107 @@
+"""A row's logits on the native core are bitwise the same for every number of rows, batch, chunking, prefix hit, draft and
+number of threads: by construction, and on every instruction set."""
+
+import numpy as np
+import pytest
+
+from headrace.models.base import Model
+from headrace.native import core
+from tests.tiny import VOCAB
+from tests.tiny_native import Feeder, native_model, native_runner
+
+LENGTH = 40
+FORMS = ("", "int8")
+ISAS = tuple(core().cpu_info()["isas"])
+
+
+def texts(count: int, length: int = LENGTH, seed: int = 0) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, VOCAB, (count, length)).tolist()
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@pytest.fixture(params=[("llama", 8), ("llama", 32), ("gemma3_text", 32), ("gpt2", 8)], ids=str)
+def model(request: pytest.FixtureRequest) -> Model:
+    architecture, head_dim = request.param
+    return native_model(architecture, head_dim=head_dim, ffn_size=172)
+
+
+@pytest.mark.parametrize("quantize", FORMS)
+def test_rows_of_one_to_33(model: Model, quantize: str) -> None:
+    """The last row of a prompt, fed alone after the rest, and together with 1 to 32 rows before it."""
+    runner = native_runner(model, quantize=quantize)
+    feeder = Feeder(runner, texts(1))
+    (whole,) = feeder.whole()
+    for rows in range(1, 34):
+        feeder.feed((0, 0, LENGTH - rows))
+        (last,) = feeder.feed((0, LENGTH - rows, rows))
+        assert same(last, whole[-rows:]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("quantize", FORMS)
+def test_batches_of_one_to_33(model: Model, quantize: str) -> None:
+    """A sequence's next token, alone and with up to 32 others, wherever it stands among them."""
+    runner = native_runner(model, quantize=quantize, blocks=33 * 7)
+    feeder = Feeder(runner, texts(33))
+    wholes = [feeder.feed((which, 0, LENGTH))[0] for which in range(33)]
+    for count in (2, 3, 5, 7, 8, 13, 16, 32, 33):
+        first = 33 - count
+        batch = [(which, LENGTH - 1, 1) for which in range(first, 33)]
+        for which, rows in zip(range(first, 33), feeder.feed(*batch), strict=True):
+            assert same(rows, wholes[which][-1:]), f"{count} in the batch, sequence {which}"
+
+
+@pytest.mark.parametrize("quantize", FORMS)
+def test_threads_and_mixed_steps(model: Model, quantize: str) -> None:
+    """Two and three threads, and chunks in a step with single tokens."""
+    (alone,) = Feeder(native_runner(model, quantize=quantize), texts(1)).whole()
+    for threads in (2, 3):
+        feeder = Feeder(native_runner(model, quantize=quantize, threads=threads), [*texts(1), *texts(3, seed=1)])
+        feeder.feed((0, 0, 9), (1, 0, 30))
+        feeder.feed((2, 0, LENGTH), (0, 9, 20))
+        middle, *_ = feeder.feed((0, 29, 1), (1, 30, 1), (2, 39, 1), (3, 0, LENGTH))
+        (last,) = feeder.feed((0, 30, 10))
+        assert same(np.concatenate([middle, last]), alone[29:])
+
+
+@pytest.mark.parametrize("quantize", FORMS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_instruction_sets(isa: str, quantize: str) -> None:
+    """Every path keeps the rule, and with integer weights all give the same bits but for attention's bfloat16 products."""
+    model = native_model("llama", head_dim=32)
+    feeder = Feeder(native_runner(model, quantize=quantize, isa=isa), texts(2))
+    wholes = feeder.whole()
+    for rows in (1, 2, 7, 33):
+        feeder.feed((0, 0, LENGTH - rows))
+        last, other = feeder.feed((0, LENGTH - rows, rows), (1, LENGTH - 1, 1))
+        assert same(last, wholes[0][-rows:])
+        assert same(other, wholes[1][-1:])
+    best = Feeder(native_runner(model, quantize=quantize, isa=ISAS[0]), texts(2)).whole()
+    for ours, theirs in zip(wholes, best, strict=True):
+        assert np.abs(ours - theirs).max() < 0.05 * theirs.std()
+
+
+def test_a_draft_sees_its_ancestors_only(model: Model) -> None:
+    """Each path of a tree gives what the same tokens give in a row of their own."""
+    runner = native_runner(model)
+    (text,) = texts(1, 20)
+    nodes, parents = [5, 6, 7, 8, 9, 5], [-1, -1, 0, 2, 1, 4]
+    paths = [[5], [6], [5, 7], [5, 7, 8], [6, 9], [6, 9, 5]]
+    (rows,) = Feeder(runner, [text]).feed((0, 0, 20), nodes=nodes, parents=parents)
+    for row, path in zip(rows[20:], paths, strict=True):
+        (alone,) = Feeder(runner, [text + path]).whole()
+        # Attention adds the same products in another order where a path's nodes lie apart.
+        assert np.abs(row - alone[-1]).max() < 0.03 * alone[-1].std()
+    (chain,) = Feeder(runner, [text]).feed((0, 0, 20), nodes=[5, 7, 8], parents=[-1, 0, 1])
+    (alone,) = Feeder(runner, [[*text, 5, 7, 8]]).whole()
+    assert same(chain, alone)
+
+
+def test_a_sum_that_looks_at_the_other_rows_would_show() -> None:
+    """Negative control: the same row after another prefix is different."""
+    runner = native_runner(native_model("llama"))
+    a, b = texts(2)
+    (one,), (other,) = Feeder(runner, [a]).whole(), Feeder(runner, [[*b[:1], *a[1:]]]).whole()
+    assert not same(one[-1:], other[-1:])

@@ -1,0 +1,127 @@
+"""Tiny random models on the native core: their weights as a file would hold them, and engines and programs that run them."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.engine import Engine
+from headrace.models.base import Model
+from headrace.native import core
+from headrace.native.program import FUSIONS
+from headrace.native.runner import NativeRunner, thread_pool
+from headrace.native.weights import PackedWeights
+from headrace.params import SamplingParams
+from headrace.runner.executor import InProcess
+from headrace.weights.names import name_map
+from tests.models.zoo import MemorySource
+from tests.tiny import finish, tiny_config, tiny_model, tokens_of
+
+BLOCK = 16
+MAX_LEN = 256
+
+
+@lru_cache(maxsize=8)
+def native_model(architecture: str = "llama", **changes: object) -> Model:
+    """A tiny model in float64 whose matrices are what bfloat16 holds exactly. One object for the same arguments."""
+    model = tiny_model(tiny_config(architecture, **changes))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(parameter.bfloat16())
+        else:
+            parameter.copy_(parameter.float())
+    return model
+
+
+def source_of(model: Model) -> MemorySource:
+    """The model's weights under the names and in the layouts of a Hugging Face folder."""
+    names = name_map("safetensors", model.config.architecture)
+    tensors: dict[str, torch.Tensor] = {}
+    thirds: dict[str, list[torch.Tensor]] = {}
+    for path, holder in model.holders():
+        for field, spec in holder.params().items():
+            pieces = getattr(holder, field).detach().split([rows for _, rows in spec.parts])
+            for (part, _), values in zip(spec.parts, pieces, strict=True):
+                target = ".".join(filter(None, (path, part, field)))
+                layer = re.search(r"\.(\d+)\.", target)
+                origin = names.names[target.replace(layer[0], ".{i}.") if layer else target]
+                name = names.prefix + origin.name.format(i=layer[1] if layer else "")
+                stored = (values - 1.0 if origin.layout == "minus_one" else values).float()
+                if origin.third is not None:
+                    thirds.setdefault(name, []).append(stored)
+                    stored = torch.cat(thirds[name])
+                tensors[name] = stored.t().contiguous() if origin.layout == "transposed" else stored
+    return MemorySource("safetensors", tensors, {})
+
+
+@lru_cache(maxsize=16)
+def packed(model: Model, quantize: str = "", threads: int = 1) -> PackedWeights:
+    return PackedWeights(model, source_of(model), thread_pool(threads), quantize)
+
+
+def native_runner(model: Model, *, blocks: int = 64, threads: int = 1, quantize: str = "", **options: Any) -> NativeRunner:
+    settings: dict[str, Any] = {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64, **options}
+    if "fuse" not in settings:
+        settings["weights"] = packed(model, quantize, threads)
+    return NativeRunner(model, source_of(model), threads=threads, quantize=quantize, **settings)
+
+
+def native_engine(
+    model: Model, *, budget: int = 64, blocks: int = 64, block_size: int = 4, seqs: int = 16, quantize: str = "", **cache: bool
+) -> Engine:
+    """Like tests.tiny.tiny_engine on the native core, whose blocks are 16 tokens: as many as hold the same."""
+    blocks = -(-blocks * block_size // BLOCK)
+    scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
+    config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK, **cache))
+    runner = native_runner(model, blocks=blocks, quantize=quantize)
+    return Engine(InProcess(runner), config, vocab_size=model.config.vocab_size)
+
+
+def native_alone(model: Model, prompt: list[int], params: SamplingParams, child: int = 0, quantize: str = "") -> list[int]:
+    """Like tests.tiny.run_alone, on the native core."""
+    engine = native_engine(model, budget=256, prefix_caching=False, quantize=quantize)
+    request = engine.add(prompt, params.replace(n=1))
+    request.seqs[0].index = child
+    finish(engine)
+    return tokens_of(request)[0]
+
+
+class Feeder:
+    """Sequences on a runner's program, fed as a test likes, with the logits of every row."""
+
+    def __init__(self, runner: NativeRunner, sequences: Sequence[Sequence[int]]) -> None:
+        self.runner = runner
+        self.sequences = [core().Sequence(list(tokens), core().SampleParams()) for tokens in sequences]
+        self.lengths = [len(tokens) for tokens in sequences]
+        at = 0
+        for sequence, length in zip(self.sequences, self.lengths, strict=True):
+            count = -(-(length + 64) // BLOCK)  # room for a draft
+            sequence.set_table(0, list(range(at, at + count)))
+            at += count
+
+    def feed(
+        self, *feeds: tuple[int, int, int], nodes: Sequence[int] = (), parents: Sequence[int] = (), **run: Any
+    ) -> list[np.ndarray]:
+        """Logits [rows, vocabulary] of each (sequence, start, count); the last one also has a draft."""
+        step = core().Step()
+        asked = []
+        for number, (which, start, count) in enumerate(feeds):
+            draft = (list(nodes), list(parents)) if number == len(feeds) - 1 else ([], [])
+            rows = count + len(draft[0])
+            step.feed(self.sequences[which], start, count, *draft, rows)
+            asked.append([step.logits(row) for row in range(rows)])
+        self.runner.program.run(step, **run)
+        return [np.stack([np.frombuffer(step.row_of_logits(i), "<f4") for i in answers]) for answers in asked]
+
+    def whole(self) -> list[np.ndarray]:
+        """All sequences, each fed whole, in one step."""
+        return self.feed(*((which, 0, length) for which, length in enumerate(self.lengths)))
+
+
+def all_fusions() -> list[frozenset[str]]:
+    """None of the fusions, and each left out alone."""
+    return [frozenset(), *(FUSIONS - {name} for name in sorted(FUSIONS))]
