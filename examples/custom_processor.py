@@ -28,7 +28,7 @@ class Without:
 def main(model: str = "smollm2-135m") -> None:
     llm = LLM(model, max_model_len=1024, max_num_seqs=2)
     prompt = llm.render([{"role": "user", "content": "Describe a morning by the sea."}])
-    params = SamplingParams(temperature=0, max_tokens=24)
+    params = SamplingParams(temperature=0, max_tokens=16)
     (plain,) = llm.generate(prompt, params)
     (without,) = llm.generate(prompt, params, processors=[Without(llm, "e")])
     print(f"as it is:  {plain.outputs[0].text!r}")

@@ -54,7 +54,7 @@ class Mirostat(Strategy):
 def main(model: str = "smollm2-135m") -> None:
     llm = LLM(model, max_model_len=1024, max_num_seqs=4)
     for target in (0.5, 3.0):
-        (output,) = llm.generate("Once upon a time", SamplingParams(max_tokens=24, seed=1), strategy=Mirostat(target))
+        (output,) = llm.generate("Once upon a time", SamplingParams(max_tokens=16, seed=1), strategy=Mirostat(target))
         print(f"{target} bits: {output.prompt}{output.outputs[0].text!r}")
 
 

@@ -20,7 +20,7 @@ def main(model: str = "smollm2-135m") -> None:
 
     # `chat` puts conversations through the model's template; n asks for several answers.
     talks = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    for question, output in zip(QUESTIONS, llm.chat(talks, SamplingParams.balanced(max_tokens=24, n=2, seed=1)), strict=True):
+    for question, output in zip(QUESTIONS, llm.chat(talks, SamplingParams.balanced(max_tokens=12, n=2, seed=1)), strict=True):
         print(f"\n{question} ({len(output.prompt_token_ids)} tokens, {output.metrics.cached_tokens} from the cache)")
         for answer in output.outputs:
             print(f"  {answer.index}: {answer.text!r} ({answer.finish_reason})")

@@ -11,7 +11,7 @@ def main(model: str = "smollm2-135m") -> None:
 
     # Each delta is final text: half a Chinese character or half a stop string is held back until it is whole.
     outputs: list[RequestOutput] = []
-    for delta in llm.stream(prompt, SamplingParams.creative(max_tokens=24, seed=3, stop=["\n\n"]), output=outputs):
+    for delta in llm.stream(prompt, SamplingParams.creative(max_tokens=16, seed=3, stop=["\n\n"]), output=outputs):
         print(delta.text, end="", flush=True)
     times = outputs[0].metrics
     print(f"\n[{outputs[0].outputs[0].finish_reason}; first token after {times.first_token - times.arrival:.2f} s]")

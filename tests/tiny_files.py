@@ -19,8 +19,13 @@ TEMPLATE = (
 )
 
 
-def write_tiny_gguf(path: Path, *, context: int = 256, template: str | None = TEMPLATE, seed: int = 0) -> Path:
-    """The file, with a context of `context` tokens; without a chat template where `template` is None."""
+def write_tiny_gguf(
+    path: Path, *, context: int = 256, template: str | None = TEMPLATE, seed: int = 0, flat: bool = False
+) -> Path:
+    """The file, with a context of `context` tokens; without a chat template where `template` is None.
+
+    A `flat` model finds every token equally likely.
+    """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
     writer.add_context_length(context)
@@ -32,7 +37,7 @@ def write_tiny_gguf(path: Path, *, context: int = 256, template: str | None = TE
     writer.add_layer_norm_rms_eps(1e-5)
     _add_vocabulary(writer, template)
     for name, tensor in _tensors(seed).items():
-        writer.add_tensor(name, tensor)
+        writer.add_tensor(name, tensor * 0 if flat and name == "output.weight" else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,6 +16,7 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_fields
 
+WINDOW = 512
 BATCH = 4  # windows in one call: few enough that Ctrl-C and the count of windows come soon
 
 
@@ -36,7 +37,7 @@ def perplexity(
     model: ModelName,
     options: ModelOptions,
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A text.")],
-    window: Annotated[int, typer.Option(min=2, help="Tokens fed at once.")] = 512,
+    window: Annotated[int | None, typer.Option(min=2, help="Tokens fed at once (default: 512, or the context).")] = None,
     stride: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens from one window to the next (default: a window; half of one scores every token)."),
@@ -54,6 +55,7 @@ def perplexity(
     text = read_text(file)
     llm = open_llm(model, options, max_num_seqs=BATCH, preset="online", enable_prefix_caching=False)
     most = llm.memory_plan.max_model_len - 1  # the engine keeps room for an answer
+    window = window or min(WINDOW, most)
     if window > most:
         raise ValueError(f"the model's context holds windows of {most} tokens; use --window {most} or less")
     tokens = llm.tokenizer.encode(text, add_special=False)[:limit]

@@ -1,0 +1,107 @@
+"""The command line as a person uses it: in this process, in one of its own, or on a terminal."""
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.app import main
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 120  # after which a child that should have answered has not
+
+
+class Shell:
+    """Runs `headrace` with its home, its catalogs and its stdin under the test's control."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HEADRACE_DEBUG"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"HEADRACE_HOME": "home", "XDG_CONFIG_HOME": "config"}.items():
+            monkeypatch.setenv(name, str(folder / value))
+        monkeypatch.setenv("HEADRACE_LOG", "error")  # a warning about this installation is no part of a test
+
+    def __call__(self, *arguments: object, stdin: str = "") -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a command run here."""
+        self._monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        self._capsys.readouterr()
+        code = main([str(one) for one in arguments])
+        out, err = self._capsys.readouterr()
+        return code, out, err
+
+    def start(self, *arguments: object, before: str = "", **more: object) -> "subprocess.Popen[str]":
+        """The command as a process. `before`: Python that is run in it first."""
+        script = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n{before}\n{MAIN}"
+        command = [sys.executable, "-c", script, *map(str, arguments)]
+        settings = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **more}
+        return subprocess.Popen(command, env=environment(), **settings)  # type: ignore[call-overload,no-any-return]
+
+
+MAIN = "from headrace.cli.app import main\nsys.exit(main())"
+
+
+def environment() -> dict[str, str]:
+    """For a child: this source tree, one thread, UTF-8."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", "TERM": "xterm"}
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: object, columns: int = 60) -> None:
+        self.seen = ""
+        self._code: int | None = None
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.execvpe(
+                sys.executable,
+                [sys.executable, "-m", "headrace.cli.app", *map(str, arguments)],
+                {
+                    **environment(),
+                    "COLUMNS": str(columns),
+                    "LINES": "30",
+                },
+            )
+
+    def wait_for(self, text: str, count: int = 1) -> str:
+        """Read until `text` has been seen `count` times since the last `send`."""
+        end = time.monotonic() + SECONDS
+        while self.seen.count(text) < count:
+            ready, _, _ = select.select([self._fd], [], [], max(end - time.monotonic(), 0))
+            assert ready, f"no {text!r} in {self.seen!r}"
+            self.seen += os.read(self._fd, 65536).decode(errors="replace")
+        return self.seen
+
+    def send(self, keys: str) -> None:
+        self.seen = ""
+        os.write(self._fd, keys.encode())
+
+    def exit_code(self) -> int:
+        """Of the ended command; what it still writes is read."""
+        if self._code is not None:
+            return self._code
+        while True:
+            try:
+                data = os.read(self._fd, 65536)
+            except OSError:  # the terminal is gone with the last process on it
+                data = b""
+            if not data:
+                break
+            self.seen += data.decode(errors="replace")
+        os.close(self._fd)
+        self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self.exit_code()

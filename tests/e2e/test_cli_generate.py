@@ -1,0 +1,360 @@
+"""generate: every line answered once, whatever kills the command; bad lines reported; nothing half-written."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import batch_output, generate
+from headrace.cli.app import main
+from headrace.cli.batch_lines import BadLine, Job, read_jobs
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+from tests.cli_shell import SECONDS, Shell
+
+EXACT = ("--dtype", "float64")
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def read(path: Path) -> dict[Any, dict[str, Any]]:
+    """id → record of an output file; every id once."""
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert len({record["id"] for record in records}) == len(records)
+    return {record["id"]: record for record in records}
+
+
+def many(path: Path, count: int = 12) -> Path:
+    """Requests that end at different times."""
+    lines = [{"id": i, "prompt": f"The water {i}", "max_tokens": 2 + i % 5, "temperature": 0} for i in range(count)]
+    return write(path, *lines)
+
+
+def texts(records: dict[Any, dict[str, Any]]) -> dict[Any, list[str]]:
+    return {key: [one["text"] for one in record["outputs"]] for key, record in records.items()}
+
+
+def test_all_kinds_of_lines(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "水轮，你好"}]
+    body = {"model": "any", "messages": talk, "max_completion_tokens": 4, "temperature": 0, "stop": None, "stream": False}
+    source = write(
+        tmp_path / "in.jsonl",
+        {"prompt": "The wheel", "max_tokens": 30, "temperature": 0},
+        {"id": "talk", "messages": talk, "max_tokens": 4, "temperature": 0},
+        "",
+        {"custom_id": "api", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        {
+            "custom_id": "old",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1, "seed": 1},
+        },
+        {"id": 7, "prompt_token_ids": [5, 6], "n": 2, "seed": 1, "max_tokens": 3},
+    )
+    code, out, err = shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "out.jsonl", *EXACT)
+    assert (code, out) == (0, "")
+    assert "tokens/s" in err
+    assert err.endswith(f"5 lines are done: {tmp_path / 'out.jsonl'}\n")
+
+    found = read(tmp_path / "out.jsonl")
+    assert list(found)[-1] == "line-1", "answers come as they are completed, and this one is the longest"
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    (said,) = tiny_llm.chat(talk, greedy)
+    (drawn,) = tiny_llm.generate([5, 6], SamplingParams(n=2, seed=1, max_tokens=3))
+    (long,) = tiny_llm.generate("The wheel", greedy.replace(max_tokens=30))
+    assert texts(found) == {
+        "line-1": [long.outputs[0].text],
+        "talk": [said.outputs[0].text],
+        "api": [said.outputs[0].text],
+        "old": [drawn.outputs[0].text],
+        7: [one.text for one in drawn.outputs],
+    }
+    assert {key: one["finish_reason"] for key, one in found.items()} == dict.fromkeys(found, "length")
+    assert all(one["error"] is None for one in found.values())
+    assert found[7]["usage"] == {"prompt_tokens": 2, "cached_tokens": 0, "completion_tokens": 6, "total_tokens": 8}
+    assert len(found["old"]["outputs"][0]["logprobs"]) == 3
+
+
+def test_settings_of_the_command_hold_where_a_line_has_none(
+    shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x", "max_tokens": 2})
+    assert shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "out.jsonl", "-m", "5", "-t", "0", *EXACT)[0] == 0
+    (expected,) = tiny_llm.generate("x", SamplingParams(temperature=0, max_tokens=5))
+    found = texts(read(tmp_path / "out.jsonl"))
+    assert found["a"] == [expected.outputs[0].text]
+    assert found["b"] == [tiny_llm.tokenizer.decode(expected.outputs[0].token_ids[:2])]
+
+
+BAD = [
+    ("nope", "not JSON: Expecting value at character 1"),
+    ("[1]", "a line must be a JSON object, not list"),
+    ('{"id": "x", "prompt": "a", "prompt": "b"}', "field 'prompt' stands there twice"),
+    ("[" * 100_000, "nested too deeply"),
+    ({"id": "x"}, "exactly one of prompt, messages, prompt_token_ids; this one has none"),
+    ({"prompt": "a", "messages": []}, "this one has prompt and messages"),
+    ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'"),
+    ({"prompt": "a", "model": "m"}, "unknown field 'model'"),
+    ({"prompt": 5}, "prompt must be text, not int"),
+    ({"prompt_token_ids": ["a"]}, "prompt_token_ids must be a list of integers"),
+    ({"prompt_token_ids": [True]}, "prompt_token_ids must be a list of integers"),
+    ({"id": "line-9", "prompt": "a"}, "the id must be printable text other than line-N"),
+    ({"id": 1.5, "prompt": "a"}, "the id must be text or an integer, not 1.5"),
+    ({"id": "\x1b[2J", "prompt": "a"}, "the id must be printable text"),
+    ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias must map token ids to numbers"),
+    ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "url must be /v1/chat/completions or /v1/completions"),
+    ({"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}, "method must be POST"),
+    ({"custom_id": "x", "extra": 1, "url": "/v1/completions", "body": {}}, "unknown field 'extra'"),
+    ({"url": "/v1/chat/completions", "body": {"prompt": "a"}}, "has 'messages', not 'prompt'"),
+    ({"url": "/v1/completions", "body": {"prompt": ["a", "b"]}}, "give each text a line of its own"),
+    ({"url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "field 'stream' with true is not supported"),
+    ({"url": "/v1/completions", "body": {"prompt": "a", "best_of": 4}}, "field 'best_of' with 4 is not supported"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "tools": [{}]}}, "field 'tools' with"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "foo": None}}, "unknown field 'foo'"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": 3}}, "logprobs must be true or false"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "top_logprobs": 3}}, "top_logprobs needs logprobs"),
+    ({"url": "/v1/chat/completions", "body": 5}, "body must be a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("line", "clue"), BAD)
+def test_a_line_that_is_no_request(line: object, clue: str, tmp_path: Path) -> None:
+    (found,) = read_jobs(write(tmp_path / "in.jsonl", line))
+    assert isinstance(found, BadLine)
+    assert found.error.startswith("line 1: ")
+    assert clue in found.error
+
+
+def test_what_a_line_means(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    api = {"messages": talk, "user": "u", "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1}}
+    source = write(
+        tmp_path / "in.jsonl",
+        '\ufeff{"id": 3, "prompt": "a", "seed": null, "stop": ["x"]}',
+        {"custom_id": "b", "url": "/v1/chat/completions", "body": api},
+        {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": ["a"], "logprobs": 4}},
+        {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "again"}},
+        {"url": "/v1/completions", "body": {"prompt": [[1, 2]], "echo": False, "top_k": 5}},
+    )
+    assert list(read_jobs(source)) == [
+        Job(1, 3, prompt="a", params={"stop": ["x"]}),
+        Job(2, "b", messages=talk, params={"max_tokens": 3, "logprobs": 2, "logit_bias": {5: 1}}),
+        Job(3, "c", prompt="a", params={"logprobs": 4}),
+        BadLine("line-4", "line 4: id 'c' is that of line 3, too; give each line its own"),
+        Job(5, "line-5", prompt_token_ids=[1, 2], params={"top_k": 5}),
+    ]
+
+
+def test_bad_lines_are_reported_and_stop_nothing(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        {"id": "nan", "prompt": "a", "temperature": float("nan")},
+        {"id": "good", "prompt": "a", "max_tokens": 2},
+        {"id": "typo", "prompt": "a", "topp": 1},
+        {"id": "empty", "prompt": ""},
+        {"id": "long", "prompt": "水" * 600},
+        {"id": "ids", "prompt_token_ids": [1, 99999]},
+        {"id": "wide", "prompt": "a", "n": 60},
+        {"id": "role", "messages": [{"content": "x"}]},
+        {"id": "types", "prompt": "a", "stop": {"a": 1}, "bad_words": [1]},
+        {"id": "surrogate", "prompt": "\udc80"},
+        "{",
+    )
+    code, _, err = shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "out.jsonl")
+    assert code == 1
+    assert "11 lines are done, 10 with an error" in err
+    found = read(tmp_path / "out.jsonl")
+    clues = {
+        "nan": "line 1: temperature must be",
+        "typo": "line 3: unknown field 'topp'",
+        "empty": "line 4: the prompt is empty",
+        "long": "the context holds 512",
+        "ids": "prompt token 99999 is not in the vocabulary",
+        "wide": "60 sequences at once",
+        "role": "message 0 needs a role",
+        "types": "must be a list",
+        "surrogate": "not Unicode",
+        "line-11": "not JSON",
+    }
+    for key, clue in clues.items():
+        assert clue in found[key]["error"]
+        assert found[key] | {"error": ""} == {"id": key, "outputs": [], "finish_reason": "error", "usage": None, "error": ""}
+    assert found["good"]["error"] is None
+    assert len(found) == 11
+    assert shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "out.jsonl")[0] == 1, "a second time, too"
+
+
+# A kill in the middle of a line, and a Ctrl-C in the middle of the work, at the record that the test names.
+KILLED_AT = """
+import os
+write, records = os.write, 0
+def dying(fd, data):
+    global records
+    records += data.startswith(b'{{"id"')
+    if records == {record}:
+        {end}
+    return write(fd, data)
+os.write = dying
+"""
+KILL = "write(fd, data[: len(data) // 2]); os.kill(os.getpid(), signal.SIGKILL)"
+CTRL_C = "signal.raise_signal(signal.SIGINT)"
+
+
+def run_until(shell: Shell, record: int, end: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    process = shell.start(*arguments, before=KILLED_AT.format(record=record, end=end))
+    out, err = process.communicate(timeout=SECONDS)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("record", [1, 5])
+def test_after_a_kill_no_line_is_done_twice(shell: Shell, tiny_gguf: Path, tmp_path: Path, record: int) -> None:
+    source, target = many(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    command = ("generate", tiny_gguf, "-i", source, "-o", target, *EXACT)
+    assert run_until(shell, record, KILL, *command).returncode == -signal.SIGKILL
+    torn = target.read_bytes()
+    assert torn.count(b"\n") == record - 1
+    assert not torn.endswith(b"\n"), "the kill came in the middle of a line"
+
+    code, _, err = shell(*command)
+    assert code == 0
+    assert "12 lines are done" in err
+    assert target.read_bytes().startswith(torn[: torn.rfind(b"\n") + 1]), "what was done stays as it was"
+    assert shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "whole.jsonl", *EXACT)[0] == 0
+    assert texts(read(target)) == texts(read(tmp_path / "whole.jsonl"))
+
+
+def test_ctrl_c_leaves_whole_lines(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    source, target = many(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    command = ("generate", tiny_gguf, "-i", source, "-o", target, "--max-num-seqs", "1", *EXACT)
+    stopped = run_until(shell, 3, CTRL_C, *command)
+    assert stopped.returncode == 130
+    done = len(read(target))
+    assert 3 <= done < 12
+    assert f"{done} of 12 lines are done; the same command goes on" in stopped.stderr
+    assert stopped.stderr.endswith("headrace: interrupted\n")
+    assert "Traceback" not in stopped.stderr
+    assert shell(*command)[0] == 0
+    assert set(read(target)) == set(range(12))
+
+
+def test_a_full_disk_leaves_whole_lines(shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = many(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    real, room = os.write, [400]
+
+    def small(fd: int, data: bytes) -> int:
+        if not data.startswith(b'{"id"') and room[0] == 400:
+            return real(fd, data)
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(fd, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(batch_output.os, "write", small)
+    code, _, err = shell("generate", tiny_gguf, "-i", source, "-o", target)
+    monkeypatch.setattr(batch_output.os, "write", real)
+    assert code == 1
+    assert f"the disk of {tmp_path} is full; free some space, then the same command goes on" in err.splitlines()[-1]
+    assert 0 < len(read(target)) < 12, "whole lines only"
+    assert shell("generate", tiny_gguf, "-i", source, "-o", target)[0] == 0
+    assert set(read(target)) == set(range(12))
+
+
+def test_a_finished_file_needs_no_model(shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = many(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    assert shell("generate", tiny_gguf, "-i", source, "-o", target)[0] == 0
+    before = target.read_bytes()
+    monkeypatch.setattr(generate, "open_llm", lambda *_, **__: pytest.fail("the model was opened"))
+    code, _, err = shell("generate", tiny_gguf, "-i", source, "-o", target)
+    assert (code, err) == (0, f"3 lines are done: {target}\n")
+    assert target.read_bytes() == before
+
+
+def test_what_an_output_is_made_from_must_be_the_same(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    source, target = many(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    command = ("generate", tiny_gguf, "-i", source, "-o", target)
+    assert shell(*command)[0] == 0
+    before = target.read_bytes()
+
+    def refused(clue: str, *arguments: object) -> None:
+        code, out, err = shell(*arguments)
+        assert (code, out) == (1, "")
+        assert clue in err
+        assert len(err.splitlines()) == 1
+        assert target.read_bytes() == before
+
+    refused("begun with different settings", *command, "--temperature", "0.3")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(tiny_gguf.read_bytes())
+    refused("begun with different model", "generate", other, *command[2:])
+    many(source, 4)
+    refused("begun with different input; name another, or begin anew with --overwrite", *command)
+    assert shell(*command, "--overwrite")[0] == 0
+    assert set(read(target)) == set(range(4))
+
+
+def test_places_that_cannot_be_used(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    source = many(tmp_path / "in.jsonl", 1)
+    (tmp_path / "notes.txt").write_text("mine\n")
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    before = sorted(tmp_path.iterdir())
+    for arguments, code, clue in [
+        (("-i", source, "-o", source), 2, "input and output are the same file"),
+        (("-i", source, "-o", tmp_path), 1, "is no file; name one for the output"),
+        (("-i", source, "-o", tmp_path / "none" / "out.jsonl"), 1, "there is no folder"),
+        (("-i", source, "-o", tmp_path / "notes.txt"), 1, "is there and not from this command"),
+        (("-i", tmp_path / "none.jsonl", "-o", tmp_path / "out.jsonl"), 2, "does not exist"),
+        (("-i", tmp_path, "-o", tmp_path / "out.jsonl"), 2, "is a directory"),
+        (("-i", fifo, "-o", tmp_path / "out.jsonl"), 1, "cannot be a pipe"),
+        (("-i", source), 2, "--output"),
+        (("-i", source, "-o", tmp_path / "out.jsonl", "--max-num-seqs", "0"), 2, "--max-num-seqs"),
+        (("-i", source, "-o", tmp_path / "out.jsonl", "-t", "-1"), 2, "temperature must be"),
+        (("-i", source, "-o", tmp_path / "out.jsonl", "--max-model-len", "9999"), 1, "max_model_len 9999"),
+    ]:
+        found, out, err = shell("generate", tiny_gguf, *arguments)
+        assert (found, out) == (code, ""), err
+        assert clue in err
+        assert len(err.splitlines()) == 1
+        assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
+
+
+def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
+    first, second = (batch_output.BatchOutput(tmp_path / "out.jsonl", {"input": "x"}) for _ in range(2))
+    first.look()
+    second.look()
+    first.begin()
+    with pytest.raises(batch_output.OutputError, match="another process is writing"):
+        second.begin()
+    first.append({"id": "a", "error": None})
+    first.close()
+    with pytest.raises(batch_output.OutputError, match="another process"):
+        second.begin()
+    assert (tmp_path / "out.jsonl").read_text() == '{"id": "a", "error": null}\n'
+
+
+def test_requests_enter_the_engine_as_it_empties(
+    shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, inside = many(tmp_path / "in.jsonl", 40), Counter[int]()
+    step = LLM.step
+
+    def counted(self: LLM) -> Any:
+        inside[len(self.engine.requests)] += 1
+        return step(self)
+
+    monkeypatch.setattr(LLM, "step", counted)
+    command = ["generate", str(tiny_gguf), "-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--max-num-seqs", "2"]
+    assert main(command) == 0
+    window = generate.AHEAD * 2
+    assert max(inside) == window, "never more than can soon run, however long the file"
+    assert inside[window] > 10, "and always enough"

@@ -1,0 +1,282 @@
+"""run: prompts in, answers out, options, and every mistake in one line."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import inputs
+from headrace.cli import run as run_module
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+from tests.cli_shell import SECONDS, Shell
+from tests.hub_server import HubServer, sha256
+from tests.models.data import model_file
+from tests.tiny_files import write_tiny_gguf
+
+EXACT = ("--dtype", "float64")
+
+
+def greedy(llm: LLM, prompt: str | list[int], count: int) -> str:
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=count))
+    return output.outputs[0].text
+
+
+def test_answer_on_stdout_figures_on_stderr(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:
+    expected = greedy(tiny_llm, tiny_llm.render([{"role": "user", "content": "水轮怎么转？"}]), 20)
+    code, out, err = shell("run", tiny_gguf, "水轮怎么转？", "-t", "0", "-m", "20", *EXACT)
+    assert (code, out) == (0, expected + "\n")
+    said, figures = err.splitlines()
+    assert "float64 on cpu" in said
+    assert "KV cache" in said
+    assert "prompt tokens, TTFT" in figures
+    assert "20 tokens at" in figures
+    assert "\x1b" not in err, "plain where there is no terminal"
+    assert shell("run", "-q", tiny_gguf, "水轮怎么转？", "-t", "0", "-m", "20", *EXACT) == (0, out, "")
+
+
+def test_raw_continues_the_text_and_system_goes_first(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:
+    code, out, _ = shell("run", "--raw", tiny_gguf, "The water", "-t", "0", "-m", "9", *EXACT)
+    assert (code, out) == (0, greedy(tiny_llm, "The water", 9) + "\n")
+    roles = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The water"}]
+    code, out, _ = shell("run", "--system", "Be brief.", tiny_gguf, "The water", "-t", "0", "-m", "9", *EXACT)
+    assert (code, out) == (0, greedy(tiny_llm, tiny_llm.render(roles), 9) + "\n")
+
+
+def test_argument_files_and_pipe_are_joined(
+    shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("第一\n")
+    (tmp_path / "two.txt").write_text("two\n\n")
+    asked: list[str] = []
+    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, **_: asked.append(prompt) or 0)
+    files = ("--file", tmp_path / "one.txt", "-f", tmp_path / "two.txt")
+    assert shell("run", "--raw", tiny_gguf, "Read:", *files, stdin="piped\n")[0] == 0
+    assert shell("run", "--raw", tiny_gguf, stdin="  piped \n\n")[0] == 0
+    assert asked == ["Read:\n\n第一\n\ntwo\n\n\npiped", "  piped \n"], "one newline at the end of a text is its file's"
+
+
+def test_a_pipe_that_stays_silent_is_said(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    process = shell.start("run", "none.gguf", before="from headrace.cli import inputs; inputs.WAIT = 0.01", stdin=reader)
+    assert process.stderr is not None
+    assert "reading standard input" in process.stderr.readline()
+    os.close(writer)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "the prompt is empty" in err
+    os.close(reader)
+    assert inputs.WAIT > 1
+
+
+FLAGS: list[tuple[str, dict[str, Any]]] = [
+    ("--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1", {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}),
+    ("-t 2 --typical 0.9", {"temperature": 2.0, "typical_p": 0.9}),
+    ("--typical-p 0.8", {"typical_p": 0.8}),
+    ("--repetition-penalty 1.2 --presence-penalty 0.5", {"repetition_penalty": 1.2, "presence_penalty": 0.5}),
+    ("--frequency-penalty -0.5 --no-repeat-ngram 3", {"frequency_penalty": -0.5, "no_repeat_ngram": 3}),
+    ("--logit-bias 5=-2.5 --logit-bias 6=1", {"logit_bias": {5: -2.5, 6: 1.0}}),
+    ("--min-tokens 2 --max-tokens 9 --ignore-eos", {"min_tokens": 2, "max_tokens": 9, "ignore_eos": True}),
+    ("-m 4 --stop 。 --stop END", {"max_tokens": 4, "stop": ("。", "END")}),
+    ("--stop-token-id 4 --stop-token-id 5 --seed 3 -n 2", {"stop_token_ids": (4, 5), "seed": 3, "n": 2}),
+    ("--preset precise", {"temperature": 0.0}),
+    ("--preset balanced --top-p 0.5", {"temperature": 0.7, "top_p": 0.5}),
+    ("--preset creative --seed 1", {"temperature": 1.1, "min_p": 0.05, "seed": 1}),
+    ("--logprobs 2 --json", {"logprobs": 2}),
+    ("", {}),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), FLAGS)
+def test_sampling_flags(
+    shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: dict[str, Any]
+) -> None:
+    used: list[SamplingParams] = []
+    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, **_: used.append(params) or 0)
+    assert shell("run", "--raw", tiny_gguf, "hi", *flags.split())[0] == 0
+    assert used == [SamplingParams(**{"max_tokens": None, **expected})]
+
+
+def test_a_bad_word_does_not_come(shell: Shell, tiny_gguf: Path) -> None:
+    before = shell("run", tiny_gguf, "hi", "-t", "0", "-m", "12", "-q", *EXACT)[1]
+    word = next(word for word in before.split()[1:] if word.isalpha())
+    after = shell("run", tiny_gguf, "hi", "-t", "0", "-m", "12", "-q", "--bad-word", word, *EXACT)[1]
+    assert f" {word}" in before
+    assert f" {word}" not in after
+
+
+def test_json(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:
+    code, out, _ = shell("run", tiny_gguf, "你好", "--json", "--logprobs", "1", "-n", "2", "-m", "5", "--seed", "1", *EXACT)
+    found = json.loads(out)
+    prompt = tiny_llm.render([{"role": "user", "content": "你好"}])
+    (expected,) = tiny_llm.generate(prompt, tiny_llm.default_params(n=2, max_tokens=5, seed=1))
+    assert code == 0
+    assert [one["text"] for one in found["outputs"]] == [one.text for one in expected.outputs]
+    assert found["usage"] == {
+        "prompt_tokens": len(prompt),
+        "cached_tokens": 0,
+        "completion_tokens": 10,
+        "total_tokens": len(prompt) + 10,
+    }
+    assert (found["finish_reason"], found["error"]) == ("length", None)
+    assert found["speed"]["ttft_s"] > 0
+    entries = found["outputs"][1]["logprobs"]
+    assert [entry["token"] for entry in entries] == expected.outputs[1].token_ids
+    assert "".join(entry["text"] for entry in entries) == expected.outputs[1].text
+    assert all(entry["logprob"] <= entry["top"][0]["logprob"] <= 0 for entry in entries)
+
+
+def test_several_answers_and_a_stop_string(shell: Shell, tiny_gguf: Path) -> None:
+    code, out, _ = shell("run", tiny_gguf, "hi", "-n", "2", "-m", "5", "--seed", "1", "-q", *EXACT)
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("[")] == ["[1/2]", "[2/2]"]
+    whole = shell("run", tiny_gguf, "hi", "-t", "0", "-m", "30", "-q", *EXACT)[1]
+    stop = whole[10:13]
+    cut = shell("run", tiny_gguf, "hi", "-t", "0", "-m", "30", "-q", "--stop", stop, *EXACT)[1]
+    assert cut == whole[: whole.index(stop)] + "\n"
+
+
+CATALOG = """
+[[model]]
+name = "tiny"
+licence = "MIT"
+file = "tiny.gguf"
+sha256 = "{sha}"
+size = {size}
+sampling = {{ temperature = 0.0, max_tokens = 6 }}
+chat = {{ system = "Be brief." }}
+[[model.source]]
+hub = "maker/tiny"
+"""
+
+
+def test_a_missing_model_is_pulled_and_the_catalog_sets_the_sampling(
+    shell: Shell, tiny_gguf: Path, tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = tiny_gguf.read_bytes()
+    folder = shell.folder / "config" / "headrace"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text(CATALOG.format(sha=sha256(body), size=len(body)))
+    roles = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    expected = greedy(tiny_llm, tiny_llm.render(roles), 6)
+    with HubServer({"maker/tiny": {"tiny.gguf": body}}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        code, out, err = shell("run", "tiny", "hi", *EXACT)
+        assert (code, out) == (0, expected + "\n")
+        assert "licence MIT" in err.splitlines()[0]
+        assert "tiny.gguf: 100 %" in err
+        asked = len(server.log)
+        code, out, err = shell("run", "tiny", "hi", "--temperature", "1.5", "--seed", "2", *EXACT)
+        assert (code, len(server.log)) == (0, asked), "what is here is not asked for again"
+        assert out != expected + "\n"
+
+
+MISTAKES: list[tuple[str, int, str]] = [
+    ("", 1, "the prompt is empty"),
+    ("hi --temperature nan", 2, "temperature must be between 0 and 100, not nan"),
+    ("hi --temperature -1", 2, "temperature must be"),
+    ("hi --temperature warm", 2, "temperature"),
+    ("hi --top-p 0", 2, "top_p must be above 0"),
+    ("hi --top-k -1", 2, "top_k must be 0 (off) or more"),
+    ("hi --min-p inf", 2, "min_p must be between 0 and 1, not inf"),
+    ("hi --repetition-penalty 1e309", 2, "repetition_penalty must be"),
+    ("hi --max-tokens 0", 2, "max_tokens must be 1 or more"),
+    ("hi --seed -1", 2, "seed must be"),
+    ("hi --min-tokens 9 --max-tokens 5", 2, "min_tokens (9) must not exceed max_tokens (5)"),
+    ("hi --logit-bias five", 2, "--logit-bias takes ID=BIAS"),
+    ("hi --logit-bias 5=900", 2, "must be between -100 and 100"),
+    ("hi --logit-bias 99999=1", 1, "logit_bias names token 99999"),
+    ("hi --stop-token-id 99999", 1, "stop_token_ids names token 99999"),
+    ("hi --stop-token-id -4", 2, "token ids in stop_token_ids must be"),
+    ("hi --preset wild", 2, "--preset"),
+    ("hi --raw --system x", 2, "--raw has no roles"),
+    ("hi --logprobs 1", 2, "--logprobs goes with --json"),
+    ("hi --json --logprobs 1000", 1, "logprobs must be between"),
+    ("hi --file /none.txt", 2, "'/none.txt' does not exist"),
+    ("hi --file /tmp", 2, "is a directory"),
+    ("hi --threads 0", 2, "--threads must be 1 or more"),
+    ("hi --max-model-len -5", 2, "--max-model-len must be 1 or more"),
+    ("hi --max-model-len 100000", 1, "max_model_len 100000 is beyond the 512 positions"),
+    ("hi --kv-cache-memory lots", 1, "'lots' is not a size"),
+    ("hi --kv-cache-memory 900TiB", 1, "is not a size"),
+    ("hi --dtype int3", 1, "unknown dtype 'int3'"),
+    ("hi --kv-dtype int3", 1, "unknown kv_dtype 'int3'"),
+    ("hi --device abacus", 1, "unknown device 'abacus'"),
+    ("hi --backend abacus", 1, "unknown backend 'abacus'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "clue"), MISTAKES)
+def test_mistakes_are_one_line(shell: Shell, tiny_gguf: Path, arguments: str, code: int, clue: str) -> None:
+    found, out, err = shell("run", "-q", tiny_gguf, *arguments.split())
+    assert (found, out) == (code, "")
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("headrace: ")
+    assert clue in err
+    assert "a bug in Headrace" not in err
+
+
+def test_prompts_that_cannot_be_answered(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    code, out, err = shell("run", "-q", tiny_gguf, stdin="水" * 600)
+    assert (code, out) == (1, "")
+    assert "the context holds 512, the answer included; shorten the prompt" in err
+    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
+    code, out, err = shell("run", "-q", tiny_gguf, "--file", tmp_path / "bad.txt")
+    assert (code, out, err) == (1, "", f"headrace: {tmp_path / 'bad.txt'} is not UTF-8 text (byte 3)\n")
+    assert "not Unicode" in shell("run", "-q", tiny_gguf, "a\udcff")[2]
+    assert "there is no file or folder" in shell("run", "none.gguf", "hi")[2]
+    plain = write_tiny_gguf(tmp_path / "plain.gguf", template=None)
+    code, out, err = shell("run", "-q", plain, "hi")
+    assert (code, out) == (1, "")
+    assert "has no chat template; use --raw" in err
+    assert shell("run", "-q", "--raw", plain, "hi", "-m", "3")[0] == 0
+
+
+@pytest.mark.parametrize("flag", ["--top-k", "--no-repeat-ngram", "--max-tokens", "--min-tokens", "--seed"])
+def test_absurd_numbers_are_refused(shell: Shell, tiny_gguf: Path, flag: str) -> None:
+    code, out, err = shell("run", "-q", "--raw", tiny_gguf, "hi", flag, "9" * 25)
+    assert (code, out) == (2, "")
+    assert flag[2:].replace("-", "_") in err
+
+
+def test_ctrl_c_keeps_what_was_said(shell: Shell, tmp_path: Path) -> None:
+    model = write_tiny_gguf(tmp_path / "long.gguf", context=100_000)
+    process = shell.start("run", "-q", model, "hi")
+    assert process.stdout is not None
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert len(first) == 20
+    assert (first + out).endswith("\n")
+    assert err == "headrace: interrupted\n"
+
+
+def test_output_that_cannot_be_written(shell: Shell, tiny_gguf: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = shell.start("run", "-q", tiny_gguf, "hi", "-m", "3", stdout=full)
+        assert process.communicate(timeout=SECONDS)[1] == "headrace: the output: No space left on device\n"
+    assert process.returncode == 1
+    process = shell.start("run", "-q", tiny_gguf, "hi", "-m", "50", stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate(timeout=SECONDS)[1] == "", "a reader that goes away is no error to talk about"
+    assert process.returncode == 1
+
+
+@pytest.mark.weights
+def test_a_real_model(shell: Shell) -> None:
+    path = model_file("SmolLM2-135M-Instruct.Q4_1.gguf")
+    code, out, _ = shell("run", path, "What is the capital of France? Answer with one word.", "-t", "0", "-m", "6", "-q")
+    assert code == 0
+    assert "Paris" in out
+    code, out, err = shell("run", path, "Answer:", "-t", "0", "-m", "2", stdin="中国的首都是哪里？")
+    assert code == 0
+    assert out.strip()
+    assert "2 tokens" in err

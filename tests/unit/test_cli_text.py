@@ -1,0 +1,92 @@
+"""What the command line does to text: what is typed, what is written, line by line."""
+
+import io
+import sys
+
+import pytest
+from rich.cells import cell_len
+
+from headrace.cli.lines import Lines, Typed
+from headrace.cli.terminal import AnswerWriter, Wrap
+
+TEXTS = [
+    "The headrace brings water to the wheel, and the wheel turns the stones.",
+    "水渠里的水推动水轮，水轮推动磨盘。今天天气很好！",
+    "mixed 中文 and English，with「quotes」 and emoji 🦙🚀 here",
+    "a\n\nb  c\td " + "x" * 50 + " end",
+    "👩\u200d👩\u200d👧\u200d👦 e\u0301e\u0301 flags",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("width", [7, 20, 33])
+@pytest.mark.parametrize("piece", [1, 3, 1000])
+def test_wrapped_lines_fit_and_lose_nothing(text: str, width: int, piece: int) -> None:
+    wrap = Wrap(width)
+    out = "".join(wrap.write(text[at : at + piece]) for at in range(0, len(text), piece)) + wrap.close()
+    assert "".join(out.split()) == "".join(text.split())
+    for line in out.split("\n"):
+        words = line.split()
+        assert cell_len(line.replace("\t", " ")) <= width or len(words) == 1, line
+    whole = Wrap(width)
+    assert whole.write(text) + whole.close() == out, "the pieces do not matter"
+
+
+def test_where_lines_break() -> None:
+    def wrapped(text: str, width: int) -> list[str]:
+        wrap = Wrap(width)
+        return (wrap.write(text) + wrap.close()).split("\n")
+
+    assert wrapped("one two three", 7) == ["one two", "three"]
+    assert wrapped("水渠里的水", 4) == ["水渠", "里的", "水"]
+    assert wrapped("水渠里。的", 6) == ["水渠", "里。的"], "closing punctuation does not begin a line"
+    assert wrapped("abc水de", 5) == ["abc水", "de"]
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    screen, file = Screen(), io.StringIO()
+    for out in (screen, file):
+        writer = AnswerWriter(out)
+        writer.write("a\x1b[2Jb\r\x07\x9b")
+        writer.write("\u3000中")
+        writer.close()
+    assert screen.getvalue() == "a\\x1b[2Jb\\x0d\\x07\\x9b\u3000中\n"
+    assert file.getvalue() == "a\x1b[2Jb\r\x07\x9b\u3000中\n", "a file gets what the model wrote"
+
+
+def test_an_answer_ends_in_one_newline() -> None:
+    for text in ("a", "a\n"):
+        file = io.StringIO()
+        writer = AnswerWriter(file, wrapped=True)
+        writer.write(text)
+        writer.close()
+        writer.close()
+        assert file.getvalue() == "a\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("hi\n", [Typed("hi", False)]),
+        ("", []),
+        ("no newline", [Typed("no newline", False)]),
+        ("a\\\nb\\\n\nc\n", [Typed("a\nb\n", False), Typed("c", False)]),
+        ("a\\", [Typed("a", False)]),
+        ('"""one line"""\n', [Typed("one line", False)]),
+        ('"""\nfirst\n\n/last"""\nx\n', [Typed("first\n\n/last", False), Typed("x", False)]),
+        ('"""/not a command"""\n', [Typed("/not a command", False)]),
+        ('"""never closed\nx\n', [Typed("never closed\nx", False)]),
+        ("/set x 1\n /x\n", [Typed("/set x 1", True), Typed(" /x", False)]),
+    ],
+)
+def test_messages_of_one_line_and_of_several(typed: str, expected: list[Typed], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    lines, found = Lines([]), []
+    while (message := lines.read()) is not None:
+        found.append(message)
+    assert found == expected
