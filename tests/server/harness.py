@@ -24,10 +24,10 @@ ENGINE: dict[str, Any] = {"dtype": "float64", "threads": 1, "device": "cpu", "ba
 class Running:
     """A server on a free port, started by `with`. Without `begin` there is no engine: for what is refused before it."""
 
-    def __init__(self, model: Path | str, *, begin: bool = True, wait: bool = True, key: str | None = None, **more: Any) -> None:
+    def __init__(self, model: Path | str, *, begin: bool = True, wait: bool = True, **more: Any) -> None:
         names = ServerSettings.__dataclass_fields__
         settings = {name: more.pop(name) for name in list(more) if name in names}
-        self.settings = ServerSettings(**{"model_name": "tiny", "port": 0, "key": key, **settings})
+        self.settings = ServerSettings(**{"model_name": "tiny", "port": 0, **settings})
         self.llm = AsyncLLM(model, **{**ENGINE, **more})
         if not begin:
             self.llm.begin = lambda: None  # type: ignore[method-assign]
@@ -82,14 +82,16 @@ class Running:
     def figure(self, name: str) -> float:
         """The sum of a metric over its labels."""
         lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"headrace:{name}{{", f"headrace:{name} ")))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"headrace:{name}{{"))
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self.http.post(path, json=body)
 
     def complete(self, **more: Any) -> Any:
         """One greedy completion, by the openai client."""
-        return self.openai.completions.create(**{"model": "tiny", "prompt": "The mill", "temperature": 0, "max_tokens": 8, **more})
+        return self.openai.completions.create(
+            **{"model": "tiny", "prompt": "The mill", "temperature": 0, "max_tokens": 8, **more}
+        )
 
     def paused(self) -> "Paused":
         """While entered, the engine process does nothing."""

@@ -8,7 +8,12 @@ from tests.server.harness import Running
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "The mill", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-IMAGE = [{"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]
+IMAGE = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}],
+    }
+]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NESTED: Any = []
 for _ in range(200):

@@ -4,10 +4,12 @@ import ast
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from headrace.server.guard import Guard
@@ -127,6 +129,17 @@ def test_no_other_site_is_allowed_in(locked: Running) -> None:
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+def test_tls() -> None:
+    here = Path(__file__).parent
+    cert, key = str(here / "tls_cert.pem"), str(here / "tls_key.pem")
+    with Running("no-model", begin=False, tls_cert=cert, tls_key=key) as running:
+        context = ssl.create_default_context(cafile=cert)
+        answer = httpx.get(f"https://localhost:{running.port}/v1/models", verify=context, trust_env=False)
+        assert answer.json()["data"][0]["id"] == "tiny"
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"https://localhost:{running.port}/v1/models", trust_env=False)
+
+
 def exchange(server: Running, data: bytes) -> bytes:
     """All the server sends after these bytes, until it closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
@@ -137,7 +150,9 @@ def exchange(server: Running, data: bytes) -> bytes:
         return parts
 
 
-async def call(method: str = "GET", headers: dict[str, str] | None = None, settings: ServerSettings | None = None) -> tuple[int, str]:
+async def call(
+    method: str = "GET", headers: dict[str, str] | None = None, settings: ServerSettings | None = None
+) -> tuple[int, str]:
     """Status and body of one request through the guard alone; behind it everything is 200."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -40,9 +40,7 @@ def serve(
         float, typer.Option(min=0, help="Seconds to finish what runs after SIGTERM.", rich_help_panel=SERVER)
     ] = 30.0,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in a batch.", rich_help_panel=QUEUE)] = 32,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a step.", rich_help_panel=QUEUE)
-    ] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a step.", rich_help_panel=QUEUE)] = None,
     max_queued_requests: Annotated[int, typer.Option(min=1, help="More get a 429.", rich_help_panel=QUEUE)] = 256,
     max_queued_tokens: Annotated[
         int, typer.Option(min=1, help="Prompt tokens that may wait; more get a 429.", rich_help_panel=QUEUE)
@@ -75,9 +73,7 @@ def serve(
         tls_cert=str(tls_cert) if tls_cert else None,
         tls_key=str(tls_key) if tls_key else None,
         grace=grace,
-        limits=Limits(
-            body=limit_body, n=limit_n, max_tokens=limit_max_tokens, logprobs=limit_logprobs, stop=limit_stop
-        ),
+        limits=Limits(body=limit_body, n=limit_n, max_tokens=limit_max_tokens, logprobs=limit_logprobs, stop=limit_stop),
     )
     fetch(model)
     more = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}

@@ -33,7 +33,7 @@ class Completion(msgspec.Struct, omit_defaults=False):
     model: str
     choices: list[CompletionChoice]
     object: str = "text_completion"
-    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatMessage(msgspec.Struct):
@@ -82,7 +82,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
-    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Model(msgspec.Struct):

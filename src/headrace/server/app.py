@@ -14,18 +14,27 @@ from starlette.responses import Response
 from headrace.params import ParamError
 from headrace.server import chat, completions, tokens
 from headrace.server.answers import Model
-from headrace.server.async_llm import EngineDown, QueueFull, RequestFailed, RequestRefused, State
+from headrace.server.async_llm import EngineDownError, QueueFullError, RequestFailedError, RequestRefusedError, State
 from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
 from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headrace.server.guard import Guard
 from headrace.server.service import Service
-from headrace.server.stream import ClientGone
+from headrace.server.stream import ClientGoneError
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
 log = logging.getLogger("headrace.server")
 
-OURS = (ApiError, QueueFull, EngineDown, RequestFailed, RequestRefused, ParamError, TemplateError, TokenizerError)
+OURS = (
+    ApiError,
+    QueueFullError,
+    EngineDownError,
+    RequestFailedError,
+    RequestRefusedError,
+    ParamError,
+    TemplateError,
+    TokenizerError,
+)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -127,7 +136,7 @@ def _add_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientGoneError, gone)
     app.add_exception_handler(Exception, mistake)
 
 

@@ -12,13 +12,13 @@ from typing import Any, Protocol, Self
 
 from headrace.loading import Opened, open_model
 from headrace.params import SamplingParams
-from headrace.server.engine_client import EngineGone, EngineProcess
+from headrace.server.engine_client import EngineGoneError, EngineProcess
 from headrace.server.messages import Abort, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
-from headrace.server.queueing import QueueFull, Waiting
-from headrace.server.tickets import EngineDown, RequestFailed, RequestRefused, Ticket, deltas
+from headrace.server.queueing import QueueFullError, Waiting
+from headrace.server.tickets import EngineDownError, RequestFailedError, RequestRefusedError, Ticket, deltas
 from headrace.types import Delta
 
-__all__ = ["AsyncLLM", "EngineDown", "LoadError", "QueueFull", "RequestFailed", "RequestRefused", "State"]
+__all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "RequestFailedError", "RequestRefusedError", "State"]
 
 log = logging.getLogger("headrace.server")
 
@@ -118,9 +118,9 @@ class AsyncLLM:
 
     @property
     def opened(self) -> Opened:
-        """The model's tokenizer, chat template and settings. Raises EngineDown while it is being loaded."""
+        """The model's tokenizer, chat template and settings. Raises EngineDownError while it is being loaded."""
         if self._opened is None:
-            raise EngineDown(self.detail)
+            raise EngineDownError(self.detail)
         return self._opened
 
     @property
@@ -133,8 +133,8 @@ class AsyncLLM:
     ) -> AsyncIterator[Delta]:
         """Deltas of one prompt as they come; leaving the loop, or cancelling the task, aborts the request.
 
-        Raises RequestRefused for what could never run, RequestFailed when this request fails, QueueFull when too much
-        waits, EngineDown while there is no engine or when it ends under the request.
+        Raises RequestRefusedError for what could never run, RequestFailedError when this request fails, QueueFullError when
+        too much waits, EngineDownError while there is no engine or when it ends under the request.
         """
         ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         (ticket,) = self.submit([ids], params or SamplingParams(), salt=salt)
@@ -152,13 +152,16 @@ class AsyncLLM:
         return await asyncio.to_thread(tokenizer.encode, text, **options)
 
     def submit(self, prompts: list[list[int]], params: SamplingParams, *, salt: bytes = b"") -> list[Ticket]:
-        """Queue prompts, all or none. Raises QueueFull, EngineDown, RequestRefused. Whoever submits must `abort` in the end."""
+        """Queue prompts, all or none; whoever submits must `abort` in the end.
+
+        Raises QueueFullError, EngineDownError, RequestRefusedError.
+        """
         if self.state is not State.READY or self._process is None or self.loaded is None:
-            raise EngineDown(self.detail)
+            raise EngineDownError(self.detail)
         context = self.loaded.max_model_len
         for ids in prompts:
             if len(ids) >= context:
-                raise RequestRefused(
+                raise RequestRefusedError(
                     f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included; shorten the prompt"
                 )
         self.waiting.enter([len(ids) for ids in prompts])
@@ -222,17 +225,19 @@ class AsyncLLM:
                     return
                 log.error("%s", error)
                 self._become(State.DEAD, "the model cannot be loaded again; the server's log says why")
-            except EngineGone as error:
+            except EngineGoneError as error:
                 self._become(State.DEAD, f"{error}; it is being started again")
             except TimeoutError:
-                self._become(State.STUCK, f"the engine gave no sign of life for {self.stuck_after:g} s; it is being started again")
+                self._become(
+                    State.STUCK, f"the engine gave no sign of life for {self.stuck_after:g} s; it is being started again"
+                )
             await self._bury()
             await asyncio.sleep(self.backoff[min(failures, len(self.backoff) - 1)])
             failures += 1
             self.restarts += 1
 
     async def _start(self) -> None:
-        """Open the model on this side, for its texts, and in the engine process. Raises LoadError, EngineGone."""
+        """Open the model on this side, for its texts, and in the engine process. Raises LoadError, EngineGoneError."""
         load = Load(self.model, dict(self.settings), log.getEffectiveLevel(), min(1.0, self.stuck_after / 8))
         if self._opened is None:
             try:
@@ -244,14 +249,14 @@ class AsyncLLM:
         if isinstance(message, NotLoaded):
             raise LoadError(message.reason)
         if not isinstance(message, Loaded):
-            raise EngineGone("the engine process began with the wrong message")
+            raise EngineGoneError("the engine process began with the wrong message")
         self.loaded = message
         if self.observer is not None:
             self.observer.begin(message)
         self._become(State.DRAINING if self._draining else State.READY, self.detail if self._draining else "")
 
     async def _listen(self) -> None:
-        """Hand out what the engine sends. Raises EngineGone, and TimeoutError when it has gone silent."""
+        """Hand out what the engine sends. Raises EngineGoneError, and TimeoutError when it has gone silent."""
         assert self._process is not None
         while True:
             async with asyncio.timeout(self.stuck_after):
@@ -262,7 +267,7 @@ class AsyncLLM:
         if isinstance(message, Refused):
             ticket = self.tickets.pop(message.request_id, None)
             if ticket is not None:
-                ticket.fail(RequestRefused(message.reason))
+                ticket.fail(RequestRefusedError(message.reason))
         elif isinstance(message, Deltas):
             self.stats = message.stats
             for scores in message.scores:
@@ -289,7 +294,7 @@ class AsyncLLM:
 
     def _fail_all(self, reason: str) -> None:
         for ticket in self.tickets.values():
-            ticket.fail(EngineDown(reason))
+            ticket.fail(EngineDownError(reason))
         self.tickets = {}
 
     def _become(self, state: State, detail: str) -> None:

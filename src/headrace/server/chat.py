@@ -55,7 +55,7 @@ class Job:
 
 
 async def chat(service: Service, request: ChatRequest, http: Request, salt: bytes) -> Response | Chat:
-    """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGone."""
+    """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
     service.check_model(request.model)
     _check(request)
     params = _params(service, request)
@@ -87,7 +87,9 @@ def _check_parts(number: int, content: Any) -> None:
     for part in content if isinstance(content, list) else []:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise bad(f"message {number} has a part of type {kind[:40]!r}; this model reads text alone, send text parts", "messages")
+            raise bad(
+                f"message {number} has a part of type {kind[:40]!r}; this model reads text alone, send text parts", "messages"
+            )
 
 
 def _check(request: ChatRequest) -> None:
@@ -151,7 +153,7 @@ async def _whole(job: Job) -> Chat:
 async def _stream(job: Job, http: Request) -> EventStream:
     events = _events(job)
     try:
-        first = await unless_gone(http, anext(events))  # type: ignore[arg-type]
+        first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
     except BaseException:
         job.service.llm.abort(job.tickets)
         raise

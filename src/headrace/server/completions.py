@@ -51,9 +51,7 @@ class Job:
         logprobs = self._logprobs(index, place, tokens, entries)
         return CompletionChoice(index, text, logprobs, finish, delta.stop_reason)
 
-    def _logprobs(
-        self, index: int, place: int, tokens: list[int], entries: list[TokenLogprob | None]
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, place: int, tokens: list[int], entries: list[TokenLogprob | None]) -> dict[str, Any] | None:
         top, tokenizer = self.request.logprobs, self.service.llm.opened.tokenizer
         if top is None:
             return None
@@ -67,7 +65,7 @@ class Job:
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request, salt: bytes) -> Response | Completion:
-    """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGone."""
+    """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
     service.check_model(request.model)
     params = _params(service, request)
     _check(service, request)
@@ -113,7 +111,7 @@ async def _prompts(service: Service, request: CompletionRequest) -> tuple[list[l
     """Token ids of every prompt, and the texts to echo."""
     given = request.prompt if isinstance(request.prompt, list) else [request.prompt]
     if given and isinstance(given[0], int):
-        given = [given]  # type: ignore[list-item]
+        given = [given]
     if not given:
         raise bad("prompt is empty; give a text, token ids, or a list of those", "prompt")
     prompts: list[list[int]] = []
@@ -145,7 +143,7 @@ async def _whole(job: Job) -> Completion:
 async def _stream(job: Job, http: Request) -> EventStream:
     events = _events(job)
     try:
-        first = await unless_gone(http, anext(events))  # type: ignore[arg-type]
+        first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
     except BaseException:
         job.service.llm.abort(job.tickets)
         raise

@@ -25,7 +25,7 @@ SECRETS = ("HEADRACE_API_KEY",)  # what the engine process has no use for
 PATIENCE = 10.0  # seconds for an orderly end
 
 
-class EngineGone(Exception):
+class EngineGoneError(Exception):
     """The engine process has ended, or talks nonsense; the text says how."""
 
 
@@ -47,7 +47,7 @@ class EngineProcess:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         except OSError as error:
             ours.close()
-            raise EngineGone(f"the engine process cannot be started ({error.strerror or error})") from None
+            raise EngineGoneError(f"the engine process cannot be started ({error.strerror or error})") from None
         finally:
             theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -64,14 +64,14 @@ class EngineProcess:
         self._writer.write(frame(message))
 
     async def receive(self) -> FromEngine:
-        """The next message. Raises EngineGone."""
+        """The next message. Raises EngineGoneError."""
         try:
             prefix = await self._reader.readexactly(PREFIX.size)
             return read_from_engine(await self._reader.readexactly(frame_length(prefix)))
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise EngineGone(f"the engine process ended ({await self._how_it_ended()})") from None
+            raise EngineGoneError(f"the engine process ended ({await self._how_it_ended()})") from None
         except FrameError as error:
-            raise EngineGone(f"the engine process sent what is no message ({error})") from None
+            raise EngineGoneError(f"the engine process sent what is no message ({error})") from None
 
     async def stop(self) -> None:
         """An orderly end: the socket closes, and the process follows; it is killed when it does not."""

@@ -3,8 +3,8 @@
 import msgspec
 
 from headrace.params import ParamError
-from headrace.server.queueing import QueueFull
-from headrace.server.tickets import EngineDown, RequestFailed, RequestRefused
+from headrace.server.queueing import QueueFullError
+from headrace.server.tickets import EngineDownError, RequestFailedError, RequestRefusedError
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
@@ -45,13 +45,13 @@ def as_api_error(error: Exception) -> ApiError | None:
     match error:
         case ApiError():
             return error
-        case QueueFull():
+        case QueueFullError():
             message = f"the server is busy: {error}; try again in {error.retry_after} s"
             return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
-        case EngineDown():
+        case EngineDownError():
             return ApiError(503, str(error), code="engine_unavailable", retry_after=RETRY_DOWN)
-        case RequestFailed():
+        case RequestFailedError():
             return ApiError(500, str(error), code="request_failed")
-        case ParamError() | RequestRefused() | TemplateError() | TokenizerError():
+        case ParamError() | RequestRefusedError() | TemplateError() | TokenizerError():
             return bad(str(error))
     return None

@@ -71,7 +71,9 @@ class Guard:
             return
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         if not hmac.compare_digest(given.strip(), self._key) or kind.lower() != b"bearer":
-            raise ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+            raise ApiError(
+                401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The whole body, and a `receive` that gives it once and then waits for the client to go."""

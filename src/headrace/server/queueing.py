@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 
-class QueueFull(Exception):
+class QueueFullError(Exception):
     """There is no room; try again in `retry_after` seconds."""
 
     def __init__(self, reason: str, retry_after: int) -> None:
@@ -25,12 +25,12 @@ class Waiting:
     tokens: int = 0
 
     def enter(self, prompts: list[int]) -> None:
-        """Let prompts of these lengths in, all or none. Raises QueueFull."""
+        """Let prompts of these lengths in, all or none. Raises QueueFullError."""
         requests, tokens = self.requests + len(prompts), self.tokens + sum(prompts)
         if self.requests and tokens > self.max_tokens:
-            raise QueueFull(f"{self.tokens} prompt tokens are waiting and {self.max_tokens} may", self._patience())
+            raise QueueFullError(f"{self.tokens} prompt tokens are waiting and {self.max_tokens} may", self._patience())
         if requests > self.max_requests:
-            raise QueueFull(f"{self.requests} requests are waiting and {self.max_requests} may", self._patience())
+            raise QueueFullError(f"{self.requests} requests are waiting and {self.max_requests} may", self._patience())
         self.requests, self.tokens = requests, tokens
 
     def leave(self, prompt: int) -> None:

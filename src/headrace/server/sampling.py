@@ -10,7 +10,8 @@ from headrace.server.settings import Limits
 # Fields that mean the same in both.
 SAME = (
     "n temperature top_p frequency_penalty presence_penalty min_p typical_p repetition_penalty no_repeat_ngram min_tokens "
-    "stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens logprobs_mode priority"
+    "stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens "
+    "logprobs_mode priority"
 ).split()
 
 
@@ -53,7 +54,7 @@ def _stop(stop: str | list[str], limits: Limits) -> tuple[str, ...]:
 
 def _token(name: str) -> int:
     if not (name.isascii() and name.isdigit() and len(name) < 10):
-        raise bad(f"the keys of logit_bias are token ids, as in {{\"42\": -5}}, not {name[:40]!r}", "logit_bias")
+        raise bad(f'the keys of logit_bias are token ids, as in {{"42": -5}}, not {name[:40]!r}', "logit_bias")
     return int(name)
 
 

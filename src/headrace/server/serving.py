@@ -83,7 +83,9 @@ def listen(settings: ServerSettings) -> socket.socket:
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except OSError as error:
-        raise ValueError(f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); use another --port") from None
+        raise ValueError(
+            f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); use another --port"
+        ) from None
 
 
 def make_service(llm: AsyncLLM, settings: ServerSettings) -> Service:

@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
@@ -30,7 +30,7 @@ def event(data: Any) -> bytes:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Raises ClientGone, and cancels it, when the client disconnects first."""
+    """What `work` returns. Raises ClientGoneError, and cancels it, when the client disconnects first."""
     return await _race(work, request.receive)
 
 
@@ -41,7 +41,7 @@ async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientGoneError
     finally:
         for one in (task, gone):
             one.cancel()
@@ -70,7 +70,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGone):
+            with contextlib.suppress(ClientGoneError):
                 await _race(self._send(send), receive)
         finally:
             self._on_end()

@@ -13,15 +13,15 @@ from headrace.types import Delta, RequestMetrics, TokenLogprob
 log = logging.getLogger("headrace.server")
 
 
-class RequestRefused(ValueError):
+class RequestRefusedError(ValueError):
     """A request that could never run; the message says what to change."""
 
 
-class RequestFailed(RuntimeError):
+class RequestFailedError(RuntimeError):
     """This request failed in the engine; others go on."""
 
 
-class EngineDown(RuntimeError):
+class EngineDownError(RuntimeError):
     """There is no engine to run the request, or it ended under it; the same request may succeed later."""
 
 
@@ -50,7 +50,7 @@ class Ticket:
         return self._done and not self._deltas and self._error is None
 
     def take(self) -> list[Delta]:
-        """What has come since. Raises RequestRefused, RequestFailed or EngineDown once all before it was taken."""
+        """What has come since. Raises what ended it, once all before that was taken."""
         deltas = list(self._deltas)
         self._deltas.clear()
         if not deltas and self._error is not None:
@@ -62,7 +62,7 @@ class Ticket:
         self._begin()
         if delta.error is not None:
             log.error("request %s failed: %s", self.request_id, delta.error)
-            self._error = RequestFailed("the request failed in the engine; the server's log says how")
+            self._error = RequestFailedError("the request failed in the engine; the server's log says how")
         else:
             self.generated += len(delta.token_ids)
             self._deltas.append(delta)

@@ -1,0 +1,120 @@
+"""`headrace serve` as a person runs it: what it says, SIGTERM, exit codes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headrace.cli.app import main
+from tests.server.harness import PATIENCE, Paused, until
+
+ROOT = Path(__file__).parents[2]
+KEY = "a-long-enough-key"
+BODY = {"model": "mill", "prompt": "The mill", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def process(tiny: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    key = tmp_path / "key"
+    key.write_text(f"{KEY}\n")
+    command = [
+        sys.executable, "-m", "headrace.cli.app", "serve", str(tiny), "--port", "0", "--served-model-name", "mill",
+        "--api-key-file", str(key), "--dtype", "float32", "--threads", "1", "--grace", "100",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    yield running
+    running.kill()
+    running.wait()
+
+
+def line(process: "subprocess.Popen[str]", pattern: str) -> "re.Match[str]":
+    """The next line of stderr that matches."""
+    assert process.stderr is not None
+    for text in process.stderr:
+        if found := re.search(pattern, text):
+            return found
+    raise AssertionError(f"{pattern} was not said; exit code {process.wait()}")
+
+
+def engine_of(process: "subprocess.Popen[str]") -> int:
+    """The engine process's id."""
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+    raise AssertionError("there is no engine process")
+
+
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.Popen[str]") -> None:
+    address = line(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
+    client = httpx.Client(base_url=address, timeout=PATIENCE, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
+    line(process, r"^ready: ")
+    whole = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+    engine = engine_of(process)
+    with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        first = next(lines)
+        with Paused(engine):
+            for pid in (process.pid, engine):  # as a service manager does it
+                os.kill(pid, signal.SIGTERM)
+            until(lambda: client.get("/health").json()["status"] == "draining")
+            refused = client.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is shutting down")
+            assert int(refused.headers["retry-after"]) > 0
+        pieces = [first, *lines]
+    texts = re.findall(r'"text":"([^"]*)"', "".join(pieces))
+    assert "".join(texts) == whole
+    assert "error" not in "".join(pieces)
+    assert process.wait(PATIENCE) == 0
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_a_killed_server_leaves_no_engine_behind(process: "subprocess.Popen[str]") -> None:
+    line(process, r"^ready: ")
+    engine = engine_of(process)
+    process.kill()
+    until(lambda: ended(engine))
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--host", "0.0.0.0"], "a key is needed"),
+        (["--tls-cert", "KEY"], "both --tls-cert and --tls-key"),
+        (["--api-key-file", "EMPTY"], "is empty"),
+        (["--port", "70000"], "'--port'"),
+        (["--tls-cert", "KEY", "--tls-key", "KEY"], "headrace: "),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    files = {"KEY": "not a certificate", "EMPTY": ""}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    given = [str(tmp_path / one) if one in files else one for one in arguments]
+    assert main(["serve", str(tiny), *(["--port", "0"] if "--port" not in given else []), *given]) in (1, 2)
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err

@@ -1,0 +1,129 @@
+"""Load, clients that leave, an engine that dies or hangs: clear errors, nothing leaked, ready again.
+
+SIGSTOP holds the engine process where a test needs a moment to last; no result depends on how fast anything is.
+"""
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server.harness import Running, in_thread, until
+
+LONG = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+
+
+def aborted(server: Running) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if "request_success_total" in line and '"abort"' in line)
+
+
+def idle(server: Running) -> bool:
+    return not server.llm.tickets and server.llm.stats.running == 0 and server.llm.stats.waiting == 0
+
+
+def test_a_client_that_leaves_a_stream_frees_its_blocks_within_a_step_or_two(server: Running) -> None:
+    stream = server.complete(**LONG, stream=True)
+    next(stream)
+    with server.paused():
+        stream.close()
+        until(lambda: not server.llm.tickets)
+        for _ in range(3):  # what the engine said before it was paused is read in the meantime
+            server.health()
+        generated = server.figure("generation_tokens_total")
+    until(lambda: idle(server))
+    assert server.llm.stats.blocks_used == 0
+    assert server.figure("generation_tokens_total") - generated <= 2
+
+
+def test_a_client_that_leaves_a_whole_answer_frees_its_blocks(server: Running) -> None:
+    before = aborted(server)
+    body = json.dumps({"model": "tiny", "prompt": "The mill", "max_tokens": 200})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    with server.paused():
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            until(lambda: bool(server.llm.tickets))
+        until(lambda: not server.llm.tickets)
+    until(lambda: aborted(server) == before + 1)
+    assert idle(server)
+    assert server.llm.stats.blocks_used == 0
+    assert server.llm.waiting.requests == server.llm.waiting.tokens == 0
+
+
+def test_a_full_queue_says_when_to_come_back(server: Running) -> None:
+    expected = server.complete().choices[0].text
+    with server.paused():
+        waiting = [in_thread(server.complete) for _ in range(3)]
+        until(lambda: server.llm.waiting.requests == 3)
+        with pytest.raises(openai.RateLimitError, match="3 requests are waiting and 3 may") as refused:
+            server.complete()
+        with pytest.raises(openai.RateLimitError):
+            server.complete(stream=True)
+    assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
+    assert [one.result().choices[0].text for one in waiting] == [expected] * 3
+    assert server.complete().choices[0].text == expected
+    assert server.llm.waiting.requests == server.llm.waiting.tokens == 0
+
+
+def test_several_prompts_enter_the_queue_all_or_none(server: Running) -> None:
+    with pytest.raises(openai.RateLimitError):
+        server.complete(prompt=["a", "b", "c", "d"])
+    assert server.llm.waiting.requests == 0
+    assert not server.llm.tickets
+
+
+def test_a_killed_engine_fails_what_runs_and_comes_back(tiny: Path) -> None:
+    with Running(tiny) as server:
+        expected = server.complete().choices[0].text
+        stream = server.complete(**LONG, stream=True)
+        next(stream)
+        first = server.llm.pid
+        assert first is not None
+        with server.paused():
+            whole = in_thread(server.complete)
+            until(lambda: len(server.llm.tickets) == 2)
+            os.kill(first, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine process ended \\(signal SIGKILL\\)"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="the engine process ended \\(signal SIGKILL\\)") as failed:
+            whole.result()
+        assert failed.value.status_code == 503
+        assert int(failed.value.response.headers["retry-after"]) > 0
+        until(lambda: server.health()["status"] == "ready")
+        assert server.llm.pid != first
+        assert server.health()["restarts"] == 1
+        assert server.figure("engine_restarts") == 1
+        assert server.complete().choices[0].text == expected
+        assert not server.llm.tickets
+
+
+def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
+    with Running(tiny, stuck_after=3.0) as server:
+        server.llm.backoff = (3600.0,)  # it is not started again while the test looks
+        pid = server.llm.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(openai.InternalServerError, match="no sign of life for 3 s") as failed:
+            server.complete()
+        assert failed.value.status_code == 503
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "stuck"
+        assert "retry-after" in health.headers
+        until(lambda: server.llm.pid is None)
+        until(lambda: not Path(f"/proc/{pid}").exists())
+        with pytest.raises(openai.InternalServerError, match="no sign of life"):
+            server.complete()
+
+
+def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\xff" * 100)
+    with Running(broken, wait=False) as server:
+        until(lambda: server.error is not None)
+        assert "broken.gguf" in str(server.error)

@@ -1,0 +1,164 @@
+"""The wire between the two processes: plain data that survives the trip, nothing that could become code, and the queue."""
+
+import ast
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import headrace.server
+from headrace.params import SamplingParams
+from headrace.server import messages
+from headrace.server.async_llm import AsyncLLM
+from headrace.server.engine_client import EngineGoneError, EngineProcess
+from headrace.server.messages import (
+    PREFIX,
+    Abort,
+    Deltas,
+    Ended,
+    FrameError,
+    Load,
+    Loaded,
+    NotLoaded,
+    Refused,
+    Scores,
+    Stats,
+    Submit,
+    frame,
+    frame_length,
+    read_from_engine,
+    read_to_engine,
+)
+from headrace.server.queueing import QueueFullError, Waiting
+from headrace.server.tickets import RequestFailedError, Ticket, deltas
+from headrace.types import Delta, RequestMetrics, TokenLogprob
+
+SERVER = Path(headrace.server.__file__).parent
+UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "zmq"}
+SCORED = TokenLogprob(5, -0.25, 1, [5, 6], [-0.25, -1.5])
+
+TO_ENGINE: list[Any] = [
+    Load("model", {"dtype": "float32", "threads": None}, 30, 1.0),
+    Submit("a-1", [1, 2, 3], SamplingParams(n=2, stop=("x",), logit_bias={4: -1.5}, bad_words=((1, 2),)), b"salt"),
+    Abort("a-1"),
+]
+FROM_ENGINE: list[Any] = [
+    Loaded(256, 32, 402, 512, 16, "note"),
+    NotLoaded("no such file"),
+    Refused("a-1", "too long"),
+    Deltas(
+        [Delta("a-1", 1, [5], "é", [SCORED], "stop", "x", finished=True)],
+        [Ended("a-1", RequestMetrics(arrival=1.5, cached_tokens=16))],
+        [Scores("a-1", [None, SCORED])],
+        Stats(1, 2, 3, 4),
+    ),
+]
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def test_what_is_sent_to_the_engine_arrives(message: Any) -> None:
+    data = frame(message)
+    assert frame_length(data[: PREFIX.size]) == len(data) - PREFIX.size
+    assert read_to_engine(data[PREFIX.size :]) == message
+    with pytest.raises(FrameError):
+        read_from_engine(data[PREFIX.size :])
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
+def test_what_the_engine_sends_arrives(message: Any) -> None:
+    assert read_from_engine(frame(message)[PREFIX.size :]) == message
+    with pytest.raises(FrameError):
+        read_to_engine(frame(message)[PREFIX.size :])
+
+
+def test_what_is_no_message_is_refused() -> None:
+    good = frame(TO_ENGINE[1])[PREFIX.size :]
+    unknown = msgspec.msgpack.encode({"type": "Run", "code": "print(1)"})
+    bad_value = good.replace(b"\xa1n\x02", b"\xa1n\x00")
+    assert bad_value != good
+    for data in (b"", good[:-1], b"\xff" * 50, b"\x80\x04\x95", unknown, bad_value):
+        with pytest.raises(FrameError):
+            read_to_engine(data)
+    with pytest.raises(FrameError, match="is the most"):
+        frame_length(PREFIX.pack(messages.MAX_FRAME + 1))
+
+
+def test_nothing_in_the_server_can_unpickle_or_listens_by_itself() -> None:
+    sources = {path.name: path.read_text("utf-8") for path in SERVER.rglob("*.py")}
+    assert len(sources) > 10
+    for name, source in sources.items():
+        assert not imported(source) & UNSAFE, name
+        assert "eval(" not in source, name
+        assert "exec(" not in source, name
+    assert [name for name, source in sources.items() if "create_server" in source] == ["serving.py"]
+    assert imported("import pickle\nfrom multiprocessing.connection import Listener") == {"pickle", "multiprocessing"}
+
+
+def imported(source: str) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+def test_an_engine_that_sends_nonsense_is_given_up() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        engine = EngineProcess(reader, writer, None)  # type: ignore[arg-type]
+        theirs.sendall(PREFIX.pack(3) + b"abc")
+        with pytest.raises(EngineGoneError, match="what is no message"):
+            await engine.receive()
+        theirs.sendall(PREFIX.pack(2**32 - 1))
+        with pytest.raises(EngineGoneError, match="is the most"):
+            await engine.receive()
+        writer.close()
+        theirs.close()
+
+    asyncio.run(main())
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
+    waiting = Waiting(max_requests=2, max_tokens=100)
+    waiting.enter([500])  # alone, a long prompt is let in
+    with pytest.raises(QueueFullError, match="500 prompt tokens are waiting and 100 may"):
+        waiting.enter([1])
+    waiting.leave(500)
+    waiting.enter([40, 40])
+    with pytest.raises(QueueFullError, match="2 requests are waiting and 2 may") as full:
+        waiting.enter([1])
+    assert full.value.retry_after >= 1
+    waiting.leave(40)
+    with pytest.raises(QueueFullError, match="40 prompt tokens"):
+        waiting.enter([61])
+    waiting.enter([60])
+    for tokens in (40, 60):
+        waiting.leave(tokens)
+    assert (waiting.requests, waiting.tokens) == (0, 0)
+
+
+def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
+    async def main() -> None:
+        waiting = Waiting(9, 99)
+        waiting.enter([1, 1])
+        news = asyncio.Event()
+        bad, good = (Ticket(name, [1], SamplingParams(), waiting, news) for name in ("bad", "good"))
+        llm = AsyncLLM("none")
+        llm.tickets = {"bad": bad, "good": good}
+        failed = Delta("bad", 0, finish_reason="error", error="the step failed: /secret/path", finished=True)
+        ends = [Ended(name, RequestMetrics()) for name in ("bad", "good")]
+        llm._take(Deltas([failed, Delta("good", 0, [5], "a", finish_reason="length", finished=True)], ends))
+        assert [delta.text async for _, delta in deltas([good])] == ["a"]
+        with pytest.raises(RequestFailedError) as error:
+            [delta async for _, delta in deltas([bad])]
+        assert "secret" not in str(error.value)
+        assert not llm.tickets
+        assert waiting.requests == 0
+
+    asyncio.run(main())
