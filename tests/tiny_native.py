@@ -28,12 +28,13 @@ MAX_LEN = 256
 @lru_cache(maxsize=8)
 def native_model(architecture: str = "llama", **changes: object) -> Model:
     """A tiny model in float64 whose matrices are what bfloat16 holds exactly. One object for the same arguments."""
-    model = tiny_model(tiny_config(architecture, **changes))
+    return as_bfloat16(tiny_model(tiny_config(architecture, **changes)))
+
+
+def as_bfloat16(model: Model) -> Model:
+    """The model with matrices rounded to bfloat16 and vectors to float32, as the core holds them."""
     for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.copy_(parameter.bfloat16())
-        else:
-            parameter.copy_(parameter.float())
+        parameter.copy_(parameter.bfloat16() if parameter.dim() == 2 else parameter.float())
     return model
 
 

@@ -58,6 +58,8 @@ def start(opened: Opened, settings: Settings) -> Backend:
     if settings.kv_dtype not in {"auto", *DTYPES, *KV_DTYPES}:
         known = ", ".join(sorted({"auto", *DTYPES, *KV_DTYPES}))
         raise ValueError(f"unknown kv_dtype {settings.kv_dtype!r}; use one of {known}")
+    if settings.quantize not in (None, "int8", "int4"):
+        raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
     if settings.backend != "torch":
         problem = _why_not(settings)
         if not problem:

@@ -20,6 +20,7 @@ from headrace.loading import Opened, open_model, pick_device
 from headrace.outputs import CompletionOutput, RequestOutput, empty_output
 from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
+from headrace.signals import Uninterrupted
 from headrace.types import Delta, Request
 from headrace.weights.progress import Progress
 
@@ -178,13 +179,14 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
         ended = []
-        for delta in self.engine.step():
-            output, inbox = self._open[delta.request_id]
-            output.add(delta)
-            inbox.append(delta)
-            if output.finished:
-                del self._open[delta.request_id]
-                ended.append(output)
+        with Uninterrupted():
+            for delta in self.engine.step():
+                output, inbox = self._open[delta.request_id]
+                output.add(delta)
+                inbox.append(delta)
+                if output.finished:
+                    del self._open[delta.request_id]
+                    ended.append(output)
         return ended
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:

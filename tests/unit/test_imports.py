@@ -40,10 +40,12 @@ ROOMS = {
     "admission": "decoding params types config",
     "engine": "admission scheduler kv.blocks decoding drafting runner text params types config",
     "memory": "config",
+    "signals": "",
     "outputs": "params types",
     "loading": "memory models weights.loader weights text params config",
     "backend": "native.runner native.weights native loading memory models runner kv.pool types config",
-    "llm": "backend engine loading memory outputs decoding drafting runner kv.pool models weights text native params types config",
+    "llm": "backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text native "
+    "params types config",
     "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks kv.pool weights "
     "text native params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not

@@ -169,14 +169,16 @@ class PackedWeights:
 
     def _rows(self, part: Part) -> tuple[np.ndarray, str, np.ndarray | None]:
         """Stored rows [n, row bytes], their kind, and the order to take them in (None: as they stand)."""
-        if part.transpose or part.shift:
+        kind = self.source.info(part.source).kind
+        # Quantising would hide a NaN, so what is quantised is read, and checked, as numbers.
+        if part.transpose or part.shift or (self.quantize and kind in FLOATS):
             dense = read_part(part, self.source, torch.float32).contiguous()
             return dense.numpy().view(np.uint8), "F32", None
         rows = self.source.raw(part.source)
         if part.rows is not None:
             rows = rows[part.rows[0] : part.rows[1]]
         order = None if part.permutation is None else np.array(part.permutation, np.int32)
-        return rows, self.source.info(part.source).kind, order
+        return rows, kind, order
 
     def _pack(self, part: Part, bias: np.ndarray | None, wide: bool = False) -> Any:
         rows, kind, order = self._rows(part)

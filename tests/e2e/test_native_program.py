@@ -1,0 +1,262 @@
+"""What a program can do beside a whole step: fusions and their absence, parts of a model, taps, skips, companions."""
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Module, ModuleList
+
+from headrace.config import ModelConfig
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.norm import Norm
+from headrace.models import registry
+from headrace.models.base import Model
+from headrace.native.program import FUSIONS
+from headrace.native.runner import NativeRunner
+from headrace.native.uses import ATTENTION, MLP
+from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
+from headrace.runner.record import RecordError
+from headrace.weights import names
+from headrace.weights.source import WeightError
+from tests.models.feeding import feed
+from tests.native_reference import bfloat16_attention, reference_of
+from tests.tiny import tiny_config, tiny_model
+from tests.tiny_native import Feeder, all_fusions, as_bfloat16, native_model, native_runner, packed, source_of
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+TEXTS = np.random.default_rng(3).integers(0, 97, (3, 21)).tolist()
+
+
+@pytest.mark.parametrize("quantize", ["", "int8"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fused_equals_unfused(architecture: str, quantize: str) -> None:
+    """Bitwise: every fusion does the arithmetic of the phases it replaces."""
+    model = native_model(architecture, head_dim=32)
+    whole = Feeder(native_runner(model, quantize=quantize), TEXTS).whole()
+    for fuse in all_fusions():
+        for ours, theirs in zip(Feeder(native_runner(model, quantize=quantize, fuse=fuse), TEXTS).whole(), whole, strict=True):
+            assert np.array_equal(ours, theirs), f"without {sorted(FUSIONS - fuse)}"
+
+
+def phases(model: Model, fuse: frozenset[str]) -> dict[str, float]:
+    runner = native_runner(model, fuse=fuse)
+    runner.program.profiling = True
+    Feeder(runner, TEXTS).whole()
+    return dict(runner.program.profile)
+
+
+def test_each_fusion_takes_something_away() -> None:
+    """What is compared above are different programs."""
+    model = native_model("llama", head_dim=32)
+    assert "norm" in phases(model, FUSIONS - {"norm_linear"})
+    assert "act_mul" in phases(model, FUSIONS - {"linear_act_mul"})
+    assert "residual" in phases(model, FUSIONS - {"linear_residual"})
+    assert not {"norm", "act_mul", "residual"} & set(phases(model, FUSIONS))
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+def run_parts(feeder: Feeder, cuts: list[int]) -> np.ndarray:
+    """One text through the layers in parts, by way of hidden rows; logits of the last part."""
+    hidden = None
+    for first, last in pairwise(cuts):
+        out = np.empty((21, 32), np.float32)
+        (rows,) = feeder.feed((0, 0, 21), layers=(first, last), hidden=hidden, hidden_out=out)
+        hidden = out
+    return rows
+
+
+def test_layers_can_be_run_in_parts() -> None:
+    model = native_model("llama", num_layers=4)
+    runner = native_runner(model)
+    (whole,) = Feeder(runner, TEXTS[:1]).whole()
+    for cuts in ([0, 4], [0, 1, 4], [0, 2, 3, 4], [0, 0, 4, 4]):
+        assert np.array_equal(run_parts(Feeder(runner, TEXTS[:1]), cuts), whole), cuts
+    assert not np.array_equal(run_parts(Feeder(runner, TEXTS[:1]), [0, 3]), whole)
+
+
+def test_leaving_early_is_the_shorter_model() -> None:
+    """The head after layer 2 of 4 gives what a model of the first two layers gives."""
+    model, short = native_model("llama", num_layers=4), tiny_model(tiny_config(num_layers=2))
+    own = dict(model.named_parameters())
+    for name, parameter in short.named_parameters():
+        parameter.copy_(own[name])
+    (left,) = Feeder(native_runner(model), TEXTS[:1]).feed((0, 0, 21), layers=(0, 2))
+    (whole,) = Feeder(native_runner(short), TEXTS[:1]).whole()
+    assert np.array_equal(left, whole)
+
+
+def test_taps_are_the_hidden_rows_after_their_layer() -> None:
+    runner = native_runner(native_model("llama", num_layers=3))
+    feeder = Feeder(runner, TEXTS[:1])
+    assert list(runner.taps) == ["layer.0", "layer.1", "layer.2"]
+    tapped = [np.empty((21, 32), np.float32) for _ in range(2)]
+    (logits,) = feeder.feed((0, 0, 21), taps=[(runner.taps["layer.0"], tapped[0]), (runner.taps["layer.1"], tapped[1])])
+    for layer, rows in enumerate(tapped):
+        out = np.empty((21, 32), np.float32)
+        feeder.feed((0, 0, 21), layers=(0, layer + 1), hidden_out=out)
+        assert np.array_equal(rows, out)
+    assert np.array_equal(logits, feeder.whole()[0])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_sublayer_passes_the_rows_through(architecture: str, fused: bool) -> None:
+    """Like a model whose sublayer adds nothing: its last linear layer is zero."""
+    sliding = {"sliding_layers": (True, True, False)} if architecture == "gemma3_text" else {}
+    model = native_model(architecture, num_layers=3, **sliding)
+    options: dict[str, Any] = {} if fused else {"fuse": frozenset()}
+    runner = native_runner(model, **options)
+    (whole,) = Feeder(runner, TEXTS[:1]).whole()
+    for layer, mark, name in ((1, ATTENTION, "out"), (0, MLP, "down"), (2, ATTENTION | MLP, "out down")):
+        (skipped,) = Feeder(runner, TEXTS[:1]).feed((0, 0, 21), skips=[mark if i == layer else 0 for i in range(3)])
+        other = tiny_model(model.config)
+        other.load_state_dict(model.state_dict())
+        for part in name.split():
+            getattr(other.layers[layer], part).weight.zero_()
+        (wanted,) = Feeder(native_runner(other), TEXTS[:1]).whole()
+        assert np.array_equal(skipped, wanted), (layer, name)
+        assert not np.array_equal(skipped, whole)
+
+
+def test_a_companion_runs_on_the_same_sequences() -> None:
+    """A second program with a pool of its own reads the same tables and tokens."""
+    model, small = native_model("llama"), native_model("llama", num_layers=1)
+    feeder = Feeder(native_runner(model), TEXTS)
+    target = feeder.whole()
+    feeder.runner = native_runner(small)
+    companion = feeder.whole()
+    assert all(np.array_equal(a, b) for a, b in zip(companion, Feeder(native_runner(small), TEXTS).whole(), strict=True))
+    feeder.runner = native_runner(model)
+    assert all(np.array_equal(a, b) for a, b in zip(feeder.whole(), target, strict=True))
+
+
+# -- models that no fusion fits ----------------------------------------------------------------------------------------
+
+
+class OddBlock(Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (Linear(c.hidden_size, size) for size in (c.q_size, c.kv_size, c.kv_size))
+        self.out = Linear(c.q_size, c.hidden_size, bias=True, shard="in")
+        self.attn_norm, self.mlp_norm = Norm(c.hidden_size, 1e-5), Norm(c.hidden_size, 1e-5, "layer")
+        self.gate_up = Linear(c.hidden_size, {"gate": c.ffn_size, "up": c.ffn_size})
+        self.middle = Linear(c.ffn_size, c.ffn_size)
+        self.down = Linear(c.ffn_size, c.hidden_size, shard="in")
+
+
+class Odd(Model):
+    """Attention and MLP side by side, q, k and v apart, activations the epilogues do not know, a head with a scale."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = ModuleList(OddBlock(config) for _ in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, 1e-5)
+        self.output = Linear(config.hidden_size, config.vocab_size, bias=True)
+
+    def embed(self, ctx: Any) -> Any:
+        return norm(embed(ctx.ids, self.tokens), self.norm)
+
+    def layer(self, i: int, x: Any, ctx: Any) -> Any:
+        block = self.layers[i]
+        h = norm(x, block.attn_norm)
+        attended = attention(linear(h, block.q), linear(h, block.k), linear(h, block.v), ctx, i)
+        gated = act(linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up), "gelu"), block.middle), "relu")
+        return tap(residual(residual(x, linear(attended, block.out)), linear(gated, block.down)), "after", ctx)
+
+    def head(self, x: Any) -> Any:
+        return head(act(norm(x, self.norm), "silu"), self.output, scale=0.5, softcap=4.0)
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch) -> Model:
+    model = Odd(tiny_config(architecture="odd", rope=None, tied_head=False))
+    targets = [
+        ".".join(filter(None, (path, part, field)))
+        for path, holder in model.holders()
+        for field, spec in holder.params().items()
+        for part, _ in spec.parts
+    ]
+    plain = {re.sub(r"\.\d+\.", ".{i}.", target) for target in targets}
+    monkeypatch.setitem(registry.MODELS, "odd", Odd)
+    monkeypatch.setitem(names._HF, "odd", names.NameMap({target: names.Origin(target) for target in plain}))
+    return as_bfloat16(tiny_model(model.config))
+
+
+@pytest.mark.parametrize("quantize", ["", "int8"])
+def test_what_no_fusion_fits_runs_phase_by_phase(odd: Model, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = native_runner(odd, quantize=quantize)
+    got = Feeder(runner, TEXTS).whole()
+    with bfloat16_attention(monkeypatch):
+        wanted = feed(reference_of(odd, packed(odd, quantize)), TEXTS, "whole", torch.float64)
+    apart = np.concatenate([np.abs(a - b.numpy()).max(-1) / b.numpy().std(-1) for a, b in zip(got, wanted, strict=True)])
+    assert np.median(apart) < 1e-5
+    assert apart.max() < 0.1
+    feeder = Feeder(native_runner(odd, quantize=quantize, threads=2), TEXTS)
+    feeder.feed((0, 0, 9))
+    (rest,) = feeder.feed((0, 9, 12))
+    assert np.array_equal(rest, got[0][9:])
+    assert runner.taps == {"after": 0}
+
+
+def test_a_model_whose_sublayers_are_entangled_skips_none(odd: Model) -> None:
+    """Where a sublayer reads what another began with, leaving one out has no meaning: the skip is without effect."""
+    runner = native_runner(odd)
+    (whole,) = Feeder(runner, TEXTS[:1]).whole()
+    (skipped,) = Feeder(runner, TEXTS[:1]).feed((0, 0, 21), skips=[ATTENTION])
+    assert np.array_equal(skipped, whole)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_does_not_fit_says_so_and_changes_nothing() -> None:
+    runner = native_runner(native_model("llama"))
+    feeder = Feeder(runner, TEXTS[:1])
+    (whole,) = feeder.whole()
+    stranger = Feeder(runner, [[3, 500]])
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        stranger.whole()
+    with pytest.raises(ValueError, match="needs hidden rows"):
+        feeder.feed((0, 0, 21), layers=(1, 2))
+    with pytest.raises(ValueError, match="layers that the model has not"):
+        feeder.feed((0, 0, 21), layers=(0, 9))
+    with pytest.raises(ValueError, match="known tokens"):
+        feeder.feed((0, 0, 22))
+    with pytest.raises(ValueError, match="parent must come before"):
+        feeder.feed((0, 0, 21), nodes=[1], parents=[0])
+    unmapped = Feeder(runner, TEXTS[:1])
+    unmapped.sequences[0].set_table(0, [])
+    with pytest.raises(IndexError, match="table"):
+        unmapped.whole()
+    assert np.array_equal(feeder.whole()[0], whole)
+
+
+def test_an_op_without_a_phase_cannot_be_recorded() -> None:
+    class Crossed(type(native_model("llama"))):  # type: ignore[misc]
+        def layer(self, i: int, x: Any, ctx: Any) -> Any:
+            block = self.layers[i]
+            q, k, v = linear(norm(x, block.attn_norm), block.qkv)
+            return linear(attention(q, k, v, ctx, i, source="encoder"), block.out)
+
+    model = native_model("llama")
+    crossed = Crossed(model.config)
+    with pytest.raises(RecordError, match="another group"):
+        NativeRunner(crossed, source_of(model), num_blocks=4, block_size=16, max_positions=64, threads=1)
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    model = native_model("qwen2")
+    for quantize in ("", "int8"):
+        source = source_of(model)
+        name = "model.layers.1.mlp.up_proj.weight"
+        source.tensors[name] = source.tensors[name].clone()
+        source.tensors[name][3, 5] = float("nan") if quantize else float("inf")
+        with pytest.raises(WeightError, match=r"up_proj.*NaN or infinite"):
+            NativeRunner(model, source, num_blocks=4, block_size=16, max_positions=64, threads=1, quantize=quantize)
