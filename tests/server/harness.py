@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
+import httpx2 as httpx
 import openai
 
 from headrace.server.async_llm import AsyncLLM, LoadError

@@ -1,10 +1,11 @@
 """What a stranger may send: each gets a 4xx that says what to change, and the server goes on as before."""
 
+import threading
 from typing import Any
 
 import pytest
 
-from tests.server.harness import Running
+from tests.server.harness import PATIENCE, Running, in_thread
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "The mill", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -183,10 +184,21 @@ def test_bad_tokens_are_refused(server: Running, path: str, body: dict[str, Any]
     assert says in answer.json()["error"]["message"]
 
 
-def test_a_long_text_does_not_hold_up_the_others(server: Running) -> None:
-    long = server.http.post("/tokenize", json={"prompt": "a" * 1_000_000})
-    assert long.status_code == 200
-    assert long.json()["count"] > 1000
+def test_a_long_text_is_tokenized_beside_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = server.llm.opened.tokenizer
+    encode, began, go_on = tokenizer.encode, threading.Event(), threading.Event()
+
+    def slow(text: str, **options: bool) -> list[int]:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    long = in_thread(lambda: server.post("/tokenize", {"prompt": "a" * 1_000_000}))
+    assert began.wait(PATIENCE)
+    assert server.health()["status"] == "ready"  # answered although the text is not done
+    go_on.set()
+    assert long.result().json()["count"] > 1000
 
 
 def test_after_all_this_the_server_is_as_before(server: Running) -> None:

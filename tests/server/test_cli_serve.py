@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from headrace.cli.app import main
+from headrace.cli.serve import served_name
 from tests.server.harness import PATIENCE, Paused, until
 
 ROOT = Path(__file__).parents[2]
@@ -118,3 +119,9 @@ def test_what_cannot_be_served_is_said_in_a_line(
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
+
+
+def test_a_path_is_not_told_to_clients(tiny: Path) -> None:
+    assert served_name(str(tiny)) == "tiny"
+    assert served_name(str(tiny.parent)) == tiny.parent.name
+    assert served_name("smollm2-135m") == "smollm2-135m"

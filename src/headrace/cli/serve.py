@@ -66,7 +66,7 @@ def serve(
     from headrace.server.settings import Limits, ServerSettings
 
     settings = ServerSettings(
-        model_name=served_model_name or _served_name(model),
+        model_name=served_model_name or served_name(model),
         host=host,
         port=port,
         key=_key(api_key_file),
@@ -100,7 +100,7 @@ def _check_installed() -> None:
         raise ValueError(f"the server needs {', '.join(missing)}; install them with: pip install 'headrace[serve]'")
 
 
-def _served_name(model: str) -> str:
+def served_name(model: str) -> str:
     """What clients call a model: of a path its last part only."""
     path = Path(model).expanduser()
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model

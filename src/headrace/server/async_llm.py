@@ -24,6 +24,7 @@ log = logging.getLogger("headrace.server")
 
 Prompt = str | Sequence[int]
 BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before each new attempt to start
+LOOKS = 8  # at the engine, within the time after which it counts as stuck
 INLINE = 4096  # characters that are encoded on the event loop; longer texts go to a thread
 
 
@@ -86,6 +87,7 @@ class AsyncLLM:
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._draining = False
+        self._heard = 0  # messages
         self._ids = itertools.count()
         self._run = secrets.token_hex(4)
         self._changed = asyncio.Event()
@@ -238,7 +240,7 @@ class AsyncLLM:
 
     async def _start(self) -> None:
         """Open the model on this side, for its texts, and in the engine process. Raises LoadError, EngineGoneError."""
-        load = Load(self.model, dict(self.settings), log.getEffectiveLevel(), min(1.0, self.stuck_after / 8))
+        load = Load(self.model, dict(self.settings), log.getEffectiveLevel(), min(1.0, self.stuck_after / LOOKS / 2))
         if self._opened is None:
             try:
                 self._opened = await asyncio.to_thread(open_model, self.model)
@@ -257,11 +259,29 @@ class AsyncLLM:
 
     async def _listen(self) -> None:
         """Hand out what the engine sends. Raises EngineGoneError, and TimeoutError when it has gone silent."""
+        tasks = {asyncio.create_task(self._hear()), asyncio.create_task(self._watch())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hear(self) -> None:
         assert self._process is not None
         while True:
-            async with asyncio.timeout(self.stuck_after):
-                message = await self._process.receive()
-            self._take(message)
+            self._take(await self._process.receive())
+            self._heard += 1
+
+    async def _watch(self) -> None:
+        """Raises TimeoutError after LOOKS looks at which nothing was heard since the last; a machine that slept costs one."""
+        silent = 0
+        while silent < LOOKS:
+            heard = self._heard
+            await asyncio.sleep(self.stuck_after / LOOKS)
+            silent = silent + 1 if self._heard == heard else 0
+        raise TimeoutError
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Refused):
