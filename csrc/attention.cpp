@@ -1,7 +1,8 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <numeric>
+#include <bit>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -21,27 +22,23 @@ float* aligned(std::vector<float>& memory) {
 
 }  // namespace
 
-// What every row sees, by KV index. A window counts positions; a node's position is its depth below the known tokens.
+// What every row sees, by its place in its own line of tokens; there a window counts positions and KV indices alike.
 void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds) {
     rows_.resize(step.positions.size());
-    const int window = view_.window;
     for (const AttentionFeed& feed : feeds) {
-        const int known = feed.first_node - feed.kv_start, nodes = feed.rows - known;
-        const int offset = feed.rows ? step.positions[static_cast<size_t>(feed.row)] - feed.kv_start : 0;
+        const int known = feed.first_node - feed.kv_start;
         for (int i = 0; i < feed.rows; ++i) {
             const size_t at = static_cast<size_t>(feed.row + i);
-            const int index = feed.kv_start + i, position = step.positions[at];
-            AttentionRow row{0, std::min(index + 1, feed.first_node), 0};
-            if (!view_.causal) row.end = feed.kv_start + feed.rows;
-            if (view_.causal && i >= known) row.nodes = step.masks[at] & bits_below(nodes);
-            if (window) {
-                row.begin = std::max(0, position - window + 1 - offset);
-                row.end = std::min(row.end, position + window - offset);
-                row.begin = std::min(row.begin, std::max(row.end, 0));
-                for (int j = 0; j < nodes && row.nodes; ++j) {
-                    const int apart = position - step.positions[static_cast<size_t>(feed.row + known + j)];
-                    if (std::abs(apart) >= window) row.nodes &= ~(uint64_t{1} << j);
-                }
+            AttentionRow row{0, feed.kv_start + i + 1, 0};
+            if (i >= known) {
+                const int depth = std::popcount(step.masks[at]);
+                row.end = feed.first_node + depth;
+                if (step.masks[at] != bits_below(depth)) row.path = step.masks[at];
+            }
+            if (view_.window) row.begin = std::max(0, row.end - view_.window);
+            if (!view_.causal) {
+                const int end = feed.kv_start + feed.rows;
+                row.end = view_.window ? std::min(end, row.end - 1 + view_.window) : end;
             }
             rows_[at] = row;
         }
@@ -62,9 +59,6 @@ void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
                 for (int i = 0; i < tile.tokens; ++i) {
                     const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
                     if (row.begin < row.end) begin = std::min(begin, row.begin), end = std::max(end, row.end);
-                    if (!row.nodes) continue;
-                    begin = std::min(begin, feed.first_node + __builtin_ctzll(row.nodes));
-                    end = std::max(end, feed.first_node + 64 - __builtin_clzll(row.nodes));
                 }
                 if (begin < end) tile.first_split = begin / kSplit, tile.last_split = (end - 1) / kSplit + 1;
                 tiles_.push_back(tile);

@@ -31,11 +31,8 @@ struct Tile {
 HEADRACE_INLINE uint64_t bits_below(int n) { return n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1; }
 
 // Which of the 64 tokens from `start` on a row sees.
-HEADRACE_INLINE uint64_t seen_in_chunk(const AttentionRow& row, int first_node, int start) {
-    const uint64_t range = bits_below(row.end - start) & ~bits_below(row.begin - start);
-    const int node = first_node - start;
-    if (node >= 64 || node <= -64) return range;
-    return range | (node >= 0 ? row.nodes << node : row.nodes >> -node);
+HEADRACE_INLINE uint64_t seen_in_chunk(const AttentionRow& row, int start) {
+    return bits_below(row.end - start) & ~bits_below(row.begin - start);
 }
 
 // Scores as the softmax takes them: scaled by token, capped, -inf where the row does not see the token. Returns the
@@ -82,8 +79,7 @@ HEADRACE_INLINE void soften(const Tile& tile, int first, ChunkView view, float* 
     float largest[16], top[16];
     for (int r = 0; r < rows; ++r) {
         float* row = scores + r * kChunk;
-        const uint64_t seen =
-            view.open ? ~(uint64_t)0 : seen_in_chunk(tile.row(first + r), tile.feed.first_node, view.start);
+        const uint64_t seen = view.open ? ~(uint64_t)0 : seen_in_chunk(tile.row(first + r), view.start);
         largest[r] = plain ? see_all(row, chunk.count * kParts) : see<Pool>(tile, first + r, row, chunk, seen);
     }
     for (int r = 0; r < rows; r += kLanes) {
@@ -101,7 +97,7 @@ HEADRACE_INLINE void soften(const Tile& tile, int first, ChunkView view, float* 
 #pragma GCC unroll 4
         for (int i = 0; i < chunk.count * kParts; ++i) {
             const F32v x = load_f32(scores + r * kChunk + i * kLanes);
-            const F32v weight = exp2(fma(x, set_f32(unit), set_f32(-top[r])));
+            const F32v weight = exp2(multiply_add(x, set_f32(unit), set_f32(-top[r])));
             Pool::weigh(weight, i, chunk, task.kv, r, weights, sum.part[i % kParts]);
         }
         Pool::settle(chunk, r, weights);
@@ -162,34 +158,79 @@ HEADRACE_INLINE ChunkPages pages_of(const Tile& tile, int first, int last, int e
 // KV indices that any row of a tile sees lie in [begin, end); all rows see all of [open_begin, open_end).
 struct Reach {
     int begin, end, open_begin, open_end;
+    bool paths;  // of any row: not all rows see the same tokens behind the known ones
 };
 
 HEADRACE_INLINE Reach reach_of(const Tile& tile) {
     constexpr int kMost = 0x7fffffff;
-    Reach reach{kMost, 0, 0, kMost};
-    const auto widen = [&](int begin, int end) {
-        if (begin >= end) return;
-        reach.begin = begin < reach.begin ? begin : reach.begin;
-        reach.end = end > reach.end ? end : reach.end;
-    };
+    Reach reach{kMost, 0, 0, kMost, false};
     for (int t = 0; t < tile.tile.tokens; ++t) {
         const AttentionRow& row = tile.task.rows[tile.tile.row + t];
-        const int node0 = tile.feed.first_node;
-        widen(row.begin, row.end);
-        if (row.nodes) widen(node0 + __builtin_ctzll(row.nodes), node0 + 64 - __builtin_clzll(row.nodes));
+        if (row.begin < row.end) {
+            reach.begin = row.begin < reach.begin ? row.begin : reach.begin;
+            reach.end = row.end > reach.end ? row.end : reach.end;
+        }
         reach.open_begin = row.begin > reach.open_begin ? row.begin : reach.open_begin;
         reach.open_end = row.end < reach.open_end ? row.end : reach.open_end;
+        reach.paths |= row.path != 0;
     }
     return reach;
 }
 
-// One split from nothing.
+// Rows [first, last) of a tile with one chunk, in groups of even size.
+template <class Pool>
+HEADRACE_INLINE void attend_chunk(const Tile& tile, int first, int last, ChunkView view, const ChunkPages& chunk,
+                                  float* room) {
+    const int groups = (last - first + Pool::kRows - 1) / Pool::kRows;
+    for (int g = 0, row = first; g < groups; ++g) {
+        const int count = (last - row) / (groups - g);
+        if (g == 0) attend_some<Pool, true>(count, tile, row, view, chunk, room);
+        if (g > 0) attend_some<Pool, false>(count, tile, row, view, chunk, room);
+        row += count;
+    }
+}
+
+// The pages of a chunk as the row of token t sees them: those with nodes are built anew, its path in line.
+HEADRACE_INLINE ChunkPages pages_of_path(const Tile& tile, int t, ChunkPages chunk, int first_page, uint8_t* room) {
+    const KVShape& kv = tile.task.kv;
+    const int32_t* table = tile.task.page_table + tile.feed.pages;
+    const int node0 = tile.feed.first_node;
+    for (int b = 0; b < chunk.count; ++b) {
+        const int start = (first_page + b) * kPageTokens;
+        if (start + kPageTokens <= node0) continue;
+        uint8_t* page = room + b * kv.page_bytes;
+        __builtin_memcpy(page, chunk.page[b], (size_t)kv.page_bytes);
+        int index = node0;  // where the row sees the node
+        for (uint64_t path = tile.task.rows[tile.tile.row + t].path; path; path &= path - 1, ++index) {
+            const int stored = node0 + __builtin_ctzll(path);
+            if (index < start || index >= start + kPageTokens) continue;
+            const uint8_t* from = tile.task.pool + kv.page_offset(table[stored / kPageTokens], tile.tile.kv_head);
+            copy_token(kv, from, stored % kPageTokens, page, index - start);
+        }
+        chunk.page[b] = page;
+    }
+    return chunk;
+}
+
+// A chunk that holds nodes: tokens in a row share its pages as long as they see them as they are.
+template <class Pool>
+static void attend_nodes(const Tile& tile, ChunkView view, const ChunkPages& chunk, float* room, uint8_t* pages) {
+    const AttentionRow* rows = tile.task.rows + tile.tile.row;
+    for (int t = 0, next; t < tile.tile.tokens; t = next) {
+        next = t + 1;
+        const bool path = rows[t].path != 0;
+        while (!path && next < tile.tile.tokens && !rows[next].path) ++next;
+        const ChunkPages seen = path ? pages_of_path(tile, t, chunk, view.start / kPageTokens, pages) : chunk;
+        attend_chunk<Pool>(tile, t * tile.share, next * tile.share, view, seen, room);
+    }
+}
+
+// One split from nothing. `room`: scores, then pages of paths.
 template <class Pool>
 static void attend_split(const Tile& tile, const Reach& reach, int split, float* room) {
     const State& state = tile.state;
     __builtin_memset(state.data, 0, 4 * (size_t)state.rows * (size_t)state.stride());
     for (int r = 0; r < state.rows; ++r) state.tops()[r] = kLowest;
-    const int groups = (state.rows + Pool::kRows - 1) / Pool::kRows;
     const int end = reach.end < (split + 1) * kSplit ? reach.end : (split + 1) * kSplit;
     for (int start = split * kSplit; start < end; start += kChunk) {
         const int from = reach.begin > start ? reach.begin : start, to = end < start + kChunk ? end : start + kChunk;
@@ -198,11 +239,10 @@ static void attend_split(const Tile& tile, const Reach& reach, int split, float*
         const ChunkPages chunk = pages_of(tile, first_page, last_page, (reach.end + kPageTokens - 1) / kPageTokens);
         const ChunkView view{first_page * kPageTokens,
                              first_page * kPageTokens >= reach.open_begin && last_page * kPageTokens <= reach.open_end};
-        for (int g = 0, row = 0; g < groups; ++g) {
-            const int count = (state.rows - row) / (groups - g);  // groups of even size
-            if (g == 0) attend_some<Pool, true>(count, tile, row, view, chunk, room);
-            if (g > 0) attend_some<Pool, false>(count, tile, row, view, chunk, room);
-            row += count;
+        if (reach.paths && last_page * kPageTokens > tile.feed.first_node) {
+            attend_nodes<Pool>(tile, view, chunk, room, (uint8_t*)(room + 8 * kChunk));
+        } else {
+            attend_chunk<Pool>(tile, 0, state.rows, view, chunk, room);
         }
     }
 }
@@ -213,7 +253,8 @@ static void merge_states(const State& into, const State& part) {
         const float before = into.tops()[r], other = part.tops()[r], top = before > other ? before : other;
         const F32v a = exp2(set_f32(before - top)), b = exp2(set_f32(other - top));
         float *x = into.sums(r), *y = part.sums(r);
-        for (int i = 0; i < into.stride(); i += kLanes) store_f32(x + i, fma(load_f32(x + i), a, load_f32(y + i) * b));
+        for (int i = 0; i < into.stride(); i += kLanes)
+            store_f32(x + i, multiply_add(load_f32(x + i), a, load_f32(y + i) * b));
         into.tops()[r] = top;
     }
 }
@@ -273,8 +314,8 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, fl
     float* q = scratch;
     const State state{q + rows * q_stride, rows, kv.padded};
     const State other{state.data + state_floats(kv, rows), rows, kv.padded};
-    float* room = other.data + state_floats(kv, rows);
-    float* head = room + 8 * kChunk;
+    float* head = other.data + state_floats(kv, rows);
+    float* room = head + kv.padded;
     for (int r = 0; r < rows; ++r) {
         const int row = at.row + r / share, column = (at.kv_head * share + r % share) * kv.dim;
         prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.rope,
@@ -289,7 +330,8 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, fl
         if (at.items == 1 && split > item.first_split) merge_states(state, other);
     }
     if (at.items > 1) return;
-    if (item.first_split == item.last_split) attend_split<Pool>(tile, {0, 0, 0, 0}, 0, room);  // no row sees anything
+    if (item.first_split == item.last_split)
+        attend_split<Pool>(tile, {0, 0, 0, 0, false}, 0, room);  // no row sees anything
     finish_rows(task, at, state, head);
 }
 

@@ -21,10 +21,12 @@ struct RopeTable {
     bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + dim / 2)
 };
 
-// What a row of the step sees: KV indices [begin, end), and the nodes of its feed whose bit is set.
+// A row of the step sees KV indices [begin, end) of its own line of tokens: the known ones, then its ancestors among
+// the nodes of its feed and itself, one after the other. `path` names those nodes where they are not 0, 1, 2 ...: they
+// are stored elsewhere than they are seen, and the row still gets the bits it would get without the tree.
 struct AttentionRow {
     int32_t begin, end;
-    uint64_t nodes;
+    uint64_t path;
 };
 
 struct AttentionFeed {
@@ -86,6 +88,8 @@ struct AttentionKernels {
     void (*attend)(const AttentionTask& task, const AttentionItem& item, float* scratch);
     // The result of a tile that was cut, once all its items are done.
     void (*merge)(const AttentionTask& task, const AttentionTile& tile, float* scratch);
+    // One token of one head, from page to page.
+    void (*copy)(const KVShape& kv, const uint8_t* from, int from_slot, uint8_t* to, int to_slot);
     // Tests and tools: one token's K or V [dim] in and out of a page.
     void (*write)(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, float* scratch);
     void (*read)(const KVShape& kv, const uint8_t* page, int slot, float* k, float* v);
@@ -101,10 +105,11 @@ static inline int tile_rows(int heads, int kv_heads) {
     return share >= kTileRows ? share : kTileRows / share * share;
 }
 
-// Floats of scratch, 64-byte aligned, of one thread: queries, two results, scores, and one token on its way.
+// Floats of scratch, 64-byte aligned, of one thread: queries, two results, scores, a token on its way, pages of paths.
 static inline size_t attention_scratch_floats(const KVShape& kv, int heads) {
-    const int rows = tile_rows(heads, kv.heads);
-    return (size_t)rows * (size_t)(kv.padded + 16) + 2 * state_floats(kv, rows) + 8 * kChunk + 4 * (size_t)kv.padded;
+    const int rows = tile_rows(heads, kv.heads), pages = kChunk / kPageTokens * kv.page_bytes / 4;
+    return (size_t)rows * (size_t)(kv.padded + 16) + 2 * state_floats(kv, rows) + 8 * kChunk + 4 * (size_t)kv.padded +
+           (size_t)pages;
 }
 
 }  // namespace headrace

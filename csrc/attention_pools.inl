@@ -32,7 +32,7 @@ struct Bf16Pool {
         Row row(int r) const { return {x[r]}; }
     };
 
-    HEADRACE_INLINE F32v multiply(F32v sum, U8v line, Row row, int i) { return dot_bf16(sum, line, row.x + i); }
+    HEADRACE_INLINE F32v multiply(F32v sum, U8v line, Row row, int i) { return add_pairs(sum, line, row.x + i); }
     HEADRACE_INLINE F32v zero() { return set_f32(0.0f); }
     HEADRACE_INLINE Row query(const float* q, int) { return {(const uint16_t*)q}; }
     HEADRACE_INLINE F32v score(F32v sum, const float*, int) { return sum; }
@@ -66,7 +66,7 @@ struct F32Pool {
     };
 
     HEADRACE_INLINE F32v multiply(F32v sum, U8v line, Row row, int i) {
-        return fma((F32v)line, set_f32(row.x[i]), sum);
+        return multiply_add((F32v)line, set_f32(row.x[i]), sum);
     }
     HEADRACE_INLINE F32v zero() { return set_f32(0.0f); }
     HEADRACE_INLINE Row query(const float* q, int) { return {q}; }
@@ -116,7 +116,7 @@ struct Int8Pool {
     }
     HEADRACE_INLINE Sum start(F32v, float) { return zero(); }
     HEADRACE_INLINE F32v finish(F32v o, Sum sum, float keep, const Weights& weights, int r) {
-        return fma(to_f32(total(sum, weights.offset[r])), set_f32(weights.unit[r]), o * set_f32(keep));
+        return multiply_add(to_f32(total(sum, weights.offset[r])), set_f32(weights.unit[r]), o * set_f32(keep));
     }
 
     // x * inverse to the nearest integers, as two bytes each; returns their sum. n: a multiple of 16.

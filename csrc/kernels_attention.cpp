@@ -18,6 +18,6 @@ static void write(const KVShape& kv, uint8_t* page, int slot, const float* k, co
 }
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {append, attend, merge, write, read_token};
+const AttentionKernels attention_kernels = {append, attend, merge, copy_token, write, read_token};
 
 }  // namespace headrace::HEADRACE_ISA

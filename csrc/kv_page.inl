@@ -25,7 +25,7 @@ HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float
                 const int at = i + p * kLanes, count = dim - at < kLanes ? dim - at : kLanes;
                 if (count <= 0) continue;
                 const F32v part = load_f32(x + at, count);
-                squares.part[p] = fma(part, part, squares.part[p]);
+                squares.part[p] = multiply_add(part, part, squares.part[p]);
             }
         }
         factor = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)dim + eps);
@@ -97,6 +97,25 @@ static void read_token(const KVShape& kv, const uint8_t* page, int slot, float* 
             k[d] = scales[0] * (float)(page[d / 4 * 64 + 4 * slot + d % 4] - 128);
             v[d] = scales[16] * (float)(values[slot / 4 * 4 * dp + 4 * d + slot % 4] - 128);
         }
+    }
+}
+
+// A token is a piece of four bytes of every line of K, a piece of every dimension of V, and its scales.
+static void copy_token(const KVShape& kv, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
+    const int deep = kv.type == KVType::kBf16 ? 2 : kv.type == KVType::kInt8 ? 4 : 1, width = 4 / deep;
+    for (int line = 0; line < kv.padded / deep; ++line)
+        __builtin_memcpy(to + 64 * line + 4 * to_slot, from + 64 * line + 4 * from_slot, 4);
+    const uint8_t* values = from + kv.half_bytes + from_slot / deep * kv.padded * 4 + from_slot % deep * width;
+    uint8_t* out = to + kv.half_bytes + to_slot / deep * kv.padded * 4 + to_slot % deep * width;
+    for (int d = 0; d < kv.padded; ++d) {
+        if (width == 2) __builtin_memcpy(out + 4 * d, values + 4 * d, 2);
+        if (width == 1) out[4 * d] = values[4 * d];
+        if (width == 4) __builtin_memcpy(out + 4 * d, values + 4 * d, 4);
+    }
+    if (kv.type != KVType::kInt8) return;
+    for (int i = 0; i < 2; ++i) {
+        const int scales = kv.scales_offset() + i * 64;
+        __builtin_memcpy(to + scales + 4 * to_slot, from + scales + 4 * from_slot, 4);
     }
 }
 

@@ -64,41 +64,26 @@ void KVPool::copy_blocks(Pairs pairs) {
     }
 }
 
-// The bytes of one token: a piece of every line of K (four bytes) and of V, and its scales. touch(bytes, count) in
-// turn.
-template <class Touch>
-void KVPool::each_piece(uint8_t* page, int slot, Touch touch) const {
-    const int deep = shape_.type == KVType::kBf16 ? 2 : shape_.type == KVType::kInt8 ? 4 : 1, width = 4 / deep;
-    for (int line = 0; line < shape_.padded / deep; ++line) touch(page + 64 * line + 4 * slot, 4);
-    uint8_t* values = page + shape_.half_bytes + slot / deep * shape_.padded * 4 + slot % deep * width;
-    for (int d = 0; d < shape_.padded; ++d) touch(values + 4 * d, width);
-    if (shape_.type != KVType::kInt8) return;
-    touch(page + shape_.scales_offset() + 4 * slot, 4);
-    touch(page + shape_.scales_offset() + 64 + 4 * slot, 4);
-}
-
-size_t KVPool::token_bytes() const {
-    return static_cast<size_t>(2 * shape_.half_bytes / kPageTokens + (shape_.type == KVType::kInt8 ? 8 : 0));
-}
-
 uint8_t* KVPool::page(int layer, int position, int head) const {
     return layers_[static_cast<size_t>(layer)] + shape_.page_offset(position / kPageTokens, head);
 }
 
 void KVPool::move(Pairs pairs) {
+    const AttentionKernels& kernels = *headrace::kernels().attention;
     check(pairs, num_blocks_ * block_size_, "position");
-    std::vector<uint8_t> held(pairs.size() * token_bytes());
+    const int count = static_cast<int>(pairs.size());
+    std::vector<uint8_t> held(static_cast<size_t>((count + kPageTokens - 1) / kPageTokens) *
+                              static_cast<size_t>(shape_.page_bytes));
+    const auto held_page = [&](int i) { return held.data() + i / kPageTokens * shape_.page_bytes; };
     for (int layer = 0; layer < layers(); ++layer) {
         for (int head = 0; head < shape_.heads; ++head) {
-            uint8_t* to = held.data();
-            for (const auto& pair : pairs) {
-                each_piece(page(layer, pair.first, head), pair.first % kPageTokens,
-                           [&](const uint8_t* x, int n) { std::memcpy(to, x, static_cast<size_t>(n)), to += n; });
+            for (int i = 0; i < count; ++i) {
+                const int from = pairs[static_cast<size_t>(i)].first;
+                kernels.copy(shape_, page(layer, from, head), from % kPageTokens, held_page(i), i % kPageTokens);
             }
-            const uint8_t* from = held.data();
-            for (const auto& pair : pairs) {
-                each_piece(page(layer, pair.second, head), pair.second % kPageTokens,
-                           [&](uint8_t* x, int n) { std::memcpy(x, from, static_cast<size_t>(n)), from += n; });
+            for (int i = 0; i < count; ++i) {
+                const int to = pairs[static_cast<size_t>(i)].second;
+                kernels.copy(shape_, held_page(i), i % kPageTokens, page(layer, to, head), to % kPageTokens);
             }
         }
     }

@@ -47,9 +47,6 @@ public:
 private:
     uint8_t* page(int layer, int position, int head) const;
     void check(Pairs pairs, int limit, const char* what) const;
-    size_t token_bytes() const;
-    template <class Touch>
-    void each_piece(uint8_t* page, int slot, Touch touch) const;
 
     const KVShape shape_;
     const int num_blocks_, block_size_;

@@ -5,6 +5,27 @@
 
 namespace headrace::HEADRACE_ISA {
 
+// a * b + c. Rounded once where the CPU can; attention's bits are not the same on all instruction sets anyway, and fma
+// in software costs a call a lane.
+HEADRACE_INLINE F32v multiply_add(F32v a, F32v b, F32v c) {
+#if HEADRACE_IS(plain)
+    return a * b + c;
+#else
+    return fma(a, b, c);
+#endif
+}
+
+// sum[n] + w[2n] * x[0] + w[2n + 1] * x[1] on bfloat16 pairs.
+HEADRACE_INLINE F32v add_pairs(F32v sum, U8v w, const uint16_t* x) {
+#if HEADRACE_IS(plain)
+    const I32v pairs = (I32v)w, x0 = set_i32((int32_t)((uint32_t)x[0] << 16)),
+               x1 = set_i32((int32_t)((uint32_t)x[1] << 16));
+    return as_f32(pairs & (int32_t)0xffff0000) * as_f32(x1) + (as_f32(pairs << 16) * as_f32(x0) + sum);
+#else
+    return dot_bf16(sum, w, x);
+#endif
+}
+
 // y where the lane's bit is set, else z.
 HEADRACE_INLINE F32v choose(uint32_t bits, F32v y, F32v z) {
 #if HEADRACE_IS(avx512)
@@ -55,7 +76,7 @@ HEADRACE_INLINE F32v exp2(F32v x) {
 #endif
     F32v p = set_f32(kTerms[5]);
 #pragma GCC unroll 5
-    for (int i = 4; i >= 0; --i) p = fma(p, r, set_f32(kTerms[i]));
+    for (int i = 4; i >= 0; --i) p = multiply_add(p, r, set_f32(kTerms[i]));
 #if HEADRACE_IS(avx512)
     return _mm512_scalef_ps(p, x - r);
 #else
