@@ -52,8 +52,8 @@ def compare(
     opened.source.close()
     if opened.path.suffix != ".gguf":
         raise ValueError(f"{model} is no GGUF file, and the other engines need one; name a model in GGUF")
-    cells = _fitting(cells, opened.config, say)
-    task = {"threads": threads or cores(), "kv_bytes": _kv_bytes(cells, opened.config)}
+    cells = fitting(cells, opened.config, say)
+    task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
     result: dict[str, Any] = {"model": opened.path.name, "machine": machine(), "commit": commit(), "rounds": rounds, **task}
     with ExitStack() as stack:
         lineup = line_up(stack, opened.path, engines, setting or {}, task, say)
@@ -96,7 +96,7 @@ def line_up(
     return lineup
 
 
-def _fitting(cells: Sequence[Cell], config: ModelConfig, say: Say) -> list[Cell]:
+def fitting(cells: Sequence[Cell], config: ModelConfig, say: Say) -> list[Cell]:
     """The cells whose contexts the model knows; the others are said."""
     fitting = [cell for cell in cells if cell.prompt + cell.new_tokens < config.max_position]
     if not fitting:
@@ -107,5 +107,5 @@ def _fitting(cells: Sequence[Cell], config: ModelConfig, say: Say) -> list[Cell]
     return fitting
 
 
-def _kv_bytes(cells: Sequence[Cell], config: ModelConfig) -> int:
+def kv_bytes(cells: Sequence[Cell], config: ModelConfig) -> int:
     return (max(cell.tokens for cell in cells) + SPARE) * config.kv_bytes_per_token(KV_ELEMENT)

@@ -24,6 +24,7 @@ class Party:
     worker: Asked
     samples: dict[str, list[float]] = field(default_factory=dict)
     first: dict[str, list[int]] = field(default_factory=dict)
+    peak_rss_mb: float = 0.0  # of its process so far
 
     @property
     def name(self) -> str:
@@ -54,6 +55,7 @@ def measure(parties: Sequence[Party], cell: Cell, rounds: int, vocab_size: int, 
             around.bandwidth.append(bandwidth())
         for party in parties if number % 2 == 0 else list(reversed(parties)):
             answer = party.worker.ask(cell=cell.name, prompts=prompts, new_tokens=cell.new_tokens)
+            party.peak_rss_mb = answer.get("peak_rss_mb", 0.0)
             if number >= 0:
                 party.samples.setdefault(cell.name, []).append(answer["tokens_per_s"])
                 party.first.setdefault(cell.name, []).extend(answer["first"])

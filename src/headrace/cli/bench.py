@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.bench_local import local
 from headrace.cli.bench_peers import peers
 from headrace.cli.output import print_table, say
 
@@ -12,6 +13,7 @@ def register(app: typer.Typer) -> None:
     """Add the group of commands."""
     bench = typer.Typer(help="Measure: batching policies, speed on this machine.", no_args_is_help=True)
     bench.command("batching")(batching)
+    bench.command("local")(local)
     bench.command("peers")(peers)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 

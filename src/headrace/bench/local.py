@@ -1,0 +1,72 @@
+"""Headrace alone on this machine: the cells that peers are measured in, and how decoding slows as the context grows."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+from headrace.bench.bandwidth import BandwidthProbe
+from headrace.bench.cells import CELLS, Cell
+from headrace.bench.engines import Say
+from headrace.bench.machine import commit, cores, machine
+from headrace.bench.peers import fitting, kv_bytes, line_up
+from headrace.bench.rounds import measure
+from headrace.loading import open_model
+
+LOCAL = {
+    **{name: cell for name, cell in CELLS.items() if name != "b1_4k"},
+    "b1_512": Cell("b1_512", 1, 512, 64),
+    "b1_1k": Cell("b1_1k", 1, 1000, 64),
+    "b1_2k": Cell("b1_2k", 1, 2000, 64),
+    "b1_4k": CELLS["b1_4k"],
+    "b1_8k": Cell("b1_8k", 1, 8000, 64),
+}
+
+
+def pick(names: str) -> list[Cell]:
+    """The cells of a comma-separated list; empty: all. Raises ValueError for an unknown one."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(LOCAL)
+    if unknown := [name for name in wanted if name not in LOCAL]:
+        raise ValueError(f"there is no cell {unknown[0]!r}; choose from {', '.join(LOCAL)}")
+    return [LOCAL[name] for name in dict.fromkeys(wanted)]
+
+
+def measure_local(
+    model: str,
+    cells: list[Cell],
+    *,
+    rounds: int = 5,
+    threads: int | None = None,
+    setting: dict[str, Any] | None = None,
+    say: Say = lambda line: None,
+    done: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
+    """The figures as they stand in the JSON: load_s, peak_rss_mb, bandwidth_gb_s (median), machine, commit, and per cell
+    tokens_per_s (median of `rounds`), the smallest and largest, and bandwidth and other processes' load around it.
+
+    The model runs in a process of its own, so that its memory is its own. `done` gets what there is after every cell.
+    """
+    opened = open_model(model)
+    opened.source.close()
+    cells = fitting(cells, opened.config, say)
+    task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
+    result: dict[str, Any] = {"model": opened.path.name, "machine": machine(), "commit": commit(), "rounds": rounds, **task}
+    with ExitStack() as stack:
+        lineup = line_up(stack, opened.path, [], setting or {}, task, say)
+        (party,), (about,) = lineup.parties, lineup.about.values()
+        result |= {"about": about["about"], "load_s": about["load_s"], "cells": {}}
+        probe = BandwidthProbe()
+        for cell in cells:
+            around = measure([party], cell, rounds, opened.tokenizer.vocab_size, probe.gb_per_s)
+            speeds = party.samples[cell.name]
+            result["cells"][cell.name] = {
+                "tokens_per_s": median(speeds),
+                "least": min(speeds),
+                "most": max(speeds),
+                "bandwidth_gb_s": median(around.bandwidth),
+                "others_cpu": median(around.others_cpu),
+            }
+            result["bandwidth_gb_s"] = median(figures["bandwidth_gb_s"] for figures in result["cells"].values())
+            result["peak_rss_mb"] = party.peak_rss_mb
+            done(result)
+    return result
