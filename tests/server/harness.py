@@ -1,6 +1,7 @@
 """A server in a thread of the test, with its engine in a process of its own as always."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -58,6 +59,15 @@ class Running:
         self.openai.close()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop)
+        self.join()
+
+    def drain(self) -> None:
+        """What the first SIGTERM does."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.server.stop)
+
+    def join(self) -> None:
+        """Wait until it has ended by itself."""
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
@@ -112,7 +122,8 @@ class Paused:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+            os.kill(self.pid, signal.SIGCONT)
 
 
 def until(condition: Callable[[], bool]) -> None:

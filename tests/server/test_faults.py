@@ -12,6 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from headrace.server.tickets import Ticket
 from tests.server.harness import Running, in_thread, until
 
 LONG = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
@@ -38,6 +39,26 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks_within_a_step_or_two(ser
     until(lambda: idle(server))
     assert server.llm.stats.blocks_used == 0
     assert server.figure("generation_tokens_total") - generated <= 2
+
+
+def test_a_request_that_is_not_aborted_goes_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: without the message to the engine it would fail."""
+
+    def forget(tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            server.llm.tickets.pop(ticket.request_id, None)
+
+    monkeypatch.setattr(server.llm, "abort", forget)
+    stream = server.complete(**LONG, stream=True)
+    next(stream)
+    with server.paused():
+        stream.close()
+        until(lambda: not server.llm.tickets)
+        for _ in range(3):
+            server.health()
+        generated = server.figure("generation_tokens_total")
+    until(lambda: server.figure("generation_tokens_total") - generated > 2)
+    until(lambda: idle(server))
 
 
 def test_a_client_that_leaves_a_whole_answer_frees_its_blocks(server: Running) -> None:
@@ -119,6 +140,17 @@ def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
         until(lambda: not Path(f"/proc/{pid}").exists())
         with pytest.raises(openai.InternalServerError, match="no sign of life"):
             server.complete()
+
+
+def test_what_is_not_finished_within_the_grace_period_fails(tiny: Path) -> None:
+    with Running(tiny, grace=0.0) as server:
+        stream = server.complete(**LONG, stream=True)
+        next(stream)
+        with server.paused():
+            server.drain()
+            with pytest.raises(openai.APIError, match="the server has shut down"):
+                list(stream)
+        server.join()
 
 
 def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
