@@ -133,24 +133,33 @@ void AttentionStep::begin(const StepFeeds& step) {
     const int per_block = pool_.pages_per_block();
     for (size_t f = 0; f < step.kv_start.size(); ++f) {
         const int first = step.row_start[f], rows = step.row_start[f + 1] - first, start = step.kv_start[f];
-        const int known = step.known[f], pages = (start + rows + kPageTokens - 1) / kPageTokens;
-        if (rows < 0 || start < 0 || known < 0 || known > rows ||
-            static_cast<size_t>(first + rows) > step.positions.size()) {
-            throw std::out_of_range("a feed's rows do not fit the step");
-        }
-        if (rows - known > 64)
-            throw std::invalid_argument("a draft has at most 64 nodes, not " + std::to_string(rows - known));
-        if (rows > known && step.masks.size() < step.positions.size())
-            throw std::invalid_argument("draft nodes need masks");
+        check(step, first, rows, start, step.known[f]);
+        const int pages = (start + rows + kPageTokens - 1) / kPageTokens;
         if ((pages + per_block - 1) / per_block > step.table_width)
             throw std::out_of_range("a feed is longer than its table");
-        feeds_.push_back({first, rows, start, start + known, static_cast<int32_t>(page_table_.size())});
+        feeds_.push_back({first, rows, start, start + step.known[f], static_cast<int32_t>(page_table_.size())});
+        const auto table = step.tables.subspan(f * static_cast<size_t>(step.table_width));
         for (int page = 0; page < pages; ++page) {
-            const int32_t block =
-                step.tables[f * static_cast<size_t>(step.table_width) + static_cast<size_t>(page / per_block)];
+            const int32_t block = table[static_cast<size_t>(page / per_block)];
             if (block < 0 || block >= pool_.num_blocks())
                 throw std::out_of_range("a table names a block outside the pool");
             page_table_.push_back(block * per_block + page % per_block);
+        }
+    }
+}
+
+void AttentionStep::check(const StepFeeds& step, int first, int rows, int start, int known) {
+    if (rows < 0 || start < 0 || known < 0 || known > rows ||
+        static_cast<size_t>(first + rows) > step.positions.size()) {
+        throw std::out_of_range("a feed's rows do not fit the step");
+    }
+    const int nodes = rows - known;
+    if (nodes > 64) throw std::invalid_argument("a draft has at most 64 nodes, not " + std::to_string(nodes));
+    if (nodes && step.masks.size() < step.positions.size()) throw std::invalid_argument("draft nodes need masks");
+    for (int node = 0; node < nodes; ++node) {
+        const uint64_t mask = step.masks[static_cast<size_t>(first + known + node)];
+        if (static_cast<int>(std::bit_width(mask)) != node + 1) {
+            throw std::invalid_argument("a node's mask names itself and nodes before it");
         }
     }
 }

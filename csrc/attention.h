@@ -77,7 +77,8 @@ public:
     AttentionStep(const AttentionStep&) = delete;
 
     // Begins a step: earlier layouts are gone. The spans must outlive it. Throws std::out_of_range for a table that
-    // does not reach all rows, or a block outside the pool; std::invalid_argument for more than 64 nodes.
+    // does not reach all rows, or a block outside the pool; std::invalid_argument for masks that are not a tree of 64
+    // nodes.
     void begin(const StepFeeds& step);
     // The layout of a view, built at its first call in a step; not from several threads.
     AttentionLayout& layout(const AttentionView& view);

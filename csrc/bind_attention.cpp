@@ -31,6 +31,7 @@ using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device:
 using Blocks = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Masks = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using A8Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bf16Out = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Pairs = std::vector<std::pair<int32_t, int32_t>>;
 
 void require(bool ok, const char* message) {
@@ -118,7 +119,7 @@ public:
 
     // Returns whether K and V were stored by the attention items themselves.
     bool attend(int layer, const Rows& q, const Rows& k, const Rows& v, const Options& options,
-                const std::optional<Out>& out, const std::optional<A8Out>& a8) {
+                const std::optional<Out>& out, const std::optional<A8Out>& a8, const std::optional<Bf16Out>& bf16) {
         const KVShape& kv = pool_.shape();
         const size_t rows = positions_.size(), width = static_cast<size_t>(options.heads * kv.dim);
         check(layer, q, k, v, options);
@@ -140,6 +141,10 @@ public:
             require(a8->shape(0) == rows && a8->size() == a8_bytes(static_cast<int>(rows), static_cast<int>(width)),
                     "a8 must be [rows, bytes of a row of blocks]");
             task.a8 = {reinterpret_cast<A8Block*>(a8->data()), tiles_of(static_cast<int>(width))};
+        }
+        if (bf16) {
+            require(bf16->shape(0) == rows && bf16->shape(1) >= width, "bf16 must be [rows, heads * dim or more]");
+            task.bf16 = {bf16->data(), static_cast<int32_t>(bf16->shape(1))};
         }
         const nb::gil_scoped_release unlocked;
         AttentionLayout& layout = step_.layout({options.heads, options.window, options.causal});
@@ -253,7 +258,9 @@ void bind_attention(nb::module_& m) {
         .def("begin", &PyStep::begin, "positions"_a, "row_start"_a, "kv_start"_a, "known"_a, "tables"_a,
              "masks"_a = nb::none())
         .def("attend", &PyStep::attend, "layer"_a, "q"_a, "k"_a, "v"_a, "options"_a, "out"_a.noconvert() = nb::none(),
-             "a8"_a.noconvert() = nb::none())
+             "a8"_a.noconvert() = nb::none(), "bf16"_a.noconvert() = nb::none(),
+             "One layer -> out [rows, heads * dim] float32, or as A8 blocks, or bfloat16 bits. True if one phase was "
+             "enough.")
         .def("items", &PyStep::items, "options"_a, "Into how many pieces of work the step is cut.");
 }
 

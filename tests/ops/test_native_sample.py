@@ -18,7 +18,7 @@ if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
 
 core = native.core()
-ISAS = core.supported_isas()
+ISAS = core.cpu_info()["isas"]
 VECTORS = {
     0x00000000: 0x41B6FDA9,
     0x00000001: 0x41AE33B3,

@@ -1,0 +1,330 @@
+"""Native attention and its KV pool: against float64, and bit for bit against itself however the rows are fed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from headrace import native
+from headrace.config import ModelConfig
+from headrace.kv.pool import KVPool
+from headrace.ops.attention import attention
+from headrace.ops.context import FeedRows, build, tree
+from tests.ops.native_step import Feed, Shape, Stepper, reference
+
+if not native.available():
+    pytest.skip(native.reason(), allow_module_level=True)
+
+core = native.core()
+ISAS = core.cpu_info()["isas"]
+DTYPES = ("bf16", "int8", "f32")
+TOLERANCE = {"bf16": 1e-2, "int8": 1e-3, "f32": 3e-6}  # of the largest value; bf16 rounds queries and weights
+THREADS = {n: core.ThreadPool(n) for n in (1, 2)}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def rows(n: int, shape: Shape, seed: int) -> np.ndarray:
+    width = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    return np.random.default_rng(seed).standard_normal((n, width)).astype(np.float32)
+
+
+def tables(rng: random.Random, lengths: list[int], block_size: int) -> tuple[list[list[int]], int]:
+    """Permuted tables for sequences of these lengths, and how many blocks they take (some are nobody's)."""
+    needed = [-(-length // block_size) for length in lengths]
+    free = list(range(sum(needed) + 3))
+    rng.shuffle(free)
+    return [[free.pop() for _ in range(n)] for n in needed], sum(needed) + 3
+
+
+def fill(stepper: Stepper, feeds: list[Feed], seed: int) -> None:
+    """What the sequences' earlier tokens left in the pool."""
+    for i, feed in enumerate(feeds):
+        if feed.start:
+            past = Feed(0, feed.start, (), feed.table)
+            stepper.run([past], rows(feed.start, stepper.shape, seed + i))
+
+
+def random_step(rng: random.Random, isa: str, dtype: str) -> tuple[Stepper, list[Feed]]:
+    heads, kv_heads = rng.choice([(1, 1), (3, 1), (4, 4), (6, 2), (8, 4), (7, 1)])
+    dim = rng.choice([8, 32, 48, 64, 80, 128, 256])
+    causal = rng.random() < 0.85
+    shape = Shape(
+        heads,
+        kv_heads,
+        dim,
+        window=rng.choice([0, 0, 0, 1, 5, 16, 70, 300]),
+        softcap=rng.choice([0.0, 0.0, 2.0]),
+        causal=causal,
+        sinks=[rng.uniform(-2, 2) for _ in range(heads)] if rng.random() < 0.3 else [],
+        q_norm=[rng.uniform(0.5, 1.5) for _ in range(dim)] if rng.random() < 0.4 else [],
+        k_norm=[rng.uniform(0.5, 1.5) for _ in range(dim)] if rng.random() < 0.4 else [],
+        rope_dim=rng.choice([0, dim, dim // 2]),
+        interleaved=rng.random() < 0.3,
+    )
+    feeds = []
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        nodes = rng.choice([0, 0, 1, 6, 20]) if causal else 0
+        parents = [rng.randrange(-1, i) for i in range(nodes)]
+        start = rng.choice([0, 1, 15, 16, 17, 63, 64, 100, 255, 256, 300, 600]) if causal else 0
+        feeds.append(Feed(start, rng.choice([1, 1, 2, 15, 16, 17, 33]), parents))
+    block_size = rng.choice([16, 16, 32])
+    made, blocks = tables(rng, [feed.start + feed.rows for feed in feeds], block_size)
+    for feed, table in zip(feeds, made, strict=True):
+        feed.table = table
+    return Stepper(shape, blocks, dtype, isa, THREADS[rng.choice([1, 2])], block_size), feeds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_steps_against_float64(isa, dtype):
+    rng = random.Random(f"{isa} {dtype}")
+    for case in range(12):
+        stepper, feeds = random_step(rng, isa, dtype)
+        fill(stepper, feeds, case)
+        x = rows(sum(feed.rows for feed in feeds), stepper.shape, 100 + case)
+        out = torch.from_numpy(stepper.run(feeds, x)).double()
+        wanted = reference(stepper, feeds, x)
+        assert (out - wanted).abs().max() < TOLERANCE[dtype] * max(1.0, float(wanted.abs().max())), stepper.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_context_over_many_splits(isa, dtype):
+    shape = Shape(6, 2, 64)
+    for start in (core.KV_SPLIT * 5 - 1, core.KV_SPLIT * 5, core.KV_SPLIT * 9 + 70):
+        (table,), blocks = tables(random.Random(1), [start + 3], 16)
+        stepper = Stepper(shape, blocks, dtype, isa, THREADS[2])
+        feeds = [Feed(start, 3, (), table)]
+        fill(stepper, feeds, start)
+        x = rows(3, shape, 5)
+        out = torch.from_numpy(stepper.run(feeds, x)).double()
+        assert stepper.step.items(shape.options(1)) > shape.kv_heads  # really cut, and merged
+        assert (out - reference(stepper, feeds, x)).abs().max() < TOLERANCE[dtype]
+
+
+def test_what_the_pool_holds_is_what_was_given(isa):
+    """K after norm and rotation, V as it is: rounded to bfloat16, or to 8 bits with a scale per token and head."""
+    shape = Shape(4, 2, 48, k_norm=[0.5 + i / 48 for i in range(48)], rope_dim=32)
+    feed = Feed(0, 37, (), [2, 0, 3])
+    x = rows(37, shape, 0)
+    _, k, v = shape.split(x)
+    k, v = shape.prepared(k, shape.k_norm, feed.positions), torch.from_numpy(v.copy()).double().view(37, 2, 48)
+    for dtype in DTYPES:
+        stepper = Stepper(shape, 4, dtype, isa, THREADS[1])
+        stepper.run([feed], x)
+        held_k, held_v = stepper.stored(feed, 37)
+        if dtype == "int8":
+            for held, given in ((held_k, k), (held_v, v)):
+                assert ((held - given).abs() <= given.abs().amax(-1, keepdim=True) / 254 * 1.001).all()
+        elif dtype == "bf16":
+            assert torch.equal(held_v, v.bfloat16().double())
+            assert torch.equal(held_k, held_k.bfloat16().double())
+            assert ((held_k - k).abs() <= k.abs() / 256).all()
+        else:
+            assert torch.equal(held_v, v)
+            assert torch.allclose(held_k, k, rtol=0, atol=1e-6)
+
+
+VARIANTS = {
+    "plain": Shape(6, 2, 64),
+    "window": Shape(3, 1, 32, window=90, rope_dim=32),
+    "capped": Shape(4, 4, 80, softcap=3.0, sinks=[0.5, -1.0, 0.0, 2.0]),
+}
+
+
+def one_shot(shape: Shape, dtype: str, isa: str, x: np.ndarray) -> np.ndarray:
+    table = list(range(-(-len(x) // 16)))
+    return Stepper(shape, len(table), dtype, isa, THREADS[1]).run([Feed(0, len(x), (), table)], x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_rows_bits_do_not_depend_on_chunking_batch_tables_or_threads(isa, dtype, variant):
+    shape, rng = VARIANTS[variant], random.Random(7)
+    lengths = [330, 70, 17]
+    x = [rows(n, shape, i) for i, n in enumerate(lengths)]
+    wanted = [one_shot(shape, dtype, isa, part) for part in x]
+    for threads in (1, 2):
+        made, blocks = tables(rng, lengths, 16)
+        stepper = Stepper(shape, blocks, dtype, isa, THREADS[threads])
+        done = [0, 0, 0]
+        while done != lengths:
+            feeds, parts = [], []
+            for i, n in enumerate(lengths):
+                count = min(n - done[i], rng.choice([1, 1, 2, 7, 33, 64]))
+                if count and rng.random() < 0.8:
+                    feeds.append(Feed(done[i], count, (), made[i]))
+                    parts.append((i, done[i], count))
+                    done[i] += count
+            if not feeds:
+                continue
+            out = stepper.run(feeds, np.concatenate([x[i][at : at + count] for i, at, count in parts]))
+            for i, at, count in parts:
+                assert np.array_equal(out[:count], wanted[i][at : at + count])
+                out = out[count:]
+
+
+@pytest.mark.parametrize("count", range(1, 34))
+def test_a_rows_bits_for_every_number_of_rows(count):
+    shape = VARIANTS["plain"]
+    x = rows(280 + count, shape, 3)
+    wanted = one_shot(shape, "bf16", ISAS[0], x)
+    table = list(range(-(-len(x) // 16)))
+    stepper = Stepper(shape, len(table), "bf16", ISAS[0], THREADS[2])
+    stepper.run([Feed(0, 280, (), table)], x[:280])
+    assert np.array_equal(stepper.run([Feed(280, count, (), table)], x[280:]), wanted[280:])
+
+
+def test_sums_in_another_order_have_other_bits(isa):
+    """Control of the equalities of bits: the same sums in another order differ, if only in the last places."""
+    shape = Shape(2, 1, 64, causal=False)
+    x = rows(600, shape, 0)
+    forth, back = one_shot(shape, "f32", isa, x), one_shot(shape, "f32", isa, x[::-1].copy())[::-1]
+    assert np.abs(forth - back).max() < 1e-5
+    assert not np.array_equal(forth, back)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_draft_nodes_bits_are_those_of_its_tokens_in_line(isa, dtype):
+    """Any tree: what a node gets is what its path would get as known tokens, to the last bit."""
+    rng = random.Random(5)
+    for variant, start in [("plain", 250), ("window", 62), ("capped", 14), ("plain", 0)]:
+        shape = VARIANTS[variant]
+        nodes = 24
+        parents = [rng.randrange(-1, i) if rng.random() < 0.5 else i - 1 for i in range(nodes)]
+        feed = Feed(start, 2, parents)
+        (feed.table,), blocks = tables(rng, [start + feed.rows], 16)
+        stepper = Stepper(shape, blocks, dtype, isa, THREADS[2])
+        past, x = rows(start, shape, 1), rows(feed.rows, shape, 2)
+        if start:
+            stepper.run([Feed(0, start, (), feed.table)], past)
+        out = stepper.run([feed], x)
+        for node, mask in enumerate(tree(parents)[1]):
+            path = [i for i in range(nodes) if mask >> i & 1]
+            line = np.concatenate([past, x[:2], x[[2 + i for i in path]]])
+            assert np.array_equal(out[2 + node], one_shot(shape, dtype, isa, line)[-1])
+
+
+def test_sixty_four_nodes_and_no_more():
+    shape = Shape(2, 1, 32)
+    feed = Feed(5, 1, [-1] * 64, range(5))
+    stepper = Stepper(shape, 5, "f32", ISAS[0], THREADS[1])
+    x = rows(feed.rows, shape, 0)
+    assert (torch.from_numpy(stepper.run([feed], x)).double() - reference(stepper, [feed], x)).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="at most 64 nodes"):
+        begin_nodes(stepper, [1 << i % 64 for i in range(65)])
+    with pytest.raises(ValueError, match="names itself and nodes before it"):
+        begin_nodes(stepper, [1, 1])
+
+
+def begin_nodes(stepper: Stepper, masks: list[int]) -> None:
+    """A step of one feed: a known token, then nodes with these masks."""
+    n = 1 + len(masks)
+    one, starts, blocks = (np.array(values, dtype=np.int32) for values in ([1], [0, n], [[0, 1, 2, 3, 4]]))
+    stepper.step.begin(np.arange(n, dtype=np.int32), starts, one, one, blocks, np.array([0, *masks], np.uint64))
+
+
+def test_a_mask_that_is_ignored_is_seen(isa):
+    """Control: siblings that attend to each other give something else, far outside the tolerance."""
+    shape = Shape(3, 1, 64)
+    feed = Feed(20, 1, [-1, -1, 0, 1, 1], [0, 1])
+    stepper = Stepper(shape, 2, "bf16", isa, THREADS[1])
+    fill(stepper, [feed], 0)
+    x = rows(feed.rows, shape, 1)
+    out = torch.from_numpy(stepper.run([feed], x)).double()
+    assert (out - reference(stepper, [feed], x)).abs().max() < TOLERANCE["bf16"]
+    assert (out - reference(stepper, [feed], x, ignore_paths=True)).abs().max() > 10 * TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_another_request_left_behind_does_not_leak(isa, dtype):
+    """Blocks come back with anything in them, NaN included; weights of 0 times NaN must not be added up."""
+    shape = Shape(3, 1, 64, window=40)
+    x = rows(70, shape, 0)
+    table = [3, 0, 4, 1, 2]
+    clean, dirty = (Stepper(shape, 5, dtype, isa, THREADS[1]) for _ in range(2))
+    dirty.run([Feed(0, 80, (), [0, 1, 2, 3, 4])], np.full((80, x.shape[1]), np.nan, dtype=np.float32))
+    for start, count in [(0, 20), (20, 1), (21, 12), (33, 37)]:
+        feed = Feed(start, count, (), table)
+        part = x[start : start + count]
+        out = dirty.run([feed], part)
+        assert np.isfinite(out).all()
+        assert np.array_equal(out, clean.run([feed], part))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_and_moves(isa, dtype):
+    """A block copied serves as its original; a path moved into line serves as if it had been stored there."""
+    shape = VARIANTS["plain"]
+    x = rows(40, shape, 0)
+    wanted = one_shot(shape, dtype, isa, x)
+    stepper = Stepper(shape, 8, dtype, isa, THREADS[1])
+    stepper.run([Feed(0, 20, (), [1, 2])], x[:20])
+    stepper.pool.copy_blocks([(1, 6), (2, 7)])
+    assert np.array_equal(stepper.run([Feed(20, 1, (), [6, 7])], x[20:21]), wanted[20:21])
+    # siblings 0 and 1, and the child of 1: the path is (1, 2)
+    tree_rows = np.concatenate([rows(1, shape, 9), x[21:23]])
+    out = stepper.run([Feed(21, 0, [-1, -1, 1], [6, 7])], tree_rows)
+    assert np.array_equal(out[1:], wanted[21:23])
+    at = 7 * 16 + 5
+    stepper.pool.move([(at + 1, at), (at + 2, at + 1)])  # the second reads what the first may not have overwritten
+    assert np.array_equal(stepper.run([Feed(23, 1, (), [6, 7])], x[23:24]), wanted[23:24])
+    moved = stepper.stored(Feed(0, 0, (), [6, 7]), 23)
+    original = Stepper(shape, 2, dtype, isa, THREADS[1])
+    original.run([Feed(0, 23, (), [0, 1])], x[:23])
+    for held, given in zip(moved, original.stored(Feed(0, 0, (), [0, 1]), 23), strict=True):
+        assert torch.equal(held, given)
+    with pytest.raises(IndexError, match="outside the pool"):
+        stepper.pool.move([(0, 128)])
+
+
+A8_BLOCK = np.dtype([("q", "i1", 64), ("scale", "f4", 2), ("sum", "f4", 2), ("neg32", "i4", 2), ("neg16", "i4", 4)])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (3, 1, 32), (5, 5, 96)])
+def test_the_result_as_the_next_layer_wants_it(isa, heads, kv_heads, dim):
+    """int8 or bfloat16, rounded where it was computed: the bytes that rounding the float32 rows gives."""
+    shape = Shape(heads, kv_heads, dim)
+    tiles = -(-heads * dim // 64)
+    blocks, halves = np.full((5, tiles * A8_BLOCK.itemsize), 255, np.uint8), np.full((5, tiles * 64), 255, np.uint16)
+    stepper = Stepper(shape, 1, "bf16", isa, THREADS[1])
+    out = stepper.run([Feed(0, 5, (), [0])], rows(5, shape, 1), a8=blocks, bf16=halves)
+    parts = core.quantize_a8(out, isa=isa)
+    for name, wanted in zip(A8_BLOCK.names, parts, strict=True):
+        assert np.array_equal(blocks.view(A8_BLOCK)[name].reshape(5, -1), wanted)
+    padded = torch.nn.functional.pad(torch.from_numpy(out), (0, tiles * 64 - heads * dim))
+    assert np.array_equal(halves.view(np.int16), padded.bfloat16().view(torch.int16).numpy())
+
+
+@pytest.mark.parametrize("window", [0, 4, 30])
+def test_the_same_as_the_torch_op(isa, window):
+    """The op's torch body is its meaning: same feeds, same tables, same draft trees."""
+    shape = Shape(4, 2, 32, window=window)
+    config = ModelConfig("llama", 10, 128, 1, 4, 2, 32, 64, 512)
+    rng = random.Random(window)
+    feeds = [Feed(0, 21), Feed(0, 5, [-1, 0, 0, 1]), Feed(0, 1), Feed(0, 40, [-1, -1, 0, 1, 2])]
+    made, blocks = tables(rng, [feed.rows for feed in feeds], 16)
+    for feed, table in zip(feeds, made, strict=True):
+        feed.table = table
+    x = rows(sum(feed.rows for feed in feeds), shape, 1)
+    pool = KVPool(config, blocks, 16, torch.float64)
+    ctx = build(pool, [FeedRows([0] * feed.known, feed.table, 0, [0] * len(feed.parents), feed.parents) for feed in feeds])
+    wanted = attention(*(torch.from_numpy(part.copy()).double() for part in shape.split(x)), ctx, 0, window=window or None)
+    out = Stepper(shape, blocks, "f32", isa, THREADS[2]).run(feeds, x)
+    assert (torch.from_numpy(out).double() - wanted).abs().max() < 1e-5
+
+
+def test_a_feed_longer_than_its_table_is_refused():
+    shape = Shape(2, 1, 32)
+    stepper = Stepper(shape, 4, "bf16", ISAS[0], THREADS[1])
+    with pytest.raises(IndexError, match="longer than its table"):
+        stepper.begin([Feed(30, 3, (), [0, 1])])
+    with pytest.raises(IndexError, match="block outside the pool"):
+        stepper.begin([Feed(30, 1, (), [0, 4])])
+    with pytest.raises(ValueError, match="multiple of 16"):
+        core.KVPool(1, 4, 8, 1, 32)
+    with pytest.raises(ValueError, match="unknown KV type"):
+        core.KVPool(1, 4, 16, 1, 32, "fp8")
