@@ -10,7 +10,7 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run test test-weights test-slow test-peers lint format native clean
+.PHONY: help run test test-weights test-slow test-peers bench lint format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-weights   only the tests on real weights"
 	@echo "make test-slow      the long ones"
 	@echo "make test-peers     comparisons with other engines (installs them)"
+	@echo "make bench          tokens per second, load time and memory of $(MODEL) on this machine"
 	@echo "make lint           ruff, mypy, clang-format; make format puts right what they can"
 	@echo "make native         build the C++ core, showing the compiler's output"
 	@echo "make clean          remove what was built (the environment, not the models)"
@@ -36,6 +37,9 @@ test-slow: $(VENV)/.dev
 
 test-peers: $(VENV)/.peers
 	$(VENV)/bin/python -m pytest -m peers
+
+bench: $(VENV)/.run
+	@$(VENV)/bin/headrace bench local $(MODEL)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
