@@ -1,4 +1,5 @@
 // float32 to A8. Also what an epilogue or an attention kernel calls to leave its result quantised.
+#pragma once
 
 // x: 32 floats, columns [32 * half, 32 * half + 32) of the block.
 HEADRACE_INLINE void quantize_group(const float* x, A8Block* block, int half) {

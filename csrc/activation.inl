@@ -1,3 +1,4 @@
 // The activation functions by name.
+#pragma once
 
 HEADRACE_INLINE F32v activate(Activation kind, F32v x) { return kind == Activation::kSilu ? silu(x) : gelu_tanh(x); }

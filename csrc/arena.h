@@ -9,7 +9,7 @@
 namespace headrace {
 
 class Arena {
-  public:
+public:
     // Blocks of `block_bytes` (rounded up to 2 MB) are mapped as they are needed; pages cost memory once written.
     explicit Arena(size_t block_bytes = size_t{256} << 20);
     ~Arena();
@@ -21,7 +21,7 @@ class Arena {
 
     size_t used() const { return used_; }
 
-  private:
+private:
     struct Block {
         uint8_t* base;
         size_t bytes;

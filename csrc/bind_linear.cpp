@@ -1,4 +1,6 @@
 // Packing, linear layers and quantised activations in Python: what the loader uses, and entry points for tests.
+#include "bind_linear.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -15,7 +17,6 @@
 #include <vector>
 
 #include "bind.h"
-#include "bind_linear.h"
 #include "cpu.h"
 #include "linear.h"
 #include "pack.h"
@@ -50,27 +51,28 @@ std::pair<T*, Array<T>> new_array(std::initializer_list<size_t> shape) {
 
 // 64-byte aligned memory for the length of a call.
 class Buffer {
-  public:
+public:
     explicit Buffer(size_t bytes) : memory_(::operator new(bytes + 1, std::align_val_t{64})) {}
     ~Buffer() { ::operator delete(memory_, std::align_val_t{64}); }
     Buffer(const Buffer&) = delete;
     void* get() { return memory_; }
 
-  private:
+private:
     void* memory_;
 };
 
 using Tensor = BoundTensor;
 using Linear = BoundLinear;
 
-PackRequest request_of(const Bytes& rows, const std::string& kind, int n, int k, const std::optional<Indices>& permutation,
-                       const std::string& quantize, const std::optional<FloatVector>& bias) {
+PackRequest request_of(const Bytes& rows, const std::string& kind, int n, int k,
+                       const std::optional<Indices>& permutation, const std::string& quantize,
+                       const std::optional<FloatVector>& bias) {
     const SourceKind source = parse_source_kind(kind);
     require(n > 0 && k > 0, "n and k must be positive");
     require(rows.stride(1) == 1 || rows.shape(1) == 1, "the bytes of a row must lie side by side");
     require(static_cast<int64_t>(rows.shape(1)) == source_row_bytes(source, k),
-            "a row of " + std::to_string(k) + " columns of " + kind + " has " + std::to_string(source_row_bytes(source, k)) +
-                " bytes, not " + std::to_string(rows.shape(1)));
+            "a row of " + std::to_string(k) + " columns of " + kind + " has " +
+                std::to_string(source_row_bytes(source, k)) + " bytes, not " + std::to_string(rows.shape(1)));
     require(permutation ? permutation->shape(0) == size_t(n) : rows.shape(0) == size_t(n),
             permutation ? "permutation must have n entries" : "rows must hold n rows");
     if (permutation) {
@@ -81,7 +83,10 @@ PackRequest request_of(const Bytes& rows, const std::string& kind, int n, int k,
     }
     require(!bias || bias->shape(0) == size_t(n), "bias must have n entries");
     return {{rows.data(), rows.stride(0), source, permutation ? permutation->data() : nullptr},
-            packed_kind(source, quantize), n, k, bias ? bias->data() : nullptr};
+            packed_kind(source, quantize),
+            n,
+            k,
+            bias ? bias->data() : nullptr};
 }
 
 Tensor py_pack(const Bytes& rows, const std::string& kind, int n, int k, std::shared_ptr<Arena> arena, ThreadPool& pool,
@@ -127,15 +132,17 @@ Activation parse_activation(const std::string& name) {
     return name == "silu" ? Activation::kSilu : Activation::kGeluTanh;
 }
 
-Norm parse_norm(const std::string& kind, const std::optional<FloatVector>& weight, const std::optional<FloatVector>& bias,
-                float eps, size_t k) {
+Norm parse_norm(const std::string& kind, const std::optional<FloatVector>& weight,
+                const std::optional<FloatVector>& bias, float eps, size_t k) {
     require(kind.empty() || kind == "rms" || kind == "layer", "norm must be rms or layer, not " + kind);
     if (kind.empty()) return {NormKind::kNone, nullptr, nullptr, 0.0f};
-    require(weight && weight->shape(0) == k && (!bias || bias->shape(0) == k), "norm weights must have one entry per column");
+    require(weight && weight->shape(0) == k && (!bias || bias->shape(0) == k),
+            "norm weights must have one entry per column");
     return {kind == "rms" ? NormKind::kRms : NormKind::kLayer, weight->data(), bias ? bias->data() : nullptr, eps};
 }
 
-// Quantised rows as arrays: q int8 [m, kp], scale and scaled_sum float [m, kp / 32], negative sums int32 per 32, per 16.
+// Quantised rows as arrays: q int8 [m, kp], scale and scaled_sum float [m, kp / 32], negative sums int32 per 32,
+// per 16.
 nb::tuple quantize_a8(const Floats& x, const std::string& norm, const std::optional<FloatVector>& weight,
                       const std::optional<FloatVector>& bias, float eps, const std::string& isa) {
     const size_t m = x.shape(0), k = x.shape(1), tiles = tiles_of(k);
@@ -169,7 +176,8 @@ Array<float> norm_rows(const Floats& x, const std::string& norm, const FloatVect
     return array;
 }
 
-Array<float> activate(const std::string& name, const Floats& x, const std::optional<Floats>& up, const std::string& isa) {
+Array<float> activate(const std::string& name, const Floats& x, const std::optional<Floats>& up,
+                      const std::string& isa) {
     auto [out, array] = new_array<float>({x.shape(0), x.shape(1)});
     const Activation kind = parse_activation(name);
     require(!up || (up->shape(0) == x.shape(0) && up->shape(1) == x.shape(1)), "gate and up must have the same shape");
@@ -204,10 +212,11 @@ struct Input {
 
 void run_on(ThreadPool& pool, LinearWork work) {
     work.threads = pool.size();
-    const size_t scratch_bytes = (linear_scratch_bytes(work.linear->k()) + 63) / 64 * 64;
-    Buffer scratch(scratch_bytes * pool.size());
+    Buffer scratch(kLinearScratchBytes * pool.size());
     std::atomic<int> next{0};
-    pool.run([&](int thread) { run_linear(work, thread, next, static_cast<uint8_t*>(scratch.get()) + thread * scratch_bytes); });
+    pool.run([&](int thread) {
+        run_linear(work, thread, next, static_cast<uint8_t*>(scratch.get()) + thread * kLinearScratchBytes);
+    });
 }
 
 int direct_rows_of(const std::string& path) {
@@ -216,8 +225,8 @@ int direct_rows_of(const std::string& path) {
 }
 
 void check_input(const Linear& linear, const Floats& x) {
-    require(x.shape(1) == size_t(linear.packed.k()), "x must have " + std::to_string(linear.packed.k()) + " columns, not " +
-                                                         std::to_string(x.shape(1)));
+    require(x.shape(1) == size_t(linear.packed.k()),
+            "x must have " + std::to_string(linear.packed.k()) + " columns, not " + std::to_string(x.shape(1)));
     require(x.shape(0) > 0, "x must have at least one row");
 }
 
@@ -241,8 +250,8 @@ Array<float> linear(const Linear& linear, const Floats& x, ThreadPool& pool, con
 }
 
 // act(x gate^T) * (x up^T) as float32, and what it becomes as the next layer's input, given back as float32.
-nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const std::string& act, const std::string& path,
-                const std::string& isa) {
+nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const std::string& act,
+                const std::string& path, const std::string& isa) {
     check_input(linear, x);
     require(linear.packed.gated(), "this layer is not gated");
     const size_t m = x.shape(0), n = linear.packed.n(), tiles = tiles_of(n);
@@ -297,22 +306,23 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
 }
 
 // Seconds for each of `repeats` passes over the layers, one after the other with a barrier between, as in a program.
-std::vector<double> time_linears(const std::vector<const Linear*>& linears, const Floats& x, ThreadPool& pool, int repeats,
-                                 const std::string& path, const std::string& isa) {
+std::vector<double> time_linears(const std::vector<const Linear*>& linears, const Floats& x, ThreadPool& pool,
+                                 int repeats, const std::string& path, const std::string& isa) {
     require(!linears.empty() && repeats > 0, "at least one layer and one repeat");
     for (const Linear* each : linears) check_input(*each, x);
     const Kernels& table = kernels_named(isa);
     const nb::gil_scoped_release unlocked;
-    const size_t m = x.shape(0), n = linears.front()->packed.n(), scratch_bytes = (linear_scratch_bytes(x.shape(1)) + 63) / 64 * 64;
+    const size_t m = x.shape(0), n = linears.front()->packed.n();
     const Input input(*linears.front(), x, table);
-    Buffer out(m * n * sizeof(float)), scratch(scratch_bytes * pool.size());
+    Buffer out(m * n * sizeof(float)), scratch(kLinearScratchBytes * pool.size());
     Epilogue epilogue{};
     epilogue.kind = EpilogueKind::kStore;
     epilogue.out = static_cast<float*>(out.get());
     epilogue.stride = n;
     std::vector<LinearWork> works;
     for (const Linear* each : linears) {
-        works.push_back({&table, &each->packed, input.a8, input.bf16, int(m), pool.size(), epilogue, direct_rows_of(path)});
+        works.push_back(
+            {&table, &each->packed, input.a8, input.bf16, int(m), pool.size(), epilogue, direct_rows_of(path)});
     }
     std::vector<double> seconds;
     for (int i = 0; i < repeats; ++i) {
@@ -320,7 +330,8 @@ std::vector<double> time_linears(const std::vector<const Linear*>& linears, cons
         const auto start = std::chrono::steady_clock::now();
         pool.run([&](int thread) {
             for (size_t j = 0; j < works.size(); ++j) {
-                run_linear(works[j], thread, next[j], static_cast<uint8_t*>(scratch.get()) + thread * scratch_bytes);
+                run_linear(works[j], thread, next[j],
+                           static_cast<uint8_t*>(scratch.get()) + thread * kLinearScratchBytes);
                 pool.barrier(thread);
             }
         });
@@ -383,8 +394,12 @@ void bind_linear(nb::module_& m) {
     m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads.");
     m.def("cgroup_cpus", &cgroup_cpus, "membership"_a = "/proc/self/cgroup", "root"_a = "/sys/fs/cgroup");
     nb::class_<ThreadPool>(m, "ThreadPool")
-        .def("__init__", [](ThreadPool* self, int threads, bool pin) { new (self) ThreadPool(threads ? threads : default_threads(), pin); },
-             "threads"_a = 0, "pin"_a = false)
+        .def(
+            "__init__",
+            [](ThreadPool* self, int threads, bool pin) {
+                new (self) ThreadPool(threads ? threads : default_threads(), pin);
+            },
+            "threads"_a = 0, "pin"_a = false)
         .def_prop_ro("size", &ThreadPool::size)
         .def("set_spin", &ThreadPool::set_spin, "microseconds"_a)
         .def("test_barriers", &pool_barriers, "barriers"_a, "Per thread, how often it saw another on the wrong side.");
@@ -395,12 +410,16 @@ void bind_linear(nb::module_& m) {
         .def_prop_ro("kind", [](const Tensor& t) { return std::string(packed_kind_name(t.packed.kind)); })
         .def_prop_ro("n", [](const Tensor& t) { return t.packed.n; })
         .def_prop_ro("k", [](const Tensor& t) { return t.packed.k; })
-        .def_prop_ro("nbytes", [](const Tensor& t) { return row_block_bytes(t.packed.kind, t.packed.k) * t.packed.row_blocks(); })
+        .def_prop_ro("nbytes",
+                     [](const Tensor& t) { return row_block_bytes(t.packed.kind, t.packed.k) * t.packed.row_blocks(); })
         .def("unpack", &unpack, "rows"_a = nb::none(), "isa"_a = "");
     nb::class_<Linear>(m, "PackedLinear")
-        .def("__init__", [](Linear* self, std::vector<Tensor> tensors, bool gated, int segment_unit) {
-                 new (self) Linear(make_linear(std::move(tensors), gated, segment_unit));
-             }, "tensors"_a, "gated"_a = false, "segment_unit"_a = 0)
+        .def(
+            "__init__",
+            [](Linear* self, std::vector<Tensor> tensors, bool gated, int segment_unit) {
+                new (self) Linear(make_linear(std::move(tensors), gated, segment_unit));
+            },
+            "tensors"_a, "gated"_a = false, "segment_unit"_a = 0)
         .def_prop_ro("n", [](const Linear& l) { return l.packed.n(); })
         .def_prop_ro("k", [](const Linear& l) { return l.packed.k(); })
         .def_prop_ro("tensors", [](const Linear& l) { return l.tensors; })
@@ -408,20 +427,23 @@ void bind_linear(nb::module_& m) {
             const Segments& s = l.packed.segments();
             return std::vector<int>(s.end, s.end + s.count);
         });
-    m.def("pack", &py_pack, "rows"_a.noconvert(), "kind"_a, "n"_a, "k"_a, "arena"_a, "pool"_a, "permutation"_a = nb::none(),
-          "quantize"_a = "", "bias"_a = nb::none(), "isa"_a = "");
-    m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a, "k"_a,
-          "arena"_a, "pool"_a, "quantize"_a = "", "isa"_a = "");
-    m.def("time_linears", &time_linears, "linears"_a, "x"_a.noconvert(), "pool"_a, "repeats"_a, "path"_a = "", "isa"_a = "");
+    m.def("pack", &py_pack, "rows"_a.noconvert(), "kind"_a, "n"_a, "k"_a, "arena"_a, "pool"_a,
+          "permutation"_a = nb::none(), "quantize"_a = "", "bias"_a = nb::none(), "isa"_a = "");
+    m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a,
+          "k"_a, "arena"_a, "pool"_a, "quantize"_a = "", "isa"_a = "");
+    m.def("time_linears", &time_linears, "linears"_a, "x"_a.noconvert(), "pool"_a, "repeats"_a, "path"_a = "",
+          "isa"_a = "");
     m.def("read_bandwidth", &read_bandwidth, "pool"_a, "mebibytes"_a = 256, "repeats"_a = 8);
     m.def("quantize_a8", &quantize_a8, "x"_a.noconvert(), "norm"_a = "", "weight"_a = nb::none(), "bias"_a = nb::none(),
           "eps"_a = 0.0f, "isa"_a = "");
-    m.def("norm", &norm_rows, "x"_a.noconvert(), "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a = 0.0f, "isa"_a = "");
-    m.def("activate", &activate, "name"_a, "x"_a.noconvert(), "up"_a = nb::none(), "isa"_a = "");
-    m.def("linear", &linear, "linear"_a, "x"_a.noconvert(), "pool"_a, "add_to"_a = nb::none(), "path"_a = "", "isa"_a = "");
-    m.def("gated", &gated, "linear"_a, "x"_a.noconvert(), "pool"_a, "act"_a = "silu", "path"_a = "", "isa"_a = "");
-    m.def("logits", &logits, "linear"_a, "x"_a.noconvert(), "pool"_a, "scale"_a = 1.0f, "softcap"_a = 0.0f, "path"_a = "",
+    m.def("norm", &norm_rows, "x"_a.noconvert(), "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a = 0.0f,
           "isa"_a = "");
+    m.def("activate", &activate, "name"_a, "x"_a.noconvert(), "up"_a = nb::none(), "isa"_a = "");
+    m.def("linear", &linear, "linear"_a, "x"_a.noconvert(), "pool"_a, "add_to"_a = nb::none(), "path"_a = "",
+          "isa"_a = "");
+    m.def("gated", &gated, "linear"_a, "x"_a.noconvert(), "pool"_a, "act"_a = "silu", "path"_a = "", "isa"_a = "");
+    m.def("logits", &logits, "linear"_a, "x"_a.noconvert(), "pool"_a, "scale"_a = 1.0f, "softcap"_a = 0.0f,
+          "path"_a = "", "isa"_a = "");
 }
 
 }  // namespace headrace

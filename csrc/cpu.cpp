@@ -28,7 +28,8 @@ double cpu_max(const std::string& folder) {
 }
 
 double cfs_quota(const std::string& folder) {
-    const std::string quota = first_line(folder + "/cpu.cfs_quota_us"), period = first_line(folder + "/cpu.cfs_period_us");
+    const std::string quota = first_line(folder + "/cpu.cfs_quota_us"),
+                      period = first_line(folder + "/cpu.cfs_period_us");
     const double q = std::atof(quota.c_str()), p = std::atof(period.c_str());
     return q > 0 && p > 0 ? q / p : 0;
 }

@@ -8,8 +8,13 @@
 namespace headrace {
 namespace {
 
-#define HEADRACE_TABLE(isa, id) \
-    constexpr Kernels isa##_table{id, &isa::attention_kernels, &isa::linear_kernels, &isa::pack_kernels, &isa::quantize_kernels, &isa::sample_kernels};
+#define HEADRACE_TABLE(isa, id)                            \
+    constexpr Kernels isa##_table{id,                      \
+                                  &isa::attention_kernels, \
+                                  &isa::linear_kernels,    \
+                                  &isa::pack_kernels,      \
+                                  &isa::quantize_kernels,  \
+                                  &isa::sample_kernels};
 
 HEADRACE_TABLE(plain, Isa::kPlain)
 #if defined(HEADRACE_X86)
@@ -28,16 +33,21 @@ const Kernels& choose() {
 const Kernels& kernels_for(Isa isa) {
     const std::vector<Isa>& have = supported_isas();
     if (std::find(have.begin(), have.end(), isa) == have.end()) {
-        throw std::invalid_argument("this CPU does not run " + std::string(isa_name(isa)) + " kernels; set HEADRACE_ISA to " +
-                                    std::string(isa_name(have.front())) + " or leave it out");
+        throw std::invalid_argument("this CPU does not run " + std::string(isa_name(isa)) +
+                                    " kernels; set HEADRACE_ISA to " + std::string(isa_name(have.front())) +
+                                    " or leave it out");
     }
     switch (isa) {
 #if defined(HEADRACE_X86)
-        case Isa::kAvx512: return avx512_table;
-        case Isa::kAvxVnni: return avxvnni_table;
-        case Isa::kAvx2: return avx2_table;
+        case Isa::kAvx512:
+            return avx512_table;
+        case Isa::kAvxVnni:
+            return avxvnni_table;
+        case Isa::kAvx2:
+            return avx2_table;
 #endif
-        default: return plain_table;
+        default:
+            return plain_table;
     }
 }
 

@@ -1,24 +1,33 @@
 // Linear layers of one instruction set: cutting the work into blocks, panels for many rows, epilogues.
+#include "linear_internal.h"
 #include "vec/vec.h"
 
-#include "linear_internal.h"
-
 namespace headrace::HEADRACE_ISA {
-
-#include "a8.inl"
-#include "activation.inl"
-#include "linear_tile.inl"
 
 #include "linear_bf16.inl"
 #include "linear_epilogue.inl"
 #include "linear_panel.inl"
 
-constexpr int kMostRows = kDirectRows;            // input rows at a time
-constexpr int kMostBlocks = 4;                    // row blocks of a unit
+// Input rows at a time.
+constexpr int kMostRows = kDirectRows > kPanelRows ? kDirectRows : kPanelRows;
+constexpr int kMostBlocks = 4;                     // row blocks of a unit
 using Sums = float[kMostBlocks * kMostRows * 16];  // [block][rows][16]
 
+// What LinearTask::scratch holds: rows go through a panel 256 at a time.
+constexpr int kStretchRows = 256;
+constexpr int kStretchFloats = (kStretchRows + kPanelRows - 1) / kPanelRows * kStepFloats;
+
+struct Scratch {
+    Panel panel;
+    alignas(64) float sums[2][kStretchFloats];
+    alignas(64) float levels[3 * kStretchFloats];
+};
+
+static_assert(sizeof(Scratch) <= kLinearScratchBytes, "the scratch must hold a panel and the sums");
+
 // Row blocks [block, block + blocks) of one tensor, at most four, into y.
-static void multiply(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows, float* y) {
+static void multiply(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows,
+                     float* y) {
     const Segments& segments = *task.segments;
     if (weight.kind == PackedKind::kBf16) {
         const uint16_t* x = task.bf16.x + (int64_t)row * task.bf16.kp;
@@ -41,9 +50,10 @@ HEADRACE_INLINE int blocks_of_unit(const LinearTask& task, int unit) {
     return left < task.unit_blocks ? left : task.unit_blocks;
 }
 
-HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y) {
+HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
+                            const float* up) {
     if (task.epilogue.kind == EpilogueKind::kGated) {
-        finish_gated(task, unit, blocks, row, rows, y);
+        finish_gated(task, unit, blocks, row, rows, y, up);
     } else if (task.epilogue.kind == EpilogueKind::kLogits) {
         finish_logits(task, unit, blocks, row, rows, y);
     } else {
@@ -51,53 +61,63 @@ HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int ro
     }
 }
 
-// Rows in steps of nearly equal size, none above `most`: 7 is 4 + 3, not 6 + 1.
-HEADRACE_INLINE int step_rows(int left, int most) { return (left + (left + most - 1) / most - 1) / ((left + most - 1) / most); }
-
 static void run_direct(const LinearTask& task, int unit, int row0, int row1, int most) {
     const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks;
     for (int row = row0, rows; row < row1; row += rows) {
         rows = step_rows(row1 - row, most);
         alignas(64) Sums y;
+        float* up = y + blocks * rows * 16;
         multiply(task, *task.weight, first, blocks, row, rows, y);
-        if (task.epilogue.kind == EpilogueKind::kGated) {
-            multiply(task, *task.up, first, blocks, row, rows, y + blocks * rows * 16);
-        }
-        finish(task, unit, blocks, row, rows, y);
+        if (task.epilogue.kind == EpilogueKind::kGated) multiply(task, *task.up, first, blocks, row, rows, up);
+        finish(task, unit, blocks, row, rows, y, up);
     }
 }
 
-// At most two panels: two pairs of row blocks of `weight`, or a pair of the gate and one of up.
-static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
+// One panel for two row blocks, of `weight` or of up.
+static void run_panel(const LinearTask& task, int unit, int index, int row0, int row1, Scratch& scratch) {
     const bool gated = task.epilogue.kind == EpilogueKind::kGated;
-    const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks, tiles = task.weight->tiles();
-    const int panels = gated ? 2 : (blocks + 1) / 2;
-    for (int p = 0; p < panels; ++p) {
-        const PackedTensor& weight = gated && p == 1 ? *task.up : *task.weight;
-        const int block = gated ? first : first + 2 * p, last = first + blocks - 1;
-        const Panel panel = panel_at(task.scratch, tiles, p);
-        fill_panel(weight, block, 0, panel);
-        fill_panel(weight, block < last ? block + 1 : block, 1, panel);  // a lone block twice: its copy is not used
-    }
-    for (int row = row0, rows; row < row1; row += rows) {
-        rows = step_rows(row1 - row, kPanelRows);
-        alignas(64) Sums y;
-        const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
-        for (int p = 0; p < panels; ++p) {
-            const Layout layout = layout_of(gated && p == 1 ? task.up->kind : task.weight->kind);
-            // Where the gate has one block only, up's follows it at once.
-            float* to = y + p * (gated ? blocks : 2) * rows * 16;
-            panel_kernel(layout, rows)(panel_at(task.scratch, tiles, p), layout.zero, *task.segments, x, task.a8.tiles, to);
+    const PackedTensor& weight = gated && index == 1 ? *task.up : *task.weight;
+    const int first = unit * task.unit_blocks + (gated ? 0 : 2 * index), last = weight.row_blocks() - 1;
+    const int block[2] = {first, first < last ? first + 1 : first};  // a lone block twice: its copy is not used
+    const uint8_t* next[2] = {nullptr, nullptr};
+    for (int c = 0; c < 2; ++c) {
+        if (gated && index == 0) {
+            next[c] = task.up->data + block[c] * task.up->stride;
+        } else if (first + 2 + c <= last) {
+            next[c] = task.weight->data + (first + 2 + c) * task.weight->stride;
         }
-        finish(task, unit, blocks, row, rows, y);
+    }
+    multiply_panel(task, weight, block, next, row0, row1, scratch.panel, scratch.sums[index], scratch.levels);
+}
+
+static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
+    Scratch& scratch = *(Scratch*)task.scratch;
+    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
+    const int blocks = blocks_of_unit(task, unit), panels = gated ? 2 : (blocks + 1) / 2;
+    for (int p = 0; p < panels; ++p) run_panel(task, unit, p, row0, row1, scratch);
+    for (int row = row0, i = 0, rows; row < row1; row += rows, ++i) {
+        rows = step_rows(row1 - row, kPanelRows);
+        const float *y = scratch.sums[0] + i * kStepFloats, *second = scratch.sums[1] + i * kStepFloats;
+        alignas(64) Sums joined;
+        if (panels == 2 && !gated) {
+            __builtin_memcpy(joined, y, sizeof(float) * 32 * rows);
+            __builtin_memcpy(joined + 32 * rows, second, sizeof(float) * 32 * rows);
+            y = joined;
+        }
+        finish(task, unit, blocks, row, rows, y, second);
     }
 }
+
+// Panels pay from so many rows on: measured with weights from memory. Without VNNI they never do.
+constexpr int kPanelsFrom = HEADRACE_IS(avx512) ? 20 : HEADRACE_IS(avxvnni) ? 24 : 1 << 30;
 
 static void run(const LinearTask& task, int first, int last, int row0, int row1) {
     const bool bf16 = task.weight->kind == PackedKind::kBf16;
     for (int unit = first; unit < last; ++unit) {
         if (task.panels && !bf16) {
-            run_panels(task, unit, row0, row1);
+            for (int row = row0; row < row1; row += kStretchRows) {
+                run_panels(task, unit, row, row + kStretchRows < row1 ? row + kStretchRows : row1);
+            }
         } else {
             run_direct(task, unit, row0, row1, bf16 ? kBf16Step : kDirectRows);
         }
@@ -105,6 +125,6 @@ static void run(const LinearTask& task, int first, int last, int row0, int row1)
 }
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {run, kDirectRows};
+const LinearKernels linear_kernels = {run, kPanelsFrom - 1};
 
 }  // namespace headrace::HEADRACE_ISA

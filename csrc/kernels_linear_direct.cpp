@@ -1,21 +1,20 @@
 // Linear kernels for few rows: one for each format and number of rows.
+#include "linear_internal.h"
 #include "vec/vec.h"
 
-#include "linear_internal.h"
-
 namespace headrace::HEADRACE_ISA {
-
-#include "linear_tile.inl"
 
 #include "linear_direct.inl"
 
 extern const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows];
 const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows] = {
-#define HEADRACE_ENTRY(kind)                                                                            \
-    {direct<PackedKind::kind, 1>, direct<PackedKind::kind, 2>, direct<PackedKind::kind, 3>,             \
-     direct<PackedKind::kind, 4>, direct<PackedKind::kind, 5>, direct<PackedKind::kind, 6>},
-    HEADRACE_INTEGER_KINDS(HEADRACE_ENTRY)
-#undef HEADRACE_ENTRY
-};
+#define HEADRACE_ROWS(kind, rows) direct<PackedKind::kind, rows>
+#define HEADRACE_TWO(kind, rows) HEADRACE_ROWS(kind, rows), HEADRACE_ROWS(kind, rows + 1)
+#if HEADRACE_IS(plain)
+#define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1)},
+#else
+#define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5)},
+#endif
+    HEADRACE_INTEGER_KINDS(HEADRACE_ENTRY)};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -4,8 +4,6 @@
 
 namespace headrace::HEADRACE_ISA {
 
-#include "a8.inl"
-#include "activation.inl"
 #include "quantize_act.inl"
 
 extern const QuantizeKernels quantize_kernels;

@@ -39,7 +39,9 @@ struct WorkSplit {
         items = units * stretches;
     }
 
-    static int parts(const LinearWork& work) { return work.linear->gated() ? 1 : static_cast<int>(work.linear->parts().size()); }
+    static int parts(const LinearWork& work) {
+        return work.linear->gated() ? 1 : static_cast<int>(work.linear->parts().size());
+    }
 
     int units_of(const LinearWork& work, int part) const {
         return (work.linear->parts()[part].row_blocks() + unit_blocks - 1) / unit_blocks;
@@ -49,8 +51,15 @@ struct WorkSplit {
 // Items [first, last), part by part.
 void run_items(const LinearWork& work, const WorkSplit& split, int first, int last, void* scratch) {
     const PackedLinear& linear = *work.linear;
-    LinearTask task{nullptr, linear.gated() ? &linear.parts()[1] : nullptr,
-                    &linear.segments(), work.a8, work.bf16, work.epilogue, split.unit_blocks, split.panels, scratch};
+    LinearTask task{nullptr,
+                    linear.gated() ? &linear.parts()[1] : nullptr,
+                    &linear.segments(),
+                    work.a8,
+                    work.bf16,
+                    work.epilogue,
+                    split.unit_blocks,
+                    split.panels,
+                    scratch};
     int start = 0;  // the part's first unit
     for (int p = 0; p < WorkSplit::parts(work); ++p) {
         task.weight = &linear.parts()[p];
@@ -75,7 +84,8 @@ PackedLinear::PackedLinear(std::vector<PackedTensor> parts, bool gated, int segm
     for (const PackedTensor& part : parts_) {
         if (part.k != k()) throw std::invalid_argument("the tensors of a linear layer must have the same input size");
         if ((part.kind == PackedKind::kBf16) != bf16()) {
-            throw std::invalid_argument("bfloat16 and integer tensors cannot share a linear layer: their inputs differ");
+            throw std::invalid_argument(
+                "bfloat16 and integer tensors cannot share a linear layer: their inputs differ");
         }
         n_ += part.n;
     }

@@ -12,7 +12,7 @@ namespace headrace {
 
 // Several packed tensors with the same input: their rows one after the other (q, k, v), or gate and up of a gated MLP.
 class PackedLinear {
-  public:
+public:
     // `segment_unit`: columns of one unit of the fixed segments (a multiple of 64), for layers whose k tensor
     // parallelism cuts; 0: one sum. Throws std::invalid_argument for parts that do not belong together.
     PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit = 0);
@@ -24,7 +24,7 @@ class PackedLinear {
     const std::vector<PackedTensor>& parts() const { return parts_; }
     const Segments& segments() const { return segments_; }
 
-  private:
+private:
     std::vector<PackedTensor> parts_;
     bool gated_;
     int n_ = 0;
@@ -44,7 +44,7 @@ struct LinearWork {
     int direct_rows = 0;
 };
 
-// Called by every thread with the same work, its own scratch (linear_scratch_bytes(k), 64-byte aligned) and the
+// Called by every thread with the same work, its own scratch (kLinearScratchBytes, 64-byte aligned) and the
 // counter, which is 0 before and anything after. Four fifths of the work are dealt out evenly in order, the rest in
 // turns, so that a thread that lost its CPU for a while does not hold up the others.
 void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void* scratch);

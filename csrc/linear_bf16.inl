@@ -1,12 +1,15 @@
 // bfloat16 weights and activations. A tile is 32 vectors of column pairs; even and odd pairs have a chain each.
+#pragma once
+
+#include "linear_tile.inl"
 
 constexpr int kBf16Step = HEADRACE_IS(avx512) ? 6 : 2;  // rows x 2 vectors x 2 chains fill the registers
 
 // `columns` vectors of weights (w[c]: the row block's first tile at its part) times `rows` rows. y[c][m]: where the
 // result goes.
 template <int rows, int columns>
-static void bf16_rows(const uint8_t* const* w, const Segments& segments, const uint16_t* x, int64_t stride, float* const* y,
-                      int64_t y_stride) {
+static void bf16_rows(const uint8_t* const* w, const Segments& segments, const uint16_t* x, int64_t stride,
+                      float* const* y, int64_t y_stride) {
     constexpr int count = rows * columns;
     F32v level[kSegmentLevels][count], total[count];
     for (int s = 0, tile = 0; s < segments.count; ++s) {
@@ -49,16 +52,20 @@ using Bf16Kernel = void (*)(const uint8_t* const* w, const Segments& segments, c
 template <int columns>
 HEADRACE_INLINE Bf16Kernel bf16_kernel(int rows) {
     switch (rows) {
-        case 1: return bf16_rows<1, columns>;
-        case 2: return bf16_rows<2, columns>;
+        case 1:
+            return bf16_rows<1, columns>;
 #if HEADRACE_IS(avx512)
-        case 3: return bf16_rows<3, columns>;
-        case 4: return bf16_rows<4, columns>;
-        case 5: return bf16_rows<5, columns>;
-        default: return bf16_rows<6, columns>;
-#else
-        default: return bf16_rows<kBf16Step, columns>;
+        case 2:
+            return bf16_rows<2, columns>;
+        case 3:
+            return bf16_rows<3, columns>;
+        case 4:
+            return bf16_rows<4, columns>;
+        case 5:
+            return bf16_rows<5, columns>;
 #endif
+        default:
+            return bf16_rows<kBf16Step, columns>;
     }
 }
 

@@ -1,5 +1,8 @@
 // Few rows: a row block's integers are unpacked in registers and multiplied with all the rows at once, one pass over
 // the weights.
+#pragma once
+
+#include "linear_tile.inl"
 
 // Adds tile `tile` of a row block to the sums of `rows` rows. x: the rows' blocks of that tile.
 template <PackedKind kind, int rows>

@@ -1,4 +1,9 @@
 // What happens to the sums of a unit: `rows` input rows from `row` on, y[block][rows][16].
+#pragma once
+
+#include "a8.inl"
+#include "activation.inl"
+#include "linear_tile.inl"
 
 HEADRACE_INLINE F32v with_bias(const PackedTensor& weight, int block, int part, F32v y) {
     return weight.bias ? y + load_f32(weight.bias + block * 16 + part * kLanes) : y;
@@ -45,9 +50,9 @@ HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int 
     }
 }
 
-// y: the gate's blocks, then up's.
-static void finish_gated(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y) {
-    const float* up = y + (int64_t)blocks * rows * 16;
+// y: the gate's sums; up: the other's.
+static void finish_gated(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
+                         const float* up) {
     for (int m = 0; m < rows; ++m) {
         float value[32] = {};
         for (int b = 0; b < blocks; ++b) {
@@ -71,7 +76,8 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
         for (int part = 0; part < kParts; ++part) largest.part[part] = lowest;
         for (int b = 0; b < blocks; ++b) {
             for (int part = 0; part < kParts; ++part) {
-                const int n = (unit * 4 + b) * 16 + part * kLanes, lanes = weight.n - n < kLanes ? weight.n - n : kLanes;
+                const int n = (unit * 4 + b) * 16 + part * kLanes,
+                          lanes = weight.n - n < kLanes ? weight.n - n : kLanes;
                 if (lanes <= 0) break;
                 F32v v = with_bias(weight, unit * 4 + b, part, load_f32(y + (b * rows + m) * 16 + part * kLanes));
                 v = v * set_f32(epilogue.scale);

@@ -1,13 +1,16 @@
-// What the linear kernels' sources of one instruction set share. Include after vec/vec.h.
+// What the linear kernels' sources of one instruction set share.
 #pragma once
 
 #include "linear_kernels.h"
+#include "vec/vec.h"
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr int kDirectRows = 6;  // most rows of one direct kernel
+// Most rows of one direct kernel: as many as the registers hold. (Plain kernels take long to compile.)
+constexpr int kDirectRows = HEADRACE_IS(plain) ? 2 : 6;
 
-using DirectKernel = void (*)(const uint8_t* data, const Segments& segments, const A8Block* x, int64_t stride, float* y);
+using DirectKernel = void (*)(const uint8_t* data, const Segments& segments, const A8Block* x, int64_t stride,
+                              float* y);
 
 // [kind][rows - 1]
 extern const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows];

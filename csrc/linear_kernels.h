@@ -51,8 +51,11 @@ struct LinearTask {
     Epilogue epilogue;
     int32_t unit_blocks;  // see below
     bool panels;          // unpack the weights of a unit once, then multiply many rows: the same results
-    void* scratch;        // linear_scratch_bytes(k), 64-byte aligned, of the calling thread; used with `panels`
+    void* scratch;        // kLinearScratchBytes, 64-byte aligned, of the calling thread; used with `panels`
 };
+
+constexpr size_t kLinearScratchBytes = 256 << 10;
+static constexpr size_t linear_scratch_bytes(int32_t) { return kLinearScratchBytes; }  // of a layer of k columns
 
 // Work along n is cut into units of `unit_blocks` row blocks: 1 or 2 for kStore and kAdd (panels: 2), 2 (of gate and of
 // up each) for kGated, 4 for kLogits.
@@ -61,7 +64,5 @@ struct LinearKernels {
     void (*run)(const LinearTask& task, int first, int last, int row0, int row1);
     int direct_rows;  // up to so many rows the direct kernels are the faster ones
 };
-
-static inline size_t linear_scratch_bytes(int32_t k) { return (size_t)2 * tiles_of(k) * 64 * (32 + 2 * 32 * 4 / 16); }
 
 }  // namespace headrace

@@ -1,155 +1,264 @@
-// Many rows: 32 rows of weights are unpacked once, over all columns, into a panel that stays in the cache, and then
-// multiplied with block after block of activation rows. One kernel for all formats of a group size.
+// Many rows: two row blocks are unpacked, a stretch of columns at a time, into a panel that stays in L1, and multiplied
+// with step after step of activation rows; the rows' sums wait in the scratch between two stretches. Meanwhile the next
+// stretch's packed weights are fetched. One kernel for all formats of a group size.
+#pragma once
 
-#if HEADRACE_IS(avx512)
-constexpr int kPanelRows = 6;  // activation rows x 2 vectors of weights fill the registers
-#else
-constexpr int kPanelRows = 3;
-#endif
+#include "linear_tile.inl"
 
-// One panel: bytes [group of 32][quad][2 row blocks][64], scales and minima [group][2 row blocks][16].
-struct Panel {
-    uint8_t* w;
-    float* scale;
-    float* min;
-};
+// Activation rows: with 2 vectors of weights they fill the registers.
+constexpr int kPanelRows = HEADRACE_IS(avx512) ? 6 : HEADRACE_IS(plain) ? 2 : 3;
+constexpr int kPanelTiles = 12;  // 768 columns: 24 KB and the scales
+constexpr int kPanelGroups = 2 * kPanelTiles;
+constexpr int kStepFloats = 32 * kPanelRows;  // [2 row blocks][rows][16]
 
-HEADRACE_INLINE Panel panel_at(void* scratch, int tiles, int index) {
-    uint8_t* base = (uint8_t*)scratch + (size_t)index * tiles * 64 * (32 + 2 * 32 * 4 / 16);
-    float* scale = (float*)(base + (size_t)tiles * 64 * 32);
-    return {base, scale, scale + (size_t)tiles * 4 * 32};
+// A group of 32 columns in the panel: bytes [quad][2 row blocks][64], then scales and, where the format has them,
+// minima as float [group of 16 or 32][2 row blocks][16].
+static constexpr int panel_group_bytes(int group, bool has_min) {
+    return 1024 + 128 * (32 / group) * (has_min ? 2 : 1);
 }
 
-// Fills column 0 or 1 of a panel with a row block.
+struct Panel {
+    alignas(64) uint8_t bytes[kPanelGroups * panel_group_bytes(16, true)];
+};
+
+constexpr int kAheadBytes = 128;  // fetched of either row block at every group of 32 columns
+
+// Fills column 0 or 1 of a panel with tiles [first, last) of a row block.
 template <PackedKind kind>
-static void fill_panel(const uint8_t* data, int tiles, int column, const Panel& panel) {
+static void fill_panel(const uint8_t* data, int first, int last, int column, Panel& panel) {
     constexpr Layout layout = layout_of(kind);
     constexpr int sub = 32 / layout.group();
     const U8v table = load_table(kIq4Table);
-    for (int tile = 0; tile < tiles; ++tile) {
+    uint8_t* to = panel.bytes + column * 64;
+    for (int tile = first; tile < last; ++tile) {
         const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
         const int inner = tile % layout.tiles();
         const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes();
-        for (int i = 0; i < layout.tile_bytes(); i += 64) prefetch(integers + kPrefetchBytes + i);
-        for (int half = 0; half < 2; ++half) {
-            uint8_t* out = panel.w + (int64_t)(tile * 2 + half) * 1024 + column * 64;
+        for (int half = 0; half < 2; ++half, to += panel_group_bytes(layout.group(), layout.has_min())) {
             for (int part = 0; part < kParts; ++part) {
                 U8v w[8];
                 load_group<kind>(integers + half * layout.group_bytes() + part * kPartBytes, table, w);
 #pragma GCC unroll 8
-                for (int j = 0; j < 8; ++j) store_u8(out + j * 128 + part * kPartBytes, w[j]);
+                for (int j = 0; j < 8; ++j) store_u8(to + j * 128 + part * kPartBytes, w[j]);
+                float* scale = (float*)(to + 1024) + part * kLanes;
                 for (int s = 0; s < sub; ++s) {
                     const int g = (inner * 2 + half) * sub + s;
-                    const int64_t to = ((int64_t)(tile * 2 + half) * sub + s) * 32 + column * 16 + part * kLanes;
-                    store_f32(panel.scale + to, load_scale<kind>(block, g, part));
-                    if constexpr (layout.has_min()) store_f32(panel.min + to, load_min<kind>(block, g, part));
+                    store_f32(scale + s * 32, load_scale<kind>(block, g, part));
+                    if constexpr (layout.has_min()) store_f32(scale + (sub + s) * 32, load_min<kind>(block, g, part));
                 }
             }
         }
     }
 }
 
-HEADRACE_INLINE void fill_panel(const PackedTensor& weight, int block, int column, const Panel& panel) {
+HEADRACE_INLINE void fill_panel(const PackedTensor& weight, int block, int first, int last, int column, Panel& panel) {
     const uint8_t* data = weight.data + block * weight.stride;
     switch (weight.kind) {
 #define HEADRACE_CASE(kind) \
-    case PackedKind::kind: return fill_panel<PackedKind::kind>(data, weight.tiles(), column, panel);
+    case PackedKind::kind:  \
+        return fill_panel<PackedKind::kind>(data, first, last, column, panel);
         HEADRACE_INTEGER_KINDS(HEADRACE_CASE)
 #undef HEADRACE_CASE
-        case PackedKind::kBf16: return;
+        case PackedKind::kBf16:
+            return;
     }
 }
 
-// One group of 32 columns: `rows` rows times 2 vectors of weights.
+// One group of 32 columns: `rows` rows times 2 vectors of weights. w: the group in the panel.
 template <int group, bool has_min, bool wide, int rows>
-HEADRACE_INLINE void add_panel_group(const Panel& panel, int64_t g, int vector, int zero_shift, int half,
-                                     const A8Block* const* x, int tile, F32v (*acc)[2]) {
+HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shift, int half, const A8Block* const* x,
+                                     F32v (*acc)[2]) {
     constexpr int sub = 32 / group;
-    const uint8_t* w = panel.w + g * 1024 + vector * kPartBytes;
     I32v dots[rows][2][sub];
 #pragma GCC unroll 6
     for (int m = 0; m < rows; ++m) {
 #pragma GCC unroll 2
         for (int s = 0; s < sub; ++s) {
-            const I32v start = has_min ? set_i32(0) : start_dot<group>(x[m][tile], half, s, zero_shift);
-            dots[m][0][s] = start;
-            dots[m][1][s] = start;
+            dots[m][0][s] = dots[m][1][s] = has_min ? set_i32(0) : start_dot<group>(*x[m], half, s, zero_shift);
         }
     }
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-        const U8v w0 = load_u8(w + j * 128), w1 = load_u8(w + j * 128 + kPartBytes);
+        const U8v w0 = load_u8(w + j * 128 + vector * kPartBytes),
+                  w1 = load_u8(w + j * 128 + (vector + 1) * kPartBytes);
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m) {
-            const int8_t* a = x[m][tile].q + half * 32 + 4 * j;
-            I32v* d0 = &dots[m][0][j * sub / 8];
-            I32v* d1 = &dots[m][1][j * sub / 8];
-            *d0 = dot<wide>(*d0, w0, a);
-            *d1 = dot<wide>(*d1, w1, a);
+            const int8_t* a = x[m]->q + half * 32 + 4 * j;
+            dots[m][0][j * sub / 8] = dot<wide>(dots[m][0][j * sub / 8], w0, a);
+            dots[m][1][j * sub / 8] = dot<wide>(dots[m][1][j * sub / 8], w1, a);
         }
     }
 #pragma GCC unroll 2
     for (int c = 0; c < 2; ++c) {
         F32v scale[sub], min[sub];
+        const float* scales = (const float*)(w + 1024) + (vector + c) * kLanes;
 #pragma GCC unroll 2
         for (int s = 0; s < sub; ++s) {
-            const int64_t from = (g * sub + s) * 32 + (vector + c) * kLanes;
-            scale[s] = load_f32(panel.scale + from);
-            if (has_min) min[s] = load_f32(panel.min + from);
+            scale[s] = load_f32(scales + s * 32);
+            if (has_min) min[s] = load_f32(scales + (sub + s) * 32);
+        }
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; ++m)
+            acc[m][c] = add_group<group, has_min>(acc[m][c], dots[m][c], scale, min, *x[m], half);
+    }
+}
+
+// What a panel kernel needs beside the panel itself: tiles [first, last) of `rows` input rows. `sums` [2 row
+// blocks][rows][16] holds the running segment's sums, from one stretch of columns to the next; `levels` three times as
+// much for the segments before it.
+struct PanelStep {
+    const A8Block* x;
+    int64_t stride;
+    int first, last;
+    const Segments* segments;
+    int zero_shift;
+    float* sums;
+    float* levels;
+    const uint8_t* ahead[2];  // packed weights that will be wanted soon
+};
+
+// The sums of segment number `segment` join those before it, in memory: `count` floats.
+HEADRACE_INLINE void join_in_memory(int segment, int count, float* levels, float* sums) {
+    int l = 0;
+    for (; segment >> l & 1; ++l) {
+        for (int i = 0; i < count; i += kLanes)
+            store_f32(sums + i, load_f32(levels + l * count + i) + load_f32(sums + i));
+    }
+    if (l == kSegmentLevels) return;
+    for (int i = 0; i < count; i += kLanes) {
+        store_f32(levels + l * count + i, load_f32(sums + i));
+        store_f32(sums + i, set_f32(0.0f));
+    }
+}
+
+// Adds tiles [first, last) to the sums.
+template <int group, bool has_min, bool wide, int rows>
+HEADRACE_INLINE void add_tiles(const Panel& panel, const PanelStep& step, int first, int last) {
+    constexpr int group_bytes = panel_group_bytes(group, has_min);
+    const int skipped = 2 * (first - step.first), zero_shift = step.zero_shift;
+    for (int vector = 0; vector < 2 * kParts; vector += 2) {
+        const int n0 = vector * kLanes, n1 = n0 + kLanes;
+        float *y0 = step.sums + n0 / 16 * rows * 16 + n0 % 16, *y1 = step.sums + n1 / 16 * rows * 16 + n1 % 16;
+        const uint8_t *w = panel.bytes + skipped * group_bytes, *end = w + 2 * (last - first) * group_bytes;
+        const uint8_t *ahead0 = step.ahead[0] + skipped * kAheadBytes, *ahead1 = step.ahead[1] + skipped * kAheadBytes;
+        const A8Block* row[rows];
+        F32v acc[rows][2];
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; ++m) {
+            row[m] = step.x + m * step.stride + first;
+            acc[m][0] = load_f32(y0 + m * 16);
+            acc[m][1] = load_f32(y1 + m * 16);
+        }
+#pragma GCC unroll 1
+        for (; w != end; w += 2 * group_bytes, ahead0 += 2 * kAheadBytes, ahead1 += 2 * kAheadBytes) {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 2
+                for (int i = 0; i < kAheadBytes; i += 64) {
+                    prefetch(ahead0 + half * kAheadBytes + i);
+                    prefetch(ahead1 + half * kAheadBytes + i);
+                }
+                add_panel_group<group, has_min, wide, rows>(w + half * group_bytes, vector, zero_shift, half, row, acc);
+            }
+#pragma GCC unroll 6
+            for (int m = 0; m < rows; ++m) ++row[m];
         }
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m) {
-            acc[m][c] = add_group<group, has_min>(acc[m][c], dots[m][c], scale, min, x[m][tile], half);
+            store_f32(y0 + m * 16, acc[m][0]);
+            store_f32(y1 + m * 16, acc[m][1]);
         }
     }
 }
 
-// A panel times `rows` rows into y[2 row blocks][rows][16].
 template <int group, bool has_min, bool wide, int rows>
-static void panel_rows(const Panel& panel, int zero, const Segments& segments, const A8Block* x, int64_t stride, float* y) {
-    const A8Block* row[rows];
-    for (int m = 0; m < rows; ++m) row[m] = x + m * stride;
-    const int zero_shift = log2_of(zero);
-    for (int vector = 0; vector < 2 * kParts; vector += 2) {
-        F32v acc[rows][2], level[kSegmentLevels][rows * 2];
-        for (int s = 0, tile = 0; s < segments.count; ++s) {
-            for (int m = 0; m < rows; ++m) acc[m][0] = acc[m][1] = set_f32(0.0f);
-            for (; tile < segments.end[s]; ++tile) {
-                for (int half = 0; half < 2; ++half) {
-                    add_panel_group<group, has_min, wide, rows>(panel, 2 * tile + half, vector, zero_shift, half, row,
-                                                                tile, acc);
-                }
-            }
-            if (segments.count > 1) join_segment<rows * 2>(s, level, acc[0]);
-        }
-        for (int c = 0; c < 2; ++c) {
-            const int n = (vector + c) * kLanes;
-            for (int m = 0; m < rows; ++m) store_f32(y + (n / 16 * rows + m) * 16 + n % 16, acc[m][c]);
+static void panel_rows(const Panel& panel, const PanelStep& step) {
+    const Segments& segments = *step.segments;
+    const bool joins = segments.count > 1;
+    int segment = 0, tile = step.first;
+    for (; segments.end[segment] <= tile;
+         ++segment) {  // over before this stretch; at the start, empty: zeros that join
+        if (joins && tile == 0) join_in_memory(segment, 32 * rows, step.levels, step.sums);
+    }
+    while (tile < step.last) {
+        const int end = segments.end[segment] < step.last ? segments.end[segment] : step.last;
+        add_tiles<group, has_min, wide, rows>(panel, step, tile, end);
+        tile = end;
+        for (; joins && segment < segments.count && segments.end[segment] == tile; ++segment) {
+            join_in_memory(segment, 32 * rows, step.levels, step.sums);
         }
     }
 }
 
-using PanelKernel = void (*)(const Panel& panel, int zero, const Segments& segments, const A8Block* x, int64_t stride,
-                             float* y);
+using PanelKernel = void (*)(const Panel& panel, const PanelStep& step);
 
 template <int rows>
 HEADRACE_INLINE PanelKernel panel_kernel(const Layout& layout) {
-    if (layout.group() == 16) return layout.has_min() ? panel_rows<16, true, false, rows> : panel_rows<16, false, false, rows>;
+    if (layout.group() == 16)
+        return layout.has_min() ? panel_rows<16, true, false, rows> : panel_rows<16, false, false, rows>;
     if (layout.has_min()) return panel_rows<32, true, false, rows>;
-    return kWideDiffers && layout.wide() ? panel_rows<32, false, kWideDiffers, rows> : panel_rows<32, false, false, rows>;
+    return kWideDiffers && layout.wide() ? panel_rows<32, false, kWideDiffers, rows>
+                                         : panel_rows<32, false, false, rows>;
 }
 
 HEADRACE_INLINE PanelKernel panel_kernel(const Layout& layout, int rows) {
     switch (rows) {
-        case 1: return panel_kernel<1>(layout);
-        case 2: return panel_kernel<2>(layout);
-#if HEADRACE_IS(avx512)
-        case 3: return panel_kernel<3>(layout);
-        case 4: return panel_kernel<4>(layout);
-        case 5: return panel_kernel<5>(layout);
-        default: return panel_kernel<6>(layout);
-#else
-        default: return panel_kernel<3>(layout);
+        case 1:
+            return panel_kernel<1>(layout);
+#if !HEADRACE_IS(plain)
+        case 2:
+            return panel_kernel<2>(layout);
 #endif
+#if HEADRACE_IS(avx512)
+        case 3:
+            return panel_kernel<3>(layout);
+        case 4:
+            return panel_kernel<4>(layout);
+        case 5:
+            return panel_kernel<5>(layout);
+#endif
+        default:
+            return panel_kernel<kPanelRows>(layout);
+    }
+}
+
+// Two row blocks of one tensor over all columns, times rows [row0, row1): sums of step i at sums + i * kStepFloats,
+// levels at levels + i * 3 * kStepFloats. `next`: where the blocks read after these begin, or null.
+static void multiply_panel(const LinearTask& task, const PackedTensor& weight, const int* block,
+                           const uint8_t* const* next, int row0, int row1, Panel& panel, float* sums, float* levels) {
+    const Layout layout = layout_of(weight.kind);
+    const int tiles = weight.tiles(), steps = (row1 - row0 + kPanelRows - 1) / kPanelRows;
+    const int tile_bytes = layout.block_bytes() / layout.tiles();
+    __builtin_memset(sums, 0, sizeof(float) * kStepFloats * steps);
+    for (int first = 0, last; first < tiles; first = last) {
+        last = first + step_rows(tiles - first, kPanelTiles);
+        const uint8_t* ahead[2];
+        for (int c = 0; c < 2; ++c) {
+            fill_panel(weight, block[c], first, last, c, panel);
+            ahead[c] = last < tiles ? weight.data + block[c] * weight.stride + (int64_t)last * tile_bytes : next[c];
+        }
+        // What the steps fetch of either block until all of the next stretch is there; then the panel itself, at no
+        // cost.
+        int wanted = kPanelTiles * tile_bytes;
+        for (int row = row0, i = 0, rows; row < row1; row += rows, ++i) {
+            rows = step_rows(row1 - row, kPanelRows);
+            PanelStep step{task.a8.blocks + (int64_t)row * task.a8.tiles,
+                           task.a8.tiles,
+                           first,
+                           last,
+                           task.segments,
+                           log2_of(layout.zero),
+                           sums + i * kStepFloats,
+                           levels + i * 3 * kStepFloats,
+                           {panel.bytes, panel.bytes}};
+            if (wanted > 0 && ahead[0] && ahead[1]) {
+                const int fetched = 2 * (last - first) * kAheadBytes;
+                for (int c = 0; c < 2; ++c, wanted -= fetched / 2) {
+                    step.ahead[c] = ahead[c];
+                    ahead[c] += fetched;
+                }
+            }
+            panel_kernel(layout, rows)(panel, step);
+        }
     }
 }

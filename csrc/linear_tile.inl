@@ -1,9 +1,10 @@
 // Reading tiles: integers of a group and their scales, as vectors of kLanes rows beginning at row `part * kLanes`.
+#pragma once
 
 constexpr int kParts = 16 / kLanes;  // vectors of a row block
 constexpr int kPartBytes = 4 * kLanes;
 constexpr int kSegmentLevels = 3;
-constexpr int kPrefetchBytes = 2048;  // ahead of the reading, little enough for L1
+constexpr int kPrefetchBytes = 8192;  // ahead of the reading, little enough for L1
 
 // The two planes' share of quad j, joined. `group`: the group's integers at the part.
 template <PackedKind kind, int j>
@@ -63,7 +64,8 @@ HEADRACE_INLINE F32v load_min(const uint8_t* header, int g, int part) {
 // What a group of columns adds to one row's sums: the order of operations that linear_kernels.h states.
 // `dots`: the integer sums of the group of 32, or of its two groups of 16.
 template <int group, bool has_min>
-HEADRACE_INLINE F32v add_group(F32v acc, const I32v* dots, const F32v* scale, const F32v* min, const A8Block& x, int half) {
+HEADRACE_INLINE F32v add_group(F32v acc, const I32v* dots, const F32v* scale, const F32v* min, const A8Block& x,
+                               int half) {
     const F32v x_scale = set_f32(x.scale[half]);
     if constexpr (group == 32) {
         acc = fma(to_f32(dots[0]) * x_scale, scale[0], acc);
@@ -80,7 +82,7 @@ HEADRACE_INLINE F32v add_group(F32v acc, const I32v* dots, const F32v* scale, co
 // Where the integer sums of group s start: minus the zero point times the sum of x.
 template <int group>
 HEADRACE_INLINE I32v start_dot(const A8Block& x, int half, int s, int zero_shift) {
-    return set_i32(group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s]) << zero_shift;
+    return shift_left(set_i32(group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s]), zero_shift);
 }
 
 static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }
@@ -95,4 +97,10 @@ HEADRACE_INLINE void join_segment(int segment, F32v (*level)[count], F32v* acc) 
     }
     if (l == kSegmentLevels) return;
     for (int i = 0; i < count; ++i) level[l][i] = acc[i];
+}
+
+// Rows in steps of nearly equal size, none above `most`: 7 is 4 + 3, not 6 + 1.
+HEADRACE_INLINE int step_rows(int left, int most) {
+    const int steps = (left + most - 1) / most;
+    return (left + steps - 1) / steps;
 }

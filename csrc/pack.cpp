@@ -14,9 +14,9 @@ struct SourceFormat {
 
 // In the order of SourceKind.
 constexpr SourceFormat kSources[] = {
-    {"Q4_0", 32, 18},    {"Q4_1", 32, 20},   {"Q5_0", 32, 22},   {"Q5_1", 32, 24},   {"Q8_0", 32, 34},
-    {"Q2_K", 256, 84},   {"Q3_K", 256, 110}, {"Q4_K", 256, 144}, {"Q5_K", 256, 176}, {"Q6_K", 256, 210},
-    {"IQ4_NL", 32, 18},  {"IQ4_XS", 256, 136}, {"BF16", 1, 2},   {"F16", 1, 2},      {"F32", 1, 4},
+    {"Q4_0", 32, 18},   {"Q4_1", 32, 20},     {"Q5_0", 32, 22},   {"Q5_1", 32, 24},   {"Q8_0", 32, 34},
+    {"Q2_K", 256, 84},  {"Q3_K", 256, 110},   {"Q4_K", 256, 144}, {"Q5_K", 256, 176}, {"Q6_K", 256, 210},
+    {"IQ4_NL", 32, 18}, {"IQ4_XS", 256, 136}, {"BF16", 1, 2},     {"F16", 1, 2},      {"F32", 1, 4},
 };
 
 const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int>(kind)]; }
@@ -24,18 +24,21 @@ const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int
 // The bias padded to whole row blocks, in the arena.
 const float* keep_bias(const PackRequest& request, Arena& arena) {
     if (!request.bias) return nullptr;
-    auto* kept = reinterpret_cast<float*>(arena.allocate(static_cast<size_t>(request.n + 15) / 16 * 16 * sizeof(float)));
+    auto* kept =
+        reinterpret_cast<float*>(arena.allocate(static_cast<size_t>(request.n + 15) / 16 * 16 * sizeof(float)));
     std::copy(request.bias, request.bias + request.n, kept);
     return kept;
 }
 
 void check(const PackRequest& request) {
-    if (request.n < 1 || request.k < 1) throw std::invalid_argument("a packed tensor has at least one row and one column");
+    if (request.n < 1 || request.k < 1)
+        throw std::invalid_argument("a packed tensor has at least one row and one column");
     source_row_bytes(request.source.kind, request.k);
 }
 
 // Row blocks go to the threads in small turns, so that none waits long for another.
-void fill(const PackRequest& request, const PackedTensor& tensor, uint8_t* data, const Kernels& kernels, ThreadPool& pool) {
+void fill(const PackRequest& request, const PackedTensor& tensor, uint8_t* data, const Kernels& kernels,
+          ThreadPool& pool) {
     constexpr int kTurn = 4;
     std::atomic<int> next{0};
     pool.run([&](int) {
@@ -53,7 +56,8 @@ SourceKind parse_source_kind(std::string_view name) {
     for (size_t i = 0; i < std::size(kSources); ++i) {
         if (kSources[i].name == name) return static_cast<SourceKind>(i);
     }
-    throw std::invalid_argument("no native kernels for weights of type " + std::string(name) + "; use backend=\"torch\"");
+    throw std::invalid_argument("no native kernels for weights of type " + std::string(name) +
+                                "; use backend=\"torch\"");
 }
 
 std::string_view packed_kind_name(PackedKind kind) { return format_of(static_cast<SourceKind>(kind)).name; }
@@ -61,14 +65,15 @@ std::string_view packed_kind_name(PackedKind kind) { return format_of(static_cas
 int64_t source_row_bytes(SourceKind kind, int64_t k) {
     const SourceFormat& format = format_of(kind);
     if (k % format.block != 0) {
-        throw std::invalid_argument(std::string(format.name) + " rows have a multiple of " + std::to_string(format.block) +
-                                    " columns, not " + std::to_string(k));
+        throw std::invalid_argument(std::string(format.name) + " rows have a multiple of " +
+                                    std::to_string(format.block) + " columns, not " + std::to_string(k));
     }
     return k / format.block * format.block_bytes;
 }
 
 PackedKind packed_kind(SourceKind kind, std::string_view quantize) {
-    if (quantize.empty()) return static_cast<PackedKind>(std::min(static_cast<int>(kind), static_cast<int>(PackedKind::kBf16)));
+    if (quantize.empty())
+        return static_cast<PackedKind>(std::min(static_cast<int>(kind), static_cast<int>(PackedKind::kBf16)));
     if (quantize != "int8" && quantize != "int4") {
         throw std::invalid_argument("quantize must be int8 or int4, not " + std::string(quantize));
     }

@@ -1,4 +1,7 @@
 // Rows to tiles and back. Compiled per instruction set only for speed: the bytes are the same on all.
+#pragma once
+
+#include "pack_decode.inl"
 
 // A block's columns as quads, then as bit planes.
 template <PackedKind kind>
@@ -68,7 +71,8 @@ HEADRACE_INLINE void load_floats(SourceKind kind, const uint8_t* src, int count,
         if (kind == SourceKind::kF32) {
             x = load_f32((const float*)(src + 4 * i));
         } else {
-            x = kind == SourceKind::kF16 ? load_f16((const uint16_t*)(src + 2 * i)) : load_bf16((const uint16_t*)(src + 2 * i));
+            x = kind == SourceKind::kF16 ? load_f16((const uint16_t*)(src + 2 * i))
+                                         : load_bf16((const uint16_t*)(src + 2 * i));
         }
         store_f32(out + i, x);
     }
@@ -80,7 +84,7 @@ HEADRACE_INLINE uint16_t half_bits(float x) {
     __builtin_memcpy(&bits, &x, 4);
     const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
     if (size >= 0x477ff000) return sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00);  // rounds past 65504; NaN
-    if (size < 0x38800000) {  // subnormal: units of 2^-24
+    if (size < 0x38800000) {                                                      // subnormal: units of 2^-24
         float units = 0;
         __builtin_memcpy(&units, &size, 4);
         units = units * 0x1p24f + 8388608.0f;  // the sum rounds to nearest even
@@ -168,7 +172,8 @@ static void pack_floats(const PackSource& source, const PackedTensor& out, uint8
                 if constexpr (kind != PackedKind::kBf16) {
                     for (int g = 0; g < 2; ++g) {
                         uint8_t* q = staged.q[row] + 32 * g;
-                        const uint16_t d = kind == PackedKind::kQ8_0 ? quantize_int8(w + 32 * g, q) : quantize_int4(w + 32 * g, q);
+                        const uint16_t d =
+                            kind == PackedKind::kQ8_0 ? quantize_int8(w + 32 * g, q) : quantize_int4(w + 32 * g, q);
                         __builtin_memcpy(block + 2 * (16 * g + row), &d, 2);
                     }
                 }
@@ -186,10 +191,12 @@ static void pack(const PackSource& source, const PackedTensor& out, uint8_t* dat
     }
     switch (out.kind) {
 #define HEADRACE_CASE(kind) \
-    case PackedKind::kind: return pack_blocks<PackedKind::kind>(source, out, data, first, last);
+    case PackedKind::kind:  \
+        return pack_blocks<PackedKind::kind>(source, out, data, first, last);
         HEADRACE_INTEGER_KINDS(HEADRACE_CASE)
 #undef HEADRACE_CASE
-        case PackedKind::kBf16: return;
+        case PackedKind::kBf16:
+            return;
     }
 }
 
@@ -266,9 +273,11 @@ static void unpack_bf16(const PackedTensor& tensor, int row, float* out) {
 static void unpack(const PackedTensor& tensor, int row, float* out) {
     switch (tensor.kind) {
 #define HEADRACE_CASE(kind) \
-    case PackedKind::kind: return unpack_blocks<PackedKind::kind>(tensor, row, out);
+    case PackedKind::kind:  \
+        return unpack_blocks<PackedKind::kind>(tensor, row, out);
         HEADRACE_INTEGER_KINDS(HEADRACE_CASE)
 #undef HEADRACE_CASE
-        case PackedKind::kBf16: return unpack_bf16(tensor, row, out);
+        case PackedKind::kBf16:
+            return unpack_bf16(tensor, row, out);
     }
 }

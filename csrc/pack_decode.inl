@@ -1,12 +1,15 @@
 // GGUF rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs); a block's columns
 // go to q[column], its scales into the header at `row`.
+#pragma once
 
 struct Staged {
     uint8_t q[16][256];  // [row][column of the block], offset to unsigned
     uint8_t* header;     // of the packed block
 };
 
-HEADRACE_INLINE void put16(uint8_t* header, int index, const uint8_t* from) { __builtin_memcpy(header + 2 * index, from, 2); }
+HEADRACE_INLINE void put16(uint8_t* header, int index, const uint8_t* from) {
+    __builtin_memcpy(header + 2 * index, from, 2);
+}
 
 // 32 columns as 16 bytes: low nibbles first, then high ones; `fifth` adds bit 4 from a 32-bit word.
 HEADRACE_INLINE void decode_nibbles(const uint8_t* src, uint8_t* q) {
@@ -24,7 +27,8 @@ HEADRACE_INLINE void add_fifth_bits(const uint8_t* src, uint8_t* q) {
 template <PackedKind kind>
 HEADRACE_INLINE void decode_legacy(const uint8_t* src, int row, int groups, Staged& to) {
     constexpr bool has_min = layout_of(kind).has_min(), fifth = kind == PackedKind::kQ5_0 || kind == PackedKind::kQ5_1;
-    constexpr int scales = has_min ? 4 : 2, bits = fifth ? 4 : 0, bytes = scales + bits + (kind == PackedKind::kQ8_0 ? 32 : 16);
+    constexpr int scales = has_min ? 4 : 2, bits = fifth ? 4 : 0,
+                  bytes = scales + bits + (kind == PackedKind::kQ8_0 ? 32 : 16);
     for (int g = 0; g < groups; ++g, src += bytes) {
         put16(to.header, g * 16 + row, src);
         if (has_min) put16(to.header, 32 + g * 16 + row, src + 2);
@@ -114,18 +118,31 @@ HEADRACE_INLINE void decode_iq4xs(const uint8_t* src, int row, Staged& to) {
 // Source bytes of a packed block's columns in one row.
 static constexpr int source_block_bytes(PackedKind kind) {
     switch (kind) {
-        case PackedKind::kQ4_0: case PackedKind::kIq4Nl: return 36;
-        case PackedKind::kQ4_1: return 40;
-        case PackedKind::kQ5_0: return 44;
-        case PackedKind::kQ5_1: return 48;
-        case PackedKind::kQ8_0: return 68;
-        case PackedKind::kQ2K: return 84;
-        case PackedKind::kQ3K: return 110;
-        case PackedKind::kQ4K: return 144;
-        case PackedKind::kQ5K: return 176;
-        case PackedKind::kQ6K: return 210;
-        case PackedKind::kIq4Xs: return 136;
-        default: return 0;
+        case PackedKind::kQ4_0:
+        case PackedKind::kIq4Nl:
+            return 36;
+        case PackedKind::kQ4_1:
+            return 40;
+        case PackedKind::kQ5_0:
+            return 44;
+        case PackedKind::kQ5_1:
+            return 48;
+        case PackedKind::kQ8_0:
+            return 68;
+        case PackedKind::kQ2K:
+            return 84;
+        case PackedKind::kQ3K:
+            return 110;
+        case PackedKind::kQ4K:
+            return 144;
+        case PackedKind::kQ5K:
+            return 176;
+        case PackedKind::kQ6K:
+            return 210;
+        case PackedKind::kIq4Xs:
+            return 136;
+        default:
+            return 0;
     }
 }
 

@@ -7,7 +7,21 @@ namespace headrace {
 
 // What a row of the source holds: GGUF blocks, or plain floats (optionally quantised on the way).
 enum class SourceKind : int32_t {
-    kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kBf16, kF16, kF32
+    kQ4_0,
+    kQ4_1,
+    kQ5_0,
+    kQ5_1,
+    kQ8_0,
+    kQ2K,
+    kQ3K,
+    kQ4K,
+    kQ5K,
+    kQ6K,
+    kIq4Nl,
+    kIq4Xs,
+    kBf16,
+    kF16,
+    kF32
 };
 
 struct PackSource {
@@ -21,12 +35,15 @@ struct PackKernels {
     // Fills row blocks [first, last) of `out` (whose memory is zero). A float source packed as kQ8_0 or kQ4_0 is
     // quantised per 32 columns:
     //   kQ8_0  d = f16(largest |w| / 127), q = round(w / d)
-    //   kQ4_0  of the scales d = f16(extreme w / -(7 .. 8.5 in steps of 1/8)) the one whose q = clamp(round(w / d), -8, 7)
+    //   kQ4_0  of the scales d = f16(extreme w / -(7 .. 8.5 in steps of 1/8)) the one whose q = clamp(round(w / d), -8,
+    //   7)
     //          leaves the least squared error
     // A float source packed as kBf16 is rounded to nearest even.
     void (*pack)(const PackSource& source, const PackedTensor& out, uint8_t* data, int first, int last);
     // Row `row` as float32 [k], the very values of the source's own dequantisation.
     void (*unpack)(const PackedTensor& tensor, int row, float* out);
+    // Reads `bytes` bytes (a multiple of 1024) as a kernel would, in order: for measuring what memory delivers.
+    uint8_t (*read)(const uint8_t* data, int64_t bytes);
 };
 
 }  // namespace headrace

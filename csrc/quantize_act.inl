@@ -1,5 +1,9 @@
 // Norms and quantised activation rows. A row's result depends on that row alone, and its bits on no instruction set:
 // sums run over 16 lanes in one order (vec_math.h).
+#pragma once
+
+#include "a8.inl"
+#include "activation.inl"
 
 HEADRACE_INLINE float rms_scale(const float* x, int k, float eps) {
     Lanes16 squares = zero_lanes();

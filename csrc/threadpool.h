@@ -17,7 +17,7 @@ struct ForkedError : std::runtime_error {
 };
 
 class ThreadPool {
-  public:
+public:
     using Job = void (*)(void* context, int thread);
 
     // `threads` counts the caller. Throws std::invalid_argument unless 1 <= threads <= 1024.
@@ -47,7 +47,7 @@ class ThreadPool {
     void set_spin(int microseconds) { spin_us_.store(microseconds, std::memory_order_relaxed); }
     static constexpr int kSpinMicroseconds = 50;
 
-  private:
+private:
     struct alignas(64) Slot {
         std::atomic<uint32_t> arrived{0};  // barriers this thread has reached
     };
@@ -62,7 +62,7 @@ class ThreadPool {
     Job job_ = nullptr;
     void* context_ = nullptr;
     bool stop_ = false;
-    alignas(64) std::atomic<uint32_t> epoch_{0};    // jobs started
+    alignas(64) std::atomic<uint32_t> epoch_{0};     // jobs started
     alignas(64) std::atomic<uint32_t> released_{0};  // barriers passed
     std::atomic<int> spin_us_{kSpinMicroseconds};
     std::vector<Slot> slots_;

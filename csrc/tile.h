@@ -22,7 +22,19 @@
 namespace headrace {
 
 enum class PackedKind : int32_t {
-    kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kBf16
+    kQ4_0,
+    kQ4_1,
+    kQ5_0,
+    kQ5_1,
+    kQ8_0,
+    kQ2K,
+    kQ3K,
+    kQ4K,
+    kQ5K,
+    kQ6K,
+    kIq4Nl,
+    kIq4Xs,
+    kBf16
 };
 constexpr int kPackedKinds = 13;
 
@@ -38,7 +50,9 @@ struct Layout {
     Scales scales;
     int zero;  // a power of two; 0 exactly where the format has minima
 
-    constexpr bool super() const { return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone; }
+    constexpr bool super() const {
+        return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone;
+    }
     constexpr int tiles() const { return super() ? 4 : 1; }  // of a block
     constexpr int group() const { return scales == Scales::kSuper16 || scales == Scales::kSuper16Min ? 16 : 32; }
     constexpr bool has_min() const {
@@ -47,11 +61,16 @@ struct Layout {
     constexpr bool wide() const { return table || low == 8; }  // multiplied bytes may be 128 or more
     constexpr int header_bytes() const {
         switch (scales) {
-            case Scales::kZero32: return 64;
-            case Scales::kMin32: return 128;
-            case Scales::kSuperI8: return 192;
-            case Scales::kNone: return 0;
-            default: return 320;
+            case Scales::kZero32:
+                return 64;
+            case Scales::kMin32:
+                return 128;
+            case Scales::kSuperI8:
+                return 192;
+            case Scales::kNone:
+                return 0;
+            default:
+                return 320;
         }
     }
     constexpr int group_bytes() const { return (low + high) * 64; }  // integers of 32 columns
@@ -61,19 +80,32 @@ struct Layout {
 
 static constexpr Layout layout_of(PackedKind kind) {
     switch (kind) {
-        case PackedKind::kQ4_0: return {4, 0, false, Scales::kZero32, 8};
-        case PackedKind::kQ4_1: return {4, 0, false, Scales::kMin32, 0};
-        case PackedKind::kQ5_0: return {4, 1, false, Scales::kZero32, 16};
-        case PackedKind::kQ5_1: return {4, 1, false, Scales::kMin32, 0};
-        case PackedKind::kQ8_0: return {8, 0, false, Scales::kZero32, 128};
-        case PackedKind::kQ2K: return {2, 0, false, Scales::kSuper16Min, 0};
-        case PackedKind::kQ3K: return {2, 1, false, Scales::kSuper16, 4};
-        case PackedKind::kQ4K: return {4, 0, false, Scales::kSuper32, 0};
-        case PackedKind::kQ5K: return {4, 1, false, Scales::kSuper32, 0};
-        case PackedKind::kQ6K: return {4, 2, false, Scales::kSuper16, 32};
-        case PackedKind::kIq4Nl: return {4, 0, true, Scales::kZero32, 128};
-        case PackedKind::kIq4Xs: return {4, 0, true, Scales::kSuperI8, 128};
-        default: return {0, 0, false, Scales::kNone, 0};
+        case PackedKind::kQ4_0:
+            return {4, 0, false, Scales::kZero32, 8};
+        case PackedKind::kQ4_1:
+            return {4, 0, false, Scales::kMin32, 0};
+        case PackedKind::kQ5_0:
+            return {4, 1, false, Scales::kZero32, 16};
+        case PackedKind::kQ5_1:
+            return {4, 1, false, Scales::kMin32, 0};
+        case PackedKind::kQ8_0:
+            return {8, 0, false, Scales::kZero32, 128};
+        case PackedKind::kQ2K:
+            return {2, 0, false, Scales::kSuper16Min, 0};
+        case PackedKind::kQ3K:
+            return {2, 1, false, Scales::kSuper16, 4};
+        case PackedKind::kQ4K:
+            return {4, 0, false, Scales::kSuper32, 0};
+        case PackedKind::kQ5K:
+            return {4, 1, false, Scales::kSuper32, 0};
+        case PackedKind::kQ6K:
+            return {4, 2, false, Scales::kSuper16, 32};
+        case PackedKind::kIq4Nl:
+            return {4, 0, true, Scales::kZero32, 128};
+        case PackedKind::kIq4Xs:
+            return {4, 0, true, Scales::kSuperI8, 128};
+        default:
+            return {0, 0, false, Scales::kNone, 0};
     }
 }
 

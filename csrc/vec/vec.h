@@ -10,10 +10,12 @@
 //   kWideDiffers                  whether dot<true> costs more than dot<false>
 //   F32v I32v U8v                 kLanes floats, kLanes int32, 4 * kLanes bytes; + - * / & | ^ << >> are the compiler's
 //   load_f32 store_f32 set_f32 load_f16 load_i8_f32 load_u8_f32 load_u8_i32 load_i32 set_i32 load_u8
+//   shift_left(x, n)              x << n, by a vector instruction even where x is one value repeated
 //   fma(a, b, c) = a * b + c rounded once; max, min, sum_i32, to_f32, round_i32 (nearest even), as_f32, as_i32
 //   field<bits, from, to>(x)      bits [from, from + bits) of every byte, moved to bit `to`
 //   lookup(table, index)          table[index] per byte, 16-byte table repeated in the vector
-//   dot<wide>(acc, w, a)          acc[n] + sum over i of w[4n + i] * a[i]; w unsigned (below 128 unless wide), a: 4 int8
+//   dot<wide>(acc, w, a)          acc[n] + sum over i of w[4n + i] * a[i]; w unsigned (below 128 unless wide), a: 4
+//   int8
 //                                 in [-127, 127]
 //   dot_bf16(acc, w, x)           acc[n] + w[2n] * x[0] + w[2n + 1] * x[1] on bfloat16 pairs
 //   load_bf16 store_bf16          kLanes values, widened and rounded to nearest even

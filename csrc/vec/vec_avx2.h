@@ -28,6 +28,7 @@ HEADRACE_INLINE F32v min(F32v a, F32v b) { return _mm256_min_ps(a, b); }
 
 HEADRACE_INLINE I32v load_i32(const int32_t* p) { return (I32v)_mm256_loadu_si256((const __m256i*)p); }
 HEADRACE_INLINE I32v set_i32(int32_t x) { return (I32v)_mm256_set1_epi32(x); }
+HEADRACE_INLINE I32v shift_left(I32v x, int count) { return (I32v)_mm256_sll_epi32(raw(x), _mm_cvtsi32_si128(count)); }
 HEADRACE_INLINE F32v to_f32(I32v x) { return _mm256_cvtepi32_ps(raw(x)); }
 HEADRACE_INLINE I32v round_i32(F32v x) { return (I32v)_mm256_cvtps_epi32(x); }
 HEADRACE_INLINE F32v as_f32(I32v x) { return _mm256_castsi256_ps(raw(x)); }
@@ -99,7 +100,8 @@ HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
 HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
     const I32v pairs = (I32v)w;
     const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
-    const F32v x0 = as_f32(set_i32((int32_t)((uint32_t)x[0] << 16))), x1 = as_f32(set_i32((int32_t)((uint32_t)x[1] << 16)));
+    const F32v x0 = as_f32(set_i32((int32_t)((uint32_t)x[0] << 16))),
+               x1 = as_f32(set_i32((int32_t)((uint32_t)x[1] << 16)));
     return fma(odd, x1, fma(even, x0, acc));
 }
 

@@ -26,6 +26,7 @@ HEADRACE_INLINE F32v min(F32v a, F32v b) { return _mm512_min_ps(a, b); }
 
 HEADRACE_INLINE I32v load_i32(const int32_t* p) { return (I32v)_mm512_loadu_si512(p); }
 HEADRACE_INLINE I32v set_i32(int32_t x) { return (I32v)_mm512_set1_epi32(x); }
+HEADRACE_INLINE I32v shift_left(I32v x, int count) { return (I32v)_mm512_sll_epi32(raw(x), _mm_cvtsi32_si128(count)); }
 HEADRACE_INLINE F32v to_f32(I32v x) { return _mm512_cvtepi32_ps(raw(x)); }
 HEADRACE_INLINE I32v round_i32(F32v x) { return (I32v)_mm512_cvtps_epi32(x); }
 HEADRACE_INLINE F32v as_f32(I32v x) { return _mm512_castsi512_ps(raw(x)); }

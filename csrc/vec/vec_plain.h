@@ -30,16 +30,36 @@ HEADRACE_INLINE void store_f32(float* p, F32v x, int n) {
     for (int i = 0; i < n; ++i) p[i] = x[i];
 }
 HEADRACE_INLINE F32v set_f32(float x) { return F32v{x, x, x, x}; }
+// Rounded once. Where the CPU cannot: the product is exact in double; the sum, rounded to odd there, rounds to the
+// right float (Boldo and Melquiond 2008).
 HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
+#if defined(__FP_FAST_FMAF)
     F32v r;
     for (int i = 0; i < kLanes; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return r;
+#else
+    typedef double Wide __attribute__((vector_size(16)));
+    typedef int64_t Bits __attribute__((vector_size(16)));
+    F32v r;
+    for (int i = 0; i < kLanes; i += 2) {
+        const Wide product = Wide{a[i], a[i + 1]} * Wide{b[i], b[i + 1]}, addend = {c[i], c[i + 1]};
+        const Wide sum = product + addend, back = sum - product, error = (product - (sum - back)) + (addend - back);
+        const Bits inexact = (Bits)(error < 0) | (Bits)(error > 0), inward = (Bits)(error > 0) ^ (Bits)(sum > 0);
+        const Bits bits = (Bits)sum,
+                   step = (inward | 1) & inexact & ((bits & 1) - 1);  // -1 towards zero, 1 away from it
+        const Wide odd = (Wide)(bits + step);
+        r[i] = (float)odd[0];
+        r[i + 1] = (float)odd[1];
+    }
+    return r;
+#endif
 }
 HEADRACE_INLINE F32v max(F32v a, F32v b) { return a > b ? a : b; }  // the second one where either is NaN, as x86 does
 HEADRACE_INLINE F32v min(F32v a, F32v b) { return a < b ? a : b; }
 
 HEADRACE_INLINE I32v load_i32(const int32_t* p) { return load_as<I32v>(p); }
 HEADRACE_INLINE I32v set_i32(int32_t x) { return I32v{x, x, x, x}; }
+HEADRACE_INLINE I32v shift_left(I32v x, int count) { return x << count; }
 HEADRACE_INLINE F32v to_f32(I32v x) { return __builtin_convertvector(x, F32v); }
 HEADRACE_INLINE I32v round_i32(F32v x) {  // |x| below 2^22: the sum's last bit is a one
     const F32v magic = set_f32(12582912.0f);
@@ -90,10 +110,14 @@ HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return __builtin_shuffle(tabl
 
 template <bool wide>
 HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
-    for (int n = 0; n < kLanes; ++n) {
-        acc[n] += w[4 * n] * a[0] + w[4 * n + 1] * a[1] + w[4 * n + 2] * a[2] + w[4 * n + 3] * a[3];
-    }
-    return acc;
+    // Bytes at even and at odd places as words: a product fits one, and the two of a lane are added.
+    typedef int16_t I16v __attribute__((vector_size(16)));
+    typedef uint16_t U16v __attribute__((vector_size(16)));
+    int32_t quad;
+    __builtin_memcpy(&quad, a, 4);
+    const I16v x = (I16v)set_i32(quad), words = (I16v)w;
+    const I32v even = (I32v)((words & 0xff) * ((x << 8) >> 8)), odd = (I32v)((I16v)((U16v)words >> 8) * (x >> 8));
+    return acc + (even << 16 >> 16) + (even >> 16) + (odd << 16 >> 16) + (odd >> 16);
 }
 
 HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
