@@ -20,6 +20,22 @@ float* aligned(std::vector<float>& memory) {
     return memory.data() + (64 - at % 64) % 64 / sizeof(float);
 }
 
+void check_feed(const StepFeeds& step, int first, int rows, int start, int known) {
+    if (rows < 0 || start < 0 || known < 0 || known > rows ||
+        static_cast<size_t>(first + rows) > step.positions.size()) {
+        throw std::out_of_range("a feed's rows do not fit the step");
+    }
+    const int nodes = rows - known;
+    if (nodes > 64) throw std::invalid_argument("a draft has at most 64 nodes, not " + std::to_string(nodes));
+    if (nodes && step.masks.size() < step.positions.size()) throw std::invalid_argument("draft nodes need masks");
+    for (int node = 0; node < nodes; ++node) {
+        const uint64_t mask = step.masks[static_cast<size_t>(first + known + node)];
+        if (static_cast<int>(std::bit_width(mask)) != node + 1) {
+            throw std::invalid_argument("a node's mask names itself and nodes before it");
+        }
+    }
+}
+
 }  // namespace
 
 // What every row sees, by its place in its own line of tokens; there a window counts positions and KV indices alike.
@@ -133,7 +149,7 @@ void AttentionStep::begin(const StepFeeds& step) {
     const int per_block = pool_.pages_per_block();
     for (size_t f = 0; f < step.kv_start.size(); ++f) {
         const int first = step.row_start[f], rows = step.row_start[f + 1] - first, start = step.kv_start[f];
-        check(step, first, rows, start, step.known[f]);
+        check_feed(step, first, rows, start, step.known[f]);
         const int pages = (start + rows + kPageTokens - 1) / kPageTokens;
         if ((pages + per_block - 1) / per_block > step.table_width)
             throw std::out_of_range("a feed is longer than its table");
@@ -144,22 +160,6 @@ void AttentionStep::begin(const StepFeeds& step) {
             if (block < 0 || block >= pool_.num_blocks())
                 throw std::out_of_range("a table names a block outside the pool");
             page_table_.push_back(block * per_block + page % per_block);
-        }
-    }
-}
-
-void AttentionStep::check(const StepFeeds& step, int first, int rows, int start, int known) {
-    if (rows < 0 || start < 0 || known < 0 || known > rows ||
-        static_cast<size_t>(first + rows) > step.positions.size()) {
-        throw std::out_of_range("a feed's rows do not fit the step");
-    }
-    const int nodes = rows - known;
-    if (nodes > 64) throw std::invalid_argument("a draft has at most 64 nodes, not " + std::to_string(nodes));
-    if (nodes && step.masks.size() < step.positions.size()) throw std::invalid_argument("draft nodes need masks");
-    for (int node = 0; node < nodes; ++node) {
-        const uint64_t mask = step.masks[static_cast<size_t>(first + known + node)];
-        if (static_cast<int>(std::bit_width(mask)) != node + 1) {
-            throw std::invalid_argument("a node's mask names itself and nodes before it");
         }
     }
 }
