@@ -1,14 +1,15 @@
 """The command line as a person uses it: in this process, in one of its own, or on a terminal."""
 
+import contextlib
 import io
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
@@ -59,18 +60,25 @@ class Terminal:
 
     def __init__(self, *arguments: object, columns: int = 60) -> None:
         self.seen = ""
-        self._code: int | None = None
-        self._pid, self._fd = pty.fork()
-        if self._pid == 0:
-            os.execvpe(
-                sys.executable,
-                [sys.executable, "-m", "headrace.cli.app", *map(str, arguments)],
-                {
-                    **environment(),
-                    "COLUMNS": str(columns),
-                    "LINES": "30",
-                },
-            )
+        self._fd, inner = pty.openpty()
+        script = f"import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{MAIN}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            env={**environment(), "COLUMNS": str(columns), "LINES": "30"},
+        )
+        os.close(inner)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._fd)
 
     def wait_for(self, text: str, count: int = 1) -> str:
         """Read until `text` has been seen `count` times since the last `send`."""
@@ -86,22 +94,9 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def exit_code(self) -> int:
-        """Of the ended command; what it still writes is read."""
-        if self._code is not None:
-            return self._code
-        while True:
-            try:
-                data = os.read(self._fd, 65536)
-            except OSError:  # the terminal is gone with the last process on it
-                data = b""
-            if not data:
-                break
-            self.seen += data.decode(errors="replace")
-        os.close(self._fd)
-        self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        return self._code
-
-    def kill(self) -> None:
-        if self._code is None:
-            os.kill(self._pid, signal.SIGKILL)
-            self.exit_code()
+        """Of the command, which is about to end; the last it wrote is read."""
+        code = self._process.wait(SECONDS)
+        with contextlib.suppress(OSError):  # the terminal is gone with the last process on it
+            while select.select([self._fd], [], [], 0)[0]:
+                self.seen += os.read(self._fd, 65536).decode(errors="replace")
+        return code

@@ -177,10 +177,9 @@ def test_files_that_are_no_conversation(data: str, tmp_path: Path) -> None:
 def terminal(shell: Shell, tmp_path: Path) -> Iterator[Terminal]:
     """A chat whose answers go on for very long."""
     model = write_tiny_gguf(tmp_path / "long.gguf", context=200_000)
-    running = Terminal("chat", model, "-t", "0")
-    running.wait_for(lines.PROMPT)
-    yield running
-    running.kill()
+    with Terminal("chat", model, "-t", "0") as running:
+        running.wait_for(lines.PROMPT)
+        yield running
 
 
 def test_on_a_terminal(terminal: Terminal, shell: Shell) -> None:

@@ -71,13 +71,14 @@ class ModelOptions:
 
     dtype: Annotated[str, _model("auto, float64, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str, _model("auto, cpu, cuda or cuda:N.")] = "auto"
-    backend: Annotated[str, _model("auto or torch.")] = "auto"
+    backend: Annotated[str, _model("auto, native or torch.")] = "auto"
     threads: Annotated[int | None, _model("CPU threads.")] = None
     max_model_len: Annotated[int | None, _model("Context in tokens, answer included (default: the model's own).")] = None
     kv_cache_memory: Annotated[
         str | None, _model("Memory for the KV cache, as in 2GiB (default: a quarter of what is free at most).")
     ] = None
-    kv_dtype: Annotated[str, _model("Number format of the KV cache.")] = "auto"
+    kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, or a dtype.")] = "auto"
+    quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
 
     def check(self) -> None:
         """Raises typer.BadParameter for what no model can be opened with."""
