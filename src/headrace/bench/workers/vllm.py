@@ -3,13 +3,16 @@
 Setting: arguments of vllm.LLM, as {"enforce_eager": true}.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import vllm
 
+LONGEST = 8192  # tokens of a sequence, above every cell
 SLACK = 64  # tokens that early sequences of a batch may make while the last ones are still in prefill
 
 
@@ -20,6 +23,7 @@ class Worker:
         cores = sorted(os.sched_getaffinity(0))[:threads]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(-(-int(kv_bytes) >> 30) + 1)  # GiB
+        known = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
         self.llm = vllm.LLM(
             model=model,
             dtype="bfloat16",
@@ -27,7 +31,7 @@ class Worker:
             enable_prefix_caching=False,
             max_num_seqs=32,
             max_num_batched_tokens=4096,
-            max_model_len=8192,
+            max_model_len=min(LONGEST, known),
             **setting,
         )
         self.requests = 0
