@@ -24,7 +24,7 @@ help:
 	@echo "make clean          remove what was built (the environment, not the models)"
 
 run: $(VENV)/.run
-	@$(VENV)/bin/headrace run $(MODEL) "$$PROMPT"
+	@$(VENV)/bin/headrace run $(MODEL) "$$PROMPT" </dev/null  # a pipe that make was given would join the prompt
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(PYTEST)

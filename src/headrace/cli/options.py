@@ -43,7 +43,8 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         return command(**values)
 
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    call.__name__, call.__doc__ = command.__name__, "\n\n".join(" ".join(one.split()) for one in paragraphs)
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call
