@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone, as in `headrace list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except Exception as error:
         return _failed(error)
     if code == INTERRUPTED:
