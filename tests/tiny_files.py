@@ -3,6 +3,7 @@
 Its answers are nonsense made of readable tokens, the same ones every time, and do not end by themselves.
 """
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,20 @@ TEMPLATE = (
 )
 
 
+Tensors = dict[str, np.ndarray]
+
+
 def write_tiny_gguf(
-    path: Path, *, context: int = 256, template: str | None = TEMPLATE, seed: int = 0, flat: bool = False
+    path: Path,
+    *,
+    context: int = 256,
+    template: str | None = TEMPLATE,
+    seed: int = 0,
+    edit: Callable[[Tensors], object] = lambda tensors: None,
 ) -> Path:
     """The file, with a context of `context` tokens; without a chat template where `template` is None.
 
-    A `flat` model finds every token equally likely.
+    `edit` may change the tensors (float32, by name) before they are written.
     """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
@@ -36,8 +45,10 @@ def write_tiny_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     _add_vocabulary(writer, template)
-    for name, tensor in _tensors(seed).items():
-        writer.add_tensor(name, tensor * 0 if flat and name == "output.weight" else tensor)
+    tensors = _tensors(seed)
+    edit(tensors)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -62,7 +73,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None) -> None:
         writer.add_chat_template(template)
 
 
-def _tensors(seed: int) -> dict[str, np.ndarray]:
+def _tensors(seed: int) -> Tensors:
     """Random weights. The head gives every token that is not plain text the logit 0, far below the best of the others."""
     rng = np.random.default_rng(seed)
     tokens = _vocabulary()["tokenizer.ggml.tokens"]

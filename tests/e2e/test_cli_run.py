@@ -237,6 +237,40 @@ def test_prompts_that_cannot_be_answered(shell: Shell, tiny_gguf: Path, tmp_path
     assert shell("run", "-q", "--raw", plain, "hi", "-m", "3")[0] == 0
 
 
+BROKEN: list[tuple[dict[str, Any], str, str]] = [
+    ({"template": "{{ messages.__class__.__mro__ }}"}, "auto", "chat template: "),
+    ({"template": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}, "auto", "may loop"),
+    ({"template": "{% if %}"}, "auto", "chat template: "),
+]
+for backend_name in ("auto", "torch"):
+    BROKEN += [
+        ({"edit": lambda tensors: tensors.pop("blk.1.ffn_up.weight")}, backend_name, "blk.1.ffn_up.weight"),
+        ({"edit": lambda tensors: tensors.update(extra=tensors["output_norm.weight"])}, backend_name, "extra"),
+        ({"edit": lambda tensors: tensors["output_norm.weight"].fill(float("nan"))}, backend_name, "NaN"),
+    ]
+
+
+@pytest.mark.parametrize(("changes", "backend", "clue"), BROKEN)
+def test_models_that_are_broken(shell: Shell, tmp_path: Path, changes: dict[str, Any], backend: str, clue: str) -> None:
+    model = write_tiny_gguf(tmp_path / "broken.gguf", **changes)
+    code, out, err = shell("run", "-q", model, "hi", "-m", "3", "--backend", backend)
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1, err
+    assert clue in err
+    assert "a bug in Headrace" not in err
+
+
+def test_files_that_are_no_model(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    whole = tiny_gguf.read_bytes()
+    for name, body in {"cut": whole[: len(whole) // 2], "head": whole[:20], "text": b"not a model", "empty": b""}.items():
+        (tmp_path / f"{name}.gguf").write_bytes(body)
+        code, out, err = shell("run", "-q", tmp_path / f"{name}.gguf", "hi")
+        assert (code, out) == (1, "")
+        assert len(err.splitlines()) == 1, err
+        assert f"{name}.gguf" in err
+        assert "a bug in Headrace" not in err
+
+
 @pytest.mark.parametrize("flag", ["--top-k", "--no-repeat-ngram", "--max-tokens", "--min-tokens", "--seed"])
 def test_absurd_numbers_are_refused(shell: Shell, tiny_gguf: Path, flag: str) -> None:
     code, out, err = shell("run", "-q", "--raw", tiny_gguf, "hi", flag, "9" * 25)
