@@ -10,7 +10,8 @@ namespace {
 
 constexpr float kNever = -__builtin_inff();
 constexpr double kPoint = 0x1p40;
-constexpr double kFar = -40.0;  // e^-40 is 0 in fixed point
+constexpr double kFar = -40.0;        // e^-40 is 0 in fixed point, even times its logit
+constexpr float kShareless = -28.5f;  // nats below the best where exp rounds to 0 in fixed point
 // Adding it to |x| < 2^51 rounds x to an integer (nearest even), which the low bits then hold.
 constexpr double kRound = 0x1.8p52;
 
@@ -146,17 +147,25 @@ int ahead(const LogitRow& row, float value, int32_t id) {
     return found;
 }
 
-// e^x for x <= 0 (held to kFar and above), relative error below 1e-14.
+// e^x for x <= 0 (held to kFar and above), relative error 2e-14: less than fixed point holds.
 HEADRACE_INLINE F64v exp_f64(F64v x) {
-    constexpr double kTerms[12] = {1.0,       1.0,        1.0 / 2,     1.0 / 6,      1.0 / 24,      1.0 / 120,
-                                   1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800};
+    constexpr double kTerms[10] = {1.0,
+                                   1.0,
+                                   0x1.fffffffff13eep-2,
+                                   0x1.5555555589e68p-3,
+                                   0x1.5555557df0fa8p-5,
+                                   0x1.1111108e4d8d4p-7,
+                                   0x1.6c163be4faec8p-10,
+                                   0x1.a01b7304629d0p-13,
+                                   0x1.a16e37c1f45e0p-16,
+                                   0x1.710218071b340p-19};
     x = max_f64(x, set_f64(kFar));
-    const F64v shifted = x * set_f64(1.4426950408889634) + set_f64(kRound);
+    const F64v shifted = fma_f64(x, set_f64(1.4426950408889634), set_f64(kRound));
     const F64v n = shifted - set_f64(kRound);
-    const F64v r = (x - n * set_f64(0x1.62e42fefa38p-1)) - n * set_f64(0x1.ef35793c7673p-45);
-    F64v p = set_f64(kTerms[11]);
-#pragma GCC unroll 11
-    for (int i = 10; i >= 0; --i) p = p * r + set_f64(kTerms[i]);
+    const F64v r = fma_f64(n, set_f64(-0x1.ef35793c7673p-45), fma_f64(n, set_f64(-0x1.62e42fefa38p-1), x));
+    F64v p = set_f64(kTerms[9]);
+#pragma GCC unroll 9
+    for (int i = 8; i >= 0; --i) p = fma_f64(p, r, set_f64(kTerms[i]));
     return (F64v)((U64v)p + ((U64v)shifted << 52));
 }
 
@@ -165,7 +174,7 @@ int64_t total_scaled(const LogitRow& row, float best) {
     const F64v top = set_f64(best), round = set_f64(kRound), point = set_f64(kPoint);
     const I64v zero = (I64v)round;
     I64v sum = {};
-    for (Blocks block(row, best + static_cast<float>(kFar) - 1.0f); block.next();) {
+    for (Blocks block(row, best + kShareless); block.next();) {
         for (int i = 0; i < kVocabBlock; i += kLanes) {
             const F32v x = logits_at<scaled>(block.z + i, row.temperature);
             const F64v low = exp_f64(widen_low(x) - top), high = exp_f64(widen_high(x) - top);

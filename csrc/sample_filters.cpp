@@ -1,6 +1,7 @@
 #include "sample_filters.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -15,7 +16,11 @@ constexpr int32_t kLastId = std::numeric_limits<int32_t>::max();
 constexpr int kBins = 4096;
 constexpr double kBinsPerNat = 64;  // twice the largest distance of two keys that matter still fits
 
-int64_t fixed(double weight) { return static_cast<int64_t>(std::nearbyint(weight * kPoint)); }
+// weight * 2^40 to the nearest integer (of two the even one): adding 1.5 * 2^52 leaves it in the low bits.
+int64_t fixed(double weight) {
+    constexpr double kRound = 0x1.8p52;
+    return std::bit_cast<int64_t>(weight * kPoint + kRound) - std::bit_cast<int64_t>(kRound);
+}
 
 int64_t goal_of(int64_t total, double p) {
     return static_cast<int64_t>(std::ceil(static_cast<double>(total) * (p * (1 - kSlack))));

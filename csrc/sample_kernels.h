@@ -1,4 +1,5 @@
-// The scans of the vocabulary that the sampler is made of. Every instruction set gives the same bits.
+// The scans of the vocabulary that the sampler is made of. Noise, comparisons and logits have the same bits on every
+// instruction set; sums of exp agree to a few units of their fixed point.
 #pragma once
 
 #include <stdint.h>

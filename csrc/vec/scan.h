@@ -14,6 +14,7 @@ typedef double F64v __attribute__((vector_size(4 * kLanes)));
 //   at_least above equal below    lanes of the comparison, as bits
 //   min_u32 unsigned_f32          of words; the conversion rounds once
 //   widen_low widen_high          floats to doubles
+//   fma_f64                       a * b + c, rounded once where the CPU can
 //   mul_low(x, y)                 64-bit products of the low words
 //   even_low(x, y)                the low words: lane 2i from x, lane 2i + 1 from y
 //   interleave<high, width>(x, y) words or pairs of words of x and y in turn, from one half of each 128 bits
@@ -30,6 +31,9 @@ HEADRACE_INLINE F32v unsigned_f32(U32v x) { return _mm512_cvtepu32_ps((__m512i)x
 HEADRACE_INLINE F64v widen_low(F32v x) { return (F64v)_mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 HEADRACE_INLINE F64v widen_high(F32v x) { return (F64v)_mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
 HEADRACE_INLINE F64v max_f64(F64v x, F64v y) { return (F64v)_mm512_max_pd((__m512d)x, (__m512d)y); }
+HEADRACE_INLINE F64v fma_f64(F64v a, F64v b, F64v c) {
+    return (F64v)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
 HEADRACE_INLINE U64v mul_low(U64v x, U64v y) { return (U64v)_mm512_mul_epu32((__m512i)x, (__m512i)y); }
 HEADRACE_INLINE U32v even_low(U64v x, U64v y) {
     return (U32v)_mm512_mask_blend_epi32(0xaaaa, (__m512i)x, _mm512_slli_epi64((__m512i)y, 32));
@@ -71,6 +75,9 @@ HEADRACE_INLINE U32v min_u32(U32v x, U32v y) { return (U32v)_mm256_min_epu32((__
 HEADRACE_INLINE F64v widen_low(F32v x) { return (F64v)_mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
 HEADRACE_INLINE F64v widen_high(F32v x) { return (F64v)_mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
 HEADRACE_INLINE F64v max_f64(F64v x, F64v y) { return (F64v)_mm256_max_pd((__m256d)x, (__m256d)y); }
+HEADRACE_INLINE F64v fma_f64(F64v a, F64v b, F64v c) {
+    return (F64v)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
 HEADRACE_INLINE U64v mul_low(U64v x, U64v y) { return (U64v)_mm256_mul_epu32((__m256i)x, (__m256i)y); }
 template <bool high, int width>
 HEADRACE_INLINE U32v interleave(U32v x, U32v y) {
@@ -90,6 +97,7 @@ HEADRACE_INLINE U32v min_u32(U32v x, U32v y) { return x < y ? x : y; }
 HEADRACE_INLINE F64v widen_low(F32v x) { return F64v{x[0], x[1]}; }
 HEADRACE_INLINE F64v widen_high(F32v x) { return F64v{x[2], x[3]}; }
 HEADRACE_INLINE F64v max_f64(F64v x, F64v y) { return x > y ? x : y; }
+HEADRACE_INLINE F64v fma_f64(F64v a, F64v b, F64v c) { return a * b + c; }
 HEADRACE_INLINE U64v mul_low(U64v x, U64v y) { return (x & 0xffffffff) * (y & 0xffffffff); }
 template <bool high, int width>
 HEADRACE_INLINE U32v interleave(U32v x, U32v y) {
