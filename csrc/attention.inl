@@ -28,28 +28,37 @@ struct Tile {
     const AttentionRow& row(int r) const { return task.rows[tile.row + r / share]; }
 };
 
-HEADRACE_INLINE uint64_t bits_below(int n) { return n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1; }
+HEADRACE_INLINE uint32_t bits_below(int n) { return n <= 0 ? 0 : n >= kPageTokens ? 0xffff : (1u << n) - 1; }
 
-// Which of the 64 tokens from `start` on a row sees.
-HEADRACE_INLINE uint64_t seen_in_chunk(const AttentionRow& row, int start) {
+// Which tokens of the page that begins at KV index `start` a row sees.
+HEADRACE_INLINE uint32_t seen_in_page(const AttentionRow& row, int start) {
     return bits_below(row.end - start) & ~bits_below(row.begin - start);
 }
+
+// Where a chunk begins, and whether every row sees all of it.
+struct ChunkView {
+    int start;
+    bool open;
+};
 
 // Scores as the softmax takes them: scaled by token, capped, -inf where the row does not see the token. Returns the
 // largest.
 template <class Pool>
-HEADRACE_INLINE float see(const Tile& tile, int r, float* scores, const ChunkPages& chunk, uint64_t seen) {
+HEADRACE_INLINE float see(const Tile& tile, int r, ChunkView view, float* scores, const ChunkPages& chunk) {
     const AttentionTask& task = tile.task;
     Lanes16 largest;
     for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
-    for (int i = 0; i < chunk.count * kParts; ++i) {
-        const int p = i % kParts;
-        F32v x = load_f32(scores + i * kLanes);
-        if (Pool::kScaled) x = Pool::scale(x, tile.q + r * tile.q_stride, chunk.page[i / kParts], task.kv, p);
-        if (task.softcap != 0.0f) x = tanh(x * set_f32(task.scale / task.softcap));
-        x = choose((uint32_t)(seen >> i * kLanes), x, set_f32(kUnseen));
-        store_f32(scores + i * kLanes, x);
-        largest.part[p] = max(largest.part[p], x);
+    for (int b = 0; b < chunk.count; ++b) {
+        const uint32_t seen = view.open ? 0xffff : seen_in_page(tile.row(r), view.start + b * kPageTokens);
+        for (int p = 0; p < kParts; ++p) {
+            float* at = scores + b * kPageTokens + p * kLanes;
+            F32v x = load_f32(at);
+            if (Pool::kScaled) x = Pool::scale(x, tile.q + r * tile.q_stride, chunk.page[b], task.kv, p);
+            if (task.softcap != 0.0f) x = tanh(x * set_f32(task.scale / task.softcap));
+            x = choose(seen >> p * kLanes, x, set_f32(kUnseen));
+            store_f32(at, x);
+            largest.part[p] = max(largest.part[p], x);
+        }
     }
     return top_lane(largest);
 }
@@ -63,12 +72,6 @@ HEADRACE_INLINE float see_all(const float* scores, int vectors) {
     return top_lane(largest);
 }
 
-// Where a chunk begins, and whether every row sees all of it.
-struct ChunkView {
-    int start;
-    bool open;
-};
-
 // The scores of `rows` rows in a chunk -> their weights, and in `keep` how much is left of the earlier sums.
 template <class Pool, int rows>
 HEADRACE_INLINE void soften(const Tile& tile, int first, ChunkView view, float* scores, const ChunkPages& chunk,
@@ -79,8 +82,7 @@ HEADRACE_INLINE void soften(const Tile& tile, int first, ChunkView view, float* 
     float largest[16], top[16];
     for (int r = 0; r < rows; ++r) {
         float* row = scores + r * kChunk;
-        const uint64_t seen = view.open ? ~(uint64_t)0 : seen_in_chunk(tile.row(first + r), view.start);
-        largest[r] = plain ? see_all(row, chunk.count * kParts) : see<Pool>(tile, first + r, row, chunk, seen);
+        largest[r] = plain ? see_all(row, chunk.count * kParts) : see<Pool>(tile, first + r, view, row, chunk);
     }
     for (int r = 0; r < rows; r += kLanes) {
         const int count = rows - r < kLanes ? rows - r : kLanes;
@@ -121,13 +123,14 @@ __attribute__((noinline)) static void attend_rows(const Tile& tile, int first, C
                                                   float* room) {
     const float* q = tile.q + first * tile.q_stride;
     const int dp = tile.task.kv.padded;
-    if (chunk.count == kMaxPages && kMaxPages > 1) {
-        scores<Pool, rows, kMaxPages, fetch>(q, tile.q_stride, dp, chunk, 0, room);
-    } else {
-        for (int b = 0; b < chunk.count; ++b) {
-            scores<Pool, rows, 1, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
-        }
+    int b = 0;
+    for (; kMaxPages >= 4 && b + 4 <= chunk.count; b += 4) {
+        scores<Pool, rows, kMaxPages, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
     }
+    for (; kMaxPages >= 4 && b + 2 <= chunk.count; b += 2) {
+        scores<Pool, rows, 2, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
+    }
+    for (; b < chunk.count; ++b) scores<Pool, rows, 1, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
     typename Pool::Weights weights;
     float keep[16];
     soften<Pool, rows>(tile, first, view, room, chunk, keep, weights);

@@ -10,7 +10,7 @@
 
 namespace headrace {
 
-constexpr int kChunk = 64;
+constexpr int kChunk = 128;
 constexpr int kSplit = 256;
 constexpr int kTileRows = 48;  // rows of a tile: tokens times query heads of a KV head, unless one token has more
 
