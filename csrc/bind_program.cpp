@@ -214,11 +214,11 @@ void bind_step(nb::module_& m) {
         .def(nb::init<>())
         .def("clear", &Step::clear)
         .def("feed",
-             [](Step& self, std::shared_ptr<const Sequence> sequence, int start, int count, const std::vector<int32_t>& nodes,
-                const std::vector<int32_t>& parents, int logits) {
+             [](Step& self, std::shared_ptr<const Sequence> sequence, int start, int count, int logits,
+                const std::vector<int32_t>& nodes, const std::vector<int32_t>& parents) {
                  self.feed(std::move(sequence), start, count, nodes, parents, logits);
-             }, "sequence"_a, "start"_a, "count"_a, "nodes"_a = std::vector<int32_t>{}, "parents"_a = std::vector<int32_t>{},
-             "logits"_a = 0)
+             }, "sequence"_a, "start"_a, "count"_a, "logits"_a = 0, "nodes"_a = std::vector<int32_t>{},
+             "parents"_a = std::vector<int32_t>{})
         .def("draw",
              [](Step& self, int row, const std::vector<Key>& keys, int logprobs, bool processed) {
                  std::vector<NoiseKey> all;

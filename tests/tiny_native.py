@@ -113,7 +113,7 @@ class Feeder:
         for number, (which, start, count) in enumerate(feeds):
             draft = (list(nodes), list(parents)) if number == len(feeds) - 1 else ([], [])
             rows = count + len(draft[0])
-            step.feed(self.sequences[which], start, count, *draft, rows)
+            step.feed(self.sequences[which], start, count, rows, *draft)
             asked.append([step.logits(row) for row in range(rows)])
         self.runner.program.run(step, **run)
         return [np.stack([np.frombuffer(step.row_of_logits(i), "<f4") for i in answers]) for answers in asked]

@@ -129,13 +129,12 @@ class Engine:
             self._flights.append(flight)
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
-        wants = []
         scores = request.params.prompt_logprobs
+        want = request.strategy.want(request, seq) if last else None
+        wants = () if want is None else (want,)
         if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
-            wants.append(Want(rows="all", kind="score", logprobs=scores))
-        if last and (want := request.strategy.want(request, seq)) is not None:
-            wants.append(want)
-        return tuple(wants)
+            return (Want(rows="all", kind="score", logprobs=scores), *wants)
+        return wants
 
     def _land(self, flight: Flight) -> StepOutput | None:
         """The step's result. A step that fails commits nothing: its requests end with the error."""
@@ -154,7 +153,7 @@ class Engine:
         for work, out in zip(flight.works, output.feeds, strict=True):
             if out.error:
                 work.request.error = out.error
-            if any(want.kind == "score" for want in work.feed.wants):
+            if work.request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
                 _file_scores(work.request, work.feed.start, out)
             if work.last and not work.request.aborted and work.request.error is None:
                 groups.setdefault(work.request, []).append((work.seq, out))
@@ -179,7 +178,8 @@ class Engine:
             for seq, child in zip(seqs, children, strict=True):
                 self._grow(request, parent, seq, child)
             request.finished += [seq for seq in seqs if seq.finish_reason is not None]
-            heirs.append((parent, [seq for seq in seqs if seq.finish_reason is None]))
+            if seqs != [parent] or parent.finish_reason is not None:  # else it goes on as it is
+                heirs.append((parent, [seq for seq in seqs if seq.finish_reason is None]))
         # Those without heirs first: the slots they give back may be all there are.
         for parent, seqs in sorted(heirs, key=lambda pair: bool(pair[1])):
             self.scheduler.commit(request, parent, seqs)

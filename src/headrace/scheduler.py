@@ -123,15 +123,17 @@ class Scheduler:
         """The step went well: what it fed is computed, and full blocks are offered to others."""
         for work in flight.works:
             end = work.feed.start + work.feed.count
-            work.seq.computed = [max(done, end) for done in work.seq.computed]
-            self.blocks.publish(work.seq)
+            seq = work.seq
+            seq.computed = [max(done, end) for done in seq.computed]
+            if end // self.blocks.block_size > seq.published:
+                self.blocks.publish(seq)
 
     # -- feeding -------------------------------------------------------------------------------------------------------
     def _feed_running(self, flight: Flight) -> bool:
         """Feed the running requests; returns whether blocks ran short."""
         short = False
-        for request in sorted(self.running, key=_decodes_first):
-            if request.in_flight or request.status is not Status.RUNNING:
+        for request in sorted(self.running, key=_in_prefill):
+            if request.in_flight or request.status is not Status.RUNNING or self._feed_token(request, flight):
                 continue
             spans = self._spans(request, flight)
             while (need := self.blocks.need(spans)) > self.blocks.available:
@@ -142,6 +144,19 @@ class Scheduler:
             else:
                 self._feed(request, spans, flight)
         return short
+
+    def _feed_token(self, request: Request, flight: Flight) -> bool:
+        """The short way for most feeds: one new token of a single sequence, into a block that it has to itself.
+
+        Returns whether that was all there was to do.
+        """
+        seq = request.seqs[0]
+        start = len(seq.tokens) - 1
+        if len(request.seqs) > 1 or min(seq.computed) != start or flight.room < 1 or not self.blocks.writable(seq, start):
+            return False
+        self._add_feed(request, seq, start, start + 1, flight)
+        request.metrics.steps += 1
+        return True
 
     def _spans(self, request: Request, flight: Flight) -> list[Span]:
         """The token range each sequence is to be fed: all it has, or, where that cannot be, all but the last token.
@@ -185,14 +200,19 @@ class Scheduler:
         for seq, start, end in spans:
             flight.plan.copies += self.blocks.grow(seq, start, end)
             self._sync_tables(seq, flight.plan)
-            feed = Feed(seq.slot, start, end - start, seq.tokens[seq.sent :])
-            seq.sent = len(seq.tokens)
-            flight.plan.feeds.append(feed)
-            flight.room -= end - start
-            flight.works.append(Work(request, seq, feed, last=end == len(seq.tokens)))
-            flight.promises.update(self._completed(seq, start, end))
-            request.in_flight = True
+            self._add_feed(request, seq, start, end, flight)
         request.metrics.steps += bool(spans)
+
+    def _add_feed(self, request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
+        length = len(seq.tokens)
+        feed = Feed(seq.slot, start, end - start, seq.tokens[seq.sent :])
+        seq.sent = length
+        flight.plan.feeds.append(feed)
+        flight.room -= end - start
+        flight.works.append(Work(request, seq, feed, end == length))
+        if end // self.blocks.block_size > start // self.blocks.block_size:
+            flight.promises.update(self._completed(seq, start, end))
+        request.in_flight = True
 
     def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:
         for index, table in enumerate(seq.tables):
@@ -284,9 +304,9 @@ def _order(request: Request) -> tuple[int, int]:
     return request.order
 
 
-def _decodes_first(request: Request) -> tuple[bool, int, int]:
-    """Requests that only need their next token come first: a long prompt must not delay them (card C3)."""
-    return (any(seq.pending > 1 for seq in request.seqs), *request.order)
+def _in_prefill(request: Request) -> bool:
+    """Sorts requests that only need their next token first, since a long prompt must not delay them (card C3)."""
+    return max([seq.pending for seq in request.seqs]) > 1
 
 
 def _scores_prompt(request: Request) -> bool:

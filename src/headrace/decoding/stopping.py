@@ -16,12 +16,17 @@ class OutputText:
 
     def push(self, token: int, may_stop: bool = True) -> str:
         """The text that is final now. Stop strings are looked for in what comes after the tokens that may not stop."""
-        text = self._detokenizer.append([token])
-        return self._show(self._matcher.append(text) if may_stop else text)
+        text = self._detokenizer.push(token)
+        if may_stop:
+            text = self._matcher.append(text)
+        self.shown += text
+        return text
 
     def close(self) -> str:
         """What was held back, when nothing more will come."""
-        return self._show(self._matcher.append(self._detokenizer.flush()) + self._matcher.flush())
+        text = self._matcher.append(self._detokenizer.flush()) + self._matcher.flush()
+        self.shown += text
+        return text
 
     @property
     def matched(self) -> str | None:
@@ -32,10 +37,6 @@ class OutputText:
         twin = OutputText(self._detokenizer.copy(), self._matcher.copy())
         twin.shown = self.shown
         return twin
-
-    def _show(self, text: str) -> str:
-        self.shown += text
-        return text
 
 
 class Stopping:
@@ -56,17 +57,19 @@ class Stopping:
     def extend(self, request: Request, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprob]) -> Delta:
         """Append `tokens` up to the first that ends the output; returns what that adds to it."""
         delta = Delta(request.id, seq.index)
+        text = seq.text
         for at, token in enumerate(tokens):
             seq.tokens.append(token)
             delta.token_ids.append(token)
-            delta.logprobs += logprobs[at : at + 1]
-            if seq.text is not None:
-                delta.text += seq.text.push(token, len(seq.tokens) - seq.prompt_len >= request.params.min_tokens)
+            if logprobs:
+                delta.logprobs.append(logprobs[at])
+            if text is not None:
+                delta.text += text.push(token, len(seq.tokens) - seq.prompt_len >= request.params.min_tokens)
             self._judge(request, seq, token)
             if seq.finish_reason is not None:
                 break
-        if seq.finish_reason is not None and seq.text is not None and seq.text.matched is None:
-            delta.text += seq.text.close()
+        if seq.finish_reason is not None and text is not None and text.matched is None:
+            delta.text += text.close()
         delta.finish_reason, delta.stop_reason = seq.finish_reason, seq.stop_reason
         return delta
 

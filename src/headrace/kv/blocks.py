@@ -65,18 +65,23 @@ class BlockManager:
         return self.num_blocks - self.available - self.resting
 
     # -- growing, sharing, giving up -----------------------------------------------------------------------------------
+    def writable(self, seq: Sequence, position: int) -> bool:
+        """Whether `grow` would have nothing to do for one position: its block is there, and the sequence's alone."""
+        table, index = seq.tables[0], position // self.block_size
+        return index < len(table) and self._refs[table[index]] == 1 and self._hash[table[index]] is None
+
     def need(self, spans: Iterable[Span]) -> int:
         """Blocks that `grow` over all these spans would take, copy-on-write included; exact when spans share blocks."""
         total = 0
-        dropped: Counter[int] = Counter()
+        dropped: dict[int, int] = {}
         for seq, start, end in spans:
             table = seq.tables[0]
             total += max(0, self._count(end) - len(table))
             for index in self._written(seq, start, end):
                 block = table[index]
-                if self._refs[block] - dropped[block] > 1:
+                if self._refs[block] - dropped.get(block, 0) > 1:
                     total += 1
-                    dropped[block] += 1
+                    dropped[block] = dropped.get(block, 0) + 1
         return total
 
     def grow(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int, int]]:

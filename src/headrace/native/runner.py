@@ -135,10 +135,15 @@ class NativeRunner:
     def _feed(self, step: Any, feed: Feed) -> list[Any]:
         """Add a feed and what is wanted of it; returns where the answers will be, one for each want."""
         slot, wants = self._slots[feed.slot], feed.wants
-        whole = any(want.rows == "all" for want in wants)
-        last = feed.count - 1 if whole else 0  # the row of the last known token among those with logits
+        last = 0  # the row of the last known token among those with logits
+        for want in wants:
+            if want.rows == "all":
+                last = feed.count - 1
         rows = last + 1 + len(feed.nodes) if wants else 0
-        step.feed(slot.sequence, feed.start, feed.count, feed.nodes, feed.parents, rows)
+        if feed.nodes:
+            step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
+        else:
+            step.feed(slot.sequence, feed.start, feed.count, rows)
         return [self._ask(step, slot, want, last) for want in wants]
 
     def _ask(self, step: Any, slot: Slot, want: Want, last: int) -> Any:
@@ -159,23 +164,27 @@ class NativeRunner:
         out = FeedOutput()
         for want, answer in zip(feed.wants, answers, strict=True):
             if want.kind == "score":
-                first, count = answer
-                out.scores = [_logprob(step.reports(at)[0]) for at in range(first, first + count)]
-                out.error = out.error or next((e for at in range(first, first + count) if (e := step.error(at))), "")
-                continue
-            out.error = out.error or step.error(answer)
-            if out.error:
-                continue
-            if want.kind == "logits":
-                out.logits = step.row_of_logits(answer)
+                _scores(step, answer, out)
+            elif error := step.error(answer):
+                out.error = out.error or error
+            elif want.kind == "sample":
+                out.tokens = step.tokens(answer)
+                if want.logprobs is not None:
+                    out.logprobs = [_logprob(report) for report in step.reports(answer)]
             elif want.kind == "top":
                 (best,) = step.reports(answer)
                 out.top_ids, out.top_logprobs = best.top_ids, best.top_logprobs
             else:
-                out.tokens = step.tokens(answer)
-                if want.logprobs is not None:
-                    out.logprobs = [_logprob(report) for report in step.reports(answer)]
+                out.logits = step.row_of_logits(answer)
         return out
+
+
+def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:
+    """The log-probabilities of known tokens: one answer each."""
+    first, count = answer
+    out.scores = [_logprob(step.reports(at)[0]) for at in range(first, first + count)]
+    errors = [error for at in range(first, first + count) if (error := step.error(at))]
+    out.error = out.error or "".join(errors[:1])
 
 
 def _new_slot(new: NewSlot) -> Slot:

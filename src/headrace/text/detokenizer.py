@@ -36,6 +36,13 @@ class IncrementalDetokenizer:
             tail = self._spell([token]) + tail
         self._pending = _decode(tail)[1]
 
+    def push(self, token: int) -> str:
+        """`append` of one token, quickly where it is plain ASCII with nothing pending: most tokens are."""
+        if self._pending or self._at_start or token in self._hidden:
+            return self.append((token,))
+        data = self._tokenizer.token_bytes(token)
+        return data.decode("ascii") if data.isascii() else self.append((token,))
+
     def append(self, token_ids: Iterable[int]) -> str:
         """The text these tokens complete; empty while a character is still open."""
         data = self._spell(token_ids)
