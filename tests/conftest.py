@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,8 @@ def data_dir() -> Path:
 def default_model() -> Path:
     """The weights file of the default model."""
     return places.default_model()
+
+
+def pytest_sessionstart() -> None:
+    """A runner that was started in the background hands on an ignored SIGINT; the tests of Ctrl-C need the usual one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
