@@ -53,6 +53,17 @@ foreach(isa IN LISTS HEADRACE_ISAS)
   target_compile_options(headrace_${isa} PRIVATE ${HEADRACE_KERNEL_FLAGS} ${HEADRACE_FLAGS_${isa}})
   set_target_properties(headrace_${isa} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_sources(headrace_kernels PRIVATE $<TARGET_OBJECTS:headrace_${isa}>)
+  if(CMAKE_NM AND NOT HEADRACE_SANITIZE)
+    set(stamp ${CMAKE_CURRENT_BINARY_DIR}/headrace_${isa}_symbols.stamp)
+    add_custom_command(OUTPUT ${stamp}
+      COMMAND ${CMAKE_COMMAND} -DNM=${CMAKE_NM} "-DOBJECTS=$<TARGET_OBJECTS:headrace_${isa}>"
+              -P ${CMAKE_CURRENT_SOURCE_DIR}/csrc/weak_symbols.cmake
+      COMMAND ${CMAKE_COMMAND} -E touch ${stamp}
+      DEPENDS headrace_${isa} $<TARGET_OBJECTS:headrace_${isa}> ${CMAKE_CURRENT_SOURCE_DIR}/csrc/weak_symbols.cmake
+      COMMENT "No weak symbols in the ${isa} kernels"
+      VERBATIM)
+    target_sources(headrace_kernels PRIVATE ${stamp})
+  endif()
 endforeach()
 
 target_include_directories(headrace_kernels PUBLIC csrc)

@@ -1,7 +1,7 @@
 // Linear layers: y[m][n] = sum over k of x[m][k] * w[n][k], x as A8 (integer weights) or bfloat16 (kBf16 weights).
 //
 // Row-invariant: element (m, n) goes through one sequence of float operations, whatever the other rows are, however the
-// work is cut, and (integer kinds) on every instruction set. Per group of columns, in order of k:
+// work is cut, and on every instruction set (bfloat16: subnormals aside). Per group of columns, in order of k:
 //   acc = fma(float(integer dot) * x.scale, w.scale, acc);  with a minimum also  acc = fma(w.min, x.scaled_sum, acc)
 // The integer dot is exact: the zero point is taken out in integers. Groups of 16 use the scale of their 32.
 // kBf16: two chains, even and odd pairs of columns, added at the end.

@@ -17,7 +17,7 @@
 //   dot<wide>(acc, w, a)          acc[n] + sum over i of w[4n + i] * a[i]; w unsigned (below 128 unless wide), a: 4
 //   int8
 //                                 in [-127, 127]
-//   dot_bf16(acc, w, x)           acc[n] + w[2n] * x[0] + w[2n + 1] * x[1] on bfloat16 pairs
+//   dot_bf16(acc, w, x)           (acc[n] + w[2n + 1] * x[1]) + w[2n] * x[0] on bfloat16 pairs, each sum rounded once
 //   load_bf16 store_bf16          kLanes values, widened and rounded to nearest even
 //   prefetch(p)
 #pragma once

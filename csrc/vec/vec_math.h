@@ -3,7 +3,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// e^x to about 1 ulp of float; 0 below -87.3, infinity-free (x is held to [-87.3, 88.3]); NaN gives a finite value.
+// e^x to about 1 ulp of float, x held to [-87.3, 88.3]: never 0 and never infinite. NaN gives a finite value.
 HEADRACE_INLINE F32v exp(F32v x) {
     x = min(max(x, set_f32(-87.3f)), set_f32(88.3f));
     const I32v n = round_i32(x * set_f32(1.44269504f));
@@ -23,8 +23,8 @@ HEADRACE_INLINE F32v exp(F32v x) {
     return p * as_f32((half + 127) << 23) * as_f32((n - half + 127) << 23);
 }
 
-// x * sigmoid(x)
-HEADRACE_INLINE F32v silu(F32v x) { return x / (set_f32(1.0f) + exp(-x)); }
+// x * sigmoid(x). Below -88 the divisor is too large to matter how large it is; NaN stays.
+HEADRACE_INLINE F32v silu(F32v x) { return max(set_f32(-88.0f), x) / (set_f32(1.0f) + exp(-x)); }
 
 // tanh by e^2x: absolute error about 1e-7
 HEADRACE_INLINE F32v tanh(F32v x) { return set_f32(1.0f) - set_f32(2.0f) / (set_f32(1.0f) + exp(x + x)); }
@@ -32,7 +32,7 @@ HEADRACE_INLINE F32v tanh(F32v x) { return set_f32(1.0f) - set_f32(2.0f) / (set_
 // The tanh form of GELU: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
 HEADRACE_INLINE F32v gelu_tanh(F32v x) {
     const F32v cubic = fma(x * x * set_f32(0.044715f), x, x);
-    return x / (set_f32(1.0f) + exp(cubic * set_f32(-1.59576912f)));
+    return max(set_f32(-88.0f), x) / (set_f32(1.0f) + exp(cubic * set_f32(-1.59576912f)));
 }
 
 // Sixteen lanes whatever the vector's width, so that sums over a row have one order on every instruction set.

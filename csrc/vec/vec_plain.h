@@ -30,29 +30,27 @@ HEADRACE_INLINE void store_f32(float* p, F32v x, int n) {
     for (int i = 0; i < n; ++i) p[i] = x[i];
 }
 HEADRACE_INLINE F32v set_f32(float x) { return F32v{x, x, x, x}; }
-// Rounded once. Where the CPU cannot: the product is exact in double; the sum, rounded to odd there, rounds to the
-// right float (Boldo and Melquiond 2008).
-HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
+// a * b + c rounded once. Where the CPU cannot: the product is exact in double; the sum, rounded to odd there, rounds
+// to the right float (Boldo and Melquiond 2008).
+HEADRACE_INLINE float fma_once(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
-    F32v r;
-    for (int i = 0; i < kLanes; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return r;
+    return __builtin_fmaf(a, b, c);
 #else
-    typedef double Wide __attribute__((vector_size(16)));
-    typedef int64_t Bits __attribute__((vector_size(16)));
-    F32v r;
-    for (int i = 0; i < kLanes; i += 2) {
-        const Wide product = Wide{a[i], a[i + 1]} * Wide{b[i], b[i + 1]}, addend = {c[i], c[i + 1]};
-        const Wide sum = product + addend, back = sum - product, error = (product - (sum - back)) + (addend - back);
-        const Bits inexact = (Bits)(error < 0) | (Bits)(error > 0), inward = (Bits)(error > 0) ^ (Bits)(sum > 0);
-        const Bits bits = (Bits)sum,
-                   step = (inward | 1) & inexact & ((bits & 1) - 1);  // -1 towards zero, 1 away from it
-        const Wide odd = (Wide)(bits + step);
-        r[i] = (float)odd[0];
-        r[i + 1] = (float)odd[1];
-    }
-    return r;
+    const double product = (double)a * (double)b, addend = c, sum = product + addend, back = sum - product;
+    const double error = (product - (sum - back)) + (addend - back);
+    int64_t bits;
+    __builtin_memcpy(&bits, &sum, 8);
+    const bool inexact = error < 0 || error > 0, inward = (error > 0) != (sum > 0);
+    if (inexact && !(bits & 1)) bits += inward ? -1 : 1;
+    double odd;
+    __builtin_memcpy(&odd, &bits, 8);
+    return (float)odd;
 #endif
+}
+
+HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
+    return F32v{fma_once(a[0], b[0], c[0]), fma_once(a[1], b[1], c[1]), fma_once(a[2], b[2], c[2]),
+                fma_once(a[3], b[3], c[3])};
 }
 HEADRACE_INLINE F32v max(F32v a, F32v b) { return a > b ? a : b; }  // the second one where either is NaN, as x86 does
 HEADRACE_INLINE F32v min(F32v a, F32v b) { return a < b ? a : b; }
@@ -124,7 +122,7 @@ HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
     const I32v pairs = (I32v)w;
     const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
     const I32v x0 = set_i32((int32_t)((uint32_t)x[0] << 16)), x1 = set_i32((int32_t)((uint32_t)x[1] << 16));
-    return fma(odd, as_f32(x1), fma(even, as_f32(x0), acc));
+    return fma(even, as_f32(x0), fma(odd, as_f32(x1), acc));  // in the order vdpbf16ps has
 }
 
 HEADRACE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }

@@ -1,0 +1,13 @@
+# cmake -DNM=... -DOBJECTS="a.o;b.o" -P weak_symbols.cmake: fails when an object defines a weak symbol.
+# Objects of different instruction sets must not: the linker keeps one copy of each, and a copy with AVX-512 code would
+# then be called on a CPU without it.
+foreach(object IN LISTS OBJECTS)
+  execute_process(COMMAND ${NM} -C --defined-only ${object} OUTPUT_VARIABLE symbols RESULT_VARIABLE failed)
+  if(failed)
+    message(FATAL_ERROR "${NM} cannot read ${object}")
+  endif()
+  string(REGEX MATCHALL "[0-9a-f]* [WwVvu] [^\n]*" weak "${symbols}")
+  if(weak)
+    message(FATAL_ERROR "${object} defines weak symbols; make them static or put them in the namespace (csrc/vec/vec.h):\n${weak}")
+  endif()
+endforeach()

@@ -1,0 +1,66 @@
+"""Stored weights for the native core's tests: random blocks of every kind, and what they stand for."""
+
+import numpy as np
+
+from headrace.weights.dequant import dequantize_numpy
+from headrace.weights.kinds import KINDS
+
+# Where the f16 scales lie in a block, in bytes.
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+INTEGER_KINDS = tuple(SCALES)
+FLOAT_KINDS = ("BF16", "F16", "F32")
+
+
+def random_rows(kind: str, n: int, k: int, seed: int = 0, scales: np.ndarray | None = None) -> np.ndarray:
+    """uint8 [n, row bytes]: random integers, and f16 scales drawn from `scales` (default: normal, some of them zero)."""
+    rng = np.random.default_rng((seed, n, k, sum(kind.encode())))
+    if kind in FLOAT_KINDS:
+        return float_rows(kind, rng.standard_normal((n, k)).astype(np.float32))
+    block, nbytes = KINDS[kind]
+    rows = rng.integers(0, 256, (n, k // block, nbytes), dtype=np.uint8)
+    for at in SCALES[kind]:
+        shape = (n, k // block)
+        normal = rng.standard_normal(shape) * 0.01 * (rng.random(shape) > 0.05)
+        drawn = normal if scales is None else rng.choice(scales, shape)
+        rows[:, :, at : at + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
+    return rows.reshape(n, -1)
+
+
+def float_rows(kind: str, values: np.ndarray) -> np.ndarray:
+    """float32 [n, k] stored as BF16 (truncated), F16 or F32."""
+    stored = {
+        "BF16": lambda: (values.view(np.uint32) >> 16).astype(np.uint16),
+        "F16": lambda: values.astype(np.float16),
+        "F32": lambda: values,
+    }[kind]()
+    return np.ascontiguousarray(stored).view(np.uint8)
+
+
+def dense(rows: np.ndarray, kind: str, k: int) -> np.ndarray:
+    """What the rows stand for: float32 [n, k]."""
+    return dequantize_numpy(rows.reshape(-1), kind).reshape(len(rows), k)
+
+
+def columns(kind: str) -> tuple[int, ...]:
+    """Widths to test: one block, and an odd number of them (half a tile left over where blocks are small)."""
+    block = KINDS[kind].block
+    return {1: (1, 63, 172), 32: (32, 160, 192), 256: (256, 768)}[block]
+
+
+def round_bf16(values: np.ndarray) -> np.ndarray:
+    """float32 to the nearest bfloat16, ties to even, as float32."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
