@@ -1,10 +1,15 @@
 """Statements of the seed documents about batching, made precise (docs/seeds.md)."""
 
+import torch
+
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.engine import Engine
+from headrace.kv.pool import KVPool
+from headrace.ops.context import FeedRows, build
 from headrace.params import SamplingParams
 from headrace.types import StepPlan
+from tests.tiny import tiny_config, tiny_model
 
 
 def make_engine(
@@ -145,3 +150,35 @@ def test_priorities_then_arrival() -> None:
     engine.add([4], params(3).replace(priority=-1), request_id="urgent")
     done = deliveries(engine)
     assert sorted(done, key=lambda name: done[name]) == ["first", "urgent", "second", "later"]
+
+
+def read_positions(table: list[int], context: int) -> set[int]:
+    """Flat pool positions whose V decides the attention of the token after `context` others: each is disturbed in turn."""
+    config = tiny_config(num_layers=1)
+    model = tiny_model(config)
+
+    def output(disturbed: int | None) -> torch.Tensor:
+        pool = KVPool(config, 8, 4, torch.float64)
+        model.forward(build(pool, [FeedRows(list(range(context)), table)]))
+        if disturbed is not None:
+            pool.kv(0)[1].flatten(0, 1)[disturbed] += 1.0
+        return model.forward(build(pool, [FeedRows([50], table, start=context)]))
+
+    plain = output(None)
+    return {at for at in range(32) if not torch.equal(output(at), plain)}
+
+
+def test_w5_paging_saves_memory_not_reads() -> None:
+    """Attention reads the K/V of every token, paged or not; what paging bounds is the waste: B - 1 slots a sequence."""
+    for table in ([0, 1, 2], [6, 1, 4]):
+        in_context = {table[at // 4] * 4 + at % 4 for at in range(10)}
+        assert read_positions(table, 10) == in_context
+    engine, _ = make_engine(seqs=4, budget=64)
+    for prompt in (1, 7, 18, 30):
+        engine.add(list(range(prompt)), params(12))
+    while engine.busy:
+        engine.step()
+        for request in engine.scheduler.running:
+            for seq in request.seqs:
+                held = len(seq.tables[0]) * engine.blocks.block_size
+                assert held - min(seq.computed) <= engine.blocks.block_size - 1
