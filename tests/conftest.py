@@ -1,7 +1,9 @@
 """What holds for every test."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,15 @@ def default_model() -> Path:
 def pytest_sessionstart() -> None:
     """A runner that was started in the background hands on an ignored SIGINT; the tests of Ctrl-C need the usual one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def fresh_log() -> Iterator[None]:
+    """A command sets the level of the log for its process; a test must not do so for those after it."""
+    log = logging.getLogger("headrace")
+    before = log.level, list(log.handlers), log.propagate, log.disabled
+    log.setLevel(logging.NOTSET)
+    log.handlers, log.propagate, log.disabled = [], True, False
+    yield
+    log.setLevel(before[0])
+    log.handlers, log.propagate, log.disabled = before[1:]
