@@ -3,23 +3,23 @@
 
 // x: 32 floats, columns [32 * half, 32 * half + 32) of the block.
 HEADRACE_INLINE void quantize_group(const float* x, A8Block* block, int half) {
-    constexpr int kParts = 32 / kLanes;
-    F32v value[kParts];
-    Lanes16 largest = zero_lanes(), poison = zero_lanes();
-    for (int p = 0; p < kParts; ++p) {
-        const int lane = p % Lanes16::kParts;
-        value[p] = load_f32(x + p * kLanes);
-        largest.part[lane] = max(largest.part[lane], as_f32(as_i32(value[p]) & 0x7fffffff));
-        poison.part[lane] = poison.part[lane] + (value[p] - value[p]);  // NaN unless finite
+    constexpr int kVectors = 32 / kLanes;
+    F32v value[kVectors];
+    I32v sizes = set_i32(0);  // as integers, sizes of floats are in order: finite ones, infinity, NaN
+    for (int i = 0; i < kVectors; ++i) {
+        value[i] = load_f32(x + i * kLanes);
+        sizes = max(sizes, as_i32(value[i]) & 0x7fffffff);
     }
-    const float amax = max_lanes(largest);
-    const bool finite = sum_lanes(poison) == 0.0f, tiny = !(amax > 1e-35f);  // 127 / tiny would overflow
-    const F32v inverse = set_f32(finite && !tiny ? 127.0f / amax : 0.0f);
+    const int32_t largest = max_i32(sizes);
+    float amax;
+    __builtin_memcpy(&amax, &largest, 4);
+    const bool finite = largest < 0x7f800000, tiny = !(amax > 1e-35f);  // 127 / tiny would overflow
+    const F32v inverse = set_f32(tiny ? 0.0f : 127.0f / amax);
     int32_t sums[2] = {0, 0};
-    for (int p = 0; p < kParts; ++p) {
-        const I32v q = finite ? round_i32(value[p] * inverse) : set_i32(0);
-        store_i8(block->q + half * 32 + p * kLanes, q);
-        sums[p * kLanes / 16] += sum_i32(q);
+    for (int i = 0; i < kVectors; ++i) {
+        const I32v q = finite ? round_i32(value[i] * inverse) : set_i32(0);
+        store_i8(block->q + half * 32 + i * kLanes, q);
+        sums[i * kLanes / 16] += sum_i32(q);
     }
     const float scale = !finite ? __builtin_nanf("") : tiny ? 0.0f : amax / 127.0f;
     block->scale[half] = scale;

@@ -187,26 +187,32 @@ void AttentionStep::prepare(AttentionLayout& layout, int layer, AttentionTask& t
     task.partials = aligned(layout.partials_);
 }
 
+void AttentionStep::append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const {
+    const AppendJob& work = layout.appends_[static_cast<size_t>(job)];
+    kernels_.attention->append(task, work.feed, work.kv_head, work.first, work.last, scratch);
+}
+
+void AttentionStep::attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, float* scratch) const {
+    const AttentionItem& work = layout.items_[static_cast<size_t>(item)];
+    const AttentionTile& tile = layout.tiles_[static_cast<size_t>(work.tile)];
+    kernels_.attention->attend(task, work, scratch);
+    if (tile.items == 1) return;
+    std::atomic<int>& done = layout.done_[static_cast<size_t>(work.tile)];
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.items) return;
+    done.store(0, std::memory_order_relaxed);
+    kernels_.attention->merge(task, tile, scratch);
+}
+
 void AttentionStep::append(const AttentionLayout& layout, const AttentionTask& task, int thread, float* scratch) const {
-    for (size_t i = static_cast<size_t>(thread); i < layout.appends_.size(); i += static_cast<size_t>(threads_)) {
-        const AppendJob& job = layout.appends_[i];
-        kernels_.attention->append(task, job.feed, job.kv_head, job.first, job.last, scratch);
-    }
+    for (int job = thread; job < layout.appends(); job += threads_) append_job(layout, task, job, scratch);
 }
 
 void AttentionStep::attend(const AttentionLayout& layout, const AttentionTask& task, std::atomic<int>& next,
                            float* scratch) const {
     for (;;) {
-        const int i = next.fetch_add(1, std::memory_order_relaxed);
-        if (i >= layout.items()) return;
-        const AttentionItem& item = layout.items_[static_cast<size_t>(i)];
-        const AttentionTile& tile = layout.tiles_[static_cast<size_t>(item.tile)];
-        kernels_.attention->attend(task, item, scratch);
-        if (tile.items == 1) continue;
-        std::atomic<int>& done = layout.done_[static_cast<size_t>(item.tile)];
-        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.items) continue;
-        done.store(0, std::memory_order_relaxed);
-        kernels_.attention->merge(task, tile, scratch);
+        const int item = next.fetch_add(1, std::memory_order_relaxed);
+        if (item >= layout.items()) return;
+        attend_item(layout, task, item, scratch);
     }
 }
 

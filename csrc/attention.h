@@ -48,6 +48,7 @@ public:
     // Whether items store K and V themselves. If not, `append` must have run on all threads, and a barrier, first.
     bool fused() const { return fused_; }
     int items() const { return static_cast<int>(items_.size()); }
+    int appends() const { return static_cast<int>(appends_.size()); }
 
 private:
     friend class AttentionStep;
@@ -89,6 +90,10 @@ public:
     void append(const AttentionLayout& layout, const AttentionTask& task, int thread, float* scratch) const;
     // A thread's part of the attention; `next` is 0 before, one for all threads.
     void attend(const AttentionLayout& layout, const AttentionTask& task, std::atomic<int>& next, float* scratch) const;
+    // The same one by one, for callers that deal the work out themselves: append jobs, then items, in any order by any
+    // thread; each item once.
+    void append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const;
+    void attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, float* scratch) const;
     size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
 
 private:

@@ -268,7 +268,7 @@ static void write_head(const AttentionTask& task, int row, int head, const float
     const bool last = head == task.heads - 1;
     if (task.bf16.x) {
         uint16_t* to = task.bf16.x + (int64_t)row * task.bf16.kp + column;
-        for (int d = 0; d < dim; ++d) to[d] = to_bf16(x[d]);
+        round_to_bf16(x, dim, to);
         for (int d = end; last && d < task.bf16.kp; ++d) to[d - column] = 0;
     }
     if (task.a8.blocks) {

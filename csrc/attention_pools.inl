@@ -40,8 +40,7 @@ struct Bf16Pool {
     HEADRACE_INLINE F32v finish(F32v, F32v sum, float, const Weights&, int) { return sum; }
 
     static void prepare(const float* x, int dp, float* row) {
-        uint16_t* to = (uint16_t*)row;
-        for (int d = 0; d < dp; ++d) to[d] = to_bf16(x[d]);
+        round_to_bf16(x, dp, (uint16_t*)row);
     }
     // A page's scores from its products, where kScaled.
     HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }

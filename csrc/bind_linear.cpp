@@ -305,7 +305,8 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
     return nb::make_tuple(array, maxima_array);
 }
 
-// Seconds for each of `repeats` passes over the layers, one after the other with a barrier between, as in a program.
+// Seconds for each of `repeats` passes over layers of one size, one after the other with a barrier between, as in a
+// program; gated layers leave A8.
 std::vector<double> time_linears(const std::vector<const Linear*>& linears, const Floats& x, ThreadPool& pool,
                                  int repeats, const std::string& path, const std::string& isa) {
     require(!linears.empty() && repeats > 0, "at least one layer and one repeat");
@@ -313,11 +314,13 @@ std::vector<double> time_linears(const std::vector<const Linear*>& linears, cons
     const Kernels& table = kernels_named(isa);
     const nb::gil_scoped_release unlocked;
     const size_t m = x.shape(0), n = linears.front()->packed.n();
+    const bool gated = linears.front()->packed.gated();
     const Input input(*linears.front(), x, table);
-    Buffer out(m * n * sizeof(float)), scratch(kLinearScratchBytes * pool.size());
+    Buffer out(gated ? a8_bytes(m, n) : m * n * sizeof(float)), scratch(kLinearScratchBytes * pool.size());
     Epilogue epilogue{};
-    epilogue.kind = EpilogueKind::kStore;
-    epilogue.out = static_cast<float*>(out.get());
+    epilogue.kind = gated ? EpilogueKind::kGated : EpilogueKind::kStore;
+    if (gated) epilogue.a8 = {static_cast<A8Block*>(out.get()), tiles_of(n)};
+    if (!gated) epilogue.out = static_cast<float*>(out.get());
     epilogue.stride = n;
     std::vector<LinearWork> works;
     for (const Linear* each : linears) {

@@ -23,6 +23,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/program_check.cpp
   csrc/program_phases.cpp
   csrc/program_step.cpp
+  csrc/program_turns.cpp
   csrc/sample.cpp
   csrc/sample_edits.cpp
   csrc/sample_filters.cpp

@@ -233,10 +233,10 @@ HEADRACE_INLINE void draw_block(const LogitRow& row, int first, TokenCut keep, c
         noise_words(w, first + group, noise);
         if (!below(min_u32(min_u32(w[0], w[1]), min_u32(w[2], w[3])), set_u32(useful)) && useful != ~0u) continue;
         for (int j = 0; j < 4; ++j) {
-            const int at = group + j * kLanes, known = keep.last + 1 - first - at;
+            const int at = group + j * kLanes, after = keep.last - (first + at);
             const F32v x = logits_at<scaled>(block.z + at, row.temperature);
             uint32_t kept = above(x, set_f32(keep.value));
-            if (known > 0) kept |= equal(x, set_f32(keep.value)) & (known >= kLanes ? ~0u : (1u << known) - 1);
+            if (after >= 0) kept |= equal(x, set_f32(keep.value)) & (after >= kLanes - 1 ? ~0u : (2u << after) - 1);
             const F32v sum = x + gumbel(w[j]);
             kept &= at_least(sum, set_f32(best.score));
             if (!kept) continue;

@@ -13,6 +13,12 @@ HEADRACE_INLINE float from_bf16(uint16_t x) {
     return y;
 }
 
+HEADRACE_INLINE void round_to_bf16(const float* x, int n, uint16_t* out) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store_bf16(out + i, load_f32(x + i));
+    for (; i < n; ++i) out[i] = to_bf16(x[i]);
+}
+
 // A head as attention uses it: normalised (RMS), turned by its position, padded with zeros.
 HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float* norm, float eps,
                                   const RopeTable& rope, int32_t position, float* out) {
@@ -61,24 +67,26 @@ HEADRACE_INLINE float quantize_token(const float* x, int n, uint8_t* out) {
     return !finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
 }
 
-// `bytes` (kInt8): room for 2 * padded bytes.
-static void write_token(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, uint8_t* bytes) {
+// `room`: 4 * padded bytes, 64-byte aligned.
+static void write_token(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, uint8_t* room) {
     uint8_t* values = page + kv.half_bytes;
     const int dp = kv.padded;
     if (kv.type == KVType::kBf16) {
-        uint16_t *to_k = (uint16_t*)page + 2 * slot, *to_v = (uint16_t*)values + slot / 2 * 2 * dp + slot % 2;
-        for (int d = 0; d < dp; d += 2) to_k[16 * d] = to_bf16(k[d]), to_k[16 * d + 1] = to_bf16(k[d + 1]);
-        for (int d = 0; d < dp; ++d) to_v[2 * d] = to_bf16(v[d]);
+        uint16_t *rounded = (uint16_t*)room, *to_v = (uint16_t*)values + slot / 2 * 2 * dp + slot % 2;
+        round_to_bf16(k, dp, rounded);
+        round_to_bf16(v, dp, rounded + dp);
+        for (int d = 0; d < dp; d += 2) __builtin_memcpy(page + 32 * d + 4 * slot, rounded + d, 4);
+        for (int d = 0; d < dp; ++d) to_v[2 * d] = rounded[dp + d];
     } else if (kv.type == KVType::kF32) {
         float *to_k = (float*)page + slot, *to_v = (float*)values + slot * dp;
         for (int d = 0; d < dp; ++d) to_k[16 * d] = k[d], to_v[d] = v[d];
     } else {
         float* scales = (float*)(page + kv.scales_offset()) + slot;
-        scales[0] = quantize_token(k, dp, bytes);
-        scales[16] = quantize_token(v, dp, bytes + dp);
+        scales[0] = quantize_token(k, dp, room);
+        scales[16] = quantize_token(v, dp, room + dp);
         uint8_t *to_k = page + 4 * slot, *to_v = values + slot / 4 * 4 * dp + slot % 4;
-        for (int d = 0; d < dp; d += 4) __builtin_memcpy(to_k + 16 * d, bytes + d, 4);
-        for (int d = 0; d < dp; ++d) to_v[4 * d] = bytes[dp + d];
+        for (int d = 0; d < dp; d += 4) __builtin_memcpy(to_k + 16 * d, room + d, 4);
+        for (int d = 0; d < dp; ++d) to_v[4 * d] = room[dp + d];
     }
 }
 
@@ -123,7 +131,7 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
     const KVShape& kv = task.kv;
     const AttentionFeed& feed = task.feeds[feed_index];
     float *k = scratch, *v = scratch + kv.padded;
-    uint8_t* bytes = (uint8_t*)(v + kv.padded);
+    uint8_t* room = (uint8_t*)(v + kv.padded);
     const RopeTable none{};
     for (int i = first; i < last; ++i) {
         const int row = feed.row + i, index = feed.kv_start + i, slot = index % kPageTokens;
@@ -133,6 +141,6 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
         prepare_head(task.k + row * task.stride + kv_head * kv.dim, kv, task.k_norm, task.norm_eps, task.rope,
                      task.positions[row], k);
         prepare_head(task.v + row * task.stride + kv_head * kv.dim, kv, nullptr, 0.0f, none, 0, v);
-        write_token(kv, page, slot, k, v, bytes);
+        write_token(kv, page, slot, k, v, room);
     }
 }

@@ -114,4 +114,10 @@ void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void
     }
 }
 
+int linear_items(const LinearWork& work) { return WorkSplit(work).items; }
+
+void run_linear_items(const LinearWork& work, int first, int last, void* scratch) {
+    run_items(work, WorkSplit(work), first, last, scratch);
+}
+
 }  // namespace headrace

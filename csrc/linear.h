@@ -49,4 +49,9 @@ struct LinearWork {
 // turns, so that a thread that lost its CPU for a while does not hold up the others.
 void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void* scratch);
 
+// The same for callers that deal the work out themselves: into how many items it is cut, and items [first, last) on one
+// thread. Any thread may take any item.
+int linear_items(const LinearWork& work);
+void run_linear_items(const LinearWork& work, int first, int last, void* scratch);
+
 }  // namespace headrace

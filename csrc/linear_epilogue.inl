@@ -34,19 +34,20 @@ static void finish_store(const LinearTask& task, int block, int blocks, int row,
 HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int n, const float* value) {
     const int columns = n - 32 * unit < 32 ? n - 32 * unit : 32;
     const bool pad = unit % 2 == 0 && columns + 32 * unit == n;
-    const float zeros[32] = {};
     if (epilogue.a8.blocks) {
         A8Block* block = epilogue.a8.blocks + (int64_t)row * epilogue.a8.tiles + unit / 2;
         quantize_group(value, block, unit % 2);
+        const float zeros[32] = {};
         if (pad) quantize_group(zeros, block, 1);
     }
     if (epilogue.bf16.x) {
         uint16_t* to = epilogue.bf16.x + (int64_t)row * epilogue.bf16.kp + 32 * unit;
         for (int i = 0; i < 32; i += kLanes) store_bf16(to + i, load_f32(value + i));
-        for (int i = 32; pad && i < 64; i += kLanes) store_bf16(to + i, load_f32(zeros));
+        for (int i = 32; pad && i < 64; i += kLanes) store_bf16(to + i, set_f32(0.0f));
     }
     if (epilogue.out) {
-        for (int i = 0; i < columns; ++i) epilogue.out[(int64_t)row * epilogue.stride + 32 * unit + i] = value[i];
+        float* to = epilogue.out + (int64_t)row * epilogue.stride + 32 * unit;
+        for (int i = 0; i < columns; ++i) to[i] = value[i];
     }
 }
 

@@ -103,9 +103,8 @@ HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shif
     }
 }
 
-// What a panel kernel needs beside the panel itself: tiles [first, last) of `rows` input rows. `sums` [2 row
-// blocks][rows][16] holds the running segment's sums, from one stretch of columns to the next; `levels` three times as
-// much for the segments before it.
+// What a panel kernel needs beside the panel: tiles [first, last) of the input rows. `sums` [2 row blocks][rows][16]
+// holds the running segment's sums from one stretch of columns to the next, `levels` those of the segments before.
 struct PanelStep {
     const A8Block* x;
     int64_t stride;
@@ -117,40 +116,59 @@ struct PanelStep {
     const uint8_t* ahead[2];  // packed weights that will be wanted soon
 };
 
-// The sums of segment number `segment` join those before it, in memory: `count` floats.
-HEADRACE_INLINE void join_in_memory(int segment, int count, float* levels, float* sums) {
-    int l = 0;
-    for (; segment >> l & 1; ++l) {
-        for (int i = 0; i < count; i += kLanes)
-            store_f32(sums + i, load_f32(levels + l * count + i) + load_f32(sums + i));
-    }
-    if (l == kSegmentLevels) return;
-    for (int i = 0; i < count; i += kLanes) {
-        store_f32(levels + l * count + i, load_f32(sums + i));
-        store_f32(sums + i, set_f32(0.0f));
+// Segment number `segment` is over: its sums join those before it. `levels`: [3][2 * rows] vectors.
+template <int rows>
+HEADRACE_INLINE void join_panel_segment(int segment, float* levels, F32v (*acc)[2]) {
+    constexpr int level_floats = 2 * rows * kLanes;
+    for (; segment & 1; segment >>= 1, levels += level_floats) {
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; ++m) {
+            acc[m][0] = load_f32(levels + 2 * m * kLanes) + acc[m][0];
+            acc[m][1] = load_f32(levels + (2 * m + 1) * kLanes) + acc[m][1];
+        }
     }
 }
 
-// Adds tiles [first, last) to the sums.
-template <int group, bool has_min, bool wide, int rows>
-HEADRACE_INLINE void add_tiles(const Panel& panel, const PanelStep& step, int first, int last) {
-    constexpr int group_bytes = panel_group_bytes(group, has_min);
-    const int skipped = 2 * (first - step.first), zero_shift = step.zero_shift;
-    for (int vector = 0; vector < 2 * kParts; vector += 2) {
-        const int n0 = vector * kLanes, n1 = n0 + kLanes;
-        float *y0 = step.sums + n0 / 16 * rows * 16 + n0 % 16, *y1 = step.sums + n1 / 16 * rows * 16 + n1 % 16;
-        const uint8_t *w = panel.bytes + skipped * group_bytes, *end = w + 2 * (last - first) * group_bytes;
-        const uint8_t *ahead0 = step.ahead[0] + skipped * kAheadBytes, *ahead1 = step.ahead[1] + skipped * kAheadBytes;
-        const A8Block* row[rows];
-        F32v acc[rows][2];
+// Puts the joined sums by for the segments to come, and begins the next from zero.
+template <int rows>
+HEADRACE_INLINE void leave_panel_segment(int segment, float* levels, F32v (*acc)[2]) {
+    levels += 2 * rows * kLanes * __builtin_ctz(~segment);
 #pragma GCC unroll 6
-        for (int m = 0; m < rows; ++m) {
-            row[m] = step.x + m * step.stride + first;
-            acc[m][0] = load_f32(y0 + m * 16);
-            acc[m][1] = load_f32(y1 + m * 16);
+    for (int m = 0; m < rows; ++m) {
+        store_f32(levels + 2 * m * kLanes, acc[m][0]);
+        store_f32(levels + (2 * m + 1) * kLanes, acc[m][1]);
+        acc[m][0] = acc[m][1] = set_f32(0.0f);
+    }
+}
+
+// Adds the panel to the sums of two vectors of weights.
+template <int group, bool has_min, bool wide, int rows>
+HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int vector) {
+    constexpr int group_bytes = panel_group_bytes(group, has_min);
+    const Segments& segments = *step.segments;
+    const int n0 = vector * kLanes, n1 = n0 + kLanes, zero_shift = step.zero_shift;
+    float *y0 = step.sums + n0 / 16 * rows * 16 + n0 % 16, *y1 = step.sums + n1 / 16 * rows * 16 + n1 % 16;
+    float* levels = step.levels + kSegmentLevels * rows * n0;
+    const uint8_t *w = panel.bytes, *ahead0 = step.ahead[0], *ahead1 = step.ahead[1];
+    const A8Block* row[rows];
+    F32v acc[rows][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < rows; ++m) {
+        row[m] = step.x + m * step.stride + step.first;
+        acc[m][0] = load_f32(y0 + m * 16);
+        acc[m][1] = load_f32(y1 + m * 16);
+    }
+    int segment = 0, tile = step.first;
+    while (step.first > 0 && segments.end[segment] <= step.first) ++segment;  // joined at the end of the last stretch
+    for (;;) {
+        for (; segments.count > 1 && segment < kSegments && segments.end[segment] == tile; ++segment) {
+            join_panel_segment<rows>(segment, levels, acc);
+            if (segment < kSegments - 1) leave_panel_segment<rows>(segment, levels, acc);
         }
+        if (tile == step.last) break;
+        const int stop = segments.end[segment] < step.last ? segments.end[segment] : step.last;
 #pragma GCC unroll 1
-        for (; w != end; w += 2 * group_bytes, ahead0 += 2 * kAheadBytes, ahead1 += 2 * kAheadBytes) {
+        for (const uint8_t* end = w + 2 * (stop - tile) * group_bytes; w != end; w += 2 * group_bytes) {
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 2
@@ -162,32 +180,21 @@ HEADRACE_INLINE void add_tiles(const Panel& panel, const PanelStep& step, int fi
             }
 #pragma GCC unroll 6
             for (int m = 0; m < rows; ++m) ++row[m];
+            ahead0 += 2 * kAheadBytes;
+            ahead1 += 2 * kAheadBytes;
         }
+        tile = stop;
+    }
 #pragma GCC unroll 6
-        for (int m = 0; m < rows; ++m) {
-            store_f32(y0 + m * 16, acc[m][0]);
-            store_f32(y1 + m * 16, acc[m][1]);
-        }
+    for (int m = 0; m < rows; ++m) {
+        store_f32(y0 + m * 16, acc[m][0]);
+        store_f32(y1 + m * 16, acc[m][1]);
     }
 }
 
 template <int group, bool has_min, bool wide, int rows>
 static void panel_rows(const Panel& panel, const PanelStep& step) {
-    const Segments& segments = *step.segments;
-    const bool joins = segments.count > 1;
-    int segment = 0, tile = step.first;
-    for (; segments.end[segment] <= tile;
-         ++segment) {  // over before this stretch; at the start, empty: zeros that join
-        if (joins && tile == 0) join_in_memory(segment, 32 * rows, step.levels, step.sums);
-    }
-    while (tile < step.last) {
-        const int end = segments.end[segment] < step.last ? segments.end[segment] : step.last;
-        add_tiles<group, has_min, wide, rows>(panel, step, tile, end);
-        tile = end;
-        for (; joins && segment < segments.count && segments.end[segment] == tile; ++segment) {
-            join_in_memory(segment, 32 * rows, step.levels, step.sums);
-        }
-    }
+    for (int vector = 0; vector < 2 * kParts; vector += 2) add_panel<group, has_min, wide, rows>(panel, step, vector);
 }
 
 using PanelKernel = void (*)(const Panel& panel, const PanelStep& step);

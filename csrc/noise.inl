@@ -106,7 +106,10 @@ static void gumbel_of_ids(const int32_t* ids, int n, const Noise& noise, float* 
     for (int i = 0; i < n; i += kLanes) {
         const int count = n - i < kLanes ? n - i : kLanes;
         U64v even = {}, odd = {}, a[4], b[4];
-        for (int j = 0; j < count; ++j) (j % 2 ? odd : even)[j / 2] = static_cast<uint32_t>(ids[i + j]) >> 2;
+        uint64_t group[2][kHalf] = {};
+        for (int j = 0; j < count; ++j) group[j % 2][j / 2] = static_cast<uint32_t>(ids[i + j]) >> 2;
+        __builtin_memcpy(&even, group[0], sizeof even);
+        __builtin_memcpy(&odd, group[1], sizeof odd);
         set_counter(a, even, noise);
         set_counter(b, odd, noise);
         philox(a, noise);

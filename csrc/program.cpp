@@ -29,7 +29,8 @@ Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, c
       hidden_(hidden),
       vocab_size_(vocab_size),
       attention_(kernels, *kv_, pool_->size()),
-      scratch_(static_cast<size_t>(pool_->size())) {
+      scratch_(static_cast<size_t>(pool_->size())),
+      owed_(static_cast<size_t>(pool_->size())) {
     add_buffer(BufferKind::kFloat, hidden);
     add_buffer(BufferKind::kFloat, hidden);
     of_head_[kHeadRows] = true;
@@ -95,6 +96,7 @@ void Program::prepare(Step& step) {
     const int head_rows = std::min(static_cast<int>(step.head_rows().size()), kMostHeadRows);
     for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : step.rows());
     for (Memory& scratch : scratch_) scratch.reserve(scratch_bytes_);
+    for (auto& owed : owed_) owed.assign(buffers_.size(), nullptr);
     if (step.hidden) {
         Buffer& to = buffers_[kHidden];
         for (int r = 0; r < step.rows(); ++r) {
@@ -102,6 +104,19 @@ void Program::prepare(Step& step) {
         }
     }
     plan_head(step);
+    turns_.begin(turns(), pool_->size());
+}
+
+// The most turns the step can take.
+int Program::turns() const {
+    const auto of = [](const Segment& segment) {
+        int count = 0;
+        for (const Phase& phase : segment) count += turns_of(phase);
+        return count;
+    };
+    int count = of(embed_) + 1 + static_cast<int>(chunks_.size()) * (of(head_) + 2);
+    for (const Segment& layer : layers_) count += of(layer);
+    return count;
 }
 
 // Cuts the rows of the head into chunks that split no draft tree, and the asks into items that share no row.
@@ -134,9 +149,10 @@ void Program::plan_head(Step& step) {
 
 void Program::run(Step& step) {
     prepare(step);
-    StepRun run{*pool_, kernels_, buffers_, ropes_, attention_, step};
+    StepRun run{kernels_, buffers_, ropes_, attention_, step, turns_, pool_->size()};
     pool_->run([&](int thread) noexcept {
-        Worker worker{run, thread, scratch_[static_cast<size_t>(thread)].data()};
+        const size_t number = static_cast<size_t>(thread);
+        Worker worker{run, thread, scratch_[number].data(), owed_[number]};
         work(worker, step);
     });
 }
@@ -156,7 +172,6 @@ void Program::work(Worker& worker, Step& step) {
                 std::memcpy(step.hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(), sizeof(float) * static_cast<size_t>(hidden_));
             }
         });
-        worker.barrier();
     }
     for (const Chunk& chunk : chunks_) run_chunk(chunk, worker, step);
 }
@@ -180,21 +195,20 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
             std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(), sizeof(float) * static_cast<size_t>(hidden_));
         }
     });
-    worker.barrier();
     run_segment(head_, 0, worker);
     const bool timed = profiling && worker.thread == 0;
     const auto start = timed ? Clock::now() : Clock::time_point{};
     const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
     Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
-    for (;;) {
-        const size_t item = static_cast<size_t>(worker.next().fetch_add(1, std::memory_order_relaxed));
-        if (item >= chunk.items.size()) break;
-        for (const int ask : chunk.items[item]) {
-            answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)],
-                   {logits.floats(), logits.stride(), maxima.floats(), maxima.stride(), chunk.first, vocab_size_});
+    const auto carry_out = [&](int first, int last) {
+        for (int item = first; item < last; ++item) {
+            for (const int ask : chunk.items[static_cast<size_t>(item)]) {
+                answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)],
+                       {logits.floats(), logits.stride(), maxima.floats(), maxima.stride(), chunk.first, vocab_size_});
+            }
         }
-    }
-    worker.barrier();
+    };
+    worker.share(static_cast<int>(chunk.items.size()), carry_out, true);
     if (timed) profile_["answers"] += std::chrono::duration<double>(Clock::now() - start).count();
 }
 

@@ -1,4 +1,4 @@
-// A model as phases that all threads of a pool run together, with barriers between them: one call for each step.
+// A model as phases that all threads of a pool run together, one after the other: one call for each step.
 //
 // A program is built once, phase by phase, in segments: embed, one for each layer, head. Values are rows in buffers. A step
 // runs embed or starts from given hidden rows, runs some of the layers, and the head on chosen rows. A row's result depends
@@ -63,6 +63,7 @@ class Program {
     void prepare(Step& step);
     void plan_head(Step& step);
     void work(Worker& worker, Step& step);
+    int turns() const;
     void run_segment(const Segment& segment, unsigned skips, Worker& worker);
     void run_chunk(const Chunk& chunk, Worker& worker, Step& step);
 
@@ -80,7 +81,10 @@ class Program {
     int taps_ = 0;
     AttentionStep attention_;
     size_t scratch_bytes_ = 0;
-    std::vector<Memory> scratch_;  // of each thread
+    Turns turns_;
+    // Of each thread:
+    std::vector<Memory> scratch_;
+    std::vector<std::vector<const QuantizePhase*>> owed_;
     std::vector<std::unique_ptr<Sampler>> samplers_;
     std::vector<Chunk> chunks_;
     int logits_ = -1, maxima_ = -1;  // buffers of the head's results

@@ -30,9 +30,22 @@ void activate(const Kernels& kernels, ActKind kind, const float* x, int n, float
     }
 }
 
-// Phases say whether the other threads must be waited for.
+// Quantises rows [first, last) of a phase's input, into this thread's own memory where that is where it is kept.
+void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
+    const Buffer& out = w.buffer(phase.out);
+    const QuantizeKernels& kernels = *w.run.kernels.quantize;
+    const A8 a8 = out.a8(w.rows, w.thread);
+    auto* scratch = reinterpret_cast<float*>(w.scratch);
+    const float* in = w.floats(phase.in);
+    const int64_t stride = w.stride(phase.in);
+    if (a8.blocks) {
+        kernels.to_a8(in, stride, first, last, out.width(), phase.norm.view(), scratch, a8);
+    } else {
+        kernels.to_bf16(in, stride, first, last, out.width(), phase.norm.view(), scratch, out.bf16(w.rows, w.thread));
+    }
+}
 
-bool run(const EmbedPhase& phase, Worker& w) {
+void run(const EmbedPhase& phase, Worker& w) {
     const Buffer& out = w.buffer(phase.out);
     auto* position_row = reinterpret_cast<float*>(w.scratch);
     w.share(w.rows, [&](int first, int last) {
@@ -47,42 +60,24 @@ bool run(const EmbedPhase& phase, Worker& w) {
             for (int i = 0; i < phase.table.k; ++i) row[i] += position_row[i];
         }
     });
-    return true;
 }
 
-bool run(const NormPhase& phase, Worker& w) {
+void run(const NormPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
         w.run.kernels.quantize->norm(w.floats(phase.in) + first * w.stride(phase.in), w.stride(phase.in), 0, last - first,
                                      phase.width, phase.norm.view(), w.floats(phase.out) + first * w.stride(phase.out),
                                      w.stride(phase.out));
     });
-    return true;
 }
 
-bool run(const QuantizePhase& phase, Worker& w) {
-    const Buffer& out = w.buffer(phase.out);
-    const float* in = w.floats(phase.in);
-    const int64_t stride = w.stride(phase.in);
-    const A8 a8 = out.a8(w.rows, w.thread);
-    const Bf16Rows bf16 = out.bf16(w.rows, w.thread);
-    const auto quantize = [&](int first, int last) {
-        const QuantizeKernels& kernels = *w.run.kernels.quantize;
-        auto* scratch = reinterpret_cast<float*>(w.scratch);
-        if (a8.blocks) {
-            kernels.to_a8(in, stride, first, last, out.width(), phase.norm.view(), scratch, a8);
-        } else {
-            kernels.to_bf16(in, stride, first, last, out.width(), phase.norm.view(), scratch, bf16);
-        }
-    };
-    if (out.is_local(w.rows)) {
-        quantize(0, w.rows);
-        return false;
-    }
-    w.share(w.rows, quantize);
-    return true;
+void run(const QuantizePhase& phase, Worker& w) {
+    const size_t out = static_cast<size_t>(phase.out);
+    // A small input is made by each thread for itself, once it has work to do with it.
+    w.owed[out] = w.buffer(phase.out).is_local(w.rows) ? &phase : nullptr;
+    if (!w.owed[out]) w.share(w.rows, [&](int first, int last) { quantize(phase, w, first, last); });
 }
 
-bool run(const LinearPhase& phase, Worker& w) {
+void run(const LinearPhase& phase, Worker& w) {
     const Buffer& in = w.buffer(phase.in);
     const Buffer& out = w.buffer(phase.out.buffer);
     Epilogue epilogue{};
@@ -102,22 +97,25 @@ bool run(const LinearPhase& phase, Worker& w) {
         epilogue.max_stride = w.buffer(phase.maxima).stride();
     }
     const LinearWork work{&w.run.kernels, &phase.linear, in.a8(w.rows, w.thread), in.bf16(w.rows, w.thread),
-                          w.rows, w.run.pool.size(), epilogue};
-    run_linear(work, w.thread, w.next(), w.scratch);
-    return true;
+                          w.rows, w.run.threads, epilogue};
+    const QuantizePhase*& owed = w.owed[static_cast<size_t>(phase.in)];
+    w.share(linear_items(work), [&](int first, int last) {
+        if (owed) quantize(*owed, w, 0, w.rows);
+        owed = nullptr;
+        run_linear_items(work, first, last, w.scratch);
+    });
 }
 
-bool run(const ActPhase& phase, Worker& w) {
+void run(const ActPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
             activate(w.run.kernels, phase.kind, w.floats(phase.in) + r * w.stride(phase.in), phase.width,
                      w.floats(phase.out) + r * w.stride(phase.out));
         }
     });
-    return true;
 }
 
-bool run(const ActMulPhase& phase, Worker& w) {
+void run(const ActMulPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
             const float* gate = w.floats(phase.in) + r * w.stride(phase.in);
@@ -132,10 +130,9 @@ bool run(const ActMulPhase& phase, Worker& w) {
             for (int i = 0; i < phase.width; ++i) out[i] *= up[i];
         }
     });
-    return true;
 }
 
-bool run(const ResidualPhase& phase, Worker& w) {
+void run(const ResidualPhase& phase, Worker& w) {
     auto* scratch = reinterpret_cast<float*>(w.scratch);
     w.share(w.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
@@ -149,10 +146,9 @@ bool run(const ResidualPhase& phase, Worker& w) {
             for (int i = 0; i < phase.width; ++i) out[i] = x[i] + y[i];
         }
     });
-    return true;
 }
 
-bool run(const AttentionPhase& phase, Worker& w) {
+void run(const AttentionPhase& phase, Worker& w) {
     AttentionStep& attention = w.run.attention;
     AttentionLayout& layout = attention.layout(phase.view);
     const Buffer& out = w.buffer(phase.out.buffer);
@@ -180,41 +176,37 @@ bool run(const AttentionPhase& phase, Worker& w) {
     }
     auto* scratch = reinterpret_cast<float*>(w.scratch);
     if (!layout.fused()) {
-        attention.append(layout, task, w.thread, scratch);
-        w.barrier();
+        w.share(layout.appends(), [&](int first, int last) {
+            for (int job = first; job < last; ++job) attention.append_job(layout, task, job, scratch);
+        });
     }
-    attention.attend(layout, task, w.next(), scratch);
-    return true;
+    const auto attend = [&](int first, int last) {
+        for (int item = first; item < last; ++item) attention.attend_item(layout, task, item, scratch);
+    };
+    w.share(layout.items(), attend, true);
 }
 
-bool run(const TapPhase& phase, Worker& w) {
+void run(const TapPhase& phase, Worker& w) {
     const std::vector<float*>& taps = w.run.step.taps;
-    if (static_cast<size_t>(phase.tap) >= taps.size() || !taps[static_cast<size_t>(phase.tap)]) return false;
+    if (static_cast<size_t>(phase.tap) >= taps.size() || !taps[static_cast<size_t>(phase.tap)]) return;
     w.share(w.rows, [&](int first, int last) {
         copy_rows(w.floats(phase.in), w.stride(phase.in), taps[static_cast<size_t>(phase.tap)], phase.width, first, last, phase.width);
     });
-    return true;
 }
 
-bool run(const CopyPhase& phase, Worker& w) {
+void run(const CopyPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
         copy_rows(w.floats(phase.in), w.stride(phase.in), w.floats(phase.out), w.stride(phase.out), first, last, phase.width);
     });
-    return true;
 }
 
 }  // namespace
 
-void Worker::barrier() {
-    // The last turn's counter is the next but one's: nobody reads it any more, and nobody yet.
-    if (thread == 0) run.counters[(turn + 1) % 3].value.store(0, std::memory_order_relaxed);
-    run.pool.barrier(thread);
-    ++turn;
+void run_phase(const Phase& phase, Worker& worker) {
+    std::visit([&](const auto& work) { run(work, worker); }, phase.work);
 }
 
-void run_phase(const Phase& phase, Worker& worker) {
-    if (std::visit([&](const auto& work) { return run(work, worker); }, phase.work)) worker.barrier();
-}
+int turns_of(const Phase& phase) { return std::holds_alternative<AttentionPhase>(phase.work) ? 2 : 1; }
 
 size_t scratch_bytes(const Phase& phase) {
     const auto floats = [](int width) { return (static_cast<size_t>(width) + 16) * sizeof(float); };

@@ -1,8 +1,6 @@
 // The phases a program is made of: each is an op of the vocabulary, or several fused, that all threads run together.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <optional>
 #include <string>
 #include <variant>
@@ -11,7 +9,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "program_buffers.h"
-#include "threadpool.h"
+#include "program_turns.h"
 
 namespace headrace {
 
@@ -124,59 +122,43 @@ struct Phase {
 
 class Step;
 
-struct alignas(64) Counter {
-    std::atomic<int> value{0};
-};
-
 // What the threads of a step have in common.
 struct StepRun {
-    ThreadPool& pool;
     const Kernels& kernels;
     const std::vector<Buffer>& buffers;
     const std::vector<Rope>& ropes;
     AttentionStep& attention;
     const Step& step;
-    Counter counters[3]{};  // of this turn, the last and the next
+    Turns& turns;
+    int threads;
 };
 
-// One thread on its way through a step.
+// One thread on its way through a step. All threads come by the same turns in the same order.
 struct Worker {
     StepRun& run;
     int thread;
     uint8_t* scratch;
-    int rows = 0;       // of the segment at hand
-    unsigned turn = 0;  // barriers passed
+    std::vector<const QuantizePhase*>& owed;  // [buffers] inputs to be made by this thread before it uses them, or null
+    int rows = 0;  // of the segment at hand
+    int turn = 0;
 
-    // Waits for the other threads.
-    void barrier();
-    // 0 when the turn begins, and shared by all threads.
-    std::atomic<int>& next() const { return run.counters[turn % 3].value; }
-    // f(first, last) for this thread's part of `items`: four fifths are dealt out evenly in order, the rest in turns, so
-    // that a thread that lost its CPU for a while does not hold up the others.
+    // f(first, last) for this thread's share of `items`. What was shared before is done.
     template <class F>
-    void share(int items, F f) const;
+    void share(int items, F f, bool uneven = false) {
+        run.turns.at(turn++).share(items, thread, uneven, f);
+    }
 
     const Buffer& buffer(int number) const { return run.buffers[static_cast<size_t>(number)]; }
     float* floats(Place place) const { return buffer(place.buffer).floats() + place.column; }
     int64_t stride(Place place) const { return buffer(place.buffer).stride(); }
 };
 
-// Runs a phase, and the barrier after it where one is needed.
+// This thread's part of a phase; returns when the phase is done.
 void run_phase(const Phase& phase, Worker& worker);
+// The most turns a phase takes.
+int turns_of(const Phase& phase);
 
 // Bytes of scratch a thread needs for a phase, besides the attention's.
 size_t scratch_bytes(const Phase& phase);
-
-template <class F>
-void Worker::share(int items, F f) const {
-    const int threads = run.pool.size(), part = threads == 1 ? items : items * 4 / 5 / threads, dealt = part * threads;
-    if (part > 0) f(thread * part, (thread + 1) * part);
-    const int step = std::max(1, (items - dealt) / (8 * threads));
-    for (;;) {
-        const int first = dealt + next().fetch_add(step, std::memory_order_relaxed);
-        if (first >= items) return;
-        f(first, std::min(first + step, items));
-    }
-}
 
 }  // namespace headrace

@@ -11,7 +11,7 @@
 //   F32v I32v U8v                 kLanes floats, kLanes int32, 4 * kLanes bytes; + - * / & | ^ << >> are the compiler's
 //   load_f32 store_f32 set_f32 load_f16 load_i8_f32 load_u8_f32 load_u8_i32 load_i32 set_i32 load_u8
 //   shift_left(x, n)              x << n, by a vector instruction even where x is one value repeated
-//   fma(a, b, c) = a * b + c rounded once; max, min, sum_i32, to_f32, round_i32 (nearest even), as_f32, as_i32
+//   fma(a, b, c) = a * b + c rounded once; max, min, max_i32, sum_i32, to_f32, round_i32 (nearest even), as_f32, as_i32
 //   field<bits, from, to>(x)      bits [from, from + bits) of every byte, moved to bit `to`
 //   lookup(table, index)          table[index] per byte, 16-byte table repeated in the vector
 //   dot<wide>(acc, w, a)          acc[n] + sum over i of w[4n + i] * a[i]; w unsigned (below 128 unless wide), a: 4

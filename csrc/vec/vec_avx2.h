@@ -38,6 +38,12 @@ HEADRACE_INLINE void store_i8(int8_t* p, I32v x) {  // values fit a byte: satura
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
 }
 
+HEADRACE_INLINE I32v max(I32v a, I32v b) { return (I32v)_mm256_max_epi32(raw(a), raw(b)); }
+HEADRACE_INLINE int32_t max_i32(I32v x) {
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(raw(x)), _mm256_extracti128_si256(raw(x), 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
 HEADRACE_INLINE int32_t sum_i32(I32v x) {
     const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(raw(x)), _mm256_extracti128_si256(raw(x), 1));
     const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));

@@ -33,6 +33,8 @@ HEADRACE_INLINE F32v as_f32(I32v x) { return _mm512_castsi512_ps(raw(x)); }
 HEADRACE_INLINE I32v as_i32(F32v x) { return (I32v)_mm512_castps_si512(x); }
 HEADRACE_INLINE void store_i8(int8_t* p, I32v x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(raw(x))); }
 
+HEADRACE_INLINE I32v max(I32v a, I32v b) { return (I32v)_mm512_max_epi32(raw(a), raw(b)); }
+HEADRACE_INLINE int32_t max_i32(I32v x) { return _mm512_reduce_max_epi32(raw(x)); }
 HEADRACE_INLINE int32_t sum_i32(I32v x) { return _mm512_reduce_add_epi32(raw(x)); }
 
 HEADRACE_INLINE F32v load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }

@@ -67,6 +67,11 @@ HEADRACE_INLINE void store_i8(int8_t* p, I32v x) {
     for (int i = 0; i < kLanes; ++i) p[i] = (int8_t)x[i];
 }
 
+HEADRACE_INLINE I32v max(I32v a, I32v b) { return a > b ? a : b; }
+HEADRACE_INLINE int32_t max_i32(I32v x) {
+    const int32_t a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+    return a > b ? a : b;
+}
 HEADRACE_INLINE int32_t sum_i32(I32v x) { return x[0] + x[1] + x[2] + x[3]; }
 
 HEADRACE_INLINE float half_to_float(uint16_t half) {

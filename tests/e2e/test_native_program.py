@@ -1,6 +1,7 @@
 """What a program can do beside a whole step: fusions and their absence, parts of a model, taps, skips, companions."""
 
 import re
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.models import registry
 from headrace.models.base import Model
+from headrace.native import core
 from headrace.native.program import FUSIONS
 from headrace.native.runner import NativeRunner
 from headrace.native.uses import ATTENTION, MLP
@@ -134,6 +136,69 @@ def test_a_companion_runs_on_the_same_sequences() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(companion, Feeder(native_runner(small), TEXTS).whole(), strict=True))
     feeder.runner = native_runner(model)
     assert all(np.array_equal(a, b) for a, b in zip(feeder.whole(), target, strict=True))
+
+
+# -- what is asked of logits -------------------------------------------------------------------------------------------
+
+
+def ask(runner: NativeRunner, ask_of: Callable[[Any], Any], nodes: Sequence[int] = (), parents: Sequence[int] = ()) -> Any:
+    """Feed the first text whole, with a draft, and ask one thing of its logits: the step, and what `ask_of` returned."""
+    feeder = Feeder(runner, TEXTS[:1])
+    step = core().Step()
+    step.feed(feeder.sequences[0], 0, 21, 1 + len(nodes), list(nodes), list(parents))
+    asked = ask_of(step)
+    runner.program.run(step)
+    return step, asked
+
+
+def drawn(runner: NativeRunner, tokens: list[int], key: tuple[int, int]) -> int:
+    """The token after `tokens`, drawn alone."""
+    feeder = Feeder(runner, [tokens])
+    step = core().Step()
+    step.feed(feeder.sequences[0], 0, len(tokens), 1)
+    number = step.draw(0, [key])
+    runner.program.run(step)
+    return int(step.tokens(number)[0])
+
+
+def test_verification_walks_the_path_that_sampling_would_take() -> None:
+    runner, key = native_runner(native_model("llama")), (3, 4)
+    text = list(TEXTS[0])
+    first = drawn(runner, text, key)
+    second = drawn(runner, [*text, first], key)
+    third = drawn(runner, [*text, first, second], key)
+    wrong = (second + 1) % 97
+    step, number = ask(runner, lambda step: step.verify(0, key), [wrong, first, second, wrong], [-1, -1, 1, 1])
+    assert step.path(number) == [1, 2]
+    assert step.tokens(number) == [first, second, third]
+    step, number = ask(runner, lambda step: step.verify(0, key), [wrong], [-1])
+    assert (step.path(number), step.tokens(number)) == (([], [first]) if wrong != first else ([0], [first, second]))
+
+
+def test_many_asks_share_a_row() -> None:
+    """A draw edits its row for a while: what is asked beside it must not see that. More rows than are held at once."""
+    runner = native_runner(native_model("llama"), threads=3, blocks=200)
+    params = core().SampleParams()
+    params.logit_bias = [(5, 50.0)]
+    texts = np.random.default_rng(5).integers(0, 97, (6, 60)).tolist()
+    feeder = Feeder(runner, texts)
+    plain = feeder.whole()
+    step, asked = core().Step(), []
+    biased = [core().Sequence(text, params) for text in texts]
+    for which, (sequence, text) in enumerate(zip(biased, texts, strict=True)):
+        sequence.set_table(0, list(range(8 * which, 8 * which + 4)))
+        step.feed(sequence, 0, len(text), len(text))
+        asked.append((step.draw(59, [(1, 2)]), step.logits(59), step.score(0, 2), step.top(59, 3)))
+    runner.program.run(step)
+    for rows, (draw, logits, (first, count), top) in zip(plain, asked, strict=True):
+        assert step.tokens(draw) == [5]
+        assert np.array_equal(np.frombuffer(step.row_of_logits(logits), "<f4"), rows[59])
+        assert step.reports(top)[0].top_ids == np.argsort(-rows[59], kind="stable")[:3].tolist()
+        assert count == 59
+        logprobs = torch.from_numpy(rows.copy()).double().log_softmax(-1)
+        for at in range(count):
+            (report,) = step.reports(first + at)
+            assert report.logprob == pytest.approx(float(logprobs[at, report.id]), abs=1e-5)
 
 
 # -- models that no fusion fits ----------------------------------------------------------------------------------------
