@@ -160,7 +160,8 @@ class TableDelta(msgspec.Struct, array_like=True):
 class Feed(msgspec.Struct, array_like=True):
     """One sequence's work in one step: known tokens start..start+count, then the nodes of its draft.
 
-    `new` are the known tokens the slot has not been told yet; `length` is the number of known tokens afterwards.
+    `new` are the known tokens the slot has not been told yet. A companion's feed may begin beyond the known tokens:
+    count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it.
     """
 
     slot: int
@@ -174,9 +175,13 @@ class Feed(msgspec.Struct, array_like=True):
 
 
 class StepPlan(msgspec.Struct):
-    """One step as plain data. Order of execution: free, new, tables, moves, copies, forward, wants."""
+    """One step as plain data. Order of execution: free, new, tables, moves, copies, forward, wants.
+
+    A companion's plan carries feeds alone: slots and tables are shared, and the target's plan changes all pools at once.
+    """
 
     step: int
+    model: int = 0  # 0: the target; i >= 1: companion i
     free: list[int] = []  # slots given back
     new: list[NewSlot] = []
     tables: list[TableDelta] = []
