@@ -1,4 +1,4 @@
-"""The memory plan, made before anything large is allocated: how many KV blocks, and what to change when it cannot be (card A2)."""
+"""The memory plan, made before anything large is allocated: how many KV blocks; what to change when it cannot be (card A2)."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SHARE = 0.25  # of free memory, for KV, unless told otherwise
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-class DoesNotFit(ValueError):
+class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
     """The model or its KV cache does not fit; the message has the numbers and a setting that works."""
 
 

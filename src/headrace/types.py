@@ -97,7 +97,7 @@ class Request:
     aborted: bool = False
     error: str | None = None
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
-    metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())
+    metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 
     @property
     def order(self) -> tuple[int, int]:

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from headrace.admission import blocks_needed
+from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw, reference
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.engine import Engine
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
 from headrace.scheduler import Scheduler
 from headrace.types import Sequence, StepPlan
-from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw, reference
 
 SEEDS = range(64)
 
@@ -143,8 +143,9 @@ def test_the_loads_do_what_they_are_for() -> None:
     seen = {"preempted": 0, "forked and preempted": 0, "copies": 0, "hits": 0, "depth 2": 0, "mixed steps": 0}
     for seed in SEEDS:
         copies: list[int] = []
+        requests: list = []
 
-        def watch(engine: Engine, copies: list[int] = copies) -> None:
+        def watch(engine: Engine, copies: list[int] = copies, requests: list = requests) -> None:
             submit = engine.executor.submit
 
             def counting(plan: StepPlan) -> object:
@@ -163,7 +164,6 @@ def test_the_loads_do_what_they_are_for() -> None:
 
             engine.add = remembering  # type: ignore[method-assign, assignment]
 
-        requests: list = []
         _, _, engine = run(seed, watch, check=False)
         seen["depth 2"] += engine.executor.depth == 2
         seen["copies"] += sum(copies)

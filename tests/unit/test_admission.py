@@ -76,9 +76,9 @@ def test_a_failed_processor_fails_its_request_alone() -> None:
     engine = Engine(Deferred(FakeRunner(12, 4), 1), config, vocab_size=VOCAB)
     with pytest.raises(AdmissionError, match="scope"):
         engine.add([1], SamplingParams(), processors=(NoScope(),))  # type: ignore[arg-type]
+    broken = Broken()
+    broken.scope = "stateful"
     with pytest.raises(AdmissionError, match="set n to 1"):
-        broken = Broken()
-        broken.scope = "stateful"
         engine.add([1], SamplingParams(n=2), processors=(broken,))  # type: ignore[arg-type]
 
 

@@ -46,8 +46,8 @@ ROOMS = {
     "backend": "native.runner native.weights native loading memory models runner kv.pool types config",
     "llm": "backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text native "
     "params types config",
-    "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks kv.pool weights "
-    "text native params types config",
+    "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks "
+    "kv.pool weights text native params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm params",
     "server": "llm loading engine outputs decoding weights text params types config",

@@ -13,7 +13,8 @@ GIB = 2**30
 
 def plan(free: int, **settings: object) -> memory.MemoryPlan:
     config = tiny_config(max_position=4096)  # 2 layers * 2 * 2 heads * 8 = 64 elements a token
-    arguments = {"block_bytes": config.kv_bytes_per_token(2) * 16, "block_size": 16, "free": free, "max_num_seqs": 4, **settings}
+    block_bytes = config.kv_bytes_per_token(2) * 16
+    arguments = {"block_bytes": block_bytes, "block_size": 16, "free": free, "max_num_seqs": 4, **settings}
     return memory.plan(config, **arguments)  # type: ignore[arg-type]
 
 
@@ -61,5 +62,5 @@ def test_sizes(text: int | str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "two", "-3", "1.2.3GB", "5 TB", 0, -1, "."])
 def test_what_is_no_size(text: int | str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="is not a size|must be above 0"):
         memory.parse_bytes(text)
