@@ -31,8 +31,8 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, int):
         size = float(value)
     else:
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmg]i?)?b?\s*", value.lower())
-        if match is None or match[1].count(".") > 1:
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmg]i?)?b?\s*", value.lower())
+        if match is None:
             raise ValueError(f"{value!r} is not a size; write a number of bytes or, say, 2GiB")
         size = float(match[1]) * UNITS[match[2] or ""]
     if size <= 0:
