@@ -220,15 +220,15 @@ void bind_step(nb::module_& m) {
              }, "sequence"_a, "start"_a, "count"_a, "logits"_a = 0, "nodes"_a = std::vector<int32_t>{},
              "parents"_a = std::vector<int32_t>{})
         .def("draw",
-             [](Step& self, int row, const std::vector<Key>& keys, int logprobs, bool processed) {
+             [](Step& self, int row, const std::vector<Key>& keys, int logprobs, bool processed, std::optional<double> mu) {
                  std::vector<NoiseKey> all;
                  for (const auto& [k0, k1] : keys) all.push_back({k0, k1});
-                 return self.draw(row, std::move(all), {logprobs, processed});
-             }, "row"_a, "keys"_a, "logprobs"_a = -1, "processed"_a = false)
+                 return self.draw(row, std::move(all), {logprobs, processed}, mu);
+             }, "row"_a, "keys"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
         .def("verify",
-             [](Step& self, int row, Key key, int logprobs, bool processed) {
-                 return self.verify(row, {key.first, key.second}, {logprobs, processed});
-             }, "row"_a, "key"_a, "logprobs"_a = -1, "processed"_a = false)
+             [](Step& self, int row, Key key, int logprobs, bool processed, std::optional<double> mu) {
+                 return self.verify(row, {key.first, key.second}, {logprobs, processed}, mu);
+             }, "row"_a, "key"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
         .def("top", &Step::top, "row"_a, "k"_a)
         .def("score",
              [](Step& self, int row, int k) {

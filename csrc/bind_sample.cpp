@@ -59,8 +59,8 @@ public:
                                                           const std::vector<int32_t>& path, int logprobs,
                                                           bool processed, uint32_t purpose,
                                                           const std::optional<ConstRow>& maxima,
-                                                          const std::optional<Mask>& mask) {
-        SampleRow row{logits.data(), maxima_of(maxima), &params, &history, path, nullptr};
+                                                          const std::optional<Mask>& mask, std::optional<double> mu) {
+        SampleRow row{logits.data(), maxima_of(maxima), &params, &history, path, nullptr, mu};
         check(logits.size() == static_cast<size_t>(size_), "logits must have one value per token");
         if (mask) check(mask->size() * 32 >= static_cast<size_t>(size_), "mask must have one bit per token");
         if (mask) row.mask = mask->data();
@@ -74,14 +74,14 @@ public:
     std::tuple<std::vector<int32_t>, std::vector<TokenReport>, std::string> verify(
         const Rows& logits, const SampleParams& params, const History& history, std::pair<uint32_t, uint32_t> key,
         const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int logprobs, bool processed,
-        const std::optional<ConstRows>& maxima, const std::optional<Masks>& masks) {
+        const std::optional<ConstRows>& maxima, const std::optional<Masks>& masks, std::optional<double> mu) {
         check(logits.shape(1) == static_cast<size_t>(size_), "logits must have one value per token");
         check(tokens.size() == parents.size() && logits.shape(0) == tokens.size() + 1,
               "logits must have one row more than the draft has nodes, and every node a parent");
         for (size_t i = 0; i < parents.size(); ++i) {
             check(parents[i] >= -1 && parents[i] < static_cast<int32_t>(i), "a node's parent must come before it");
         }
-        SampleRow row{logits.data(), nullptr, &params, &history};
+        SampleRow row{logits.data(), nullptr, &params, &history, {}, nullptr, mu};
         RowStrides strides{static_cast<ptrdiff_t>(size_), 0, 0};
         if (maxima) {
             check(maxima->shape(0) == logits.shape(0) && maxima->shape(1) == blocks(), "maxima do not fit the logits");
@@ -176,6 +176,16 @@ void bind_sample(nb::module_& m) {
         .def_rw("frequency_penalty", &SampleParams::frequency)
         .def_rw("presence_penalty", &SampleParams::presence)
         .def_rw("no_repeat_ngram", &SampleParams::no_repeat_ngram)
+        .def_rw("dry_multiplier", &SampleParams::dry_multiplier)
+        .def_rw("dry_base", &SampleParams::dry_base)
+        .def_rw("dry_allowed_length", &SampleParams::dry_allowed_length)
+        .def_rw("dry_range", &SampleParams::dry_range)
+        .def_rw("dry_breakers", &SampleParams::dry_breakers)
+        .def_rw("top_n_sigma", &SampleParams::top_n_sigma)
+        .def_rw("xtc_probability", &SampleParams::xtc_probability)
+        .def_rw("xtc_threshold", &SampleParams::xtc_threshold)
+        .def_rw("mirostat_tau", &SampleParams::mirostat_tau)
+        .def_rw("mirostat_eta", &SampleParams::mirostat_eta)
         .def_rw("min_tokens", &SampleParams::min_tokens)
         .def_rw("logit_bias", &SampleParams::bias, "List of (token id, bias).")
         .def_rw("bad_words", &SampleParams::bad_words)
@@ -199,6 +209,7 @@ void bind_sample(nb::module_& m) {
         .def_ro("id", &TokenReport::id)
         .def_ro("logprob", &TokenReport::logprob)
         .def_ro("rank", &TokenReport::rank)
+        .def_ro("mu", &TokenReport::mu)
         .def_ro("top_ids", &TokenReport::top_ids)
         .def_ro("top_logprobs", &TokenReport::top_logprobs);
     nb::class_<PySampler>(m, "Sampler", "Draws, verifies and scores on rows of float32 logits; one per thread.")
@@ -206,9 +217,11 @@ void bind_sample(nb::module_& m) {
         .def("draw", &PySampler::draw, "logits"_a.noconvert(), "params"_a, "history"_a, "keys"_a,
              "path"_a = std::vector<int32_t>{}, "logprobs"_a = -1, "processed"_a = false,
              "purpose"_a = Sampler::kTarget, "maxima"_a = nb::none(), "mask"_a = nb::none(),
+             "mu"_a = nb::none(),
              "One token per key from logits [V] -> (reports, error). The logits are put back as they were.")
         .def("verify", &PySampler::verify, "logits"_a.noconvert(), "params"_a, "history"_a, "key"_a, "tokens"_a,
              "parents"_a, "logprobs"_a = -1, "processed"_a = false, "maxima"_a = nb::none(), "masks"_a = nb::none(),
+             "mu"_a = nb::none(),
              "Walk a draft tree: logits [1 + nodes, V] -> (path, reports of the drawn tokens, error).")
         .def("top", &PySampler::top, "logits"_a.noconvert(), "k"_a, "params"_a.none() = nb::none(),
              "history"_a.none() = nb::none(), "maxima"_a = nb::none(),

@@ -75,12 +75,15 @@ int Step::ask(Ask ask, int rows) {
     return static_cast<int>(asks_.size()) - 1;
 }
 
-int Step::draw(int row, std::vector<NoiseKey> keys, Report report) {
-    return ask({Ask::Kind::kDraw, row, nullptr, std::move(keys), report});
+int Step::draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu) {
+    Ask made{Ask::Kind::kDraw, row, nullptr, std::move(keys), report};
+    made.mu = mu;
+    return ask(std::move(made));
 }
 
-int Step::verify(int row, NoiseKey key, Report report) {
+int Step::verify(int row, NoiseKey key, Report report, std::optional<double> mu) {
     Ask made{Ask::Kind::kVerify, row, nullptr, {key}, report};
+    made.mu = mu;
     made.nodes = nodes_, made.parents = parents_;
     return ask(std::move(made), 1 + static_cast<int>(nodes_.size()));
 }
@@ -116,6 +119,7 @@ void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits)
     static const History nothing;
     SampleRow row{logits.values + (ask.row - logits.base) * logits.stride,
                   logits.maxima + (ask.row - logits.base) * logits.maxima_stride, &ask.sequence->params, &ask.sequence->history};
+    row.mu = ask.mu;
     switch (ask.kind) {
         case Ask::Kind::kDraw:
             out.error = sampler.draw(row, ask.keys, ask.report, out.reports);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -35,6 +36,7 @@ struct Ask {
     int k = 0;                    // kTop, kScore: alternatives
     int32_t token = -1;           // kScore
     std::vector<int32_t> nodes{}, parents{};  // kVerify: the tree whose rows follow `row`
+    std::optional<double> mu{};               // kDraw, kVerify: mirostat's state
 
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
@@ -57,8 +59,8 @@ class Step {
 
     // Of the feed added last; `row` counts from the first of its rows that go through the head. Each returns the number of
     // its (first) answer.
-    int draw(int row, std::vector<NoiseKey> keys, Report report);
-    int verify(int row, NoiseKey key, Report report);
+    int draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu);
+    int verify(int row, NoiseKey key, Report report, std::optional<double> mu);
     int top(int row, int k);
     // Every row from `row` on scores the known token after it: one answer each, `count` of them.
     int score(int row, int k, int& count);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 
 namespace headrace {
 namespace {
@@ -15,6 +16,19 @@ const char* kNothing =
 
 // The logarithm of a sum of shares, relative to the best logit.
 double log_of(int64_t total) { return std::log(static_cast<double>(total) / kPoint); }
+
+// One word of Philox4x32-10 as a number in [0, 1): headrace.ops.noise.coin.
+double coin(NoiseKey key, uint32_t position, uint32_t purpose) {
+    uint32_t c[4] = {position, 0, purpose, 0};
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t a = uint64_t{c[0]} * 0xD2511F53u, b = uint64_t{c[2]} * 0xCD9E8D57u;
+        const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ key.k0, static_cast<uint32_t>(b),
+                                  static_cast<uint32_t>(a >> 32) ^ c[3] ^ key.k1, static_cast<uint32_t>(a)};
+        std::copy(next, next + 4, c);
+        key.k0 += 0x9E3779B9u, key.k1 += 0xBB67AE85u;
+    }
+    return c[0] * 0x1p-32;
+}
 
 int argmax(const SampleKernels& kernels, const LogitRow& row) {
     const int blocks = (row.size + kVocabBlock - 1) / kVocabBlock;
@@ -49,16 +63,44 @@ std::string Sampler::choose(const SampleRow& row) {
 std::string Sampler::draw(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
                           std::vector<TokenReport>& out, uint32_t purpose) {
     out.assign(keys.size(), {});
+    if (row.params->xtc_probability > 0 && keys.size() > 1) return draw_singly(row, keys, report, out, purpose);
     std::string error = choose(row);
     if (!error.empty()) return error;
     const uint32_t position = static_cast<uint32_t>(row.position());
+    const double tau = greedy_ ? 0.0 : row.params->mirostat_tau, mu = row.mu.value_or(2 * tau);
+    double norm = 0;
+    if (tau > 0) {
+        norm = kept_.best() + log_of(kept_.total());
+        kept_.surprise(mu);
+    }
+    const double often = greedy_ || keys.empty() ? 0.0 : row.params->xtc_probability;
+    if (often > 0 && coin(keys[0], position, kCoin) < often) kept_.exclude_top(row.params->xtc_threshold);
     for (size_t i = 0; i < keys.size(); ++i) {
         const Noise noise{{keys[i].k0, keys[i].k1}, position, purpose};
         out[i].id = greedy_ ? argmax(kernels_, edits_.edited(1.0f)) : kept_.draw(noise);
     }
     if (report.k >= 0 && report.processed) describe_kept(report.k, out);
+    if (tau > 0) {
+        const LogitRow edited = edits_.edited(row.params->temperature);
+        for (TokenReport& one : out) {
+            const double bits = (norm - edited.z[one.id] / edited.temperature) / std::numbers::ln2;
+            one.mu = mu - row.params->mirostat_eta * (bits - tau);
+        }
+    }
     edits_.restore();
     if (report.k >= 0 && !report.processed) describe(edits_.raw(), best_of(edits_.raw()), report.k, out);
+    return "";
+}
+
+// XTC's coin makes what each key may draw differ.
+std::string Sampler::draw_singly(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
+                                 std::span<TokenReport> out, uint32_t purpose) {
+    std::vector<TokenReport> one;
+    for (size_t i = 0; i < keys.size(); ++i) {
+        std::string error = draw(row, keys.subspan(i, 1), report, one, purpose);
+        if (!error.empty()) return error;
+        out[i] = one.front();
+    }
     return "";
 }
 
@@ -74,6 +116,7 @@ std::string Sampler::verify(const SampleRow& first, const DraftTree& tree, RowSt
         if (row.maxima) row.maxima += (node + 1) * strides.maxima;
         if (row.mask) row.mask += (node + 1) * strides.mask;
         row.path = drawn;
+        if (!out.reports.empty() && first.params->mirostat_tau > 0) row.mu = out.reports.back().mu;
         std::string error = draw(row, {&key, 1}, report, reports);
         if (!error.empty()) return error;
         out.reports.push_back(reports.front());

@@ -1,8 +1,8 @@
 // From logits to tokens, in card B1's order; token for token what headrace.ops.sampling says in torch.
 //
-// bias, allowed ids, mask, bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> (greedy:
-// argmax) -> temperature -> top-k -> typical -> top-p -> min-p -> argmax of logit + noise over what is kept. Of equals
-// the lowest id comes first, everywhere. Probabilities are added in fixed point (2^-40), so no order matters.
+// bias, allowed ids, mask, bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY
+// -> (greedy: argmax) -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat -> argmax of
+// logit + noise over what is kept. Of equals the lowest id comes first, everywhere. Probabilities are added in fixed point (2^-40), so no order matters.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,8 @@ namespace headrace {
 struct TokenReport {
     int32_t id = -1;
     float logprob = 0.0f;
-    int rank = 0;  // from 1; 0: not reported
+    int rank = 0;      // from 1; 0: not reported
+    double mu = 0.0;   // mirostat's state after this token
     std::vector<int32_t> top_ids;
     std::vector<float> top_logprobs;
 };
@@ -56,7 +57,7 @@ struct Walk {
 // text, empty where there is none, because one bad row must not stop the others.
 class Sampler {
 public:
-    static constexpr uint32_t kTarget = 0;  // the purpose of the noise (headrace.ops.noise.Purpose)
+    static constexpr uint32_t kTarget = 0, kCoin = 4;  // purposes of the noise (headrace.ops.noise.Purpose)
 
     Sampler(const SampleKernels& kernels, int vocab_size)
         : kernels_(kernels), size_(vocab_size), edits_(kernels, vocab_size), kept_(kernels) {}
@@ -78,6 +79,8 @@ public:
 
 private:
     std::string choose(const SampleRow& row);
+    std::string draw_singly(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
+                            std::span<TokenReport> out, uint32_t purpose);
     void describe(const LogitRow& row, float best, int k, std::span<TokenReport> out);
     void describe_kept(int k, std::span<TokenReport> out);
     float best_of(const LogitRow& row) const;

@@ -50,6 +50,41 @@ std::vector<int32_t> banned(const SampleRow& row) {
     return out;
 }
 
+// DRY: what each token costs that would go on with a repetition; headrace.ops.penalties.dry says it in full.
+std::unordered_map<int32_t, float> dry_costs(const SampleRow& row) {
+    constexpr int kLongest = 64;
+    constexpr double kDearest = 1e4;
+    const SampleParams& params = *row.params;
+    const std::vector<int32_t> all = joined(row);
+    const size_t range = static_cast<size_t>(params.dry_range);
+    const Ids tokens = Ids(all).subspan(range && range < all.size() ? all.size() - range : 0);
+    const auto breaks = [&](int32_t id) {
+        return std::find(params.dry_breakers.begin(), params.dry_breakers.end(), id) != params.dry_breakers.end();
+    };
+    std::unordered_map<int32_t, float> costs;
+    if (tokens.empty() || breaks(tokens.back())) return costs;
+    std::unordered_map<int32_t, int> longest;  // by next token
+    const int last = static_cast<int>(tokens.size()) - 1;
+    for (int end = 0; end < last; ++end) {
+        const int32_t next = tokens[static_cast<size_t>(end) + 1];
+        if (tokens[static_cast<size_t>(end)] != tokens[static_cast<size_t>(last)] || breaks(next)) continue;
+        int length = 1;
+        for (; length < kLongest && length <= end; ++length) {
+            const int32_t before = tokens[static_cast<size_t>(last - length)];
+            if (tokens[static_cast<size_t>(end - length)] != before || breaks(before)) break;
+        }
+        int& most = longest[next];
+        most = std::max(most, length);
+    }
+    for (const auto& [next, length] : longest) {
+        if (length < params.dry_allowed_length) continue;
+        double cost = params.dry_multiplier;
+        for (int i = params.dry_allowed_length; i < length; ++i) cost = std::min(cost * params.dry_base, kDearest);
+        costs[next] = static_cast<float>(cost);
+    }
+    return costs;
+}
+
 float penalised(float z, const SampleParams& params, int count) {
     if (params.repetition != 1.0f) z = z > 0 ? z / params.repetition : z * params.repetition;
     if (params.frequency != 0.0f || params.presence != 0.0f) {
@@ -102,7 +137,7 @@ std::string RowEdits::unknown_id(const SampleRow& row) const {
     std::for_each(row.path.begin(), row.path.end(), check);
     if (params.penalties()) {
         for (const auto& [id, count] : row.history->counts()) check(id);
-    } else if (params.no_repeat_ngram) {
+    } else if (params.no_repeat_ngram || params.dry_multiplier > 0) {
         std::for_each(row.history->tokens().begin(), row.history->tokens().end(), check);
     }
     if (!wrong) return "";
@@ -115,12 +150,16 @@ std::string RowEdits::apply(const SampleRow& row) {
     const SampleParams& params = *row.params;
     const std::vector<int32_t> never = banned(row);
     const bool masked = params.only_allowed || row.mask;
-    if (!masked && params.bias.empty() && never.empty() && !params.penalties()) return "";
+    const bool dry = params.dry_multiplier > 0;
+    if (!masked && params.bias.empty() && never.empty() && !params.penalties() && !dry) return "";
     begin();
     if (masked) allow(row);
     for (const auto& [id, value] : params.bias) set(id, z_[id] + value);
     for (const int32_t id : never) set(id, kNever);
     if (params.penalties()) penalise(row);
+    if (dry) {
+        for (const auto& [id, cost] : dry_costs(row)) set(id, z_[id] - cost);
+    }
     refresh();
     return "";
 }

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <numeric>
 
 namespace headrace {
@@ -36,6 +37,7 @@ void Candidates::reset(const LogitRow& row, float best) {
 }
 
 void Candidates::filter(const SampleParams& params) {
+    if (params.top_n_sigma > 0) top_n_sigma(params.top_n_sigma);
     if (params.top_k > 0) top_k(params.top_k);
     if (params.typical_p < 1) typical(params.typical_p);
     if (params.top_p < 1) top_p(params.top_p);
@@ -84,8 +86,53 @@ void Candidates::typical(double p) {
     keep_to(prefix(goal_of(all, p), 0));
 }
 
-void Candidates::min_p(double p) {
-    const double limit = std::log(p) - kSlack;
+void Candidates::min_p(double p) { keep_within(std::log(p) - kSlack); }
+
+// Tang et al., 2024: sigma is taken over all possible tokens; nothing was cut before.
+void Candidates::top_n_sigma(double n) {
+    int64_t count = 0, sum = 0, squares = 0;
+    for (int first = 0; first < row_.size; first += kVocabBlock) {
+        if (row_.maxima[first / kVocabBlock] == kNever) continue;  // a masked block holds nothing
+        for (int i = first; i < std::min(first + kVocabBlock, row_.size); ++i) {
+            if (row_.z[i] == kNever) continue;
+            const float x = row_.temperature == 1.0f ? row_.z[i] : row_.z[i] / row_.temperature;
+            const double distance = std::min(static_cast<double>(best_) - x, 0x1p16);
+            ++count;
+            sum += std::llrint(distance * 0x1p16);
+            squares += std::llrint(distance * distance * 0x1p12);
+        }
+    }
+    const double mean = static_cast<double>(sum) / 0x1p16 / static_cast<double>(count);
+    const double square = static_cast<double>(squares) / 0x1p12 / static_cast<double>(count);
+    keep_within(-(std::sqrt(std::max(square - mean * mean, 0.0)) * n));
+}
+
+void Candidates::exclude_top(double threshold) {
+    if (!listed_) list();
+    const int64_t goal = goal_of(total(), threshold);
+    const auto top = [&](size_t i) { return shares_[i] >= goal && shares_[i] > 0; };
+    size_t least = ids_.size(), kept = 0;
+    for (size_t i = 0; i < ids_.size(); ++i) {
+        if (top(i) && (least == ids_.size() || values_[i] <= values_[least])) least = i;
+    }
+    best_ = kNever;
+    for (size_t i = 0; i < ids_.size(); ++i) {
+        if (top(i) && i != least) continue;
+        ids_[kept] = ids_[i];
+        values_[kept++] = values_[i];
+        best_ = std::max(best_, values_[i]);
+    }
+    ids_.resize(kept);
+    values_.resize(kept);
+}
+
+void Candidates::surprise(double most) {
+    const double norm = std::log(static_cast<double>(total()) / kPoint);
+    keep_within(std::min(norm - most * std::numbers::ln2 - kSlack, 0.0));
+}
+
+// The tokens whose logit is at most -limit below the best.
+void Candidates::keep_within(double limit) {
     float least = static_cast<float>(best_ + limit);  // within a rounding of the smallest that is kept
     const auto kept = [&](float x) { return static_cast<double>(x) - best_ >= limit; };
     while (kept(std::nextafter(least, kNever))) least = std::nextafter(least, kNever);

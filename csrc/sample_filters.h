@@ -1,4 +1,4 @@
-// Which tokens may be drawn: top-k, typical, top-p, min-p on logits after temperature.
+// Which tokens may be drawn: top-n-sigma, top-k, typical, top-p, min-p, XTC, mirostat on logits after temperature.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,11 @@ public:
     void typical(double p);
     void top_p(double p);
     void min_p(double p);
+    void top_n_sigma(double n);
+    // XTC: of the tokens this likely, only the least likely stays.
+    void exclude_top(double threshold);
+    // Mirostat: the best token, and those of at most so many bits of surprise.
+    void surprise(double most);
 
     // argmax of logit + noise over what is kept.
     int32_t draw(const Noise& noise);
@@ -47,6 +52,7 @@ private:
         int32_t id;
     };
 
+    void keep_within(double limit);
     void collect(float least);
     void weigh();
     void key_by_logit();

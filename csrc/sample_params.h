@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -18,6 +19,12 @@ struct SampleParams {
     double typical_p = 1.0, top_p = 1.0, min_p = 0.0;
     float repetition = 1.0f, frequency = 0.0f, presence = 0.0f;
     int no_repeat_ngram = 0, min_tokens = 0;
+    double dry_multiplier = 0.0, dry_base = 1.75;
+    int dry_allowed_length = 2, dry_range = 0;
+    std::vector<int32_t> dry_breakers;
+    double top_n_sigma = 0.0;
+    double xtc_probability = 0.0, xtc_threshold = 0.1;
+    double mirostat_tau = 0.0, mirostat_eta = 0.1;
     std::vector<std::pair<int32_t, float>> bias;
     std::vector<std::vector<int32_t>> bad_words;
     std::vector<int32_t> stop_ids;  // cannot come before min_tokens
@@ -53,6 +60,7 @@ struct SampleRow {
     const History* history;
     Ids path = {};                   // draft tokens between the history and this row
     const uint32_t* mask = nullptr;  // a bit per token, 1 = allowed; or null
+    std::optional<double> mu = {};   // mirostat: the most surprise allowed, in bits; none at the beginning of an output
 
     int position() const { return static_cast<int>(history->tokens().size() + path.size()); }
 };

@@ -7,6 +7,9 @@ import msgspec
 MAX_N = 64
 MAX_LOGPROBS = 64
 MAX_STOP = 64
+DRY_LONGEST = 64  # tokens of a repetition that are counted
+# The filters, each with the value that lets all tokens through.
+FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0, "xtc_probability": 0.0}
 
 
 class ParamError(ValueError):
@@ -32,20 +35,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
 
     Logits are processed in the order of card B1: bias, bad words, min_tokens -> no-repeat-ngram -> repetition ->
-    frequency and presence -> temperature -> top-k -> typical -> top-p -> min-p -> draw. `temperature` below 0.01 is greedy.
+    frequency and presence -> DRY -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC or mirostat ->
+    draw. `temperature` below 0.01 is greedy.
     Raises ParamError (a ValueError) when a value cannot be meant.
     """
 
     n: int = 1
+    best_of: int | None = None  # draw so many, give the n whose tokens are likeliest on average; at the end, not streamed
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_n_sigma: float = 0.0  # only logits within so many standard deviations of the best; 0: off
+    xtc_probability: float = 0.0  # how often the top choices are left out; 0: off
+    xtc_threshold: float = 0.1  # the probability that makes a token a top choice
+    mirostat_tau: float = 0.0  # mean surprise aimed at, in bits (mirostat 2); 0: off
+    mirostat_eta: float = 0.1  # how fast it is steered there
     repetition_penalty: float = 1.0  # once per distinct token of prompt and output (CTRL, sign-aware)
     presence_penalty: float = 0.0  # once per distinct token of the output
     frequency_penalty: float = 0.0  # per occurrence in the output
     no_repeat_ngram: int = 0  # 0: off
+    dry_multiplier: float = 0.0  # what going on with a repetition costs (DRY); 0: off
+    dry_base: float = 1.75  # the cost grows by this with each token that already repeats
+    dry_allowed_length: int = 2  # repetitions up to so many tokens are free
+    dry_breakers: tuple[int, ...] = ()  # token ids that no repetition reaches across
+    dry_range: int = 0  # how many of the last tokens are looked at; 0: all, the prompt included
     logit_bias: dict[int, float] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     allowed_token_ids: tuple[int, ...] | None = None
@@ -103,6 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2.0 <= value <= 2.0, f"{name} must be between -2 and 2, not {value}")
+        self._check_samplers()
         _require(0 <= self.no_repeat_ngram <= 64, f"no_repeat_ngram must be between 0 and 64, not {self.no_repeat_ngram}")
         _require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
         if self.max_tokens is not None:
@@ -111,6 +127,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 self.min_tokens <= self.max_tokens,
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
             )
+        _require(
+            self.best_of is None or self.n <= self.best_of <= MAX_N,
+            f"best_of must be between n ({self.n}) and {MAX_N}, not {self.best_of}",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= MAX_LOGPROBS, f"{name} must be between 0 and {MAX_LOGPROBS}, not {value}")
@@ -119,6 +139,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         _require(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2**64 - 1, not {self.seed}")
         self._check_lists()
+
+    def _check_samplers(self) -> None:
+        """DRY, XTC, top-n-sigma and mirostat."""
+        _require(0.0 <= self.dry_multiplier <= 100.0, f"dry_multiplier must be between 0 and 100, not {self.dry_multiplier}")
+        _require(1.0 <= self.dry_base <= 10.0, f"dry_base must be between 1 and 10, not {self.dry_base}")
+        _require(
+            1 <= self.dry_allowed_length <= DRY_LONGEST,
+            f"dry_allowed_length must be between 1 and {DRY_LONGEST}, not {self.dry_allowed_length}",
+        )
+        _require(self.dry_range >= 0, f"dry_range must be 0 (all) or more, not {self.dry_range}")
+        _require(0.0 <= self.top_n_sigma <= 100.0, f"top_n_sigma must be between 0 (off) and 100, not {self.top_n_sigma}")
+        for name in ("xtc_probability", "xtc_threshold"):
+            value = getattr(self, name)
+            _require(0.0 <= value <= 1.0, f"{name} must be between 0 and 1, not {value}")
+        _require(0.0 <= self.mirostat_tau <= 100.0, f"mirostat_tau must be between 0 (off) and 100, not {self.mirostat_tau}")
+        _require(0.0 <= self.mirostat_eta <= 1.0, f"mirostat_eta must be between 0 and 1, not {self.mirostat_eta}")
+        if self.mirostat_tau:
+            _require(not self.greedy, "mirostat_tau steers a draw and needs a temperature of 0.01 or more")
+            for name, neutral in FILTERS.items():
+                _require(getattr(self, name) == neutral, f"mirostat_tau chooses the tokens itself; set {name} to {neutral}")
 
     def _check_lists(self) -> None:
         _require(len(self.stop) <= MAX_STOP, f"at most {MAX_STOP} stop strings, not {len(self.stop)}")
@@ -147,6 +187,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return {
             "stop_token_ids": list(self.stop_token_ids),
             "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "dry_breakers": list(self.dry_breakers),
             "bad_words": [t for word in self.bad_words for t in word],
             "logit_bias": list(self.logit_bias or ()),
         }
@@ -182,16 +223,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**{"temperature": 1.1, "min_p": 0.05, "max_tokens": None, **changes})  # type: ignore[arg-type]
 
 
-_SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "dry_breakers")
 _FLOATS = (
     "temperature",
     "top_p",
     "min_p",
     "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "mirostat_tau",
+    "mirostat_eta",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
 )
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-_OPTIONAL_INTS = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
-_INTS = ("n", "top_k", "no_repeat_ngram", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "priority")
+_OPTIONAL_INTS = frozenset({"best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs"})
+_INTS = (
+    "n",
+    "best_of",
+    "top_k",
+    "no_repeat_ngram",
+    "dry_allowed_length",
+    "dry_range",
+    "min_tokens",
+    "max_tokens",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "priority",
+)

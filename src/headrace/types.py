@@ -134,6 +134,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     k: int = 0
     logprobs: int | None = None
     hidden: tuple[str, ...] = ()
+    mu: float | None = None  # mirostat's state before the draw; None: at its beginning
 
 
 class NewSlot(msgspec.Struct, array_like=True):
@@ -210,6 +211,7 @@ class FeedOutput(msgspec.Struct, array_like=True):
     tokens: list[int] = []
     path: list[int] = []
     logprobs: list[TokenLogprob] = []
+    mus: list[float] = []  # mirostat's state after each of `tokens`
     scores: list[TokenLogprob] = []
     top_ids: list[int] = []
     top_logprobs: list[float] = []

@@ -26,7 +26,26 @@ def edited(logits, params, prompt, output, stop_ids=()) -> np.ndarray:
         z[token] = z[token] / params.repetition_penalty if z[token] > 0 else z[token] * params.repetition_penalty
     for token in set(output):
         z[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    for token, cost in dry_costs(history, params).items():
+        z[token] -= cost
     return z
+
+
+def dry_costs(history, params) -> dict[int, float]:
+    """Every token, every length: do the last n tokens, then this one, stand earlier in the history?"""
+    history = history[-params.dry_range :]
+    costs = {}
+    for token in set(history) if params.dry_multiplier else ():
+        for n in range(1, min(64, len(history)) + 1):
+            tail = history[-n:]
+            if token in params.dry_breakers or set(tail) & set(params.dry_breakers):
+                break
+            if (
+                any(history[i : i + n + 1] == [*tail, token] for i in range(len(history) - n))
+                and n >= params.dry_allowed_length
+            ):
+                costs[token] = min(params.dry_multiplier * params.dry_base ** (n - params.dry_allowed_length), 1e4)
+    return costs
 
 
 def ngram_banned(history, n) -> set[int]:
@@ -40,6 +59,8 @@ def ngram_banned(history, n) -> set[int]:
 def filtered(z, params) -> np.ndarray:
     """Logits after temperature and the filters, -inf outside the kept set."""
     z = z / params.temperature
+    if params.top_n_sigma:
+        z = keep(z, np.flatnonzero(z >= z.max() - params.top_n_sigma * z[z > -np.inf].std()))
     if params.top_k:
         z = keep(z, np.argsort(-z, kind="stable")[: params.top_k])
     if params.typical_p < 1:
@@ -54,6 +75,14 @@ def filtered(z, params) -> np.ndarray:
         p = softmax(z)
         z = keep(z, np.flatnonzero(p >= params.min_p * p.max()))
     return z
+
+
+def without_top(z, threshold) -> np.ndarray:
+    """XTC when its coin says so: of the tokens this likely the least likely stays."""
+    p = softmax(z)
+    falling = np.argsort(-z, kind="stable")
+    top = [token for token in falling if p[token] >= threshold]
+    return keep(z, [token for token in falling if token not in top[:-1]])
 
 
 def prefix(order, p, goal) -> np.ndarray:

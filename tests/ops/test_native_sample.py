@@ -58,6 +58,7 @@ def draw_both(z: np.ndarray, spec: sampling.RowSpec, isa: str, maxima: bool = Fa
         processed=spec.params.logprobs_mode == "processed",
         purpose=int(spec.purpose),
         maxima=best,
+        mu=spec.mu,
     )
     assert np.array_equal(z, before, equal_nan=True)  # edited in place, and put back
     return expected, reports, error
@@ -68,6 +69,8 @@ def assert_same(expected: sampling.RowResult, reports, error: str) -> None:
     if error:
         return
     assert [r.id for r in reports] == expected.tokens
+    if expected.mus:
+        assert [r.mu for r in reports] == pytest.approx(expected.mus, abs=1e-5)
     for report, wanted in zip(reports, expected.logprobs, strict=False):
         assert report.rank == wanted.rank
         assert report.top_ids == wanted.top_ids
@@ -83,12 +86,26 @@ def random_spec(rng: random.Random, vocab: int) -> sampling.RowSpec:
 
     some = [rng.randrange(vocab) for _ in range(12)]
     tokens = [rng.choice(some) for _ in range(rng.randrange(1, 30))]
+    temperature = rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 1.7])
+    filters = {
+        "top_n_sigma": maybe(rng.choice([0.1, 1.0, 2.5]), 0.0),
+        "top_k": maybe(rng.choice([1, 2, 7, 40, vocab, 3 * vocab]), 0),
+        "top_p": maybe(rng.choice([1e-9, 0.1, 0.5, 0.9, 0.999]), 1.0, 0.5),
+        "min_p": maybe(rng.choice([1e-6, 0.05, 0.5, 1.0]), 0.0),
+        "typical_p": maybe(rng.choice([0.05, 0.5, 0.95]), 1.0),
+        "xtc_probability": maybe(rng.choice([0.5, 1.0]), 0.0),
+        "xtc_threshold": rng.choice([0.0, 0.01, 0.1, 0.3]),
+    }
+    if temperature and rng.random() < 0.15:
+        filters = {"mirostat_tau": rng.choice([0.5, 3.0, 8.0]), "mirostat_eta": 0.3}
     params = SamplingParams(
-        temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 1.7]),
-        top_k=maybe(rng.choice([1, 2, 7, 40, vocab, 3 * vocab]), 0),
-        top_p=maybe(rng.choice([1e-9, 0.1, 0.5, 0.9, 0.999]), 1.0, 0.5),
-        min_p=maybe(rng.choice([1e-6, 0.05, 0.5, 1.0]), 0.0),
-        typical_p=maybe(rng.choice([0.05, 0.5, 0.95]), 1.0),
+        temperature=temperature,
+        **filters,
+        dry_multiplier=maybe(rng.uniform(0.1, 3), 0.0),
+        dry_base=rng.choice([1.0, 1.75, 4.0]),
+        dry_allowed_length=rng.choice([1, 2, 3]),
+        dry_breakers=maybe(tuple(some[7:9]), ()),
+        dry_range=maybe(rng.randrange(1, 20), 0),
         repetition_penalty=maybe(rng.choice([0.8, 1.3]), 1.0),
         presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
@@ -108,6 +125,7 @@ def random_spec(rng: random.Random, vocab: int) -> sampling.RowSpec:
         prompt_len=rng.randrange(len(tokens) + 1),
         path=[rng.choice(some) for _ in range(rng.choice([0, 0, 3]))],
         stop_ids=some[5:7],
+        mu=maybe(rng.uniform(-1, 12), None),
     )
 
 
@@ -164,6 +182,9 @@ def test_same_tokens_as_torch_on_large_vocabularies(isa, vocab):
         {"typical_p": 0.9, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed"},
         {"min_p": 0.1, "repetition_penalty": 1.2},
         {"top_p": 0.999, "logprobs": 8, "logprobs_mode": "processed"},
+        {"top_n_sigma": 1.0, "logprobs": 3, "logprobs_mode": "processed"},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.001, "logprobs": 3, "logprobs_mode": "processed"},
+        {"mirostat_tau": 4.0, "dry_multiplier": 1.0},
     ]
     for case, setting in enumerate(settings):
         for spread in (0.3, 3.0):
@@ -281,10 +302,11 @@ def test_top_sees_biases_and_bans(isa):
 
 def reference_walk(z: np.ndarray, params: SamplingParams, tokens: list[int], draft: list[int], parents: list[int], key):
     """Draw at each node with the torch sampler, and follow the child that was drawn."""
-    node, path, drawn = -1, [], []
+    node, path, drawn, mu = -1, [], [], None
     while True:
-        spec = sampling.RowSpec(params, [key], tokens, 2, drawn)
-        token = sampling.sample(torch.from_numpy(z[node + 1])[None], [spec])[0].tokens[0]
+        spec = sampling.RowSpec(params, [key], tokens, 2, drawn, mu=mu)
+        (result,) = sampling.sample(torch.from_numpy(z[node + 1])[None], [spec])
+        (token,), mu = result.tokens, (result.mus or [None])[0]
         drawn = [*drawn, token]
         child = [i for i, parent in enumerate(parents) if parent == node and draft[i] == token]
         if not child:
@@ -293,7 +315,17 @@ def reference_walk(z: np.ndarray, params: SamplingParams, tokens: list[int], dra
         path.append(node)
 
 
-@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {}, {"top_p": 0.9, "presence_penalty": 1.0, "no_repeat_ngram": 2}])
+WALKS = [
+    {"temperature": 0.0},
+    {},
+    {"top_p": 0.9, "presence_penalty": 1.0, "no_repeat_ngram": 2},
+    {"dry_multiplier": 2.0, "dry_allowed_length": 1},
+    {"xtc_probability": 0.5, "top_n_sigma": 1.5},
+    {"mirostat_tau": 1.0, "mirostat_eta": 0.8},
+]
+
+
+@pytest.mark.parametrize("setting", WALKS)
 def test_verification_walks_the_tree_as_single_draws_do(isa, setting):
     vocab, lengths = 6, set()
     params = SamplingParams(**setting)

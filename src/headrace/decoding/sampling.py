@@ -26,7 +26,7 @@ class Sampling:
         """A sampled token for each child still to be born, or the whole row where the caller's processors come first."""
         if request.processors:
             return Want(kind="logits")
-        return Want(kind="sample", n=_births(request, seq), child=seq.index, logprobs=request.params.logprobs)
+        return Want(n=_births(request, seq), child=seq.index, logprobs=request.params.logprobs, mu=seq.state)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         return [self._children(request, seq, out) for seq, out in outputs]
@@ -38,9 +38,12 @@ class Sampling:
         return []
 
     def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
+        """`state` is mirostat's, None where that is off."""
         drawn = _sample_on_host(request, seq, out) if request.processors else out
+        mus = drawn.mus or [None] * len(drawn.tokens)
         return [
-            Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1]) for i, token in enumerate(drawn.tokens)
+            Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1], state=mu)
+            for i, (token, mu) in enumerate(zip(drawn.tokens, mus, strict=True))
         ]
 
 
@@ -59,6 +62,7 @@ def _sample_on_host(request: Request, seq: Sequence, out: FeedOutput) -> RowResu
         tokens=seq.tokens,
         prompt_len=seq.prompt_len,
         stop_ids=sorted(request.stop_ids),
+        mu=seq.state,
     )
     (result,) = sample(apply_processors(request.processors, raw, history), [spec], raw)
     if result.error:

@@ -151,7 +151,7 @@ class NativeRunner:
         if want.kind == "sample":
             processed = slot.params.logprobs_mode == "processed"
             keys = [slot.key(child) for child in range(want.child, want.child + want.n)]
-            return step.draw(last, keys, logprobs, processed)
+            return step.draw(last, keys, logprobs, processed, want.mu)
         if want.kind == "top":
             return step.top(last, want.k)
         if want.kind == "score":
@@ -171,6 +171,8 @@ class NativeRunner:
                 out.tokens = step.tokens(answer)
                 if want.logprobs is not None:
                     out.logprobs = [_logprob(report) for report in step.reports(answer)]
+                if self._slots[feed.slot].params.mirostat_tau:
+                    out.mus = [report.mu for report in step.reports(answer)]
             elif want.kind == "top":
                 (best,) = step.reports(answer)
                 out.top_ids, out.top_logprobs = best.top_ids, best.top_logprobs

@@ -15,6 +15,8 @@ def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:
     out.logit_bias = list((params.logit_bias or {}).items())
     out.bad_words = [list(word) for word in params.bad_words]
     out.stop_ids = list(stop_ids)
+    if params.dry_multiplier:
+        out.dry_breakers = list(params.dry_breakers)
     out.allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     return out
 
@@ -29,5 +31,14 @@ _SAME = (
     "frequency_penalty",
     "presence_penalty",
     "no_repeat_ngram",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_range",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "mirostat_tau",
+    "mirostat_eta",
     "min_tokens",
 )

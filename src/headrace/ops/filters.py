@@ -8,6 +8,8 @@ Sums of probabilities are taken in fixed point: integers add up to the same tota
 not depend on threads, on the batch or on the device.
 """
 
+import math
+
 import torch
 
 from headrace.ops.noise import REACH
@@ -17,6 +19,7 @@ POINT = 2.0**40  # fixed point; a token 28 nats below the best weighs nothing
 SLACK = 2.0**-20  # a sum this close to its goal has reached it: float32 logits are no finer
 BINS, BINS_PER_NAT = 4096, 128
 NEVER = float("-inf")
+LN2 = math.log(2)
 
 
 def temperature(z: torch.Tensor, t: Setting) -> torch.Tensor:
@@ -60,6 +63,40 @@ def min_p(z: torch.Tensor, p: Setting) -> torch.Tensor:
     """Keep the tokens at least p times as likely as the best, 0 <= p <= 1; 0 is off. (Nguyen et al., 2025)"""
     far = z.double() - _best(z) < _column(z, p, torch.float64).log() - SLACK
     return z.masked_fill(far, NEVER)
+
+
+def top_n_sigma(z: torch.Tensor, n: Setting) -> torch.Tensor:
+    """Keep the logits within n standard deviations, over all possible tokens, of the best. (Tang et al., 2024)
+
+    Scaling all logits scales both sides, so the temperature does not change what is kept. Distances beyond 2**16 count as that.
+    """
+    possible = z > NEVER
+    distance = _best(z).double().sub(z.double()).clamp_(max=2.0**16).masked_fill_(~possible, 0)
+    count = possible.sum(-1, keepdim=True).clamp_(min=1).double()
+    mean = (distance * 2.0**16).round_().to(torch.int64).sum(-1, keepdim=True).double() / 2.0**16 / count
+    square = (distance * distance * 2.0**12).round_().to(torch.int64).sum(-1, keepdim=True).double() / 2.0**12 / count
+    sigma = (square - mean * mean).clamp_(min=0).sqrt_()
+    return z.masked_fill(z.double() - _best(z) < -(sigma * _column(z, n, torch.float64)), NEVER)
+
+
+def xtc(z: torch.Tensor, threshold: Setting) -> torch.Tensor:
+    """Exclude top choices: of the tokens with this probability or more keep only the least likely. (p-e-w, 2024)
+
+    Of equals the lowest id is the likelier. Changes nothing where fewer than two tokens are that likely.
+    """
+    shares = _fixed(z.double().sub_(_best(z)).exp_())
+    goal = (shares.sum(-1, keepdim=True) * (_column(z, threshold, torch.float64) * (1 - SLACK))).ceil().to(torch.int64)
+    top = (shares >= goal) & (shares > 0)
+    least = z.masked_fill(~top, float("inf")).amin(-1, keepdim=True)
+    equal = top & (z == least)
+    last = z.shape[-1] - 1 - equal.flip(-1).to(torch.int8).argmax(-1, keepdim=True)
+    return z.masked_fill(top & (torch.arange(z.shape[-1], device=z.device) != last), NEVER)
+
+
+def surprise(z: torch.Tensor, most: Setting) -> torch.Tensor:
+    """Keep the best token, and those whose surprise, -log2 of the probability, is at most `most` bits (mirostat 2)."""
+    limit = log_total(z) - _column(z, most, torch.float64) * LN2 - SLACK
+    return z.masked_fill(z.double() - _best(z) < limit.clamp_(max=0), NEVER)
 
 
 def reachable(z: torch.Tensor) -> torch.Tensor:

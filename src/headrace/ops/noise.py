@@ -49,7 +49,7 @@ class Purpose(enum.IntEnum):
     DRAFT = 1  # draft sampling under the rejection rule
     ACCEPT = 2  # the acceptance test
     RESIDUAL = 3  # the draw from the residual
-    COIN = 4  # samplers that toss coins of their own
+    COIN = 4  # samplers that toss coins of their own: the word of token id 0 is XTC's
 
 
 def key(seed: int, child: int = 0) -> Key:
@@ -64,6 +64,16 @@ def key(seed: int, child: int = 0) -> Key:
     message = seed.to_bytes(8, "little") + child.to_bytes(4, "little")
     digest = hashlib.blake2b(message, digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def coins(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The coins of n draws, 0 <= coin < 1, float64 [n]: the word of purpose COIN and token id 0, over 2**32.
+
+    keys [n, 2], positions [n], both int64.
+    """
+    zero = torch.zeros_like(positions)
+    words = _rounds(positions, zero, zero + Purpose.COIN, zero, keys[:, 0], keys[:, 1])
+    return words[0].double() / 2**32
 
 
 def philox(counter: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

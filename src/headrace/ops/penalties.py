@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from headrace.params import DRY_LONGEST, SamplingParams
+
 NEVER = float("-inf")
+DRY_DEAREST = 1e4  # no cost grows beyond it
 Setting = torch.Tensor | float
 
 
@@ -58,6 +61,34 @@ def repeated_ngrams(history: Sequence[int], n: int) -> set[int]:
     for offset in range(n - 1):
         match &= tokens[offset : offset + starts] == tokens[starts + offset]
     return set(tokens[n - 1 :][match].tolist())
+
+
+def dry(history: Sequence[int], params: SamplingParams) -> dict[int, float]:
+    """What each token costs that would go on with a repetition (DRY, "don't repeat yourself", by p-e-w, 2024).
+
+    Where the last n tokens stand earlier in the history (in its last `dry_range`), followed by t, token t costs
+    `dry_multiplier` * `dry_base` ** (n - `dry_allowed_length`) for the longest such n, once that exceeds what is allowed; n
+    counts up to 64, and no repetition reaches across a breaker. Path-dependent: at a draft node the path is history.
+    """
+    tokens = np.asarray(history[-params.dry_range :], dtype=np.int64)
+    breaks = np.isin(tokens, params.dry_breakers)
+    if not len(tokens) or breaks[-1]:
+        return {}
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # where an earlier occurrence of the last n tokens ends
+    ends = ends[~breaks[ends + 1]]
+    costs: dict[int, float] = {}
+    cost, length = params.dry_multiplier, 1
+    while len(ends) and length <= DRY_LONGEST:
+        if length >= params.dry_allowed_length:
+            costs.update(dict.fromkeys(tokens[ends + 1].tolist(), cost))
+            cost = min(cost * params.dry_base, DRY_DEAREST)
+        length += 1
+        ends = ends[ends >= length - 1]
+        before = len(tokens) - length
+        if before < 0 or breaks[before]:
+            break
+        ends = ends[tokens[ends - (length - 1)] == tokens[before]]
+    return costs
 
 
 def repetition(z: torch.Tensor, seen: torch.Tensor, penalty: Setting) -> torch.Tensor:

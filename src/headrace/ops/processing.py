@@ -1,7 +1,7 @@
 """What is done to logits before a token is drawn: the stages of card B1, in its order.
 
-bias -> allowed ids -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> temperature ->
-top-k -> typical -> top-p -> min-p. A greedy row stops before temperature.
+bias -> allowed ids -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY -> temperature ->
+top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before temperature.
 
 A stage that is neutral for a row is skipped for it, so neutral settings leave its bits alone.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.ops import filters, penalties
-from headrace.ops.noise import Key, Purpose
+from headrace.ops.noise import Key, Purpose, coins
 from headrace.ops.penalties import TokenCounts
 from headrace.params import SamplingParams
 
@@ -24,7 +24,8 @@ class RowSpec:
 
     `keys` are noise keys, `key(seed, child)`; greedy rows use only their number. `tokens` are the prompt and the output
     so far, `path` the draft tokens between them and this row. Without `counts`, penalties count `tokens` anew; with
-    them, only the output beyond `counts.length`. `stop_ids` cannot be drawn before `params.min_tokens`.
+    them, only the output beyond `counts.length`. `stop_ids` cannot be drawn before `params.min_tokens`. `mu` is mirostat's
+    state before this draw: the most surprise allowed, in bits; None at the beginning of an output.
     """
 
     params: SamplingParams
@@ -35,6 +36,7 @@ class RowSpec:
     stop_ids: Sequence[int] = ()
     counts: TokenCounts | None = None
     purpose: int = Purpose.TARGET
+    mu: float | None = None
 
     @property
     def position(self) -> int:
@@ -92,6 +94,27 @@ def _frequency_presence(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
     return penalties.frequency_presence(z, counts, frequency, presence)
 
 
+def _dry(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
+    costs = [penalties.dry(row.history, row.params) for row in rows]
+    return penalties.bias(z, [{token: -cost for token, cost in one.items()} for one in costs])
+
+
+def _xtc(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
+    """Each row has one key here: its coin decides."""
+    thrown = coins(torch.tensor([row.keys[0] for row in rows]), torch.tensor([row.position for row in rows]))
+    excludes = (thrown < _setting(rows, "xtc_probability")).to(z.device)
+    return torch.where(excludes[:, None], filters.xtc(z, _setting(rows, "xtc_threshold")), z)
+
+
+def _mirostat(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
+    return filters.surprise(z, torch.tensor([allowed_surprise(row) for row in rows], dtype=torch.float64))
+
+
+def allowed_surprise(row: RowSpec) -> float:
+    """Mirostat's mu before a draw: twice the target at first. (Basu et al., 2021, algorithm 2)"""
+    return 2 * row.params.mirostat_tau if row.mu is None else row.mu
+
+
 # the order of card B1: changing it changes distributions
 STAGES = (
     Stage(lambda p: bool(p.logit_bias), lambda z, rows: penalties.bias(z, [r.params.logit_bias for r in rows])),
@@ -102,9 +125,15 @@ STAGES = (
     Stage(lambda p: bool(p.bad_words or p.min_tokens or p.no_repeat_ngram), _ban),
     Stage(lambda p: p.repetition_penalty != 1.0, _repetition),
     Stage(lambda p: bool(p.frequency_penalty or p.presence_penalty), _frequency_presence),
+    Stage(lambda p: p.dry_multiplier > 0, _dry),
     Stage(
         lambda p: not p.greedy and p.temperature != 1.0,
         lambda z, rows: filters.temperature(z, _setting(rows, "temperature")),
+    ),
+    Stage(
+        lambda p: not p.greedy and p.top_n_sigma > 0,
+        lambda z, rows: filters.top_n_sigma(z, _setting(rows, "top_n_sigma")),
+        True,
     ),
     Stage(lambda p: not p.greedy and p.top_k > 0, lambda z, rows: filters.top_k(z, _setting(rows, "top_k")), True),
     Stage(
@@ -114,6 +143,8 @@ STAGES = (
     ),
     Stage(lambda p: not p.greedy and p.top_p < 1.0, lambda z, rows: filters.top_p(z, _setting(rows, "top_p")), True),
     Stage(lambda p: not p.greedy and p.min_p > 0.0, lambda z, rows: filters.min_p(z, _setting(rows, "min_p")), True),
+    Stage(lambda p: not p.greedy and p.xtc_probability > 0, _xtc),
+    Stage(lambda p: not p.greedy and p.mirostat_tau > 0, _mirostat),
 )
 
 
@@ -139,6 +170,8 @@ def check_ids(row: RowSpec, vocab_size: int) -> None:
     params.check_vocab(vocab_size)
     if params.min_tokens and max(row.stop_ids, default=0) >= vocab_size:
         raise ValueError(f"stop id {max(row.stop_ids)} is outside the vocabulary of {vocab_size}")
+    if params.dry_multiplier and max(row.history, default=0) >= vocab_size:
+        raise ValueError(f"token id {max(row.history)} of the history is outside the vocabulary of {vocab_size}")
     if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
         uncounted = row.history if row.counts is None else row.output(row.counts.length)
         if max(uncounted, default=0) >= vocab_size:

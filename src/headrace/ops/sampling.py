@@ -5,14 +5,14 @@ Nothing of a row's result depends on the other rows: they are only computed toge
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from headrace.ops import filters
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.noise import Purpose, gumbel_at
-from headrace.ops.processing import RowSpec, check_ids, needs, run_stages
+from headrace.ops.processing import RowSpec, allowed_surprise, check_ids, needs, run_stages
 from headrace.params import SamplingParams
 from headrace.types import TokenLogprob
 
@@ -28,6 +28,7 @@ class RowResult:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    mus: list[float] = field(default_factory=list)  # mirostat's state after each token
     error: str = ""
 
 
@@ -38,12 +39,30 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSpec], raw: torch.Tensor | No
     result with `error` set; the others are not affected. `raw`: where a caller's processors have changed `logits`, what
     they were before, for raw log-probabilities.
     """
+    if any(row.params.xtc_probability and len(row.keys) > 1 for row in rows):
+        return _sample_singly(logits, rows, raw)
     z = logits.float()
     raw = z if raw is None else raw
     results = [RowResult(error=fault) for fault in _faults(z, rows)]
     for members in _groups(rows, [i for i, result in enumerate(results) if not result.error], _at_once(z)):
         for i, result in zip(members, _sample_group(z, raw, rows, members), strict=True):
             results[i] = result
+    return results
+
+
+def _sample_singly(logits: torch.Tensor, rows: Sequence[RowSpec], raw: torch.Tensor | None) -> list[RowResult]:
+    """A row of its own for each key, since XTC's coin makes what they may draw differ."""
+    whose = torch.tensor([i for i, row in enumerate(rows) for _ in row.keys], device=logits.device)
+    single = [replace(row, keys=[key]) for row in rows for key in row.keys]
+    drawn = iter(sample(logits[whose], single, None if raw is None else raw[whose]))
+    results = []
+    for row in rows:
+        parts = [next(drawn) for _ in row.keys]
+        whole = RowResult(error=next((part.error for part in parts if part.error), ""))
+        if not whole.error:
+            whole.tokens = [token for part in parts for token in part.tokens]
+            whole.logprobs = [entry for part in parts for entry in part.logprobs]
+        results.append(whole)
     return results
 
 
@@ -107,11 +126,26 @@ def _sample_group(z: torch.Tensor, raw: torch.Tensor, rows: Sequence[RowSpec], m
             logprobs = _logprobs(processed, ids, chosen, tokens)
         case _:
             logprobs = [[] for _ in members]
+    mus = _mirostat_states(_take(z, members), chosen, tokens) if chosen[0].params.mirostat_tau else [[] for _ in members]
     faults = [_fault_after(best) for best in processed.amax(-1).tolist()]
     return [
-        RowResult(error=fault) if fault else RowResult(drawn, reported)
-        for fault, drawn, reported in zip(faults, tokens, logprobs, strict=True)
+        RowResult(error=fault) if fault else RowResult(drawn, reported, states)
+        for fault, drawn, reported, states in zip(faults, tokens, logprobs, mus, strict=True)
     ]
+
+
+def _mirostat_states(z: torch.Tensor, rows: list[RowSpec], tokens: list[list[int]]) -> list[list[float]]:
+    """Mirostat's state after each token: the surprise is measured before anything is cut off. (Basu et al., 2021)"""
+    open_rows = [replace(row, mu=math.inf) for row in rows]
+    z, ids = run_stages(z, open_rows)
+    assert ids is None, "mirostat goes with no filter"
+    norm = (z.amax(-1, keepdim=True) + filters.log_total(z)).squeeze(-1).tolist()
+    states = []
+    for i, (row, drawn) in enumerate(zip(rows, tokens, strict=True)):
+        params, mu = row.params, allowed_surprise(row)
+        surprises = [(norm[i] - float(z[i, token])) / filters.LN2 for token in drawn]
+        states.append([mu - params.mirostat_eta * (bits - params.mirostat_tau) for bits in surprises])
+    return states
 
 
 def _take(z: torch.Tensor, members: list[int]) -> torch.Tensor:

@@ -69,18 +69,23 @@ def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -
         results = sample(logits if whole else logits[rows], [spec for _, spec, _ in draws])
         for (number, _, _), result in zip(draws, results, strict=True):
             outputs[number].tokens, outputs[number].logprobs = result.tokens, result.logprobs
+            outputs[number].mus = result.mus
             outputs[number].error = result.error
     return outputs
 
 
 def _spec(slot: Slot, want: Want, vocab_size: int, device: torch.device) -> RowSpec:
+    params = slot.params
+    if want.logprobs != params.logprobs:  # the strategy's own wish
+        params = params.replace(logprobs=want.logprobs)
     return RowSpec(
-        params=slot.params,
+        params=params,
         keys=[key(slot.seed, want.child + i) for i in range(want.n)],
         tokens=slot.tokens,
         prompt_len=slot.prompt_len,
         stop_ids=slot.stop_ids,
         counts=_counts(slot, vocab_size, device),
+        mu=want.mu,
     )
 
 
