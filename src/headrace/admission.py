@@ -5,6 +5,8 @@ from headrace.decoding.processors import ProcessorError, check_processors
 from headrace.params import ParamError
 from headrace.types import Request
 
+POOLS = ("first", "last", "mean")
+
 
 class AdmissionError(ValueError):
     """A request that could never run; the message says what to change."""
@@ -33,7 +35,11 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     length, context = len(request.prompt), limits.scheduler.max_model_len
     if length == 0:
         raise AdmissionError("the prompt is empty; give at least one token")
-    if length >= context:
+    if request.pool:
+        _check_pool(request, limits)
+    elif limits.scheduler.whole:
+        raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings")
+    elif length >= context:
         raise AdmissionError(
             f"the prompt has {length} tokens and the context holds {context}, the answer included; "
             "shorten the prompt or raise max_model_len"
@@ -41,6 +47,16 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     for token in request.prompt:
         if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
             raise AdmissionError(f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
+
+
+def _check_pool(request: Request, limits: Limits) -> None:
+    context = limits.scheduler.max_model_len
+    if request.pool not in POOLS:
+        raise AdmissionError(f"unknown pooling {request.pool!r}; use {', '.join(POOLS)}")
+    if request.pool == "first" and not limits.scheduler.whole:
+        raise AdmissionError("the first token of a decoder sees no other; pool mean or last")
+    if len(request.prompt) > context:
+        raise AdmissionError(f"the text has {len(request.prompt)} tokens and the model takes {context}; shorten it")
 
 
 def _check_ids(request: Request, limits: Limits) -> None:
@@ -81,7 +97,7 @@ def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int)
 def _check_blocks(request: Request, limits: Limits) -> None:
     prompt = len(request.prompt)
     room = limits.scheduler.max_model_len - prompt
-    output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+    output = 1 if request.pool else room if request.params.max_tokens is None else min(room, request.params.max_tokens)
     need = blocks_needed(prompt, output, request.width, limits.cache.block_size)
     if need > limits.cache.num_blocks:
         raise AdmissionError(

@@ -20,6 +20,7 @@ log = logging.getLogger("headrace")
 
 BACKENDS = ("auto", "native", "torch")
 BLOCK_SIZE = 16
+ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def start(opened: Opened, settings: Settings) -> Backend:
     if settings.quantize not in (None, "int8", "int4"):
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
     if settings.backend != "torch":
-        problem = _why_not(settings)
+        problem = _why_not(settings, opened)
         if not problem:
             try:
                 return _native(opened, settings)
@@ -74,8 +75,10 @@ def start(opened: Opened, settings: Settings) -> Backend:
     return _torch(opened, settings)
 
 
-def _why_not(settings: Settings) -> str:
+def _why_not(settings: Settings, opened: Opened) -> str:
     """Why the native core cannot be asked; empty when it can."""
+    if opened.config.encoder:
+        return "the native core runs decoders, and this model is an encoder"
     if settings.device.type != "cpu":
         return f"the native core computes on the CPU, and the device is {settings.device}"
     if settings.dtype not in ("auto", "bfloat16"):
@@ -115,7 +118,9 @@ def _native(opened: Opened, settings: Settings) -> Backend:
 def _torch(opened: Opened, settings: Settings) -> Backend:
     if settings.quantize:
         raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
-    dtype = pick_dtype(settings.dtype, settings.device)
+    encoder = opened.config.encoder
+    exact = encoder and settings.dtype == "auto" and settings.device.type == "cpu"
+    dtype = pick_dtype("float32" if exact else settings.dtype, settings.device)
     if settings.kv_dtype not in {"auto", *DTYPES}:
         raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")
     kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
@@ -125,7 +130,7 @@ def _torch(opened: Opened, settings: Settings) -> Backend:
         block_bytes=opened.config.kv_bytes_per_token(kv_type.itemsize) * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         free=memory.free_memory(settings.device),
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=min(settings.max_num_seqs, ENCODER_TEXTS) if encoder else settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         kv_cache_memory=settings.kv_cache_memory,
     )

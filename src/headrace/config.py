@@ -22,7 +22,7 @@ class RopeConfig:
 class ModelConfig:
     """An architecture's numbers, whatever file they came from (HF config.json or GGUF metadata)."""
 
-    architecture: str  # HF model_type: llama, mistral, qwen2, qwen3, gemma3_text, gpt2
+    architecture: str  # HF model_type: llama, mistral, qwen2, qwen3, gemma3_text, gpt2, bert
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -44,6 +44,8 @@ class ModelConfig:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     embed_scale: float = 1.0
+    encoder: bool = False  # every token sees every other: prompts are fed whole, and nothing is generated
+    token_types: int = 0  # rows of bert's table of token types
 
     @property
     def q_size(self) -> int:
@@ -79,6 +81,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int = 2048
     policy: str = "continuous"  # continuous | static
+    whole: bool = False  # encoders: a prompt is fed in one step, and nothing is matched
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -88,14 +91,16 @@ class SchedulerConfig:
             raise ValueError(f"unknown policy {self.policy!r}; choose continuous or static")
 
     @classmethod
-    def preset(
-        cls, name: str, max_model_len: int, max_num_seqs: int = 32, policy: str = "continuous"
-    ) -> "SchedulerConfig":
+    def preset(cls, name: str, max_model_len: int, max_num_seqs: int = 32, policy: str = "continuous") -> "SchedulerConfig":
         """online: small chunks, low ITL; offline: big steps, most tokens/s."""
         budgets = {"online": 512, "offline": 2048}
         if name not in budgets:
             raise ValueError(f"unknown preset {name!r}; choose online or offline")
         return cls(max_num_seqs, budgets[name], max_model_len, policy)
+
+    def for_encoder(self) -> "SchedulerConfig":
+        """Whole prompts: any that the context holds fits into a step."""
+        return replace(self, whole=True, max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_model_len))
 
     def with_budget(self, max_num_batched_tokens: int) -> "SchedulerConfig":
         return replace(self, max_num_batched_tokens=max_num_batched_tokens)

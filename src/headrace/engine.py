@@ -11,13 +11,14 @@ from headrace.config import EngineConfig
 from headrace.decoding.base import Strategy
 from headrace.decoding.processors import Processor
 from headrace.decoding.sampling import Sampling
+from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
 from headrace.runner.executor import Executor
 from headrace.scheduler import Flight, Scheduler
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Child, Delta, FeedOutput, Request, Sequence, Status, StepOutput, Want
+from headrace.types import Child, Delta, Feed, FeedOutput, Request, Sequence, Status, StepOutput, Want
 
 __all__ = ["AdmissionError", "Engine"]
 
@@ -61,8 +62,12 @@ class Engine:
         strategy: Strategy | None = None,
         processors: tuple[Processor, ...] = (),
         salt: bytes = b"",
+        pool: str = "",
     ) -> Request:
-        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run."""
+        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run.
+
+        `pool` (first, last, mean) asks for the prompt's pooled hidden rows instead of an answer.
+        """
         arrival = next(self._ids)
         name = request_id or f"request-{arrival}"
         if name in self.requests:
@@ -74,7 +79,8 @@ class Engine:
             prompt=list(prompt),
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            strategy=strategy or Sampling(),
+            strategy=strategy or (Scoring() if pool else Sampling()),
+            pool=pool,
             arrival=arrival,
             salt=salt,
             processors=tuple(processors),
@@ -129,6 +135,8 @@ class Engine:
             self._flights.append(flight)
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
+        if request.pool:
+            return _pool_wants(request, last)
         scores = request.params.prompt_logprobs
         want = request.strategy.want(request, seq) if last else None
         wants = () if want is None else (want,)
@@ -153,6 +161,8 @@ class Engine:
         for work, out in zip(flight.works, output.feeds, strict=True):
             if out.error:
                 work.request.error = out.error
+            if out.pooled:
+                _file_pooled(work.request, work.feed, out.pooled)
             if work.request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
                 _file_scores(work.request, work.feed.start, out)
             if work.last and not work.request.aborted and work.request.error is None:
@@ -265,6 +275,18 @@ def _result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
         cumulative_logprob=seq.score,
         score=score,
     )
+
+
+def _pool_wants(request: Request, last: bool) -> tuple[Want, ...]:
+    """A mean takes every row once, chunk by chunk; preempted, it goes on where it was."""
+    if request.pool == "mean":
+        return (Want(rows="all", kind="pool", k=request.pooled_until),)
+    return (Want(rows=request.pool, kind="pool"),) if last else ()
+
+
+def _file_pooled(request: Request, feed: Feed, rows: list[float]) -> None:
+    request.pooled[:] = [a + b for a, b in zip(request.pooled, rows, strict=True)] if request.pooled else rows
+    request.pooled_until = max(request.pooled_until, feed.start + feed.count)
 
 
 def _file_scores(request: Request, start: int, out: FeedOutput) -> None:

@@ -17,7 +17,7 @@ from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.engine import Engine
 from headrace.loading import Opened, open_model, pick_device
-from headrace.outputs import CompletionOutput, RequestOutput, empty_output
+from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
 from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.signals import Uninterrupted
@@ -104,6 +104,8 @@ class LLM:
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
         if max_num_batched_tokens is not None:
             scheduler = scheduler.with_budget(max_num_batched_tokens)
+        if self.model_config.encoder:
+            scheduler = scheduler.for_encoder()
         cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.engine = Engine(
             InProcess(started.runner),
@@ -204,6 +206,23 @@ class LLM:
             for output in outputs
         ]
 
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
+    ) -> list[Embedding]:
+        """A vector of length 1 for each text. `pooling`: mean, last or (encoders) first; default: the model's own, `last` of
+        a decoder. `dimensions` keeps that many leading numbers, of models trained for it. Raises ValueError."""
+        size = self.model_config.hidden_size
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise ValueError(f"dimensions must be 1 to {size} of this model, not {dimensions}")
+        batch = _as_batch(texts)
+        params: list[Params] = [SamplingParams(max_tokens=1)] * len(batch)
+        outputs = self._add_all(batch, params, (), None, pooling or self.opened.pooling)
+        for _ in self._drain(outputs):
+            pass
+        if failed := next((output.error for output in outputs if output.error is not None), None):
+            raise ValueError(failed)
+        return [Embedding(output.prompt_token_ids, unit(output.pooled, dimensions)) for output in outputs]
+
     def render(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation, ready for the answer. Raises TemplateError when the model has no template."""
         text = self.opened.template.render(messages, **{"add_generation_prompt": True, **template})
@@ -223,6 +242,7 @@ class LLM:
         settings: Sequence[Params],
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
+        pool: str = "",
     ) -> list[RequestOutput]:
         """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits."""
         encoded = [self._encode(prompt) for prompt in prompts]
@@ -232,7 +252,7 @@ class LLM:
                 params, method = _method(settings[at], strategy)
                 if params.seed is None and self._seeds is not None:
                     params = params.replace(seed=self._seeds.getrandbits(64))
-                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=method)
+                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=method, pool=pool)
         except BaseException:
             for request in requests.values():
                 self.engine.abort(request.id)

@@ -42,6 +42,7 @@ class Opened:
     eos_ids: frozenset[int]
     sampling: dict[str, Any] = field(default_factory=dict)  # the catalog's or the model's own settings
     system: str | None = None
+    pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Model:
         """The torch model, in memory. Raises DoesNotFit, WeightError."""
@@ -77,6 +78,7 @@ def open_model(model: str | Path, progress: Progress | None = None, *, download:
         eos_ids=frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id")),
         sampling=sampling,
         system=entry.chat.system if entry is not None else None,
+        pooling=_pooling(path) if config.encoder else "last",
     )
 
 
@@ -119,6 +121,14 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.name} cannot be read ({error}); repair or remove it") from None
     return data if isinstance(data, dict) else {}
+
+
+def _pooling(folder: Path) -> str:
+    """What an encoder was trained with, as sentence-transformers writes it; the mean where nothing is said."""
+    said = _read_json(folder / "1_Pooling" / "config.json")
+    if said.get("pooling_mode_cls_token"):
+        return "first"
+    return "last" if said.get("pooling_mode_lasttoken") else "mean"
 
 
 def _own_settings(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """What a caller gets back: one RequestOutput a prompt, put together from the engine's deltas."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.types import Delta, Request, RequestMetrics, TokenLogprob
@@ -22,6 +24,14 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class Embedding:
+    """A text's vector, of length 1."""
+
+    token_ids: list[int]
+    values: list[float]
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A prompt and what came of it. `prompt_logprobs[i]` scores prompt token i given those before; the first is None."""
 
@@ -33,6 +43,7 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     error: str | None = None
+    pooled: list[float] = field(default_factory=list)  # what an embedding is made of, where one was asked for
 
     def add(self, delta: Delta) -> None:
         """Take in what one step added."""
@@ -76,4 +87,14 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
             for index in range(params.n)
         ],
         metrics=request.metrics,
+        pooled=request.pooled,
     )
+
+
+def unit(values: Sequence[float], dimensions: int | None = None) -> list[float]:
+    """The first `dimensions` numbers, scaled to length 1. Raises ValueError where there is no direction to keep."""
+    kept = list(values[:dimensions])
+    length = math.hypot(*kept)
+    if not 0 < length < math.inf:
+        raise ValueError("the model's hidden states are broken: an embedding has no length; check the weights")
+    return [value / length for value in kept]

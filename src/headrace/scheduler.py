@@ -165,7 +165,7 @@ class Scheduler:
         A sequence whose next block another feed is computing right now waits for it and then matches it.
         """
         room = flight.room
-        shares = not _scores_prompt(request)
+        shares = not (_scores_prompt(request) or request.pool == "mean" or self.config.whole)
         promises = set(flight.promises)
         held = False
         spans: list[Span] = []
@@ -205,7 +205,7 @@ class Scheduler:
 
     def _add_feed(self, request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
         length = len(seq.tokens)
-        feed = Feed(seq.slot, start, end - start, seq.tokens[seq.sent :])
+        feed = Feed(seq.slot, start, end - start, seq.tokens[seq.sent :], whole=self.config.whole)
         seq.sent = length
         flight.plan.feeds.append(feed)
         flight.room -= end - start
@@ -255,7 +255,8 @@ class Scheduler:
             whole = [(leader, min(leader.computed), len(leader.tokens))]
             # Room to grow for those who run already, so that admission does not cause the next preemption.
             reserve = sum(len(r.seqs) for r in self.running)
-            if max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
+            cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
+            if cut or max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
                 for seq in request.seqs:
                     self.blocks.release(seq)
                 return

@@ -96,6 +96,9 @@ class Request:
     in_flight: bool = False  # a submitted step works on it: neither scheduled nor preempted until its result is in
     aborted: bool = False
     error: str | None = None
+    pool: str = ""  # first | last | mean: what an embedding is made of; empty: none is asked for
+    pooled: list[float] = field(default_factory=list)  # the row, or the sum of the rows so far
+    pooled_until: int = 0  # prompt tokens that are in it
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 
@@ -124,10 +127,11 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     """What a feed needs back, declared before execution so that it is computed where the logits are.
 
     kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify | top (the `k` best
-    log-probs) | score (log-prob of each next known token) | pool | logits (the whole row, for custom processors).
+    log-probs) | score (log-prob of each next known token) | pool (hidden rows after the final norm: of `rows` first or last
+    that one, of all the sum from KV index `k` on) | logits (the whole row, for custom processors).
     """
 
-    rows: str = "last"  # last | nodes | all
+    rows: str = "last"  # first | last | nodes | all
     kind: str = "sample"
     n: int = 1
     child: int = 0

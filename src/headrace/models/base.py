@@ -7,6 +7,7 @@ import torch
 
 from headrace.config import ModelConfig
 from headrace.layers.holder import Holder
+from headrace.ops.vocabulary import norm
 
 Value = Any  # a tensor, or whatever a recorder passes through a model file
 
@@ -18,6 +19,7 @@ class Model(torch.nn.Module):
     """
 
     layers: Any  # a ModuleList of the file's own Block
+    norm: Any  # the Norm before the head
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -34,6 +36,10 @@ class Model(torch.nn.Module):
     def head(self, x: Value) -> Value:
         """Final norm and output projection of any rows x [r, hidden] -> logits [r, vocabulary], float32 or wider."""
         raise NotImplementedError
+
+    def final(self, x: Value) -> Value:
+        """Rows after the last layer -> the rows that embeddings are pooled from: normed as the head's are."""
+        return norm(x, self.norm)
 
     def forward(self, ctx: Any) -> Value:
         """Logits of every row of the step: all segments in a row (tests and scoring; runners pick rows before `head`)."""

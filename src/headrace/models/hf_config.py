@@ -16,8 +16,9 @@ OFF: dict[str, object] = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
+    "is_decoder": False,
 }
-ACTIVATIONS = {"gemma3_text": ("gelu_pytorch_tanh",), "gpt2": ("gelu_new", "gelu_pytorch_tanh")}
+ACTIVATIONS = {"gemma3_text": ("gelu_pytorch_tanh",), "gpt2": ("gelu_new", "gelu_pytorch_tanh"), "bert": ("gelu",)}
 TIED_BY_DEFAULT = ("gemma3_text", "gpt2")
 
 
@@ -54,11 +55,14 @@ def config_from_hf(architecture: str, config: Mapping[str, Any], where: str) -> 
     for key, off in OFF.items():
         if key in config and config[key] not in (off, None):
             raise read.error(f"asks for {key}, which is not built; use a checkpoint without it")
+    if architecture == "bert" and read.get("position_embedding_type", "absolute") != "absolute":
+        raise read.error("asks for relative positions, which bert is not built with; use a checkpoint with absolute ones")
     activation = read.get("hidden_activation") or read.get("hidden_act") or read.get("activation_function")
     allowed = ACTIVATIONS.get(architecture, ("silu",))
     if activation is not None and activation not in allowed:
         raise read.error(f"has the activation {activation!r}; {architecture} is built with {' or '.join(allowed)}")
-    return _gpt2(read) if architecture == "gpt2" else _decoder(architecture, read)
+    special = {"gpt2": _gpt2, "bert": _bert}
+    return special[architecture](read) if architecture in special else _decoder(architecture, read)
 
 
 def _decoder(architecture: str, read: _Reader) -> ModelConfig:
@@ -123,6 +127,29 @@ def _gpt2(read: _Reader) -> ModelConfig:
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
+    )
+
+
+def _bert(read: _Reader) -> ModelConfig:
+    hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    if hidden % heads:
+        raise read.error(f"has hidden_size {hidden}, no multiple of its {heads} heads")
+    return ModelConfig(
+        architecture="bert",
+        vocab_size=read.size("vocab_size"),
+        hidden_size=hidden,
+        num_layers=read.size("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=read.size("intermediate_size"),
+        max_position=read.size("max_position_embeddings"),
+        norm_eps=read.number("layer_norm_eps", 1e-12),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        encoder=True,
+        token_types=read.size("type_vocab_size", 2),
     )
 
 

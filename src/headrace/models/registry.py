@@ -5,6 +5,7 @@ from typing import Any, Protocol, cast
 
 from headrace.config import ModelConfig
 from headrace.models.base import Model
+from headrace.models.bert import Bert
 from headrace.models.gemma3 import Gemma3
 from headrace.models.gguf_config import config_from_gguf
 from headrace.models.gpt2 import GPT2
@@ -15,6 +16,7 @@ from headrace.models.qwen3 import Qwen3
 from headrace.weights.source import WeightError, WeightSource
 
 MODELS: dict[str, type[Model]] = {
+    "bert": Bert,
     "gemma3_text": Gemma3,
     "gpt2": GPT2,
     "llama": Llama,
@@ -40,6 +42,8 @@ def read_config(source: WeightSource) -> ModelConfig:
         gguf = cast(_WithMetadata, source)
         stored = str(gguf.metadata.get("general.architecture", ""))
         architecture = _known(GGUF_NAMES.get(stored, stored), stored, source)
+        if architecture == "bert":
+            raise WeightError(f"{source.path}: BERT is read from safetensors; take the folder the model is published as")
         return config_from_gguf(architecture, stored, gguf.metadata, gguf)
     config = cast(_WithConfig, source).config
     stored = str(config.get("model_type", ""))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.models.base import Model
@@ -15,6 +16,7 @@ from headrace.native.sampling import sample_params
 from headrace.native.weights import PackedWeights
 from headrace.ops.noise import Key, key
 from headrace.params import SamplingParams
+from headrace.runner.pooling import pools
 from headrace.runner.record import record
 from headrace.types import Feed, FeedOutput, NewSlot, StepOutput, StepPlan, TokenLogprob, Want
 from headrace.weights.source import WeightSource
@@ -87,6 +89,7 @@ class NativeRunner:
         )
         self.program = lowered.program
         self.taps: Mapping[str, int] = lowered.taps
+        self._final = Final(model, self.weights)
         self._slots: dict[int, Slot] = {}
         self._step = core().Step()
         if self.weights.said():
@@ -103,8 +106,12 @@ class NativeRunner:
         step = self._step
         step.clear()
         asked = [self._feed(step, feed) for feed in plan.feeds]
-        self.program.run(step)
+        pooled = list(pools(plan))
+        hidden = np.empty((step.rows if pooled else 0, self._final.width), np.float32)
+        self.program.run(step, hidden_out=hidden if pooled else None)
         outputs = [self._output(step, feed, answers) for feed, answers in zip(plan.feeds, asked, strict=True)]
+        for number, first, rows in pooled:
+            outputs[number].pooled = self._final.sum(hidden[first + rows.start : first + rows.stop])
         return StepOutput(plan.step, outputs)
 
     def kv_bytes(self) -> int:
@@ -137,14 +144,16 @@ class NativeRunner:
         slot, wants = self._slots[feed.slot], feed.wants
         last = 0  # the row of the last known token among those with logits
         for want in wants:
-            if want.rows == "all":
+            if want.kind == "pool":  # which reads hidden rows
+                wants = tuple(other for other in wants if other.kind != "pool")
+            elif want.rows == "all":
                 last = feed.count - 1
         rows = last + 1 + len(feed.nodes) if wants else 0
         if feed.nodes:
             step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
         else:
             step.feed(slot.sequence, feed.start, feed.count, rows)
-        return [self._ask(step, slot, want, last) for want in wants]
+        return [None if want.kind == "pool" else self._ask(step, slot, want, last) for want in feed.wants]
 
     def _ask(self, step: Any, slot: Slot, want: Want, last: int) -> Any:
         logprobs = -1 if want.logprobs is None else want.logprobs
@@ -163,6 +172,8 @@ class NativeRunner:
     def _output(self, step: Any, feed: Feed, answers: list[Any]) -> FeedOutput:
         out = FeedOutput()
         for want, answer in zip(feed.wants, answers, strict=True):
+            if want.kind == "pool":
+                continue  # filled in where the hidden rows are
             if want.kind == "score":
                 _scores(step, answer, out)
             elif error := step.error(answer):
@@ -179,6 +190,20 @@ class NativeRunner:
             else:
                 out.logits = step.row_of_logits(answer)
         return out
+
+
+class Final:
+    """The norm before the head, on hidden rows that have left the program: embeddings are pooled from what it gives."""
+
+    def __init__(self, model: Model, weights: PackedWeights) -> None:
+        self.width = model.config.hidden_size
+        self._kind, self._eps = model.norm.kind, model.norm.eps
+        self._weight, self._bias = weights.vector(model.norm), weights.vector(model.norm, "bias")
+
+    def sum(self, rows: np.ndarray) -> list[float]:
+        """The sum of normed rows [r, width]."""
+        normed = core().norm(np.ascontiguousarray(rows), self._kind, self._weight, self._bias, self._eps)
+        return normed.sum(0).tolist() if len(rows) else [0.0] * self.width
 
 
 def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:

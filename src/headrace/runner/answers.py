@@ -35,9 +35,10 @@ def rows_wanted(plan: StepPlan) -> Wanted:
 
 def _skipped(feed: Feed) -> int:
     """How many rows of a feed need no logits; wanted rows are always the last ones."""
-    if any(want.rows == "all" for want in feed.wants):
+    wants = [want for want in feed.wants if want.kind != "pool"]  # which reads hidden rows
+    if any(want.rows == "all" for want in wants):
         return 0
-    if not feed.wants:
+    if not wants:
         return feed.count + len(feed.nodes)
     return feed.count - 1
 
@@ -59,7 +60,7 @@ def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -
                 outputs[number].logits = logits[last].float().cpu().numpy().astype("<f4").tobytes()
             elif want.kind == "top":
                 tops.append((number, want.k, last))
-            else:
+            elif want.kind != "pool":
                 raise ValueError(f"this runner does not answer {want.kind!r}")
     if tops:
         _top(tops, logits, outputs)

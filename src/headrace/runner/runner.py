@@ -5,7 +5,9 @@ import torch
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
+from headrace.ops.registry import accumulator
 from headrace.runner.answers import answer, rows_wanted
+from headrace.runner.pooling import pools
 from headrace.runner.slots import Slots
 from headrace.types import StepOutput, StepPlan
 
@@ -42,7 +44,11 @@ class TorchRunner:
             x = self.model.layer(layer, x, ctx)
         wanted = rows_wanted(plan)
         logits = self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]
-        return StepOutput(plan.step, answer(plan, self.slots, logits, wanted))
+        outputs = answer(plan, self.slots, logits, wanted)
+        for number, first, which in pools(plan):
+            final = self.model.final(x[first + which.start : first + which.stop])
+            outputs[number].pooled = final.to(accumulator(final.dtype)).sum(0).tolist()
+        return StepOutput(plan.step, outputs)
 
     def kv_bytes(self) -> int:
         return self.pool.bytes

@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headrace.params import ParamError
-from headrace.server import chat, completions, tokens
+from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
 from headrace.server.async_llm import EngineDownError, QueueFullError, RequestFailedError, RequestRefusedError, State
 from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
-from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from headrace.server.guard import Guard
 from headrace.server.service import Service
 from headrace.server.stream import ClientGoneError
@@ -84,6 +84,10 @@ def _add_protocol(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def converse(body: ChatRequest, request: Request) -> Response:
         return _json(await chat.chat(service, body, request, _salt(body.cache_salt)))
+
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest, request: Request) -> Response:
+        return _json(await embeddings.embed(service, body, request, _salt(body.cache_salt)))
 
 
 def _add_tools(app: FastAPI, service: Service) -> None:

@@ -153,8 +153,8 @@ class AsyncLLM:
             return tokenizer.encode(text, **options)
         return await asyncio.to_thread(tokenizer.encode, text, **options)
 
-    def submit(self, prompts: list[list[int]], params: SamplingParams, *, salt: bytes = b"") -> list[Ticket]:
-        """Queue prompts, all or none; whoever submits must `abort` in the end.
+    def submit(self, prompts: list[list[int]], params: SamplingParams, *, salt: bytes = b"", pool: str = "") -> list[Ticket]:
+        """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError.
         """
@@ -162,7 +162,7 @@ class AsyncLLM:
             raise EngineDownError(self.detail)
         context = self.loaded.max_model_len
         for ids in prompts:
-            if len(ids) >= context:
+            if len(ids) >= context + bool(pool):
                 raise RequestRefusedError(
                     f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included; shorten the prompt"
                 )
@@ -172,7 +172,7 @@ class AsyncLLM:
         for ids in prompts:
             ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, news)
             self.tickets[ticket.request_id] = ticket
-            self._process.send(Submit(ticket.request_id, ids, params, salt))
+            self._process.send(Submit(ticket.request_id, ids, params, salt, pool))
             tickets.append(ticket)
         return tickets
 
@@ -296,6 +296,9 @@ class AsyncLLM:
             for delta in message.deltas:
                 if ticket := self.tickets.get(delta.request_id):
                     ticket.put(delta)
+            for pooled in message.pooled:
+                if ticket := self.tickets.get(pooled.request_id):
+                    ticket.pooled = pooled.values
             if self.observer is not None:
                 self.observer.step(message, self.tickets)
             for ended in message.ended:

@@ -22,6 +22,7 @@ from headrace.server.messages import (
     Load,
     Loaded,
     NotLoaded,
+    Pooled,
     Refused,
     Scores,
     Stats,
@@ -93,7 +94,9 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
-            request = self.engine.add(message.prompt, message.params, request_id=message.request_id, salt=message.salt)
+            request = self.engine.add(
+                message.prompt, message.params, request_id=message.request_id, salt=message.salt, pool=message.pool
+            )
         except (AdmissionError, ParamError) as error:
             self.channel.send(Refused(message.request_id, str(error)))
             return
@@ -105,10 +108,11 @@ class EngineLoop:
         deltas = self.engine.step()
         ended = [Ended(delta.request_id, self._open[delta.request_id].metrics) for delta in deltas if delta.finished]
         scores = [Scores(name, self._open[name].prompt_logprobs) for name in self._scored(deltas)]
+        pooled = [Pooled(one.request_id, self._open[one.request_id].pooled) for one in ended if self._open[one.request_id].pool]
         for one in ended:
             del self._open[one.request_id]
             self._unscored.discard(one.request_id)
-        return Deltas(deltas, ended, scores, self._stats())
+        return Deltas(deltas, ended, scores, self._stats(), pooled)
 
     def _scored(self, deltas: list[Delta]) -> list[str]:
         """Requests that owe their prompt log-probs and have begun to answer."""

@@ -103,6 +103,18 @@ class ChatRequest(Sampling):
     moderation: Any = None
 
 
+class EmbeddingRequest(Meaningless):
+    """POST /v1/embeddings: texts or token ids, one or many."""
+
+    model: str
+    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    encoding_format: str | None = None
+    dimensions: Int64 | None = None
+    pooling: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
 class TokenizeRequest(Strict):
     """POST /tokenize: a text, or a conversation."""
 

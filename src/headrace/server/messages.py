@@ -36,6 +36,7 @@ class Submit(msgspec.Struct, tag=True):
     prompt: list[int]
     params: SamplingParams
     salt: bytes = b""  # requests with different salts share no cached prefix
+    pool: str = ""  # first, last or mean: an embedding instead of an answer
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -82,6 +83,13 @@ class Scores(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob | None]
 
 
+class Pooled(msgspec.Struct, array_like=True):
+    """What an embedding is made of; it comes when its request ends."""
+
+    request_id: str
+    values: list[float]
+
+
 class Stats(msgspec.Struct, array_like=True, frozen=True):
     """The engine's state after a step."""
 
@@ -98,6 +106,7 @@ class Deltas(msgspec.Struct, tag=True):
     ended: list[Ended] = []
     scores: list[Scores] = []
     stats: Stats = Stats()
+    pooled: list[Pooled] = []
 
 
 ToEngine = Load | Submit | Abort

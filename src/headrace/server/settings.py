@@ -22,6 +22,7 @@ class Limits:
     n: int = 16  # answers to one prompt
     prompts: int = 64  # prompts of one /v1/completions request
     choices: int = 128  # prompts times n
+    inputs: int = 2048  # texts of one /v1/embeddings request
     max_tokens: int | None = None  # None: what the context holds
     logprobs: int = 20
     stop: int = 16

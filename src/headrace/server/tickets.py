@@ -36,6 +36,7 @@ class Ticket:
         self.params = params
         self.news = news
         self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.pooled: list[float] = []  # when it has ended, where an embedding was asked for
         self.metrics: RequestMetrics | None = None  # when it has ended
         self.submitted = time.perf_counter()
         self.generated = 0  # tokens

@@ -151,11 +151,30 @@ _GPT2_HF = _lay(
     "transposed",
     *(f".{name}.weight" for name in ("q", "k", "v", "out", "up", "down")),
 )
+_BERT_HF = _map(
+    {
+        "tokens.weight": "embeddings.word_embeddings.weight",
+        "positions.weight": "embeddings.position_embeddings.weight",
+        "types.weight": "embeddings.token_type_embeddings.weight",
+        "embed_norm": "embeddings.LayerNorm",
+        "layers.{i}.qkv.q": "encoder.layer.{i}.attention.self.query",
+        "layers.{i}.qkv.k": "encoder.layer.{i}.attention.self.key",
+        "layers.{i}.qkv.v": "encoder.layer.{i}.attention.self.value",
+        "layers.{i}.out": "encoder.layer.{i}.attention.output.dense",
+        "layers.{i}.attn_norm": "encoder.layer.{i}.attention.output.LayerNorm",
+        "layers.{i}.up": "encoder.layer.{i}.intermediate.dense",
+        "layers.{i}.down": "encoder.layer.{i}.output.dense",
+        "layers.{i}.mlp_norm": "encoder.layer.{i}.output.LayerNorm",
+    }
+)
 # Buffers that old checkpoints saved with their weights.
 _INV_FREQ = (r"(.*\.)?rotary_emb\.inv_freq",)
 _CAUSAL_MASK = (r"h\.\d+\.attn\.(masked_)?bias",)
+# What bert was trained with and embeddings do not need.
+_HEADS_OF_BERT = (r"pooler\..*", r"cls\..*", r"embeddings\.position_ids")
 _HF = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), NameMap(_DECODER_HF, "model.", _INV_FREQ)),
     "gemma3_text": NameMap(_GEMMA3_HF, "model.", _INV_FREQ),
     "gpt2": NameMap(_GPT2_HF, "transformer.", _CAUSAL_MASK),
+    "bert": NameMap(_BERT_HF, "bert.", _HEADS_OF_BERT),
 }

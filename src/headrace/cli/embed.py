@@ -1,0 +1,44 @@
+"""embed: texts to vectors, one JSON line each."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, ModelOptions, with_groups
+
+BATCH = 256  # texts handed over at a time
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Generate")(with_groups(embed))
+
+
+def embed(
+    model: ModelName,
+    options: ModelOptions,
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, the lines of --file or stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
+    pooling: Annotated[str | None, typer.Option(help="mean, last or first (default: the model's own).")] = None,
+    dimensions: Annotated[int | None, typer.Option(min=1, help="Keep that many leading numbers.")] = None,
+) -> None:
+    """Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.
+
+    Encoders (BERT, MiniLM) and the hidden states of any other model alike.
+    """
+    options.check()
+    if texts and file:
+        raise typer.BadParameter("give texts or --file, not both")
+    given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
+    if not all(given):
+        raise ValueError("a text is empty; remove its line")
+    llm = open_llm(model, options)
+    for start in range(0, len(given), BATCH):
+        part = given[start : start + BATCH]
+        for text, made in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions), strict=True):
+            line = {"text": text, "tokens": len(made.token_ids), "embedding": made.values}
+            print(json.dumps(line, ensure_ascii=False), flush=True)

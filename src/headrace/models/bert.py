@@ -1,0 +1,50 @@
+"""BERT, MiniLM and their like: an encoder. Every token sees every other, norms come after each branch, nothing is generated."""
+
+from typing import Any
+
+from torch.nn import Module, ModuleList
+
+from headrace.config import ModelConfig
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.norm import Norm
+from headrace.models.base import Model, Value
+from headrace.ops.vocabulary import act, attention, embed, linear, norm, residual, tap
+
+
+class Block(Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.qkv = Linear(c.hidden_size, {"q": c.q_size, "k": c.kv_size, "v": c.kv_size}, bias=True, split=True, shard="out")
+        self.out = Linear(c.q_size, c.hidden_size, bias=True, shard="in")
+        self.attn_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
+        self.up = Linear(c.hidden_size, c.ffn_size, bias=True, shard="out")
+        self.down = Linear(c.ffn_size, c.hidden_size, bias=True, shard="in")
+        self.mlp_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
+
+
+class Bert(Model):
+    """Feeds are whole: K and V live in the pool for the one step that computes them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = Embedding(config.max_position, config.hidden_size)
+        self.types = Embedding(config.token_types, config.hidden_size)
+        self.embed_norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
+        self.layers = ModuleList(Block(config) for _ in range(config.num_layers))
+
+    def embed(self, ctx: Any) -> Value:
+        x = embed(ctx.ids, self.tokens, pos=self.positions, positions=ctx.positions)
+        first = self.types.weight[:1].expand_as(x)  # one text a feed: all tokens are of the first type
+        return norm(residual(x, first), self.embed_norm)
+
+    def layer(self, i: int, x: Value, ctx: Any) -> Value:
+        block = self.layers[i]
+        q, k, v = linear(x, block.qkv)
+        x = norm(residual(x, linear(attention(q, k, v, ctx, i, causal=False), block.out)), block.attn_norm)
+        x = norm(residual(x, linear(act(linear(x, block.up), "gelu"), block.down)), block.mlp_norm)
+        return tap(x, f"layer.{i}", ctx)
+
+    def final(self, x: Value) -> Value:
+        return x  # the last layer's norm was the last

@@ -1,0 +1,73 @@
+"""/v1/embeddings: texts or token ids to vectors of length 1."""
+
+import base64
+import struct
+from typing import Any
+
+from starlette.requests import Request
+
+from headrace.outputs import unit
+from headrace.params import SamplingParams
+from headrace.server.errors import bad
+from headrace.server.fields import EmbeddingRequest
+from headrace.server.service import Service
+from headrace.server.stream import unless_gone
+from headrace.server.tickets import Ticket, deltas
+
+TOGETHER = 32  # texts of one request that are in the queue at a time
+FORMATS = ("float", "base64")
+
+
+async def embed(service: Service, request: EmbeddingRequest, http: Request, salt: bytes) -> dict[str, Any]:
+    """Answer a request. Raises what `as_api_error` knows, and ClientGoneError."""
+    service.check_model(request.model)
+    size = service.llm.opened.config.hidden_size
+    if request.encoding_format not in (None, *FORMATS):
+        raise bad(f"encoding_format must be float or base64, not {request.encoding_format[:40]!r}", "encoding_format")
+    if request.dimensions is not None and not 1 <= request.dimensions <= size:
+        raise bad(f"dimensions must be 1 to {size} of this model, not {request.dimensions}", "dimensions")
+    texts = await _texts(service, request)
+    return await unless_gone(http, _embed(service, request, texts, salt))
+
+
+async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]:
+    """Token ids of every input."""
+    given = request.input if isinstance(request.input, list) else [request.input]
+    if given and isinstance(given[0], int):
+        given = [given]
+    if not given:
+        raise bad("input is empty; give a text, token ids, or a list of those", "input")
+    if len(given) > service.limits.inputs:
+        raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
+    texts: list[list[int]] = []
+    for one in given:
+        ids = await service.llm.encode(one) if isinstance(one, str) else list(one)  # type: ignore[arg-type]
+        if not ids or one == "":
+            raise bad("an input is empty; give at least one character or token", "input")
+        texts.append(ids)
+    return texts
+
+
+async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[int]], salt: bytes) -> dict[str, Any]:
+    pool = request.pooling or service.llm.opened.pooling
+    data: list[dict[str, Any]] = []
+    params = SamplingParams(max_tokens=1, priority=request.priority or 0)
+    together = min(TOGETHER, service.llm.waiting.max_requests)
+    for start in range(0, len(texts), together):
+        tickets = service.llm.submit(texts[start : start + together], params, salt=salt, pool=pool)
+        try:
+            async for _ in deltas(tickets):
+                pass
+        finally:
+            service.llm.abort(tickets)
+        data += [_entry(start + at, ticket, request) for at, ticket in enumerate(tickets)]
+    tokens = sum(map(len, texts))
+    used = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": service.name, "usage": used}
+
+
+def _entry(index: int, ticket: Ticket, request: EmbeddingRequest) -> dict[str, Any]:
+    values: list[float] | str = unit(ticket.pooled, request.dimensions)
+    if request.encoding_format == "base64":
+        values = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")
+    return {"object": "embedding", "index": index, "embedding": values}

@@ -1,0 +1,168 @@
+"""Embeddings: BERT equals `transformers`, and pooling a decoder's rows does not depend on how its prompt was fed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headrace.engine import AdmissionError
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+from headrace.weights.source import WeightError
+from tests.cli_shell import Shell
+from tests.places import model_file
+from tests.tiny_bert import CONTEXT, HIDDEN, write_tiny_bert
+from tests.tiny_files import write_tiny_gguf
+
+TEXTS = ["The mill stands by a river.", "a wheel", "Water turns the wheel, the wheel turned the mills. " * 3]
+EXACT: dict[str, Any] = {"backend": "torch", "dtype": "float64", "threads": 1, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("decoder") / "tiny.gguf")
+
+
+@torch.no_grad()
+def oracle(folder: Path, ids: list[int]) -> np.ndarray:
+    """Hidden rows [tokens, width] of a BERT by `transformers`."""
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    rows: np.ndarray = model(torch.tensor([ids])).last_hidden_state[0].double().numpy()
+    return rows
+
+
+def cosine(a: Any, b: Any) -> float:
+    return float(np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize(("pooling", "rows"), [("mean", slice(None)), ("first", slice(1)), ("last", slice(-1, None))])
+def test_bert_is_what_transformers_computes(bert: Path, pooling: str, rows: slice) -> None:
+    llm = LLM(bert, threads=1, device="cpu")
+    made = llm.embed(TEXTS, pooling=pooling)
+    for one in made:
+        expected = oracle(bert, one.token_ids)
+        assert cosine(one.values, expected[rows].mean(0)) > 0.99999
+        assert np.linalg.norm(one.values) == pytest.approx(1)
+    others = oracle(bert, made[1].token_ids)[1:-1].mean(0)
+    assert cosine(made[1].values, others) < 0.999  # else which rows are pooled would not matter
+    assert made[0].token_ids[0] == 2
+    assert made[0].token_ids[-1] == 3
+    alone = [llm.embed(text, pooling=pooling)[0].values for text in TEXTS]
+    assert np.abs(np.array(alone) - [one.values for one in made]).max() < 1e-6
+    llm.close()
+
+
+def test_an_encoder_takes_whole_prompts_and_generates_nothing(bert: Path) -> None:
+    llm = LLM(bert, threads=1, device="cpu", max_num_batched_tokens=8)  # less than one of these texts
+    full = [2, *range(4, 4 + CONTEXT - 2), 3]
+    prompts = [full, [2, 5, 3], full[:40], full]
+    made = llm.embed(prompts)
+    for one in made:
+        assert cosine(one.values, oracle(bert, one.token_ids).mean(0)) > 0.99999
+    assert made[0].values == made[3].values
+    llm.engine.check()
+    with pytest.raises(AdmissionError, match=f"{CONTEXT + 1} tokens and the model takes {CONTEXT}"):
+        llm.embed([[*full, 3]])
+    with pytest.raises(AdmissionError, match="ask it for embeddings"):
+        llm.generate("the mill")
+    llm.close()
+
+
+@pytest.mark.weights
+def test_minilm_is_what_transformers_computes() -> None:
+    folder = model_file("all-MiniLM-L6-v2")
+    llm = LLM(folder, threads=1, device="cpu")
+    texts = [
+        "The mill stands by the river.",
+        "A headrace brings water to the wheel.",
+        "猫 und Käse: naïve façade",
+        "mill " * 300,
+    ]
+    close, far = "A wheel is driven by water.", "The parliament passed the budget."
+    made = llm.embed([*texts, close, far])
+    for one in made[: len(texts)]:
+        assert cosine(one.values, oracle(folder, one.token_ids).mean(0)) >= 0.9999
+    assert cosine(made[1].values, made[4].values) > cosine(made[1].values, made[5].values) + 0.2
+    llm.close()
+
+
+def test_bert_files_that_cannot_be_run_are_refused(bert: Path, tmp_path: Path) -> None:
+    for change, says in (
+        ({"position_embedding_type": "relative_key"}, "relative positions"),
+        ({"hidden_act": "relu"}, "built with gelu"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"num_attention_heads": 5}, "no multiple"),
+    ):
+        folder = tmp_path / says.split()[0]
+        write_tiny_bert(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(WeightError, match=says):
+            LLM(folder)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_a_decoders_rows_are_pooled_however_they_are_fed(decoder: Path, pooling: str) -> None:
+    texts = ["The mill stands by a river. " * 4, "water", "The mill stands by a river. " * 3 + "No."]
+    whole = LLM(decoder, **EXACT)
+    expected = [one.values for one in whole.embed(texts, pooling=pooling)]
+    other = [one.values for one in whole.embed(texts, pooling="last" if pooling == "mean" else "mean")]
+    assert max(cosine(a, b) for a, b in zip(expected, other, strict=True)) < 0.99
+    small = LLM(decoder, **EXACT, max_num_batched_tokens=7, max_model_len=128, kv_cache_memory=128 * 512)
+    small.generate(texts, SamplingParams(max_tokens=2))  # fills the prefix cache: what is matched has no hidden rows
+    for _ in range(2):
+        got = [one.values for one in small.embed(texts, pooling=pooling)]
+        assert np.abs(np.array(got) - expected).max() < 1e-9
+    small.engine.check()
+    whole.close()
+    small.close()
+
+
+def test_a_preempted_mean_counts_every_row_once(decoder: Path) -> None:
+    text = "The mill stands by a river and the wheel is turning. " * 2
+    whole = LLM(decoder, **EXACT)
+    (expected,) = whole.embed(text, pooling="mean")
+    assert 50 < len(expected.token_ids) < 70
+    tight = LLM(decoder, **EXACT, max_num_batched_tokens=3, max_model_len=128, kv_cache_memory=128 * 512)  # 8 blocks
+    long = SamplingParams(max_tokens=60, ignore_eos=True, priority=-1)
+    answers = [tight.add("The mill", long), tight.add("A river", long)]
+    (got,) = tight.embed(text, pooling="mean")
+    assert tight.engine.scheduler.preemptions > 0, "the pool was meant to run short"
+    assert np.abs(np.array(got.values) - expected.values).max() < 1e-9
+    while not all(answer.finished for answer in answers):
+        tight.step()
+    tight.engine.check()
+
+
+def test_the_native_core_pools_what_torch_pools(decoder: Path) -> None:
+    texts = ["The mill stands by a river. " * 6, "water"]
+    exact, native = LLM(decoder, **EXACT), LLM(decoder, backend="native", threads=1, max_num_batched_tokens=16)
+    for pooling in ("mean", "last"):
+        for a, b in zip(exact.embed(texts, pooling=pooling), native.embed(texts, pooling=pooling), strict=True):
+            assert cosine(a.values, b.values) > 0.999  # the native core keeps these weights as bfloat16
+    with pytest.raises(AdmissionError, match="pool mean or last"):
+        native.embed("water", pooling="first")
+    with pytest.raises(AdmissionError, match="unknown pooling"):
+        native.embed("water", pooling="most")
+    with pytest.raises(ValueError, match="dimensions must be 1 to 32"):
+        native.embed("water", dimensions=33)
+    kept, whole = (native.embed("water", dimensions=many)[0].values for many in (8, None))
+    assert kept == pytest.approx(np.array(whole[:8]) / np.linalg.norm(whole[:8]))
+
+
+def test_the_command(bert: Path, shell: Shell) -> None:
+    code, out, err = shell("embed", bert, "the mill", "a wheel")
+    assert code == 0, err
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["text"] for line in lines] == ["the mill", "a wheel"]
+    assert [line["tokens"] for line in lines] == [4, 4]
+    assert all(len(line["embedding"]) == HIDDEN for line in lines)
