@@ -47,6 +47,7 @@ class Engine:
         self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None)
         self.eos_ids = eos_ids
         self.requests: dict[str, Request] = {}
+        self.fed = 0  # tokens of the step that landed last
         self._flights: deque[Flight] = deque()
         self._outbox: list[Delta] = []
         self._ids = itertools.count()
@@ -115,6 +116,7 @@ class Engine:
         self._launch()
         if self._flights:
             flight = self._flights.popleft()
+            self.fed = flight.plan.num_tokens
             output = self._land(flight)
             if output is not None:
                 self.scheduler.advance(flight)

@@ -15,7 +15,7 @@ import httpx2 as httpx
 import openai
 
 from headrace.server.async_llm import AsyncLLM, LoadError
-from headrace.server.serving import Server, listen, make_service, run
+from headrace.server.serving import Server, listen, run, single
 from headrace.server.settings import ServerSettings
 
 PATIENCE = 120.0  # seconds until a test gives up; no result depends on it
@@ -37,7 +37,7 @@ class Running:
         self.sock: socket.socket = listen(self.settings)
         self.port: int = self.sock.getsockname()[1]
         self.base = f"http://127.0.0.1:{self.port}"
-        self.server = Server(make_service(self.llm, self.settings))
+        self.server = Server(single(self.llm, self.settings))
         self.error: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, daemon=True)

@@ -87,8 +87,9 @@ def _run(model: str, settings: Any, arguments: dict[str, Any]) -> int:
 
     from headrace.server.async_llm import AsyncLLM
     from headrace.server.serving import serve as run
+    from headrace.server.serving import single
 
-    ended_by = asyncio.run(run(AsyncLLM(model, **arguments), settings, say))
+    ended_by = asyncio.run(run(single(AsyncLLM(model, **arguments), settings), settings, say))
     return INTERRUPTED if ended_by == signal.SIGINT else 0
 
 

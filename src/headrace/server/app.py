@@ -18,6 +18,7 @@ from headrace.server.async_llm import EngineDownError, QueueFullError, RequestFa
 from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
 from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from headrace.server.guard import Guard
+from headrace.server.models import Models
 from headrace.server.service import Service
 from headrace.server.stream import ClientGoneError
 from headrace.text.chat import TemplateError
@@ -38,14 +39,14 @@ OURS = (
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(service: Service) -> Guard:
-    """The whole ASGI application of one served model."""
+def make_app(models: Models) -> Guard:
+    """The whole ASGI application of a server's models."""
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
-    _add_protocol(app, service)
-    _add_tools(app, service)
+    _add_protocol(app, models)
+    _add_tools(app, models)
     _add_errors(app)
-    return Guard(app, service.settings, service.metrics.count)
+    return Guard(app, models.settings, models.figures.count)
 
 
 class StrictRequest(Request):
@@ -67,50 +68,58 @@ class StrictRoute(APIRoute):
         return strict
 
 
-def _add_protocol(app: FastAPI, service: Service) -> None:
+def _add_protocol(app: FastAPI, models: Models) -> None:
     @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [_model(service)]})
+    async def listed() -> Response:
+        return _json({"object": "list", "data": [_model(service) for service in models.services]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        service.check_model(name)
-        return _json(_model(service))
+        return _json(_model(models.find(name)))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        return _json(await completions.complete(service, body, request, _salt(body.cache_salt)))
+        async with models.use(body.model) as service:
+            return _json(await completions.complete(service, body, request, _salt(body.cache_salt)))
 
     @app.post("/v1/chat/completions")
     async def converse(body: ChatRequest, request: Request) -> Response:
-        return _json(await chat.chat(service, body, request, _salt(body.cache_salt)))
+        async with models.use(body.model) as service:
+            return _json(await chat.chat(service, body, request, _salt(body.cache_salt)))
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        return _json(await embeddings.embed(service, body, request, _salt(body.cache_salt)))
+        async with models.use(body.model) as service:
+            return _json(await embeddings.embed(service, body, request, _salt(body.cache_salt)))
 
 
-def _add_tools(app: FastAPI, service: Service) -> None:
+def _add_tools(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        return _json(await tokens.tokenize(service, body))
+        async with models.use(body.model) as service:
+            return _json(await tokens.tokenize(service, body))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        return _json(tokens.detokenize(service, body))
+        async with models.use(body.model) as service:
+            return _json(tokens.detokenize(service, body))
 
     @app.get("/health")
     async def health() -> Response:
-        llm = service.llm
-        said = {"status": str(llm.state), "detail": llm.detail, "restarts": llm.restarts}
-        if llm.state is State.READY:
+        state, detail = models.state
+        said: dict[str, Any] = {"status": str(state), "detail": detail}
+        said["restarts"] = sum(service.llm.restarts for service in models.services)
+        if len(models.services) > 1:
+            said["models"] = {service.name: str(service.llm.state) for service in models.services}
+        if state is State.READY:
             return _json(said)
         return Response(msgspec.json.encode(said), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        service.metrics.restarts.set(service.llm.restarts)
-        return Response(service.metrics.text(), media_type=METRICS_TYPE)
+        for service in models.services:
+            service.metrics.restarts.set(service.llm.restarts)
+        return Response(models.figures.text(), media_type=METRICS_TYPE)
 
 
 def _add_errors(app: FastAPI) -> None:

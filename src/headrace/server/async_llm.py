@@ -107,7 +107,7 @@ class AsyncLLM:
 
     def begin(self) -> None:
         """Start loading, and return at once."""
-        if self._supervisor is None:
+        if not self.running:
             self._become(State.LOADING, "the model is being loaded")
             self._supervisor = asyncio.create_task(self._supervise())
 
@@ -124,6 +124,11 @@ class AsyncLLM:
         if self._opened is None:
             raise EngineDownError(self.detail)
         return self._opened
+
+    @property
+    def running(self) -> bool:
+        """Whether the model is in memory, being loaded, or being started again."""
+        return self._supervisor is not None and not self._supervisor.done()
 
     @property
     def pid(self) -> int | None:
@@ -196,7 +201,7 @@ class AsyncLLM:
         return not self.tickets
 
     async def close(self) -> None:
-        """End the engine process; what is in flight fails."""
+        """End the engine process; what is in flight fails. It can be started again."""
         self._become(State.CLOSED, "the server has shut down")
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -210,6 +215,8 @@ class AsyncLLM:
         if self._opened is not None:
             self._opened.template.close()
             self._opened.source.close()
+            self._opened = None
+        self.loaded = None
 
     # -- the engine process --------------------------------------------------------------------------------------------
     async def _supervise(self) -> None:

@@ -56,7 +56,6 @@ class Job:
 
 async def chat(service: Service, request: ChatRequest, http: Request, salt: bytes) -> Response | Chat:
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
-    service.check_model(request.model)
     _check(request)
     params = _params(service, request)
     prompt = await render(

@@ -66,7 +66,6 @@ class Job:
 
 async def complete(service: Service, request: CompletionRequest, http: Request, salt: bytes) -> Response | Completion:
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
-    service.check_model(request.model)
     params = _params(service, request)
     _check(service, request)
     prompts, texts = await _prompts(service, request)

@@ -20,7 +20,6 @@ FORMATS = ("float", "base64")
 
 async def embed(service: Service, request: EmbeddingRequest, http: Request, salt: bytes) -> dict[str, Any]:
     """Answer a request. Raises what `as_api_error` knows, and ClientGoneError."""
-    service.check_model(request.model)
     size = service.llm.opened.config.hidden_size
     if request.encoding_format not in (None, *FORMATS):
         raise bad(f"encoding_format must be float or base64, not {request.encoding_format[:40]!r}", "encoding_format")

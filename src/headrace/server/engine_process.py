@@ -5,10 +5,12 @@ socket does, so it never outlives the server.
 """
 
 import logging
+import re
 import select
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from headrace.engine import AdmissionError
 from headrace.llm import LLM
@@ -84,7 +86,7 @@ class EngineLoop:
         while True:
             while self.channel.waiting(0.0 if self.engine.busy else self.beat):
                 self._take(self.channel.receive())
-            self.channel.send(self._step() if self.engine.busy else Deltas(stats=self._stats()))
+            self.channel.send(self._step() if self.engine.busy else Deltas(stats=self._stats(fed=0)))
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Abort):
@@ -112,7 +114,7 @@ class EngineLoop:
         for one in ended:
             del self._open[one.request_id]
             self._unscored.discard(one.request_id)
-        return Deltas(deltas, ended, scores, self._stats(), pooled)
+        return Deltas(deltas, ended, scores, self._stats(self.engine.fed), pooled)
 
     def _scored(self, deltas: list[Delta]) -> list[str]:
         """Requests that owe their prompt log-probs and have begun to answer."""
@@ -120,14 +122,25 @@ class EngineLoop:
         self._unscored.difference_update(names)
         return names
 
-    def _stats(self) -> Stats:
+    def _stats(self, fed: int) -> Stats:
         scheduler = self.engine.scheduler
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             blocks_used=self.engine.blocks.used,
             preemptions=scheduler.preemptions,
+            fed=fed,
         )
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process that are no mapped file; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"RssAnon:\s*(\d+) kB", status)
+    return int(found[1]) * 1024 if found else 0
 
 
 def load(message: Load, channel: Channel) -> LLM | None:
@@ -148,6 +161,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
             note=f"{number} on {llm.device} ({llm.backend}), {llm.memory_plan.said}",
+            memory=anonymous_memory() + llm.memory_plan.kv_bytes,
         )
     )
     return llm

@@ -54,6 +54,7 @@ class Loaded(msgspec.Struct, tag=True):
     num_blocks: int
     block_size: int
     note: str  # one line: number format, device, memory
+    memory: int = 0  # bytes that weights and KV take; 0: not known
 
 
 class NotLoaded(msgspec.Struct, tag=True):
@@ -97,6 +98,7 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     waiting: int = 0
     blocks_used: int = 0
     preemptions: int = 0  # since the process began
+    fed: int = 0  # tokens of the last step, prompts and answers
 
 
 class Deltas(msgspec.Struct, tag=True):

@@ -1,7 +1,8 @@
 """Figures for Prometheus. Names are vLLM's with the prefix `headrace:`, so that dashboards carry over."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -12,27 +13,55 @@ FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0)
 WHOLE = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+LABELS = ("model_name",)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class Metrics:
-    """The figures of one served model, in a registry of its own. Times are seconds."""
+class Figures:
+    """What all models of a server share: one registry, in which each has its own label."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._made: dict[str, Gauge | Counter | Histogram] = {}
+        ProcessCollector(registry=self.registry)
+        self._responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+    def count(self, status: int) -> None:
+        """Take in a response."""
+        self._responses.labels(str(status)).inc()
+
+    def gauge(self, name: str, text: str, labels: tuple[str, ...] = LABELS) -> Gauge:
+        return self._once(name, lambda: Gauge(f"headrace:{name}", text, labels, registry=self.registry))
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...] = LABELS) -> Counter:
+        return self._once(name, lambda: Counter(f"headrace:{name}", text, labels, registry=self.registry))
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._once(name, lambda: Histogram(f"headrace:{name}", text, LABELS, registry=self.registry, buckets=buckets))
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+
+class Metrics:
+    """The figures of one served model. Times are seconds."""
+
+    def __init__(self, figures: Figures, model: str) -> None:
+        self._figures = figures
         self._model = model
         self._num_blocks = 1
         self._preemptions = 0
         self._last: dict[tuple[str, int], float] = {}  # when each answer's last token came
         self._reasons: dict[str, str] = {}  # how each open request's last answer ended
-        ProcessCollector(registry=self.registry)
         self._gauges()
         self._counters()
         self._histograms()
-
-    def text(self) -> bytes:
-        """The exposition format."""
-        return generate_latest(self.registry)
 
     def _gauges(self) -> None:
         self.running = self._gauge("num_requests_running", "Requests in the running batch.")
@@ -46,9 +75,9 @@ class Metrics:
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
-        labels = ("model_name", "finished_reason")
-        self.ended = Counter("headrace:request_success", "Requests by how they ended.", labels, registry=self.registry)
-        self.responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self.ended = self._figures.counter("request_success", "Requests by how they ended.", (*LABELS, "finished_reason"))
         self.generated_chars = self._counter("generation_chars", "Characters of generated text.")
 
     def _histograms(self) -> None:
@@ -65,6 +94,7 @@ class Metrics:
         self.asked_n = self._histogram("request_params_n", "Answers asked for.", BATCH)
         self.asked_tokens = self._histogram("request_params_max_tokens", "The max_tokens asked for.", SIZES)
         self.batch = self._histogram("iteration_requests", "Requests running after a step that gave tokens.", BATCH)
+        self.fed = self._histogram("iteration_tokens_total", "Tokens fed in a step, of prompts and answers.", SIZES)
 
     def step(self, message: Deltas, tickets: Mapping[str, Ticket]) -> None:
         """Take in what one step brought; `tickets` are those still open."""
@@ -76,6 +106,8 @@ class Metrics:
         if stats.preemptions > self._preemptions:
             self.preempted.inc(stats.preemptions - self._preemptions)
         self._preemptions = stats.preemptions
+        if stats.fed:
+            self.fed.observe(stats.fed)
         if message.deltas:
             self.batch.observe(stats.running)
             self._tokens(message, tickets, now)
@@ -109,6 +141,8 @@ class Metrics:
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)
         self.cache_hits.inc(metrics.cached_tokens)
+        self.drafted.inc(metrics.drafted)
+        self.accepted.inc(metrics.accepted)
         self.prompt_size.observe(prompt)
         self.answer_size.observe(ticket.generated)
         self.asked_n.observe(ticket.params.n)
@@ -123,10 +157,6 @@ class Metrics:
         if ticket.generated > ticket.params.n:
             self.per_token.observe((metrics.last_token - metrics.first_token) / (ticket.generated / ticket.params.n - 1))
 
-    def count(self, status: int) -> None:
-        """Take in a response."""
-        self.responses.labels(str(status)).inc()
-
     def begin(self, loaded: Loaded) -> None:
         """An engine process is ready."""
         self._num_blocks = max(loaded.num_blocks, 1)
@@ -138,11 +168,10 @@ class Metrics:
             gauge.set(0)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"headrace:{name}", text, ("model_name",), registry=self.registry).labels(self._model)
+        return self._figures.gauge(name, text).labels(self._model)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"headrace:{name}", text, ("model_name",), registry=self.registry).labels(self._model)
+        return self._figures.counter(name, text).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(f"headrace:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
-        return made.labels(self._model)
+        return self._figures.histogram(name, text, buckets).labels(self._model)

@@ -11,8 +11,8 @@ import uvicorn
 from headrace.server.app import make_app
 from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.connection import connection
-from headrace.server.metrics import Metrics
-from headrace.server.service import Service
+from headrace.server.metrics import Figures
+from headrace.server.models import Entry, Models, make_service
 from headrace.server.settings import ServerSettings
 
 log = logging.getLogger("headrace.server")
@@ -25,11 +25,11 @@ class Server(uvicorn.Server):
     """The first SIGTERM or SIGINT drains: nothing new is taken (503), what runs is finished within the grace period, what is
     left then ends with an error. A second one ends at once."""
 
-    def __init__(self, service: Service) -> None:
-        settings, limits = service.settings, service.settings.limits
+    def __init__(self, models: Models) -> None:
+        settings, limits = models.settings, models.settings.limits
         super().__init__(
             uvicorn.Config(
-                make_app(service),
+                make_app(models),
                 http=connection(limits.header_seconds),  # type: ignore[arg-type]
                 loop="asyncio",
                 ws="none",
@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=settings.tls_key,
             )
         )
-        self.service = service
+        self.models = models
         self.stopped_by: int | None = None
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,11 +69,11 @@ class Server(uvicorn.Server):
             self._drain = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
-        llm, grace = self.service.llm, self.service.settings.grace
-        log.info("finishing %d requests, for %g s at most", len(llm.tickets), grace)
-        if not await llm.drain(grace):
-            log.warning("%d requests were not finished within %g s", len(llm.tickets), grace)
-        await llm.close()
+        models, grace = self.models, self.models.settings.grace
+        log.info("finishing %d requests, for %g s at most", models.open, grace)
+        if left := await models.drain(grace):
+            log.warning("%d requests were not finished within %g s", left, grace)
+        await models.close()
         self.should_exit = True
 
 
@@ -88,48 +88,50 @@ def listen(settings: ServerSettings) -> socket.socket:
         ) from None
 
 
-def make_service(llm: AsyncLLM, settings: ServerSettings) -> Service:
-    """A model with its figures, ready to be served."""
-    metrics = Metrics(settings.model_name)
-    llm.observer = metrics
-    return Service(llm, settings, metrics)
+def single(llm: AsyncLLM, settings: ServerSettings) -> Models:
+    """A server's only model."""
+    figures = Figures()
+    return Models([Entry(make_service(llm, settings.model_name, settings, figures))], settings, figures)
 
 
-async def serve(llm: AsyncLLM, settings: ServerSettings, say: Callable[[str], None]) -> int | None:
-    """Serve until a signal ends it; returns the signal. `say` is told when it listens, and when the model is ready.
+async def serve(models: Models, settings: ServerSettings, say: Callable[[str], None]) -> int | None:
+    """Serve until a signal ends it; returns the signal. `say` is told when it listens, and when the models are ready.
 
-    Raises LoadError when the model cannot be opened, ValueError when the address cannot be had.
+    Raises LoadError when a model cannot be opened, ValueError when the address cannot be had.
     """
     sock = listen(settings)
-    server = Server(make_service(llm, settings))
+    server = Server(models)
     server.config.load()  # TLS files are read now: their errors come before anything starts
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    say(f"{settings.model_name} on {scheme}://{host}:{sock.getsockname()[1]}/v1")
+    names = ", ".join(service.name for service in models.services)
+    say(f"{names} on {scheme}://{host}:{sock.getsockname()[1]}/v1")
     await run(server, sock, say)
     return server.stopped_by
 
 
 async def run(server: Server, sock: socket.socket, say: Callable[[str], None]) -> None:
     """Serve on a bound socket until `server.stop`. Raises LoadError."""
-    llm = server.service.llm
-    llm.begin()
-    loading = asyncio.create_task(_load(llm, server, say))
+    models = server.models
+    models.begin()
+    loading = asyncio.create_task(_load(models, server, say))
     try:
         await server.serve([sock])
     finally:
-        await llm.close()
+        await models.close()
         loading.cancel()
         (result,) = await asyncio.gather(loading, return_exceptions=True)
     if isinstance(result, LoadError) and server.stopped_by is None:
         raise result
 
 
-async def _load(llm: AsyncLLM, server: Server, say: Callable[[str], None]) -> None:
+async def _load(models: Models, server: Server, say: Callable[[str], None]) -> None:
     try:
-        await llm.ready()
+        services = await models.ready()
     except LoadError:
         server.should_exit = True
         raise
-    if llm.loaded is not None:
-        say(f"ready: {llm.loaded.note}")
+    for service in services:
+        if service.llm.loaded is not None:
+            name = f"{service.name}: " if len(models.services) > 1 else ""
+            say(f"ready: {name}{service.llm.loaded.note}")

@@ -10,7 +10,6 @@ from headrace.server.service import Service
 
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     """Token ids of a text or a conversation, their number, and how many the context holds."""
-    service.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad("give either prompt or messages", "prompt")
     if request.prompt is not None:
@@ -29,7 +28,6 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
 
 def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
-    service.check_model(request.model)
     tokenizer = service.llm.opened.tokenizer
     largest = max(request.tokens, default=0)
     if largest >= tokenizer.vocab_size:
