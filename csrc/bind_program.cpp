@@ -209,6 +209,7 @@ void bind_step(nb::module_& m) {
         .def("set_table", [](Sequence& self, size_t start, const std::vector<int32_t>& blocks) { self.set_table(start, blocks); },
              "start"_a, "blocks"_a, "table[start:] = blocks")
         .def("copy", [](const Sequence& self) { return std::make_shared<Sequence>(self); })
+        .def_prop_ro("table", [](const Sequence& self) { return self.table; })
         .def("__len__", [](const Sequence& self) { return self.history.tokens().size(); });
     nb::class_<Step>(m, "Step", "What one step computes and what is asked of it; answers are read after Program.run.")
         .def(nb::init<>())
@@ -237,6 +238,12 @@ void bind_step(nb::module_& m) {
                  return std::pair(first, count);
              }, "row"_a, "k"_a, "Every row from `row` on scores the known token after it -> first answer, how many.")
         .def("logits", &Step::logits, "row"_a)
+        .def("contrast",
+             [](Step& self, int row, Step& amateur, int answer, float alpha, float beta) {
+                 answer_of(amateur, answer);
+                 self.contrast(row, std::move(amateur.answers()[static_cast<size_t>(answer)].logits), alpha, beta);
+             }, "row"_a, "amateur"_a, "answer"_a, "alpha"_a, "beta"_a,
+             "Combine a row of logits with those another step answered, which are taken from it.")
         .def_prop_ro("rows", &Step::rows)
         .def("tokens", &tokens_of, "answer"_a)
         .def("reports", [](Step& self, int number) { return answer_of(self, number).reports; }, "answer"_a)

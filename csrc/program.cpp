@@ -13,6 +13,13 @@ void require(bool ok, const char* message) {
     if (!ok) throw std::invalid_argument(message);
 }
 
+// Those of the rows [first, last).
+std::span<const Contrast> within(const std::vector<Contrast>& contrasts, int first, int last) {
+    const auto before = [](const Contrast& contrast, int row) { return contrast.row < row; };
+    return {std::lower_bound(contrasts.begin(), contrasts.end(), first, before),
+            std::lower_bound(contrasts.begin(), contrasts.end(), last, before)};
+}
+
 template <class Work, class F>
 void each(const std::vector<Phase>& segment, F f) {
     for (const Phase& phase : segment) {
@@ -114,7 +121,7 @@ int Program::turns() const {
         for (const Phase& phase : segment) count += turns_of(phase);
         return count;
     };
-    int count = of(embed_) + 1 + static_cast<int>(chunks_.size()) * (of(head_) + 2);
+    int count = of(embed_) + 1 + static_cast<int>(chunks_.size()) * (of(head_) + 3);
     for (const Segment& layer : layers_) count += of(layer);
     return count;
 }
@@ -200,11 +207,17 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     const auto start = timed ? Clock::now() : Clock::time_point{};
     const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
     Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
+    const Logits rows{logits.floats(), logits.stride(), maxima.floats(), maxima.stride(), chunk.first, vocab_size_};
+    const std::span<const Contrast> contrasts = within(step.contrasts(), chunk.first, chunk.last);
+    if (!contrasts.empty()) {
+        worker.share(static_cast<int>(contrasts.size()), [&](int first, int last) {
+            for (int i = first; i < last; ++i) combine(contrasts[static_cast<size_t>(i)], rows, *kernels_.sample);
+        }, true);
+    }
     const auto carry_out = [&](int first, int last) {
         for (int item = first; item < last; ++item) {
             for (const int ask : chunk.items[static_cast<size_t>(item)]) {
-                answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)],
-                       {logits.floats(), logits.stride(), maxima.floats(), maxima.stride(), chunk.first, vocab_size_});
+                answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)], rows);
             }
         }
     };

@@ -1,6 +1,8 @@
 #include "program_step.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <stdexcept>
 
 namespace headrace {
@@ -27,6 +29,7 @@ void Step::clear() {
     sequences_.clear();
     asks_.clear();
     answers_.clear();
+    contrasts_.clear();
     first_layer = 0, last_layer = -1;
     hidden = nullptr, hidden_out = nullptr;
     skips.clear();
@@ -36,8 +39,8 @@ void Step::clear() {
 void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits) {
     const std::vector<int32_t>& tokens = sequence->history.tokens();
     const size_t rows = static_cast<size_t>(count) + nodes.size();
-    require(start >= 0 && count >= 1 && static_cast<size_t>(start) + static_cast<size_t>(count) <= tokens.size(),
-            "a feed must name known tokens of its sequence");
+    require(start >= 0 && count >= 0 && rows >= 1 && static_cast<size_t>(start) + static_cast<size_t>(count) <= tokens.size(),
+            "a feed must name known tokens of its sequence, or have a draft");
     require(nodes.size() == parents.size() && nodes.size() <= kMostNodes, "a draft has up to 64 nodes, each with a parent");
     require(logits >= 0 && static_cast<size_t>(logits) <= rows, "a feed has no more rows of logits than rows");
     for (size_t i = 0; i < parents.size(); ++i) {
@@ -102,6 +105,13 @@ int Step::score(int row, int k, int& count) {
     return first;
 }
 
+void Step::contrast(int row, std::vector<float> amateur, float alpha, float beta) {
+    require(!sequences_.empty() && row >= 0 && first_head_row_ + row < static_cast<int>(head_rows_.size()),
+            "what is contrasted must be rows of logits of the last feed");
+    require(contrasts_.empty() || contrasts_.back().row < first_head_row_ + row, "rows are contrasted once, in their order");
+    contrasts_.push_back({first_head_row_ + row, std::move(amateur), alpha, beta});
+}
+
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
 
 StepFeeds Step::feeds() {
@@ -112,6 +122,20 @@ StepFeeds Step::feeds() {
         std::copy(sequences_[i]->table.begin(), sequences_[i]->table.end(), tables_.begin() + static_cast<ptrdiff_t>(i * width));
     }
     return {positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(width)};
+}
+
+void combine(const Contrast& contrast, const Logits& logits, const SampleKernels& kernels) {
+    constexpr float kNever = -std::numeric_limits<float>::infinity();
+    float* z = logits.values + (contrast.row - logits.base) * logits.stride;
+    float* maxima = const_cast<float*>(logits.maxima) + (contrast.row - logits.base) * logits.maxima_stride;
+    const int blocks = (logits.vocab_size + kVocabBlock - 1) / kVocabBlock;
+    const float least = *std::max_element(maxima, maxima + blocks) + std::log(contrast.alpha);
+    const int shared = std::min(logits.vocab_size, static_cast<int>(contrast.amateur.size()));
+    for (int i = 0; i < shared; ++i) {
+        z[i] = z[i] < least ? kNever : (1.0f + contrast.beta) * z[i] - contrast.beta * contrast.amateur[static_cast<size_t>(i)];
+    }
+    std::fill(z + shared, z + logits.vocab_size, kNever);
+    kernels.block_maxima(z, logits.vocab_size, maxima);
 }
 
 void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) {

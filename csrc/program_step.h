@@ -41,6 +41,14 @@ struct Ask {
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
 
+// Contrastive decoding: head row `row` becomes (1 + beta) * expert - beta * amateur where the expert's logit is at least
+// its best + ln(alpha), and -inf elsewhere.
+struct Contrast {
+    int row;
+    std::vector<float> amateur;
+    float alpha, beta;
+};
+
 struct Answer {
     std::vector<TokenReport> reports;
     std::vector<int32_t> path;  // kVerify
@@ -65,6 +73,8 @@ class Step {
     // Every row from `row` on scores the known token after it: one answer each, `count` of them.
     int score(int row, int k, int& count);
     int logits(int row);
+    // Before anything else is asked of it, a row of logits is combined with an amateur's.
+    void contrast(int row, std::vector<float> amateur, float alpha, float beta);
 
     int rows() const { return static_cast<int>(ids_.size()); }
     std::span<const int32_t> ids() const { return ids_; }
@@ -74,6 +84,7 @@ class Step {
     std::span<const int32_t> head_rows() const { return head_rows_; }  // ascending
     std::vector<Ask>& asks() { return asks_; }
     std::vector<Answer>& answers() { return answers_; }
+    const std::vector<Contrast>& contrasts() const { return contrasts_; }  // rows ascending
 
     // What is run: layers [first_layer, last_layer) (-1: to the end), from the ids or from given hidden rows.
     int first_layer = 0, last_layer = -1;
@@ -93,6 +104,7 @@ class Step {
     int first_head_row_ = 0, last_known_ = 0;  // head rows: its first, and that of its last known token
     std::vector<Ask> asks_;
     std::vector<Answer> answers_;
+    std::vector<Contrast> contrasts_;
 };
 
 // Rows of logits and their block maxima, the first of which is head row `base`.
@@ -104,6 +116,9 @@ struct Logits {
     int base;
     int vocab_size;
 };
+
+// Changes a row of logits and its block maxima.
+void combine(const Contrast& contrast, const Logits& logits, const SampleKernels& kernels);
 
 // Carries out one ask. Asks that share rows take turns: logits are changed for a while.
 void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits);

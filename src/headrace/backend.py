@@ -1,20 +1,24 @@
 """What runs a model: the native core where it can, torch where it must. Decided once, at load, and said in one line."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from headrace import memory, native
+from headrace.config import ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.loading import DTYPES, Opened, pick_dtype
 from headrace.models.registry import describe
-from headrace.native.runner import KV_DTYPES, NativeRunner, kv_block_bytes
+from headrace.native.runner import KV_DTYPES, NativeRunner, Slot, kv_block_bytes
 from headrace.native.weights import packed_bytes
+from headrace.runner.companions import Companions, ModelRunner
 from headrace.runner.executor import Runs
 from headrace.runner.record import RecordError
 from headrace.runner.runner import TorchRunner
-from headrace.types import MAX_NODES
+from headrace.runner.slots import Slots
+from headrace.types import AMATEUR, DRAFT, HIDDEN, MAX_NODES, TARGET, KVGroup
 
 log = logging.getLogger("headrace")
 
@@ -46,10 +50,11 @@ class Backend:
     runner: Runs
     plan: memory.MemoryPlan
     dtype: torch.dtype
+    groups: tuple[KVGroup, ...]
 
 
-def start(opened: Opened, settings: Settings) -> Backend:
-    """Load a model's weights into the back end that fits the settings.
+def start(opened: Opened, settings: Settings, draft: Opened | None = None, amateur: Opened | None = None) -> Backend:
+    """Load a model's weights, and those of its companions, into the back end that fits the settings.
 
     Raises ValueError, DoesNotFit, WeightError, in one line. With backend "auto", what the native core cannot do runs in
     torch, which is logged; with "native" it is an error.
@@ -65,14 +70,30 @@ def start(opened: Opened, settings: Settings) -> Backend:
         problem = _why_not(settings, opened)
         if not problem:
             try:
-                return _native(opened, settings)
+                return _native(opened, settings, draft, amateur)
             except RecordError as error:
                 problem = str(error)
         if settings.backend == "native":
             raise ValueError(f"the native back end cannot run this: {problem}; use backend='auto'")
         if settings.device.type == "cpu":
             log.info("running in torch: %s", problem)
-    return _torch(opened, settings)
+    return _torch(opened, settings, draft, amateur)
+
+
+def _beside(draft: Opened | None, amateur: Opened | None) -> tuple[list[Opened], tuple[KVGroup, ...], int]:
+    """The companions, the KV groups of all models, and which companion (from 1) is the amateur."""
+    companions = [each for each in (draft, amateur) if each is not None]
+    groups = [TARGET]
+    if draft is not None:
+        groups.append(KVGroup(DRAFT, model=1))
+    if amateur is not None:
+        groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded by contrast
+    return companions, (*groups, KVGroup(HIDDEN, "hidden")), len(companions) if amateur is not None else 0
+
+
+def _shortest(models: list[Opened]) -> ModelConfig:
+    """The first model's numbers, with the positions that all of them know."""
+    return replace(models[0].config, max_position=min(model.config.max_position for model in models))
 
 
 def _why_not(settings: Settings, opened: Opened) -> str:
@@ -88,34 +109,42 @@ def _why_not(settings: Settings, opened: Opened) -> str:
     return native.reason()
 
 
-def _native(opened: Opened, settings: Settings) -> Backend:
-    model = describe(opened.config)
+def _native(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None) -> Backend:
+    companions, groups, number = _beside(draft, amateur)
+    everyone = [opened, *companions]
+    models = [describe(each.config) for each in everyone]
     quantize = settings.quantize or ""
-    need, free = packed_bytes(model, opened.source, quantize), memory.free_memory(settings.device)
-    memory.check_weights_fit(need, free, opened.name)
+    need = sum(packed_bytes(model, each.source, quantize) for model, each in zip(models, everyone, strict=True))
+    free = memory.free_memory(settings.device)
+    memory.check_weights_fit(need, free, " and ".join(each.name for each in everyone))
     plan = memory.plan(
-        opened.config,
-        block_bytes=kv_block_bytes(opened.config, BLOCK_SIZE, settings.kv_dtype),
+        _shortest(everyone),
+        block_bytes=sum(kv_block_bytes(each.config, BLOCK_SIZE, settings.kv_dtype) for each in everyone),
         block_size=BLOCK_SIZE,
         free=free - need,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         kv_cache_memory=settings.kv_cache_memory,
     )
-    runner = NativeRunner(
-        model,
-        opened.source,
-        num_blocks=plan.num_blocks,
-        block_size=BLOCK_SIZE,
-        max_positions=plan.max_model_len + MAX_NODES,
-        kv_dtype=settings.kv_dtype,
-        threads=settings.threads or 0,
-        quantize=quantize,
-    )
-    return Backend("native", runner, plan, torch.bfloat16)
+    slots: dict[int, Slot] = {}
+    runners = [
+        NativeRunner(
+            model,
+            each.source,
+            num_blocks=plan.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_positions=plan.max_model_len + MAX_NODES,
+            kv_dtype=settings.kv_dtype,
+            threads=settings.threads or 0,
+            quantize=quantize,
+            slots=slots,
+        )
+        for model, each in zip(models, everyone, strict=True)
+    ]
+    return Backend("native", _together(runners, number), plan, torch.bfloat16, groups)
 
 
-def _torch(opened: Opened, settings: Settings) -> Backend:
+def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None) -> Backend:
     if settings.quantize:
         raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
     encoder = opened.config.encoder
@@ -124,15 +153,24 @@ def _torch(opened: Opened, settings: Settings) -> Backend:
     if settings.kv_dtype not in {"auto", *DTYPES}:
         raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")
     kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
-    weights = opened.load(dtype, settings.device)
+    companions, groups, number = _beside(draft, amateur)
+    everyone = [opened, *companions]
+    models = [each.load(dtype, settings.device) for each in everyone]
     plan = memory.plan(
-        opened.config,
-        block_bytes=opened.config.kv_bytes_per_token(kv_type.itemsize) * BLOCK_SIZE,
+        _shortest(everyone),
+        block_bytes=sum(each.config.kv_bytes_per_token(kv_type.itemsize) for each in everyone) * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         free=memory.free_memory(settings.device),
         max_num_seqs=min(settings.max_num_seqs, ENCODER_TEXTS) if encoder else settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         kv_cache_memory=settings.kv_cache_memory,
     )
-    pool = KVPool(opened.config, plan.num_blocks, BLOCK_SIZE, kv_type, settings.device)
-    return Backend("torch", TorchRunner(weights, pool, settings.threads), plan, dtype)
+    slots = Slots()
+    pools = [KVPool(each.config, plan.num_blocks, BLOCK_SIZE, kv_type, settings.device) for each in everyone]
+    runners = [TorchRunner(model, pool, settings.threads, slots) for model, pool in zip(models, pools, strict=True)]
+    return Backend("torch", _together(runners, number), plan, dtype, groups)
+
+
+def _together(runners: Sequence[ModelRunner], amateur: int) -> Runs:
+    """One runner for them all."""
+    return Companions(runners[0], runners[1:], amateur) if len(runners) > 1 else runners[0]

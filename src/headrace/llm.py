@@ -16,7 +16,7 @@ from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.engine import Engine
-from headrace.loading import Opened, open_model, pick_device
+from headrace.loading import Opened, open_companion, open_model, pick_device
 from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
 from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
@@ -55,8 +55,9 @@ class LLM:
     `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16,
     int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
-    `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. Raises ValueErrors of one line that say
-    what to change.
+    `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. `draft` and `amateur` name companions of
+    the same vocabulary: a model that drafts for speculation, and one that contrastive decoding is a contrast to. Raises
+    ValueErrors of one line that say what to change.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class LLM:
         seed: int | None = None,
         preset: str = "offline",
         policy: str = "continuous",
+        draft: str | Path | None = None,
+        amateur: str | Path | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.device = pick_device(device)
@@ -96,6 +99,7 @@ class LLM:
                 max_model_len=max_model_len,
                 kv_cache_memory=kv_cache_memory,
             ),
+            **_open_companions(self.opened, progress, draft=draft, amateur=amateur),
         )
         self.backend = started.name
         self.dtype = started.dtype
@@ -287,6 +291,10 @@ class LLM:
             self.engine.abort(request_id)
         while any(request_id in self._open for request_id in request_ids):
             self.step()
+
+
+def _open_companions(target: Opened, progress: Progress | None, **names: str | Path | None) -> dict[str, Opened]:
+    return {role: open_companion(name, target, role, progress) for role, name in names.items() if name is not None}
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

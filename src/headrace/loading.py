@@ -82,6 +82,17 @@ def open_model(model: str | Path, progress: Progress | None = None, *, download:
     )
 
 
+def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:
+    """Open a model that works beside another one, whose tokens it must have. Raises ValueError besides what opening does."""
+    opened = open_model(model, progress)
+    if opened.path != target.path and (difference := opened.tokenizer.differs(target.tokenizer)):
+        raise ValueError(
+            f"{model} cannot be the {role} of {target.name}: their vocabularies differ ({difference}); "
+            "choose a smaller model of the same family"
+        )
+    return opened
+
+
 def pick_device(device: str) -> torch.device:
     """auto: the first GPU if there is one, else the CPU. Raises ValueError for a device torch cannot use."""
     if device == "auto":

@@ -10,6 +10,7 @@ MAX_STOP = 64
 DRY_LONGEST = 64  # tokens of a repetition that are counted
 # The filters, each with the value that lets all tokens through.
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0, "xtc_probability": 0.0}
+MAX_CANDIDATES = 64  # nodes of a draft tree
 
 
 class ParamError(ValueError):
@@ -34,9 +35,9 @@ def _require(ok: bool, message: str) -> None:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
 
-    Logits are processed in the order of card B1: bias, bad words, min_tokens -> no-repeat-ngram -> repetition ->
-    frequency and presence -> DRY -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC or mirostat ->
-    draw. `temperature` below 0.01 is greedy.
+    Logits are processed in the order of card B1: contrast with the amateur -> bias, bad words, min_tokens -> no-repeat-ngram
+    -> repetition -> frequency and presence -> DRY -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC
+    or mirostat -> draw. `temperature` below 0.01 is greedy.
     Raises ParamError (a ValueError) when a value cannot be meant.
     """
 
@@ -61,6 +62,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dry_allowed_length: int = 2  # repetitions up to so many tokens are free
     dry_breakers: tuple[int, ...] = ()  # token ids that no repetition reaches across
     dry_range: int = 0  # how many of the last tokens are looked at; 0: all, the prompt included
+    contrastive_beta: float | None = None  # contrastive decoding: how much the amateur counts; None: off
+    contrastive_alpha: float = 0.1  # its mask: tokens with at least this share of the likeliest one's probability
+    penalty_alpha: float = 0.0  # contrastive search over the top_k tokens: how much likeness costs; 0: off
     logit_bias: dict[int, float] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     allowed_token_ids: tuple[int, ...] | None = None
@@ -86,10 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_types(self) -> None:
         for name in _FLOATS:
             value = getattr(self, name)
-            _require(
-                isinstance(value, (int, float)) and not isinstance(value, bool),
-                f"{name} must be a number, not {value!r}",
-            )
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            _require(number or (name in _OPTIONAL_FLOATS and value is None), f"{name} must be a number, not {value!r}")
         for name in _FLAGS:
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
@@ -138,6 +140,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.logprobs_mode in ("raw", "processed"), f"logprobs_mode must be raw or processed, not {self.logprobs_mode!r}"
         )
         _require(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2**64 - 1, not {self.seed}")
+        self._check_contrast()
         self._check_lists()
 
     def _check_samplers(self) -> None:
@@ -159,6 +162,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require(not self.greedy, "mirostat_tau steers a draw and needs a temperature of 0.01 or more")
             for name, neutral in FILTERS.items():
                 _require(getattr(self, name) == neutral, f"mirostat_tau chooses the tokens itself; set {name} to {neutral}")
+
+    def _check_contrast(self) -> None:
+        beta = self.contrastive_beta
+        _require(beta is None or 0.0 <= beta <= 10.0, f"contrastive_beta must be between 0 and 10, not {beta}")
+        _require(
+            0.0 <= self.contrastive_alpha <= 1.0, f"contrastive_alpha must be between 0 and 1, not {self.contrastive_alpha}"
+        )
+        _require(0.0 <= self.penalty_alpha < 1.0, f"penalty_alpha must be at least 0 and below 1, not {self.penalty_alpha}")
+        if not self.penalty_alpha:
+            return
+        _require(
+            2 <= self.top_k <= MAX_CANDIDATES,
+            f"contrastive search needs top_k between 2 and {MAX_CANDIDATES} (its candidates), not {self.top_k}; try 4",
+        )
+        _require(self.n == 1, "contrastive search has one answer; set n to 1, or penalty_alpha to 0")
+        given = [name for name, neutral in _NO_SEARCH.items() if getattr(self, name) not in neutral]
+        _require(
+            not given,
+            f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha",
+        )
 
     def _check_lists(self) -> None:
         _require(len(self.stop) <= MAX_STOP, f"at most {MAX_STOP} stop strings, not {len(self.stop)}")
@@ -239,7 +262,33 @@ _FLOATS = (
     "frequency_penalty",
     "dry_multiplier",
     "dry_base",
+    "contrastive_beta",
+    "contrastive_alpha",
+    "penalty_alpha",
 )
+_OPTIONAL_FLOATS = frozenset({"contrastive_beta"})
+# What contrastive search does not look at, and the values that say nothing.
+_NO_SEARCH: dict[str, tuple[object, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_n_sigma": (0,),
+    "xtc_probability": (0,),
+    "mirostat_tau": (0,),
+    "dry_multiplier": (0,),
+    "best_of": (None, 1),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "no_repeat_ngram": (0,),
+    "logit_bias": (None,),
+    "bad_words": ((),),
+    "allowed_token_ids": (None,),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "contrastive_beta": (None,),
+}
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL_INTS = frozenset({"best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _INTS = (

@@ -139,6 +139,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None
     hidden: tuple[str, ...] = ()
     mu: float | None = None  # mirostat's state before the draw; None: at its beginning
+    closest: bool = False  # with nodes: how near each one's hidden state comes to those of the tokens before
 
 
 class NewSlot(msgspec.Struct, array_like=True):
@@ -221,6 +222,7 @@ class FeedOutput(msgspec.Struct, array_like=True):
     top_logprobs: list[float] = []
     pooled: list[float] = []
     logits: bytes = b""  # float32, little-endian, one row
+    closest: list[float] = []  # of each node, the largest cosine of its hidden state with those of all known tokens
     error: str = ""  # this feed alone failed: NaN logits, an empty kept set
 
 
@@ -238,6 +240,11 @@ class KVGroup(msgspec.Struct, frozen=True):
     kind: str = "full"  # full | window | cross | state | hidden
     layers: tuple[int, ...] = ()
     table: int = 0
+    model: int = 0  # whose feeds fill it: 0 the target's, i >= 1 companion i's
+
+
+TARGET = KVGroup("target")
+DRAFT, AMATEUR, HIDDEN = "draft", "amateur", "hidden"  # names of groups
 
 
 class Delta(msgspec.Struct):

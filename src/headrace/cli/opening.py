@@ -30,7 +30,9 @@ def fetch(model: str) -> Path:
 
 def open_llm(model: str, options: ModelOptions, *, quiet: bool = False, **more: Any) -> Any:
     """The opened `headrace.llm.LLM`. `more`: further arguments of it."""
-    fetch(model)
+    for each in (model, options.draft, options.amateur):
+        if each is not None:
+            fetch(each)
     with Console(stderr=True).status(f"loading {model}"):  # shown on a terminal only
         from headrace.llm import LLM
 

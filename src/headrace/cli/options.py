@@ -80,6 +80,8 @@ class ModelOptions:
     ] = None
     kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, or a dtype.")] = "auto"
     quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
+    draft: Annotated[str | None, _model("A smaller model of the same vocabulary that drafts for this one.")] = None
+    amateur: Annotated[str | None, _model("A smaller model of the same vocabulary, for contrastive decoding.")] = None
 
     def check(self) -> None:
         """Raises typer.BadParameter for what no model can be opened with."""
@@ -107,6 +109,15 @@ class SamplingOptions:
     presence_penalty: Annotated[float | None, _sampling("Off the logit of what the answer contains.")] = None
     frequency_penalty: Annotated[float | None, _sampling("The same for each occurrence.")] = None
     no_repeat_ngram: Annotated[int | None, _sampling("No sequence of N tokens twice (0: off).")] = None
+    contrastive_beta: Annotated[
+        float | None, _sampling("Contrastive decoding: what the amateur model finds likely counts this much less (0.5).")
+    ] = None
+    contrastive_alpha: Annotated[
+        float | None, _sampling("Its mask: only tokens with this share of the likeliest one's probability (0.1).")
+    ] = None
+    penalty_alpha: Annotated[
+        float | None, _sampling("Contrastive search over the --top-k tokens: what likeness to the text costs (0.6, top-k 4).")
+    ] = None
     logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to that token's logit; may be repeated.")] = None
     bad_word: Annotated[list[str] | None, _sampling("Text that must not be written; may be repeated.")] = None
     min_tokens: Annotated[int | None, _sampling("The answer does not end before.")] = None

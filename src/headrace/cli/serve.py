@@ -75,7 +75,9 @@ def serve(
         grace=grace,
         limits=Limits(body=limit_body, n=limit_n, max_tokens=limit_max_tokens, logprobs=limit_logprobs, stop=limit_stop),
     )
-    fetch(model)
+    for each in (model, options.draft, options.amateur):
+        if each is not None:
+            fetch(each)
     more = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     bounds = {"max_queued_requests": max_queued_requests, "max_queued_tokens": max_queued_tokens, "stuck_after": stuck_after}
     return _run(model, settings, {**asdict(options), **more, **bounds})

@@ -11,9 +11,8 @@ from hashlib import sha256
 import numpy as np
 
 from headrace.config import CacheConfig
-from headrace.types import KVGroup, Sequence
+from headrace.types import TARGET, KVGroup, Sequence
 
-TARGET = KVGroup("target")
 Span = tuple[Sequence, int, int]  # a sequence and the token range [start, end) about to be written
 
 

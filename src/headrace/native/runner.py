@@ -16,6 +16,7 @@ from headrace.native.sampling import sample_params
 from headrace.native.weights import PackedWeights
 from headrace.ops.noise import Key, key
 from headrace.params import SamplingParams
+from headrace.runner.hidden import HiddenStates
 from headrace.runner.pooling import pools
 from headrace.runner.record import record
 from headrace.types import Feed, FeedOutput, NewSlot, StepOutput, StepPlan, TokenLogprob, Want
@@ -50,10 +51,37 @@ class Slot:
     params: SamplingParams
     keys: dict[int, Key] = field(default_factory=dict)  # by child
 
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def table(self) -> list[int]:
+        table: list[int] = self.sequence.table
+        return table
+
+    def extend(self, tokens: list[int]) -> None:
+        self.sequence.extend(tokens)
+
+    def fork(self) -> "Slot":
+        return Slot(self.sequence.copy(), self.seed, self.params, self.keys)
+
     def key(self, child: int) -> Key:
         if child not in self.keys:
             self.keys[child] = key(self.seed, child)
         return self.keys[child]
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of logits that a plan's feeds want, as answers of a step that has run, by slot."""
+
+    step: Any  # _core.Step
+    answers: dict[int, list[int]]
+
+    def contrast(self, step: Any, slot: int, params: SamplingParams) -> None:
+        """Have the feed that a step got last contrasted with these; they are used up."""
+        for row, answer in enumerate(self.answers[slot]):
+            step.contrast(row, self.step, answer, params.contrastive_alpha, params.contrastive_beta)
 
 
 class NativeRunner:
@@ -78,6 +106,7 @@ class NativeRunner:
         fuse: frozenset[str] = FUSIONS,
         isa: str = "",
         weights: PackedWeights | None = None,
+        slots: dict[int, Slot] | None = None,
     ) -> None:
         config = model.config
         pool = thread_pool(threads)
@@ -88,67 +117,94 @@ class NativeRunner:
             record(model), self.weights, config, pool=pool, kv=self.kv, max_positions=max_positions, fuse=fuse, isa=isa
         )
         self.program = lowered.program
+        self.hidden = HiddenStates(num_blocks, block_size, config.hidden_size)
         self.taps: Mapping[str, int] = lowered.taps
         self._final = Final(model, self.weights)
-        self._slots: dict[int, Slot] = {}
+        self.slots: dict[int, Slot] = {} if slots is None else slots
         self._step = core().Step()
         if self.weights.said():
             log.info("%s", self.weights.said())
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        if torch.get_num_threads() != 1:
-            torch.set_num_threads(1)  # torch's threads would spin on the cores of ours
-        self._apply(plan)
+        self.prepare(plan)
+        self.rearrange(plan)
+        return self.run(plan) if plan.feeds else StepOutput(plan.step)
+
+    def rearrange(self, plan: StepPlan) -> None:
+        """Carry out the plan's moves and copies in this model's pool."""
         if plan.moves:
             self.kv.move([(source, to) for _, source, to in plan.moves])
         if plan.copies:
             self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
+        self.hidden.rearrange(plan)
+
+    def rows(self, plan: StepPlan) -> Rows:
+        """Feed, and keep the rows of logits that are wanted."""
         step = self._step
         step.clear()
-        asked = [self._feed(step, feed) for feed in plan.feeds]
-        pooled = list(pools(plan))
-        hidden = np.empty((step.rows if pooled else 0, self._final.width), np.float32)
-        self.program.run(step, hidden_out=hidden if pooled else None)
-        outputs = [self._output(step, feed, answers) for feed, answers in zip(plan.feeds, asked, strict=True)]
-        for number, first, rows in pooled:
-            outputs[number].pooled = self._final.sum(hidden[first + rows.start : first + rows.stop])
+        answers = {}
+        for feed in plan.feeds:
+            count, _ = _head_rows(feed)
+            step.feed(self.slots[feed.slot].sequence, feed.start, feed.count, count, feed.nodes, feed.parents)
+            answers[feed.slot] = [step.logits(row) for row in range(count)]
+        self.program.run(step)
+        return Rows(step, answers)
+
+    def run(self, plan: StepPlan, slots: Mapping[int, Slot] | None = None, amateur: Rows | None = None) -> StepOutput:
+        """Feed, and answer the wants: with these slots in place of one's own, with rows contrasted with an amateur's."""
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # torch's threads would spin on the cores of ours
+        known = self.slots if slots is None else slots
+        step = self._step
+        step.clear()
+        asked = []
+        for feed in plan.feeds:
+            asked.append(self._feed(step, feed, known[feed.slot]))
+            if amateur is not None and feed.slot in amateur.answers:
+                amateur.contrast(step, feed.slot, known[feed.slot].params)
+        hidden = self._run(step, plan, known)
+        outputs = [self._output(step, feed, known[feed.slot], answers) for feed, answers in zip(plan.feeds, asked, strict=True)]
+        for number, first, which in pools(plan):
+            outputs[number].pooled = self._final.sum(hidden[first + which.start : first + which.stop])
+        self.hidden.answer(plan, known, outputs)
         return StepOutput(plan.step, outputs)
 
+    def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot]) -> np.ndarray:
+        """Carry out the step; returns its hidden rows, where something is made of them."""
+        searched = any(slots[feed.slot].params.penalty_alpha for feed in plan.feeds)
+        if not searched and not any(True for _ in pools(plan)):
+            self.program.run(step)
+            return np.empty((0, self._final.width), np.float32)
+        hidden = np.empty((step.rows, self._final.width), np.float32)
+        self.program.run(step, hidden_out=hidden)
+        if searched:
+            self.hidden.keep(plan, slots, torch.from_numpy(hidden), lambda x: torch.from_numpy(self._final.rows(x.numpy())))
+        return hidden
+
     def kv_bytes(self) -> int:
-        return int(self.kv.bytes)
+        return int(self.kv.bytes) + self.hidden.bytes
 
     def close(self) -> None:
         """Give the packed weights and the pool back."""
-        self._slots.clear()
+        self.slots.clear()
         del self.program, self.weights, self.kv
 
-    def _apply(self, plan: StepPlan) -> None:
+    def prepare(self, plan: StepPlan) -> None:
         """Free, set up and fork slots, extend tables, append the tokens each feed brings."""
-        slots = self._slots
+        slots = self.slots
         for number in plan.free:
             del slots[number]
         for new in plan.new:
-            slots[new.slot] = self._fork(new) if new.source >= 0 else _new_slot(new)
+            slots[new.slot] = slots[new.source].fork() if new.source >= 0 else _new_slot(new)
         for delta in plan.tables:
             slots[delta.slot].sequence.set_table(delta.start, delta.blocks)
         for feed in plan.feeds:
             if feed.new:
                 slots[feed.slot].sequence.extend(feed.new)
 
-    def _fork(self, new: NewSlot) -> Slot:
-        source = self._slots[new.source]
-        return Slot(source.sequence.copy(), source.seed, source.params, source.keys)
-
-    def _feed(self, step: Any, feed: Feed) -> list[Any]:
+    def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[Any]:
         """Add a feed and what is wanted of it; returns where the answers will be, one for each want."""
-        slot, wants = self._slots[feed.slot], feed.wants
-        last = 0  # the row of the last known token among those with logits
-        for want in wants:
-            if want.kind == "pool":  # which reads hidden rows
-                wants = tuple(other for other in wants if other.kind != "pool")
-            elif want.rows == "all":
-                last = feed.count - 1
-        rows = last + 1 + len(feed.nodes) if wants else 0
+        rows, last = _head_rows(feed)
         if feed.nodes:
             step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
         else:
@@ -169,7 +225,7 @@ class NativeRunner:
             return step.logits(last)
         raise ValueError(f"this runner does not answer {want.kind!r}")
 
-    def _output(self, step: Any, feed: Feed, answers: list[Any]) -> FeedOutput:
+    def _output(self, step: Any, feed: Feed, slot: Slot, answers: list[Any]) -> FeedOutput:
         out = FeedOutput()
         for want, answer in zip(feed.wants, answers, strict=True):
             if want.kind == "pool":
@@ -182,7 +238,7 @@ class NativeRunner:
                 out.tokens = step.tokens(answer)
                 if want.logprobs is not None:
                     out.logprobs = [_logprob(report) for report in step.reports(answer)]
-                if self._slots[feed.slot].params.mirostat_tau:
+                if slot.params.mirostat_tau:
                     out.mus = [report.mu for report in step.reports(answer)]
             elif want.kind == "top":
                 (best,) = step.reports(answer)
@@ -202,8 +258,21 @@ class Final:
 
     def sum(self, rows: np.ndarray) -> list[float]:
         """The sum of normed rows [r, width]."""
-        normed = core().norm(np.ascontiguousarray(rows), self._kind, self._weight, self._bias, self._eps)
-        return normed.sum(0).tolist() if len(rows) else [0.0] * self.width
+        return self.rows(rows).sum(0).tolist() if len(rows) else [0.0] * self.width
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        """Normed rows [r, width]."""
+        normed: np.ndarray = core().norm(np.ascontiguousarray(rows), self._kind, self._weight, self._bias, self._eps)
+        return normed
+
+
+def _head_rows(feed: Feed) -> tuple[int, int]:
+    """How many of a feed's last rows need logits, and which of these is the last known token's."""
+    wants = [want for want in feed.wants if want.kind != "pool"]  # which reads hidden rows
+    if not wants:
+        return 0, 0
+    known = feed.count if any(want.rows == "all" for want in wants) else min(feed.count, 1)
+    return known + len(feed.nodes), known - 1
 
 
 def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:

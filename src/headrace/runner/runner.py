@@ -1,37 +1,83 @@
 """The eager torch runner: plan in, compact output out, on any device torch knows. The reference for every other back end."""
 
+from dataclasses import dataclass
+
 import torch
 
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
+from headrace.ops.contrast import contrast
 from headrace.ops.registry import accumulator
-from headrace.runner.answers import answer, rows_wanted
+from headrace.runner.answers import Wanted, answer, rows_wanted
+from headrace.runner.hidden import HiddenStates
 from headrace.runner.pooling import pools
 from headrace.runner.slots import Slots
 from headrace.types import StepOutput, StepPlan
 
 
+@dataclass(slots=True)
+class Rows:
+    """The rows of logits that a plan's feeds want, before anything is answered. `first`: where each slot's begin."""
+
+    logits: torch.Tensor
+    first: dict[int, int]
+
+
 class TorchRunner:
     """Runs plans on a torch model and its paged pool. One plan at a time; no state but slots and pool outlives a step."""
 
-    def __init__(self, model: Model, pool: KVPool, threads: int | None = None) -> None:
+    def __init__(self, model: Model, pool: KVPool, threads: int | None = None, slots: Slots | None = None) -> None:
         self.model = model
         self.pool = pool
-        self.slots = Slots()
+        self.slots = Slots() if slots is None else slots
+        self.hidden = HiddenStates(pool.num_blocks, pool.block_size, model.config.hidden_size)
         self.threads = threads
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        if self.threads is not None and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
+        self.prepare(plan)
+        self.rearrange(plan)
+        return self.run(plan) if plan.feeds else StepOutput(plan.step)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Bring the slots up to date."""
         self.slots.apply(plan)
+
+    @torch.inference_mode()
+    def rearrange(self, plan: StepPlan) -> None:
+        """Carry out the plan's moves and copies in this model's pool."""
         self.pool.move([(source, to) for _, source, to in plan.moves])
         self.pool.copy_blocks([(source, to) for _, source, to in plan.copies])
+        self.hidden.rearrange(plan)
+
+    @torch.inference_mode()
+    def rows(self, plan: StepPlan) -> Rows:
+        """Feed, and keep the rows of logits that are wanted."""
+        _, logits, wanted = self._forward(plan, self.slots)
+        return Rows(logits, {feed.slot: first for feed, first in zip(plan.feeds, wanted.first, strict=True)})
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, slots: Slots | None = None, amateur: Rows | None = None) -> StepOutput:
+        """Feed, and answer the wants: with these slots in place of one's own, with rows contrasted with an amateur's."""
+        known = self.slots if slots is None else slots
+        x, logits, wanted = self._forward(plan, known)
+        if amateur is not None:
+            _contrast(plan, known, logits, wanted, amateur)
+        outputs = answer(plan, known, logits, wanted)
+        for number, first, which in pools(plan):
+            final = self.model.final(x[first + which.start : first + which.stop])
+            outputs[number].pooled = final.to(accumulator(final.dtype)).sum(0).tolist()
+        self.hidden.answer(plan, known, outputs)
+        return StepOutput(plan.step, outputs)
+
+    def _forward(self, plan: StepPlan, slots: Slots) -> tuple[torch.Tensor, torch.Tensor, Wanted]:
+        """The rows after the last layer, the logits of those that need them, and which these are."""
+        if self.threads is not None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         rows = [
             FeedRows(
-                ids=self.slots[feed.slot].tokens[feed.start : feed.start + feed.count],
-                table=self.slots[feed.slot].tables[0],
+                ids=slots[feed.slot].tokens[feed.start : feed.start + feed.count],
+                table=slots[feed.slot].tables[0],
                 start=feed.start,
                 nodes=feed.nodes,
                 parents=feed.parents,
@@ -42,16 +88,24 @@ class TorchRunner:
         x = self.model.embed(ctx)
         for layer in range(self.model.config.num_layers):
             x = self.model.layer(layer, x, ctx)
+        self.hidden.keep(plan, slots, x, self.model.final)
         wanted = rows_wanted(plan)
-        logits = self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]
-        outputs = answer(plan, self.slots, logits, wanted)
-        for number, first, which in pools(plan):
-            final = self.model.final(x[first + which.start : first + which.stop])
-            outputs[number].pooled = final.to(accumulator(final.dtype)).sum(0).tolist()
-        return StepOutput(plan.step, outputs)
+        return x, (self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]), wanted
 
     def kv_bytes(self) -> int:
-        return self.pool.bytes
+        return self.pool.bytes + self.hidden.bytes
 
     def close(self) -> None:
         """Nothing to give back: tensors go with the runner."""
+
+
+def _contrast(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted, amateur: Rows) -> None:
+    """Combine the rows of feeds that the amateur was fed too."""
+    ends = [*wanted.first[1:], len(logits)]
+    for feed, start, end in zip(plan.feeds, wanted.first, ends, strict=True):
+        if feed.slot in amateur.first and end > start:
+            params = slots[feed.slot].params
+            assert params.contrastive_beta is not None
+            at = amateur.first[feed.slot]
+            other = amateur.logits[at : at + end - start]
+            logits[start:end] = contrast(logits[start:end], other, params.contrastive_alpha, params.contrastive_beta)

@@ -1,5 +1,6 @@
 """What a runner remembers between steps, so that a plan carries only what is new: one `Slot` per live sequence."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from headrace.ops.penalties import TokenCounts
@@ -19,13 +20,23 @@ class Slot:
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     counts: TokenCounts | None = None  # what the penalties need, kept as the output grows
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def table(self) -> list[int]:
+        return self.tables[0]
+
+    def extend(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+
     def fork(self) -> "Slot":
         tables = [list(table) for table in self.tables]
         counts = None if self.counts is None else self.counts.copy()
         return Slot(list(self.tokens), self.prompt_len, self.seed, self.params, self.stop_ids, tables, counts)
 
 
-class Slots:
+class Slots(Mapping[int, Slot]):
     """Slots by number, kept up to date by the deltas of each plan."""
 
     def __init__(self) -> None:
@@ -33,6 +44,12 @@ class Slots:
 
     def __getitem__(self, slot: int) -> Slot:
         return self._slots[slot]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
 
     def apply(self, plan: StepPlan) -> None:
         """Free, set up and fork slots, extend tables, append the tokens each feed brings."""

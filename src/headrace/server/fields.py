@@ -58,6 +58,9 @@ class Sampling(Meaningless):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram: Int64 | None = None
+    contrastive_beta: float | None = None
+    contrastive_alpha: float | None = None
+    penalty_alpha: float | None = None
     min_tokens: Int64 | None = None
     stop_token_ids: list[TokenId] | None = None
     allowed_token_ids: list[TokenId] | None = None

@@ -10,6 +10,7 @@ from headrace.server.settings import Limits
 # Fields that mean the same in both.
 SAME = (
     "n temperature top_p frequency_penalty presence_penalty min_p typical_p repetition_penalty no_repeat_ngram min_tokens "
+    "contrastive_beta contrastive_alpha penalty_alpha "
     "stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens "
     "logprobs_mode priority"
 ).split()

@@ -83,6 +83,15 @@ class Tokenizer:
         token = self._backend.token_to_id(text)
         return None if token is None else int(token)
 
+    def differs(self, other: "Tokenizer") -> str:
+        """How the tokens of two models differ, in a few words; empty where each id stands for the same in both."""
+        mine, theirs = self._backend.get_vocab(), other._backend.get_vocab()
+        if mine == theirs:
+            return "" if self._vocabulary.spelling == other._vocabulary.spelling else "they spell bytes differently"
+        token = min((id for text, id in {**theirs, **mine}.items() if mine.get(text) != theirs.get(text)))
+        texts = [each._backend.id_to_token(token) for each in (self, other)]
+        return f"token {token} is {texts[0]!r} in one and {texts[1]!r} in the other"
+
     @property
     def bos_token(self) -> str:
         """The text of BOS, empty where there is none."""

@@ -1,0 +1,73 @@
+"""The `hidden` group: one vector for each token, on the same block ids as its K and V (contrastive search)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headrace.types import Feed, FeedOutput, StepPlan
+
+
+class HiddenStates:
+    """The final hidden states of the tokens of requests that need them, normalised to length 1, [blocks * block size, width].
+
+    Memory is taken when the first one is stored, and the operating system fills in only pages that are written.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
+        self.block_size = block_size
+        self._shape = (num_blocks * block_size, width)
+        self._data: torch.Tensor | None = None
+
+    def keep(
+        self, plan: StepPlan, slots: Mapping[int, Any], x: torch.Tensor, final: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Keep those of the requests that are decoded by contrastive search. x [n, hidden] are the rows of the step, and
+        `final` is the norm between them and the head."""
+        start = 0
+        for feed in plan.feeds:
+            end = start + feed.count + len(feed.nodes)
+            if slots[feed.slot].params.penalty_alpha:
+                self.store(feed, slots[feed.slot].table, final(x[start:end]))
+            start = end
+
+    def answer(self, plan: StepPlan, slots: Mapping[int, Any], outputs: list[FeedOutput]) -> None:
+        """Fill in what wants ask for; what the feeds brought has been kept."""
+        for feed, out in zip(plan.feeds, outputs, strict=True):
+            if any(want.closest for want in feed.wants):
+                out.closest = self.closest(feed, slots[feed.slot].table)
+
+    def store(self, feed: Feed, table: Sequence[int], rows: torch.Tensor) -> None:
+        """Keep those of a feed's rows [count + nodes, width], nodes at consecutive KV indices as their K and V."""
+        if self._data is None:
+            self._data = torch.zeros(self._shape, dtype=rows.dtype, device=rows.device)
+        first, size = feed.start, self.block_size
+        where = [table[i // size] * size + i % size for i in range(first, first + len(rows))]
+        self._data[torch.tensor(where, device=rows.device)] = torch.nn.functional.normalize(rows, dim=-1)
+
+    def closest(self, feed: Feed, table: Sequence[int]) -> list[float]:
+        """The degeneration penalty of contrastive search (Su et al. 2022): for each of a feed's nodes, the largest cosine of
+        its hidden state with those of all tokens before the nodes, the prompt's included."""
+        assert self._data is not None
+        count = feed.start + feed.count
+        blocks = -(-(count + len(feed.nodes)) // self.block_size)
+        index = torch.tensor(list(table[:blocks]), device=self._data.device)
+        rows = self._data.view(-1, self.block_size, self._shape[1])[index].flatten(0, 1)
+        best: list[float] = (rows[:count] @ rows[count : count + len(feed.nodes)].T).amax(0).tolist()
+        return best
+
+    def rearrange(self, plan: StepPlan) -> None:
+        """Carry out the plan's moves and copies: every source is read before anything is written."""
+        if self._data is None:
+            return
+        if plan.moves:
+            moved = torch.tensor([(source, to) for _, source, to in plan.moves], device=self._data.device)
+            self._data[moved[:, 1]] = self._data[moved[:, 0]]
+        if plan.copies:
+            copied = torch.tensor([(source, to) for _, source, to in plan.copies], device=self._data.device)
+            blocks = self._data.view(-1, self.block_size, self._shape[1])
+            blocks[copied[:, 1]] = blocks[copied[:, 0]]
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self._data is None else self._data.nbytes

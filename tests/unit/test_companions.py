@@ -1,0 +1,197 @@
+"""Companions: their logits through the shared slots and block ids are those of the model run alone."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.ops.contrast import contrast
+from headrace.params import SamplingParams
+from headrace.runner.companions import Companions
+from headrace.runner.runner import TorchRunner
+from headrace.runner.slots import Slots
+from headrace.types import Feed, NewSlot, StepPlan, TableDelta, Want
+from tests.tiny import VOCAB, run_alone, tiny_config, tiny_model
+from tests.tiny_native import native_alone, native_model, native_runner
+
+BLOCK, BLOCKS = 16, 24
+LOGITS = (Want(kind="logits"),)
+
+
+def torch_pair() -> tuple[Companions, Model, Model]:
+    target, draft = tiny_model(), tiny_model(tiny_config(num_layers=1, hidden_size=16), seed=1)
+    slots = Slots()
+    runners = [
+        TorchRunner(model, KVPool(model.config, BLOCKS, BLOCK, torch_dtype(model)), None, slots) for model in (target, draft)
+    ]
+    return Companions(runners[0], runners[1:]), target, draft
+
+
+def native_pair() -> tuple[Companions, Model, Model]:
+    target, draft = native_model(), native_model(num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=4)
+    slots: dict[int, Any] = {}
+    runners = [native_runner(model, blocks=BLOCKS, slots=slots) for model in (target, draft)]
+    return Companions(runners[0], runners[1:]), target, draft
+
+
+def torch_dtype(model: Model) -> Any:
+    return next(model.parameters()).dtype
+
+
+PAIRS = {"torch": torch_pair, "native": native_pair}
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> tuple[Companions, Model, Model]:
+    return PAIRS[request.param]()
+
+
+class Life:
+    """Sequences as a scheduler would run them: every change of slots, tables and pools goes through the target's plan."""
+
+    def __init__(self, runner: Companions) -> None:
+        self.runner = runner
+        self.step = 0
+        self.tables: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.next_block = 0
+
+    def target(self, *feeds: Feed, **changes: Any) -> list[Any]:
+        self.step += 1
+        return self.runner.execute(StepPlan(self.step, feeds=list(feeds), **changes)).feeds
+
+    def companion(self, *feeds: Feed) -> list[Any]:
+        return self.runner.execute(StepPlan(self.step, model=1, feeds=list(feeds))).feeds
+
+    def begin(self, slot: int, prompt: list[int], params: SamplingParams, room: int = 16) -> None:
+        count = -(-(len(prompt) + room) // BLOCK)
+        self.tables[slot] = list(range(self.next_block, self.next_block + count))
+        self.next_block += count
+        self.tokens[slot] = list(prompt)
+        new = NewSlot(slot=slot, seed=params.seed or 0, prompt_len=len(prompt), tokens=list(prompt), params=params)
+        self.target(new=[new], tables=[TableDelta(slot, 0, 0, self.tables[slot])])
+
+    def fork(self, source: int, slot: int, at: int) -> None:
+        """A sibling that shares every block but the one position `at` lies in, which is copied."""
+        self.tables[slot] = list(self.tables[source])
+        self.tokens[slot] = list(self.tokens[source])
+        copied, self.tables[slot][at // BLOCK] = self.tables[slot][at // BLOCK], self.next_block
+        tables = [TableDelta(slot, 0, 0, self.tables[slot])]
+        self.target(new=[NewSlot(slot=slot, source=source)], tables=tables, copies=[(0, copied, self.next_block)])
+        self.next_block += 1
+
+    def logits(self, slot: int, start: int) -> np.ndarray:
+        """The companion's, of the last known token, with everything from `start` on fed."""
+        (out,) = self.companion(Feed(slot, start, len(self.tokens[slot]) - start, wants=LOGITS))
+        return np.frombuffer(out.logits, "<f4")
+
+
+def alone(model: Model, tokens: list[int], native: bool) -> np.ndarray:
+    """The logits after `tokens` of the model run by itself, fed whole."""
+    if native:
+        runner: Any = native_runner(model, blocks=BLOCKS)
+    else:
+        runner = TorchRunner(model, KVPool(model.config, BLOCKS, BLOCK, torch_dtype(model)))
+    new = NewSlot(slot=0, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams())
+    tables = [TableDelta(0, 0, 0, list(range(-(-len(tokens) // BLOCK))))]
+    feed = Feed(0, 0, len(tokens), wants=LOGITS)
+    return np.frombuffer(runner.execute(StepPlan(0, new=[new], tables=tables, feeds=[feed])).feeds[0].logits, "<f4")
+
+
+def same(runner: Companions, model: Model) -> Callable[[np.ndarray, list[int]], None]:
+    native = not isinstance(runner.models[0], TorchRunner)
+
+    def check(logits: np.ndarray, tokens: list[int]) -> None:
+        expected = alone(model, tokens, native)
+        if native:
+            np.testing.assert_array_equal(logits, expected)
+        else:
+            np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+    return check
+
+
+def some(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def test_a_companion_sees_what_it_would_see_alone(pair: tuple[Companions, Model, Model]) -> None:
+    """Through chunks, a fork with copy-on-write, and tokens that only the target was fed at first."""
+    runner, _, draft = pair
+    life, check = Life(runner), same(runner, draft)
+    life.begin(0, some(21, 1), SamplingParams())
+    life.companion(Feed(0, 0, 9))
+    life.companion(Feed(0, 9, 12))
+    life.fork(0, 1, at=20)
+    for slot, tail in ((0, some(3, 2)), (1, some(4, 3))):
+        life.tokens[slot] += tail
+        life.target(Feed(slot, 20, len(tail) + 1, new=tail))
+    check(life.logits(0, 21), life.tokens[0])
+    check(life.logits(1, 21), life.tokens[1])
+    check(life.logits(0, 21), life.tokens[0])
+
+
+def test_what_is_moved_is_moved_for_the_companion_too(pair: tuple[Companions, Model, Model]) -> None:
+    """The second of two sibling nodes is accepted: its K and V move up, in all pools."""
+    runner, target, _ = pair
+    models = (runner.models[1], runner.models[0])
+    swapped = Companions(models[0], [models[1]])  # the small model verifies, so the moves are about its K and V
+    life = Life(swapped)
+    prompt = some(18, 4)
+    life.begin(0, prompt, SamplingParams())
+    life.target(Feed(0, 0, 18, nodes=[5, 6], parents=[-1, -1]))
+    swapped.models[1].run(StepPlan(9, feeds=[Feed(0, 0, 18, nodes=[5, 6], parents=[-1, -1])]))
+    at = life.tables[0][19 // BLOCK] * BLOCK + 19 % BLOCK
+    to = life.tables[0][18 // BLOCK] * BLOCK + 18 % BLOCK
+    life.tokens[0] += [6, 7]
+    life.target(Feed(0, 19, 1, new=[6, 7]), moves=[(0, at, to)])
+    same(runner, target)(life.logits(0, 19), life.tokens[0])
+
+
+def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Companions, Model, Model]) -> None:
+    """Noise, penalties and bans of a chain's tokens are those of an ordinary run, for two sequences in one step."""
+    runner, _, draft = pair
+    life = Life(runner)
+    params = [
+        SamplingParams(max_tokens=6, seed=3, temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.5, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.0, no_repeat_ngram=2, ignore_eos=True),
+    ]
+    for slot, each in enumerate(params):
+        life.begin(slot, some(14 + slot, 10 + slot), each)
+    want = (Want(),)
+    known = [len(life.tokens[slot]) for slot in range(2)]
+    chains: list[list[int]] = [[], []]
+    outs = life.companion(*(Feed(slot, 0, known[slot], wants=want) for slot in range(2)))
+    for k in range(6):
+        for slot, out in enumerate(outs):
+            chains[slot] += out.tokens
+        feeds = [Feed(slot, known[slot] + k, 0, wants=want, nodes=chains[slot][-1:], parents=[-1]) for slot in range(2)]
+        outs = life.companion(*feeds)
+    native = not isinstance(runner.models[0], TorchRunner)
+    for slot, each in enumerate(params):
+        run = native_alone if native else run_alone
+        assert chains[slot] == run(draft, life.tokens[slot], each)
+        assert len(life.runner.models[0].slots[slot]) == known[slot]  # nothing of a chain becomes known
+
+
+def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Companions, Model, Model]) -> None:
+    """Of the last known token and of draft nodes; a plain sequence in the same step keeps the expert's logits."""
+    runner, target, draft = pair
+    runner.amateur = 1
+    life = Life(runner)
+    prompts = [some(19, 5), some(12, 6)]
+    life.begin(0, prompts[0], SamplingParams(contrastive_beta=0.5, contrastive_alpha=0.2))
+    life.begin(1, prompts[1], SamplingParams())
+    life.target(Feed(0, 0, 7))
+    outs = life.target(Feed(0, 7, 12, wants=LOGITS), Feed(1, 0, 12, wants=LOGITS))
+    native = not isinstance(runner.models[0], TorchRunner)
+    rows = [alone(model, prompts[0], native) for model in (target, draft)]
+    expected = contrast(*(torch.from_numpy(row.copy())[None] for row in rows), 0.2, 0.5)[0].numpy()
+    assert 1 < np.isfinite(expected).sum() < VOCAB
+    np.testing.assert_allclose(np.frombuffer(outs[0].logits, "<f4"), expected, atol=1e-5)
+    same(runner, target)(np.frombuffer(outs[1].logits, "<f4"), prompts[1])
