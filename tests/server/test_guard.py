@@ -21,6 +21,7 @@ ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("POST", "/v1/embeddings"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
+    ("POST", "/page/render"),
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from headrace.cli.output import say
 
 INTERRUPTED = 130
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
-PACKAGES = ("fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client")
+PACKAGES = ("fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client", "markdown_it", "pygments", "nh3")
 
 File = {"exists": True, "dir_okay": False, "readable": True}
 

@@ -19,6 +19,7 @@ from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
 from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from headrace.server.guard import Guard
 from headrace.server.models import Models
+from headrace.server.page.routes import add_page
 from headrace.server.service import Service
 from headrace.server.stream import ClientGoneError
 from headrace.text.chat import TemplateError
@@ -45,6 +46,7 @@ def make_app(models: Models) -> Guard:
     app.router.route_class = StrictRoute
     _add_protocol(app, models)
     _add_tools(app, models)
+    add_page(app)
     _add_errors(app)
     return Guard(app, models.settings, models.figures.count)
 

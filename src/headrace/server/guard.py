@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from headrace.server.errors import ApiError
+from headrace.server.page import files
 from headrace.server.settings import ServerSettings, is_loopback
 
 Message = MutableMapping[str, Any]
@@ -15,7 +16,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 KIND, KIND_SECONDS = 1 << 20, 1.0  # bytes and seconds of a refused body that are still read
-OPEN_PATHS = frozenset({"/health"})  # what may be asked without a key
+OPEN_PATHS = frozenset({"/health", *files.PATHS})  # what may be asked without a key
 
 
 class Guard:

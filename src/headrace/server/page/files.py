@@ -1,0 +1,50 @@
+"""The page's static files, read once; no request names a path."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+
+from headrace.server.page.markdown import code_css
+
+KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+STATIC = tuple(
+    "index.html style.css chat.css dashboard.css icon.svg main.js api.js answer.js chat.js conversations.js dashboard.js "
+    "dom.js figures.js icons.js panel.js plot.js storage.js texts.js tokens.js".split()
+)
+CODE_CSS = "code.css"  # made, not stored: the colours of code
+# Where each is served. These need no key: they are the same for everyone, and ask for the key.
+PATHS = {"/" if name == "index.html" else f"/page/{name}": name for name in (*STATIC, CODE_CSS)}
+
+HEADERS = {
+    # Nothing inline, nothing of another host, and HTML only through the one policy of dom.js.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types headrace",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """What is sent for a path."""
+
+    data: bytes
+    kind: str
+    tag: str  # changes with the data
+
+
+def load() -> dict[str, StaticFile]:
+    """Every file of the page by the path it is served at."""
+    folder = files(__package__) / "static"
+    found = {}
+    for path, name in PATHS.items():
+        data = code_css().encode() if name == CODE_CSS else (folder / name).read_bytes()
+        found[path] = StaticFile(data, KINDS[name.rpartition(".")[2]], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
+    return found

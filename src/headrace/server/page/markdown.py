@@ -1,0 +1,72 @@
+"""An answer's Markdown as HTML that is safe whatever the model wrote.
+
+Three locks: the parser writes HTML in the text as text and makes no images, the result is reduced to a short list of tags and
+attributes, and the page's Content-Security-Policy runs nothing inline and fetches nothing from elsewhere.
+"""
+
+from html import escape
+
+import nh3
+from markdown_it import MarkdownIt
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+from pygments.styles import get_style_by_name
+from pygments.token import STANDARD_TYPES
+from pygments.util import ClassNotFound
+
+MAX_TEXT = 100_000  # characters; the page shows longer answers as plain text
+MAX_CODE = 20_000  # characters of one block that are still coloured
+NESTING = 20
+
+TAGS = set(
+    "a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong table tbody td th thead tr ul div".split()
+)
+ATTRIBUTES = {"a": {"href", "title"}, "code": {"class"}, "span": {"class"}, "ol": {"start"}}
+SCHEMES = {"http", "https", "mailto"}
+LIGHT, DARK = "xcode", "github-dark"
+
+
+def _colour(code: str, language: str, _: str) -> str:
+    """A block of code with a span of a class around each token; "" leaves it to the parser, which escapes it."""
+    if not language or len(code) > MAX_CODE:
+        return ""
+    try:
+        lexer = get_lexer_by_name(language, stripnl=False)
+    except ClassNotFound:
+        return ""
+    return str(highlight(code, lexer, HtmlFormatter(nowrap=True)))
+
+
+_parser = MarkdownIt("commonmark", {"html": False, "highlight": _colour, "maxNesting": NESTING, "breaks": True})
+_parser.enable(["table", "strikethrough"]).disable(["image"])
+
+
+def render(text: str) -> str:
+    """Safe HTML of a text; one longer than MAX_TEXT is not parsed, only escaped."""
+    if len(text) > MAX_TEXT:
+        return f"<p>{escape(text)}</p>"
+    return clean(_parser.render(text))
+
+
+def clean(html: str) -> str:
+    """The tags and attributes of the lists above, and nothing else."""
+    return nh3.clean(
+        html,
+        tags=TAGS,
+        attributes=ATTRIBUTES,
+        url_schemes=SCHEMES,
+        link_rel="noopener noreferrer nofollow",
+        strip_comments=True,
+    )
+
+
+def code_css() -> str:
+    """A colour for each kind of token, light and dark."""
+    light, dark = get_style_by_name(LIGHT), get_style_by_name(DARK)
+    lines = []
+    for token, name in STANDARD_TYPES.items():
+        pair = [style.style_for_token(token)["color"] for style in (light, dark)]
+        if name and all(pair):
+            lines.append(f"pre .{name} {{ color: light-dark(#{pair[0]}, #{pair[1]}) }}")
+    return "\n".join(lines)

@@ -1,0 +1,217 @@
+// The page: what is shown, and what keys and buttons do.
+import { getJson } from "/page/api.js";
+import { Chat } from "/page/chat.js";
+import { drawConversations, notice } from "/page/conversations.js";
+import { drawDashboard } from "/page/dashboard.js";
+import { $, h } from "/page/dom.js";
+import { Watch } from "/page/figures.js";
+import { icon } from "/page/icons.js";
+import { drawPanel } from "/page/panel.js";
+import { key, look, saveLook, setKey } from "/page/storage.js";
+import { language, t, translate } from "/page/texts.js";
+
+const PHONE = matchMedia("(max-width: 60rem)");
+let model = "";
+let state = "unknown";
+
+const chat = new Chat({
+  changed: () => drawConversations(chat, openConversation),
+  full: () => notice(t("full")),
+  key: (wrong) => askKey(wrong),
+  look: () => watch.ask(),
+  model: () => model,
+});
+
+const watch = new Watch(showState, (history) => {
+  if (document.body.dataset.view === "dashboard") drawDashboard(history);
+});
+
+// -- views ------------------------------------------------------------------------------------------------------------
+function route() {
+  const view = location.hash === "#dashboard" ? "dashboard" : "chat";
+  document.body.dataset.view = view;
+  $("#chat").hidden = view !== "chat";
+  $("#dashboard").hidden = view !== "dashboard";
+  for (const name of ["chat", "dashboard"]) $(`#to-${name}`).toggleAttribute("aria-current", name === view);
+  watch.period = view === "dashboard" ? 1000 : 2000;
+  side(false);
+  if (view === "dashboard") drawDashboard(watch.history);
+  watch.ask();
+}
+
+function openConversation(one) {
+  chat.open(one);
+  location.hash = "#chat";
+  side(false);
+  if (!PHONE.matches) $("#prompt").focus();
+}
+
+function side(open) {
+  document.body.classList.toggle("side-open", open);
+  $("#veil").hidden = !open;
+}
+
+function panel(open) {
+  look.panel = open;
+  saveLook();
+  $("#panel").hidden = !open;
+  $("#open-panel").setAttribute("aria-expanded", String(open));
+  if (open) drawPanel(() => { panel(false); $("#open-panel").focus(); });
+}
+
+// -- the server -------------------------------------------------------------------------------------------------------
+async function showState(now, health, error) {
+  const before = state;
+  state = now;
+  $("#status").dataset.state = now;
+  $("#status span").textContent = t(now);
+  $("#status").title = health.detail || t(now);
+  if (now === "locked" && before !== "locked") askKey(!!key());
+  if ((now === "ready" && before !== "ready") || !model) await findModels();
+}
+
+async function findModels() {
+  let found;
+  try {
+    found = (await getJson("/v1/models")).data;
+  } catch {
+    return;
+  }
+  model = found.some((one) => one.id === model) ? model : (found[0]?.id ?? "");
+  $("#model").textContent = model;
+  $("#model").hidden = found.length > 1;
+  $("#models").hidden = found.length < 2;
+  $("#models").replaceChildren(...found.map((one) => h("option", { value: one.id, selected: one.id === model }, one.id)));
+  document.title = model ? `${model} · Headrace` : "Headrace";
+  words();
+}
+
+function askKey(wrong) {
+  const dialog = $("#key-dialog");
+  if (dialog.open) return;
+  $("#key-why").textContent = t(wrong && key() ? "keyWrong" : "keyText");
+  $("#key-why").classList.toggle("wrong", !!(wrong && key()));
+  $("#key-value").value = key();
+  dialog.showModal();
+  $("#key-value").select();
+}
+
+$("#key-dialog").addEventListener("close", () => {
+  if ($("#key-dialog").returnValue !== "yes") return;
+  setKey($("#key-value").value.trim(), $("#key-keep").checked);
+  state = "unknown";
+  watch.ask();
+});
+// Enter is "Use", not the first button of the form
+$("#key-value").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  $("#key-dialog").close("yes");
+});
+
+// -- words and colours ------------------------------------------------------------------------------------------------
+function words() {
+  translate();
+  const theme = t({ auto: "themeAuto", light: "themeLight", dark: "themeDark" }[look.theme]);
+  $("#theme span").textContent = theme;
+  $("#theme").title = t("theme", { now: theme });
+  $("#language span").textContent = t("otherLanguage");
+  if (look.theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = look.theme;
+  $("#empty p").textContent = model ? t("emptyText", { model }) : t("emptyTextNoModel");
+  $("#ideas").replaceChildren(...t("ideas").map((idea) => h("button", { type: "button", onclick: () => submit(idea) }, idea)));
+  $("#keys").replaceChildren(...t("keys").flatMap(([keys, what]) => [h("dt", {}, ...keys.split("+").map((one) => h("kbd", {}, one))), h("dd", {}, what)]));
+  $("#status span").textContent = t(state);
+  drawConversations(chat, openConversation);
+}
+
+$("#theme").addEventListener("click", () => {
+  look.theme = { auto: "light", light: "dark", dark: "auto" }[look.theme];
+  saveLook();
+  words();
+});
+
+$("#language").addEventListener("click", () => {
+  look.language = language() === "en" ? "zh" : "en";
+  saveLook();
+  words();
+  chat.views.clear();
+  chat.show();
+  if (look.panel) panel(true);
+  if (document.body.dataset.view === "dashboard") drawDashboard(watch.history);
+});
+
+// -- the message ------------------------------------------------------------------------------------------------------
+const prompt = $("#prompt");
+
+function submit(text) {
+  if (!chat.send(text)) return;
+  prompt.value = "";
+  grow();
+}
+
+function grow() {
+  prompt.style.height = "auto";
+  prompt.style.height = `${Math.min(prompt.scrollHeight + 2, innerHeight * 0.4)}px`;
+  $("#send").disabled = !prompt.value.trim();
+}
+
+prompt.addEventListener("input", grow);
+prompt.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    submit(prompt.value);
+  } else if (event.key === "ArrowUp" && !prompt.value) {
+    event.preventDefault();
+    chat.editLast();
+  }
+});
+$("#composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit(prompt.value);
+});
+$("#stop").addEventListener("click", () => {
+  chat.stop();
+  prompt.focus();
+});
+
+// -- keys -------------------------------------------------------------------------------------------------------------
+const ALT = {
+  KeyN: () => openConversation(null),
+  KeyS: () => panel(!look.panel),
+  KeyD: () => { location.hash = document.body.dataset.view === "chat" ? "#dashboard" : "#chat"; },
+  KeyR: () => chat.again(),
+};
+
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.matches?.("input, textarea, select");
+  if (event.altKey && !event.ctrlKey && !event.metaKey && ALT[event.code]) {
+    event.preventDefault();
+    ALT[event.code]();
+  } else if (event.key === "Escape" && !$("dialog[open]")) {
+    if (chat.job) chat.stop();
+    else side(false);
+  } else if (!typing && !event.ctrlKey && !event.metaKey && (event.key === "/" || event.key === "?")) {
+    event.preventDefault();
+    if (event.key === "/") prompt.focus();
+    else $("#help-dialog").showModal();
+  }
+});
+
+// -- begin ------------------------------------------------------------------------------------------------------------
+for (const place of document.querySelectorAll("[data-icon]")) place.replaceWith(icon(place.dataset.icon));
+$("#new").addEventListener("click", () => openConversation(null));
+$("#open-side").addEventListener("click", () => side(true));
+$("#veil").addEventListener("click", () => side(false));
+$("#open-panel").addEventListener("click", () => panel(!look.panel));
+$("#open-help").addEventListener("click", () => $("#help-dialog").showModal());
+$("#open-key").addEventListener("click", () => askKey(false));
+$("#models").addEventListener("change", (event) => { model = event.target.value; words(); });
+addEventListener("hashchange", route);
+
+words();
+chat.open(null);
+panel(look.panel && !PHONE.matches);
+grow();
+route();
+if (!PHONE.matches) prompt.focus();

