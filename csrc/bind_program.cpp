@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #endif
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,6 +46,12 @@ T choose(const std::string& name, const std::pair<const char*, T> (&choices)[n])
         if (name == each) return value;
     }
     throw nb::value_error(("unknown name " + name).c_str());
+}
+
+std::vector<uint32_t> words_of(const nb::bytes& bits) {
+    std::vector<uint32_t> words(bits.size() / sizeof(uint32_t));
+    if (!words.empty()) std::memcpy(words.data(), bits.data(), words.size() * sizeof(uint32_t));
+    return words;
 }
 
 Place place(At at) { return {at.first, at.second}; }
@@ -220,6 +227,8 @@ void bind_step(nb::module_& m) {
                  self.feed(std::move(sequence), start, count, nodes, parents, logits);
              }, "sequence"_a, "start"_a, "count"_a, "logits"_a = 0, "nodes"_a = std::vector<int32_t>{},
              "parents"_a = std::vector<int32_t>{})
+        .def("mask", [](Step& self, const nb::bytes& bits) { self.mask(words_of(bits)); }, "bits"_a,
+             "What may be drawn after the feed added last: 32-bit words, a bit per token, for its last known token and each node.")
         .def("draw",
              [](Step& self, int row, const std::vector<Key>& keys, int logprobs, bool processed, std::optional<double> mu) {
                  std::vector<NoiseKey> all;

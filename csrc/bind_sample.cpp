@@ -190,6 +190,7 @@ void bind_sample(nb::module_& m) {
         .def_rw("logit_bias", &SampleParams::bias, "List of (token id, bias).")
         .def_rw("bad_words", &SampleParams::bad_words)
         .def_rw("stop_ids", &SampleParams::stop_ids)
+        .def_rw("constrained", &SampleParams::constrained)
         .def_prop_rw(
             "allowed", [](const SampleParams& p) { return p.only_allowed ? std::optional(p.allowed) : std::nullopt; },
             [](SampleParams& p, std::optional<std::vector<int32_t>> ids) {

@@ -65,6 +65,7 @@ void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, 
     last_known_ = static_cast<int>(head_rows_.size() - nodes.size()) - 1;
     nodes_.assign(nodes.begin(), nodes.end());
     parents_.assign(parents.begin(), parents.end());
+    allowed_.reset();
     sequences_.push_back(std::move(sequence));
 }
 
@@ -74,6 +75,8 @@ int Step::ask(Ask ask, int rows) {
             "what is asked for must be rows of logits of the feed");
     ask.row += first_head_row_;
     ask.sequence = sequences_.back();
+    ask.allowed = allowed_;
+    ask.place = ask.row - last_known_;
     asks_.push_back(std::move(ask));
     return static_cast<int>(asks_.size()) - 1;
 }
@@ -144,13 +147,23 @@ void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits)
     SampleRow row{logits.values + (ask.row - logits.base) * logits.stride,
                   logits.maxima + (ask.row - logits.base) * logits.maxima_stride, &ask.sequence->params, &ask.sequence->history};
     row.mu = ask.mu;
+    const size_t words = (static_cast<size_t>(logits.vocab_size) + 31) / 32;
+    const bool draws = ask.kind != Ask::Kind::kScore && ask.kind != Ask::Kind::kLogits;
+    if (draws && (ask.allowed || row.params->constrained)) {
+        const size_t place = static_cast<size_t>(ask.place);
+        if (ask.place < 0 || !ask.allowed || ask.allowed->size() < words * (place + 1 + ask.nodes.size())) {
+            out.error = "the grammar gave no mask for a token to be drawn";
+            return;
+        }
+        row.mask = ask.allowed->data() + place * words;
+    }
     switch (ask.kind) {
         case Ask::Kind::kDraw:
             out.error = sampler.draw(row, ask.keys, ask.report, out.reports);
             return;
         case Ask::Kind::kVerify: {
             Walk walk;
-            const RowStrides strides{logits.stride, logits.maxima_stride, 0};
+            const RowStrides strides{logits.stride, logits.maxima_stride, row.mask ? static_cast<ptrdiff_t>(words) : 0};
             out.error = sampler.verify(row, {ask.nodes, ask.parents}, strides, ask.keys.front(), ask.report, walk);
             out.path = std::move(walk.path);
             out.reports = std::move(walk.reports);

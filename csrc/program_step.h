@@ -37,6 +37,8 @@ struct Ask {
     int32_t token = -1;           // kScore
     std::vector<int32_t> nodes{}, parents{};  // kVerify: the tree whose rows follow `row`
     std::optional<double> mu{};               // kDraw, kVerify: mirostat's state
+    std::shared_ptr<const std::vector<uint32_t>> allowed{};  // bits of the ids that may come after its feed's rows; or null
+    int place = 0;                                           // of `row` among them: 0 = the last known token's
 
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
@@ -64,6 +66,10 @@ class Step {
     // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the last known
     // token). The last `logits` rows go through the head. Throws std::invalid_argument, std::out_of_range.
     void feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits);
+
+    // What may be drawn after the feed added last: a bit per token for its last known token and each node. All asks of the
+    // feed heed it but scores and logits.
+    void mask(std::vector<uint32_t> words) { allowed_ = std::make_shared<const std::vector<uint32_t>>(std::move(words)); }
 
     // Of the feed added last; `row` counts from the first of its rows that go through the head. Each returns the number of
     // its (first) answer.
@@ -101,6 +107,7 @@ class Step {
     std::vector<std::shared_ptr<const Sequence>> sequences_;
     // Of the last feed:
     std::vector<int32_t> nodes_, parents_;
+    std::shared_ptr<const std::vector<uint32_t>> allowed_;
     int first_head_row_ = 0, last_known_ = 0;  // head rows: its first, and that of its last known token
     std::vector<Ask> asks_;
     std::vector<Answer> answers_;

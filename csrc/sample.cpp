@@ -11,8 +11,8 @@ namespace {
 constexpr double kPoint = 0x1p40;
 
 const char* kNothing =
-    "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and no_repeat_ngram together rule out "
-    "every one; relax one of them";
+    "no token can be drawn: allowed_token_ids, structured_outputs, bad_words, logit_bias, min_tokens and "
+    "no_repeat_ngram together rule out every one; relax one of them";
 
 // The logarithm of a sum of shares, relative to the best logit.
 double log_of(int64_t total) { return std::log(static_cast<double>(total) / kPoint); }

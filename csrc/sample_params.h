@@ -30,6 +30,7 @@ struct SampleParams {
     std::vector<int32_t> stop_ids;  // cannot come before min_tokens
     std::vector<int32_t> allowed;
     bool only_allowed = false;
+    bool constrained = false;  // by a grammar: nothing is drawn without its mask
 
     bool greedy() const { return temperature < 0.01f; }
     bool penalties() const { return repetition != 1.0f || frequency != 0.0f || presence != 0.0f; }

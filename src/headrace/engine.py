@@ -9,6 +9,7 @@ from collections.abc import Callable
 from headrace.admission import AdmissionError, Limits, admit
 from headrace.config import EngineConfig
 from headrace.decoding.base import Strategy
+from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.processors import Processor
 from headrace.decoding.sampling import Sampling
 from headrace.decoding.scoring import Scoring
@@ -46,6 +47,7 @@ class Engine:
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
         self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None)
         self.eos_ids = eos_ids
+        self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
         self.requests: dict[str, Request] = {}
         self.fed = 0  # tokens of the step that landed last
         self._flights: deque[Flight] = deque()
@@ -91,11 +93,22 @@ class Engine:
         admit(request, self.limits)
         seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
         self.stopping.begin(request, seq)
+        seq.constraint = self._constraint(params)
         request.seqs.append(seq)
         request.metrics.arrival = self._clock()
         self.requests[name] = request
         self.scheduler.add(request)
         return request
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise AdmissionError("structured_outputs need a tokenizer; load the model with its tokenizer")
+        try:
+            return self.grammars.constraint(params.structured_outputs)
+        except ConstraintError as error:
+            raise AdmissionError(str(error)) from None
 
     def abort(self, request_id: str) -> None:
         """End a request as it stands; its blocks come back at once, or when the step in flight has landed."""
@@ -133,6 +146,8 @@ class Engine:
                 if work.request.metrics.scheduled is None:
                     work.request.metrics.scheduled = now
                 work.feed.wants = self._wants(work.request, work.seq, work.last)
+                if work.seq.constraint is not None and work.last and work.feed.wants:
+                    work.feed.masks = work.seq.constraint.masks(work.feed.nodes, work.feed.parents)
             flight.ticket = self.executor.submit(flight.plan)
             self._flights.append(flight)
 
@@ -165,6 +180,8 @@ class Engine:
                 work.request.error = out.error
             if out.pooled:
                 _file_pooled(work.request, work.feed, out.pooled)
+            if work.seq.constraint is not None and work.seq.constraint.error:
+                work.request.error = work.seq.constraint.error
             if work.request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
                 _file_scores(work.request, work.feed.start, out)
             if work.last and not work.request.aborted and work.request.error is None:
@@ -189,6 +206,8 @@ class Engine:
             seqs = [parent] if len(children) == 1 else [_clone(parent, next(self._ids)) for _ in children]
             for seq, child in zip(seqs, children, strict=True):
                 self._grow(request, parent, seq, child)
+                if seq.constraint is not None and seq.constraint.error:
+                    request.error = seq.constraint.error
             request.finished += [seq for seq in seqs if seq.finish_reason is not None]
             if seqs != [parent] or parent.finish_reason is not None:  # else it goes on as it is
                 heirs.append((parent, [seq for seq in seqs if seq.finish_reason is None]))
@@ -198,7 +217,7 @@ class Engine:
         metrics = request.metrics
         metrics.first_token = now if metrics.first_token is None else metrics.first_token
         metrics.last_token = now
-        if request.strategy.done(request) or not request.seqs:
+        if request.error is None and (request.strategy.done(request) or not request.seqs):
             self._end(request, None)
 
     def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child) -> None:
@@ -262,6 +281,7 @@ def _clone(parent: Sequence, seq_id: int) -> Sequence:
         prompt_len=parent.prompt_len,
         salt=parent.salt,
         text=parent.text.copy() if parent.text is not None else None,
+        constraint=parent.constraint.copy() if parent.constraint is not None else None,
     )
 
 

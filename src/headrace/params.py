@@ -4,6 +4,10 @@ from typing import Self
 
 import msgspec
 
+from headrace.structured import ConstraintError, StructuredOutputs
+
+__all__ = ["MAX_LOGPROBS", "MAX_N", "MAX_STOP", "ConstraintError", "ParamError", "SamplingParams", "StructuredOutputs"]
+
 MAX_N = 64
 MAX_LOGPROBS = 64
 MAX_STOP = 64
@@ -25,6 +29,13 @@ def _as_tuple(name: str, value: object) -> object:
         return (value,)
     _require(isinstance(value, (list, tuple)), f"{name} must be a list, not {value!r}")
     return tuple(tuple(v) if isinstance(v, list) else v for v in value)  # type: ignore[attr-defined]
+
+
+def _constraint(value: object) -> StructuredOutputs:
+    try:
+        return StructuredOutputs.of(value)
+    except ConstraintError as error:
+        raise ParamError(str(error)) from None
 
 
 def _require(ok: bool, message: str) -> None:
@@ -68,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     allowed_token_ids: tuple[int, ...] | None = None
+    structured_outputs: StructuredOutputs | None = None  # what the output must be: a JSON schema, a regex, …
     min_tokens: int = 0
     max_tokens: int | None = 16  # None: up to the context limit
     stop: tuple[str, ...] = ()
@@ -84,6 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         for name in _SEQUENCES:
             msgspec.structs.force_setattr(self, name, _as_tuple(name, getattr(self, name)))
+        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
+            msgspec.structs.force_setattr(self, "structured_outputs", _constraint(self.structured_outputs))
         self._check_types()
         self._check_ranges()
 

@@ -56,6 +56,7 @@ class Sequence:
     published: int = 0  # full blocks offered to the prefix cache
     text: Any = None  # the detokenizer's state
     state: Any = None  # the strategy's state
+    constraint: Any = None  # where it stands in its grammar; None where its output is free
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -167,7 +168,9 @@ class Feed(msgspec.Struct, array_like=True):
     """One sequence's work in one step: known tokens start..start+count, then the nodes of its draft.
 
     `new` are the known tokens the slot has not been told yet. A companion's feed may begin beyond the known tokens:
-    count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it.
+    count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it. `masks` say
+    what may be drawn where the output is held to a grammar: a bit per token id (little-endian words of 32), one row for the
+    last known token and one for each node.
     """
 
     slot: int
@@ -178,6 +181,7 @@ class Feed(msgspec.Struct, array_like=True):
     whole: bool = False
     nodes: list[int] = []
     parents: list[int] = []
+    masks: bytes = b""
 
 
 class StepPlan(msgspec.Struct):

@@ -15,7 +15,8 @@ SRC = ROOT / "src"
 # Room -> the rooms it may import. A module belongs to the room with the longest matching name; within a room all may be
 # imported. `weights` reads files and knows no model; `weights.loader` and `weights.names` fill models from them.
 ROOMS = {
-    "params": "",
+    "structured": "",
+    "params": "structured",
     "config": "",
     "types": "params",
     "native": "params types config",
@@ -29,7 +30,7 @@ ROOMS = {
     "weights.names": "models layers weights config",
     "weights.loader": "weights.names models layers quant weights config",
     "text": "params config",
-    "decoding": "text ops params types config",
+    "decoding": "text ops params structured types config",
     "drafting": "decoding text ops params types config",
     "runner": "models layers quant ops native weights kv.pool params types config",
     "native.weights": "native weights.loader weights models layers config",

@@ -63,6 +63,7 @@ def _sample_on_host(request: Request, seq: Sequence, out: FeedOutput) -> RowResu
         prompt_len=seq.prompt_len,
         stop_ids=sorted(request.stop_ids),
         mu=seq.state,
+        mask=b"" if seq.constraint is None else seq.constraint.masks(),
     )
     (result,) = sample(apply_processors(request.processors, raw, history), [spec], raw)
     if result.error:

@@ -60,6 +60,8 @@ class Stopping:
         text = seq.text
         for at, token in enumerate(tokens):
             seq.tokens.append(token)
+            if seq.constraint is not None:
+                seq.constraint.push(token)
             delta.token_ids.append(token)
             if logprobs:
                 delta.logprobs.append(logprobs[at])
@@ -81,5 +83,7 @@ class Stopping:
             seq.stop_reason = token if token in params.stop_token_ids else None
         elif seq.text is not None and seq.text.matched is not None:
             seq.finish_reason, seq.stop_reason = "stop", seq.text.matched
+        elif seq.constraint is not None and seq.constraint.done:
+            seq.finish_reason = "stop"  # nothing can follow, so the end token is not waited for
         elif (params.max_tokens is not None and drawn >= params.max_tokens) or len(seq.tokens) >= self.max_model_len:
             seq.finish_reason = "length"

@@ -209,6 +209,8 @@ class NativeRunner:
             step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
         else:
             step.feed(slot.sequence, feed.start, feed.count, rows)
+        if feed.masks:
+            step.mask(feed.masks)
         return [None if want.kind == "pool" else self._ask(step, slot, want, last) for want in feed.wants]
 
     def _ask(self, step: Any, slot: Slot, want: Want, last: int) -> Any:

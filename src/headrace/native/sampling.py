@@ -17,6 +17,7 @@ def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:
     out.stop_ids = list(stop_ids)
     if params.dry_multiplier:
         out.dry_breakers = list(params.dry_breakers)
+    out.constrained = params.structured_outputs is not None
     out.allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     return out
 

@@ -38,6 +38,19 @@ def allow(z: torch.Tensor, allowed: Sequence[Sequence[int] | None]) -> torch.Ten
     return z
 
 
+def check_mask(bits: bytes, vocab_size: int) -> None:
+    """Raise ValueError unless there is a bit for every token: an output held to a grammar is never drawn without one."""
+    if len(bits) != -(-vocab_size // 32) * 4:
+        raise ValueError("the grammar gave no mask for a token to be drawn")
+
+
+def mask(z: torch.Tensor, masks: Sequence[bytes]) -> torch.Tensor:
+    """Make impossible what each row's mask has no bit for (bit i % 32 of little-endian word i // 32 is token i's)."""
+    bits = np.stack([np.frombuffer(bits, dtype=np.uint8) for bits in masks])
+    allowed = torch.from_numpy(np.unpackbits(bits, axis=1, count=z.shape[-1], bitorder="little").view(bool))
+    return z.masked_fill(~allowed.to(z.device), NEVER)
+
+
 def ban(z: torch.Tensor, banned: Sequence[Iterable[int]]) -> torch.Tensor:
     """Make these token ids impossible in each row."""
     z = z.clone()

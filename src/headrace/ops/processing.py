@@ -1,7 +1,7 @@
 """What is done to logits before a token is drawn: the stages of card B1, in its order.
 
-bias -> allowed ids -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY -> temperature ->
-top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before temperature.
+bias -> allowed ids -> mask -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY ->
+temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before temperature.
 
 A stage that is neutral for a row is skipped for it, so neutral settings leave its bits alone.
 """
@@ -25,7 +25,8 @@ class RowSpec:
     `keys` are noise keys, `key(seed, child)`; greedy rows use only their number. `tokens` are the prompt and the output
     so far, `path` the draft tokens between them and this row. Without `counts`, penalties count `tokens` anew; with
     them, only the output beyond `counts.length`. `stop_ids` cannot be drawn before `params.min_tokens`. `mu` is mirostat's
-    state before this draw: the most surprise allowed, in bits; None at the beginning of an output.
+    state before this draw: the most surprise allowed, in bits; None at the beginning of an output. `mask`:
+    where the output is held to a grammar, a bit per token id that may come (little-endian words of 32).
     """
 
     params: SamplingParams
@@ -37,6 +38,7 @@ class RowSpec:
     counts: TokenCounts | None = None
     purpose: int = Purpose.TARGET
     mu: float | None = None
+    mask: bytes = b""
 
     @property
     def position(self) -> int:
@@ -122,6 +124,7 @@ STAGES = (
         lambda p: p.allowed_token_ids is not None,
         lambda z, rows: penalties.allow(z, [r.params.allowed_token_ids for r in rows]),
     ),
+    Stage(lambda p: p.structured_outputs is not None, lambda z, rows: penalties.mask(z, [r.mask for r in rows])),
     Stage(lambda p: bool(p.bad_words or p.min_tokens or p.no_repeat_ngram), _ban),
     Stage(lambda p: p.repetition_penalty != 1.0, _repetition),
     Stage(lambda p: bool(p.frequency_penalty or p.presence_penalty), _frequency_presence),
@@ -168,6 +171,8 @@ def check_ids(row: RowSpec, vocab_size: int) -> None:
     """Raise ValueError for an id the stages of this row would look up outside the vocabulary."""
     params = row.params
     params.check_vocab(vocab_size)
+    if params.structured_outputs is not None:
+        penalties.check_mask(row.mask, vocab_size)
     if params.min_tokens and max(row.stop_ids, default=0) >= vocab_size:
         raise ValueError(f"stop id {max(row.stop_ids)} is outside the vocabulary of {vocab_size}")
     if params.dry_multiplier and max(row.history, default=0) >= vocab_size:

@@ -206,6 +206,6 @@ def _fault_after(best: float) -> str:
     if best > -math.inf:
         return ""
     return (
-        "no token can be drawn: allowed_token_ids, bad_words, logit_bias, min_tokens and no_repeat_ngram together rule "
-        "out every one; relax one of them"
+        "no token can be drawn: allowed_token_ids, structured_outputs, bad_words, logit_bias, min_tokens and "
+        "no_repeat_ngram together rule out every one; relax one of them"
     )

@@ -53,11 +53,13 @@ def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -
         last = wanted.first[number] + feed.count - 1 - _skipped(feed)
         for want in feed.wants:
             if want.kind == "sample":
-                draws.append((number, _spec(slot, want, logits.shape[-1], logits.device), last))
+                draws.append((number, _spec(slot, want, feed.masks, logits.shape[-1], logits.device), last))
             elif want.kind == "score":
                 _score(feed, slot, want, logits[last - feed.count + 1 : last + 1], outputs[number])
             elif want.kind == "logits":
                 outputs[number].logits = logits[last].float().cpu().numpy().astype("<f4").tobytes()
+            elif want.kind == "top" and slot.params.structured_outputs is not None:
+                outputs[number].error = "the best tokens under a grammar are not built yet"
             elif want.kind == "top":
                 tops.append((number, want.k, last))
             elif want.kind != "pool":
@@ -75,7 +77,7 @@ def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -
     return outputs
 
 
-def _spec(slot: Slot, want: Want, vocab_size: int, device: torch.device) -> RowSpec:
+def _spec(slot: Slot, want: Want, mask: bytes, vocab_size: int, device: torch.device) -> RowSpec:
     params = slot.params
     if want.logprobs != params.logprobs:  # the strategy's own wish
         params = params.replace(logprobs=want.logprobs)
@@ -87,6 +89,7 @@ def _spec(slot: Slot, want: Want, vocab_size: int, device: torch.device) -> RowS
         stop_ids=slot.stop_ids,
         counts=_counts(slot, vocab_size, device),
         mu=want.mu,
+        mask=mask,
     )
 
 

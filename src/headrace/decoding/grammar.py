@@ -1,0 +1,73 @@
+"""From what a caller asks for to a grammar in llguidance's form."""
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from headrace.structured import ConstraintError, StructuredOutputs
+
+# Between the parts of a JSON text: nothing, one space, or a new line with its indent. A model cannot lose itself in blanks.
+WHITESPACE = r"[ ]?|\r?\n[ \t]{0,64}"
+MAX_NESTING = 64  # brackets within brackets of a regex or a grammar
+
+
+def grammar_of(spec: StructuredOutputs) -> str:
+    """The grammar of a constraint, to be compiled. Raises ConstraintError."""
+    if spec.json is not None:
+        return _json(read_schema(spec.json), spec.disable_any_whitespace)
+    if spec.json_object:
+        return _json({"type": "object"}, spec.disable_any_whitespace)
+    if spec.regex is not None:
+        _check_nesting(spec.regex, "regex")
+        return str(LLMatcher.grammar_from_regex(spec.regex))
+    if spec.choice:
+        return str(LLMatcher.grammar_from_regex("|".join(map(_literally, spec.choice))))
+    assert spec.grammar is not None
+    return str(LLMatcher.grammar_from_lark(_lark(spec.grammar)))
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The JSON of a schema. Raises ConstraintError."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"the JSON schema is not JSON ({error}); correct it") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ConstraintError("the JSON schema must be an object that something fits; correct it")
+    return schema
+
+
+def _json(schema: dict[str, Any], compact: bool) -> str:
+    options: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
+    options["lenient"] = False
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+
+
+def _literally(text: str) -> str:
+    """A regex of just this text."""
+    return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _lark(grammar: str) -> str:
+    _check_nesting(grammar, "grammar")
+    if re.search(r"::=", grammar) is None:
+        return grammar
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # a parser of another library, fed by strangers
+        raise ConstraintError(f"the grammar is not GBNF ({' '.join(str(error).split())[:200]}); correct it") from None
+
+
+def _check_nesting(text: str, name: str) -> None:
+    """Deep nesting ends in deep recursion of parsers. Brackets that a quote or a backslash protects count too: a bound is a
+    bound."""
+    depth = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}" and depth > 0)
+        if depth > MAX_NESTING:
+            raise ConstraintError(f"the {name} nests brackets more than {MAX_NESTING} deep; flatten it")

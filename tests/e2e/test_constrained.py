@@ -1,0 +1,248 @@
+"""Outputs held to a grammar: what comes out fits, on both back ends, whatever else is asked for; in doubt nothing comes."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace.decoding.constrained import Constraint
+from headrace.engine import AdmissionError
+from headrace.llm import LLM
+from headrace.params import ParamError, SamplingParams, StructuredOutputs
+from tests.tiny_files import write_tiny_gguf
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "wheel": {"enum": ["mill", "stone", "水車", 'a "b" \\ \n']},
+        "turns": {"type": "integer", "minimum": -5, "maximum": 12},
+        "wet": {"type": "boolean"},
+        "parts": {"type": "array", "items": {"type": "string", "pattern": "^[a-c]{1,4}$"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["wheel", "turns", "wet", "parts"],
+    "additionalProperties": False,
+}
+REGEX = r"(mill|stone) [0-9]{2,4}(\.[0-9])?!"
+CHOICE = ("yes", "yes, please", "no", 'a"b', "c\\d", "e/f", "x\ny", "水車", "\x7f", "(.*)")
+LARK = 'start: item ("+" item){1,3}\nitem: /[0-9]{1,2}/ | "(" start ")"'
+GBNF = 'root ::= "mill" rest\nrest ::= ("-" [a-d] [0-9]) | "!"'
+
+
+def is_json(text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def is_sum(text: str) -> bool:
+    """Sums of two to four numbers, or of such sums in brackets: the innermost are reduced until one number is left."""
+    while re.search("[(]", text):
+        shorter = re.sub(r"[(][0-9]{1,2}([+][0-9]{1,2}){1,3}[)]", "1", text)
+        if shorter == text:
+            return False
+        text = shorter
+    return re.fullmatch(r"[0-9]{1,2}([+][0-9]{1,2}){1,3}", text) is not None
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+    "json": ({"json": SCHEMA}, is_json),
+    "compact": ({"json": SCHEMA, "disable_any_whitespace": True}, lambda text: is_json(text) and "\n" not in text[:2]),
+    "regex": ({"regex": REGEX}, lambda text: re.fullmatch(REGEX, text) is not None),
+    "choice": ({"choice": CHOICE}, lambda text: text in CHOICE),
+    "gbnf": ({"grammar": GBNF}, lambda text: re.fullmatch("mill(-[a-d][0-9]|!)", text) is not None),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("constrained") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
+    dtype = {"dtype": "float64"} if request.param == "torch" else {}
+    opened = LLM(model, backend=request.param, threads=1, device="cpu", seed=1, **dtype)
+    yield opened
+    opened.close()
+
+
+def params(constraint: dict[str, Any], **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 150, "structured_outputs": constraint, **more})
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.5, "seed": 1},
+    {"temperature": 1.0, "seed": 2, "n": 4},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "seed": 3},
+    {"temperature": 1.0, "typical_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 4},
+    {"temperature": 1.0, "seed": 5, "ignore_eos": True},
+    {"temperature": 0.0, "logprobs": 3, "logprobs_mode": "processed"},
+)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_every_output_fits(llm: LLM, kind: str) -> None:
+    constraint, fits = CASES[kind]
+    jobs = [params(constraint, **setting) for setting in SETTINGS]
+    for output in llm.generate(["The mill"] * len(jobs), jobs):
+        assert output.error is None
+        for one in output.outputs:
+            assert one.finish_reason == "stop", one.text
+            assert fits(one.text), one.text
+    (free,) = llm.generate("The mill", params(constraint).replace(structured_outputs=None))
+    assert not fits(free.outputs[0].text)  # it does not come by itself
+
+
+def test_recursive_grammars(llm: LLM) -> None:
+    (output,) = llm.generate("The mill", params({"grammar": LARK}, n=8, temperature=1.0, seed=1, max_tokens=100))
+    ended = [one for one in output.outputs if one.finish_reason == "stop"]
+    assert ended
+    assert all(is_sum(one.text) for one in ended)
+
+
+def test_any_json_object(llm: LLM) -> None:
+    (output,) = llm.generate("The mill", params({"json_object": True}, n=8, temperature=1.0, seed=4, max_tokens=200))
+    ended = [one.text for one in output.outputs if one.finish_reason == "stop"]
+    assert all(one.text.startswith("{") for one in output.outputs)
+    assert all(isinstance(json.loads(text), dict) for text in ended)
+
+
+def test_the_same_alone_and_among_others(llm: LLM) -> None:
+    """Constrained and free requests in one batch, with little room: each output is what it is alone."""
+    jobs = [params(CASES[kind][0], temperature=1.2, seed=7, max_tokens=40) for kind in CASES]
+    jobs += [SamplingParams(temperature=1.0, seed=9, max_tokens=20)]
+    alone = [llm.generate("The mill", job)[0].outputs[0].token_ids for job in jobs]
+    together = llm.generate(["The mill"] * len(jobs), jobs)
+    assert [output.outputs[0].token_ids for output in together] == alone
+
+
+def test_preempted_and_resumed(model: Path) -> None:
+    roomy = LLM(model, backend="torch", dtype="float64", threads=1, device="cpu")
+    tight = LLM(model, backend="torch", dtype="float64", threads=1, device="cpu", kv_cache_memory=16 * 2 * 2 * 32 * 8 * 14)
+    jobs = [params({"json": SCHEMA}, temperature=1.0, seed=seed, max_tokens=90) for seed in range(6)]
+    expected = [output.outputs[0].token_ids for output in roomy.generate(["The mill stands"] * 6, jobs)]
+    found = [output.outputs[0].token_ids for output in tight.generate(["The mill stands"] * 6, jobs)]
+    assert tight.engine.scheduler.preemptions > 0
+    assert found == expected
+
+
+def test_streamed(llm: LLM) -> None:
+    job = params({"json": SCHEMA}, temperature=0.0)
+    (whole,) = llm.generate("The mill", job)
+    deltas = list(llm.stream("The mill", job))
+    assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
+    assert len(deltas) > 3
+
+
+def test_the_end_token_is_not_waited_for(llm: LLM) -> None:
+    """Where nothing can follow the output ends; where something can, the end token says so."""
+    (fixed, open_) = llm.generate(
+        ["The mill"] * 2, [params({"regex": "ab"}, temperature=0.0), params({"regex": "ab[0-9]*"}, temperature=2.0, seed=3)]
+    )
+    assert fixed.outputs[0].text == "ab"
+    assert not set(fixed.outputs[0].token_ids) & llm.tokenizer.eos_ids
+    assert re.fullmatch("ab[0-9]*", open_.outputs[0].text)
+
+
+def test_stop_strings_and_lengths_still_hold(llm: LLM) -> None:
+    (stopped, cut) = llm.generate(
+        ["The mill"] * 2,
+        [params({"regex": "abc;def"}, stop=[";"]), params({"regex": "[a-z]{40}"}, max_tokens=3)],
+    )
+    assert stopped.outputs[0].text == "abc"
+    assert stopped.outputs[0].stop_reason == ";"
+    assert cut.outputs[0].finish_reason == "length"
+
+
+def test_raw_and_processed_logprobs(llm: LLM) -> None:
+    """Raw ones are the model's own, processed ones those of what could come."""
+    raw, processed = llm.generate(
+        ["The mill"] * 2,
+        [params({"regex": "(a|b)!"}, temperature=0.0, logprobs=5, logprobs_mode=mode) for mode in ("raw", "processed")],
+    )
+    (free,) = llm.generate("The mill", SamplingParams(temperature=0.0, logprobs=5, max_tokens=1))
+    first = raw.outputs[0].logprobs or []
+    assert first[0].top_ids == (free.outputs[0].logprobs or [])[0].top_ids
+    allowed = {llm.tokenizer.id_of(text) for text in ("a", "b", "a!", "b!")}
+    top = (processed.outputs[0].logprobs or [])[0]
+    assert set(top.top_ids) <= allowed
+    assert top.logprob > first[0].logprob
+
+
+class Broken(Constraint):
+    """Fails after three tokens."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.left = 3
+
+    def push(self, token: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.error = "the matcher died"
+        super().push(token)
+
+
+class Maskless(Constraint):
+    """Says nothing of what may come."""
+
+    def masks(self, *tree: Any) -> bytes:
+        return b""
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Broken, "the matcher died"), (Maskless, "mask")])
+def test_fails_closed(llm: LLM, monkeypatch: pytest.MonkeyPatch, kind: type[Constraint], said: str) -> None:
+    """A matcher that dies ends its request with an error, and no other."""
+    made = llm.engine.grammars.constraint(StructuredOutputs(regex="[a-z]{20}"))  # type: ignore[union-attr]
+    broken = kind(made._matcher, made._words)
+    monkeypatch.setattr(llm.engine, "_constraint", lambda asked: broken if asked.structured_outputs else None)
+    bad, good = llm.generate(["The mill"] * 2, [params({"regex": "[a-z]{20}"}), SamplingParams(max_tokens=8, temperature=0)])
+    assert said in (bad.error or "")
+    assert bad.outputs[0].finish_reason == "error"
+    assert good.error is None
+    assert len(good.outputs[0].token_ids) == 8
+    llm.engine.check()
+
+
+def test_nothing_left_to_draw_is_an_error(llm: LLM) -> None:
+    (output,) = llm.generate("The mill", params({"regex": "ab"}, min_tokens=0, bad_words=[llm.tokenizer.encode("a")], n=1))
+    banned = [t for t in range(llm.tokenizer.vocab_size) if llm.tokenizer.token_bytes(t) in (b"a", b"ab")]
+    (output,) = llm.generate("The mill", params({"regex": "ab"}, bad_words=[[t] for t in banned]))
+    assert "no token can be drawn" in (output.error or "")
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": "{"},
+        {"json": {"type": "strin"}},
+        {"json": {"$ref": "https://example.com/x"}},
+        {"json": {"$ref": "#/nowhere"}},
+        {"json": False},
+        {"regex": "("},
+        {"regex": "(?=a)b"},
+        {"grammar": "start: nothing"},
+        {"grammar": "root ::= ("},
+        {"regex": "(" * 100 + "a" + ")" * 100},
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(llm: LLM, constraint: dict[str, Any]) -> None:
+    with pytest.raises(AdmissionError, match=r".{20}"):
+        llm.generate("The mill", params(constraint))
+    assert not llm.engine.busy
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{}, {"regex": "a", "choice": ["b"]}, {"choice": [""]}, {"choice": ["a"] * 5000}, {"regex": "a" * 300_000}, {"x": 1}, 5],
+)
+def test_what_no_constraint_can_be(constraint: Any) -> None:
+    with pytest.raises(ParamError, match=r".{15}"):
+        SamplingParams(structured_outputs=constraint)
