@@ -14,7 +14,7 @@ _HOME = {
     "LLM": "headrace.llm",
     "AsyncLLM": "headrace.server.async_llm",
     "SamplingParams": "headrace.params",
-    "BeamSearchParams": "headrace.decoding.beam",
+    "BeamSearchParams": "headrace.params",
     "RequestOutput": "headrace.outputs",
     "CompletionOutput": "headrace.outputs",
 }

@@ -10,8 +10,8 @@ from headrace.admission import AdmissionError, Limits, admit
 from headrace.config import EngineConfig
 from headrace.decoding.base import Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
+from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import Processor
-from headrace.decoding.sampling import Sampling
 from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
 from headrace.kv.blocks import BlockManager
@@ -82,7 +82,7 @@ class Engine:
             prompt=list(prompt),
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            strategy=strategy or (Scoring() if pool else Sampling()),
+            strategy=strategy or (Scoring() if pool else strategy_for(params)),
             pool=pool,
             arrival=arrival,
             salt=salt,
@@ -292,6 +292,7 @@ def _result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
         at,
         token_ids=seq.output,
         text=seq.text.shown if seq.text is not None else "",
+        logprobs=seq.logprobs,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         cumulative_logprob=seq.score,

@@ -12,13 +12,12 @@ from typing import Any
 from headrace.backend import BLOCK_SIZE, Settings, start
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
-from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.engine import Engine
 from headrace.loading import Opened, open_companion, open_model, pick_device
 from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
-from headrace.params import SamplingParams
+from headrace.params import BeamSearchParams, SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.signals import Uninterrupted
 from headrace.types import Delta, Request
@@ -145,7 +144,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for conversations ([{"role": …, "content": …}, …]) put through the model's chat template."""
@@ -155,7 +154,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         processors: Sequence[Processor] = (),
         output: list[RequestOutput] | None = None,
@@ -164,7 +163,7 @@ class LLM:
         """Deltas of one prompt as they come. Closing the iterator aborts the request. `output`, if given, receives the
         RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked between steps, also where a step
         gives no delta; once it says yes the request ends with finish_reason "abort"."""
-        (made,) = self._add_all([prompt], [params or SamplingParams()], tuple(processors), None)
+        (made,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), None)
         if output is not None:
             output.append(made)
         yield from self._drain([made], cancelled)
@@ -172,13 +171,13 @@ class LLM:
     def add(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         processors: Sequence[Processor] = (),
         strategy: Strategy | None = None,
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
-        (output,) = self._add_all([prompt], [params or SamplingParams()], tuple(processors), strategy)
+        (output,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), strategy)
         self._open[output.request_id] = (output, deque(maxlen=0))
         return output
 
@@ -243,7 +242,7 @@ class LLM:
     def _add_all(
         self,
         prompts: Sequence[Prompt],
-        settings: Sequence[Params],
+        settings: Sequence[SamplingParams],
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
         pool: str = "",
@@ -253,10 +252,10 @@ class LLM:
         requests: dict[int, Request] = {}
         try:
             for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
-                params, method = _method(settings[at], strategy)
+                params = settings[at]
                 if params.seed is None and self._seeds is not None:
                     params = params.replace(seed=self._seeds.getrandbits(64))
-                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=method, pool=pool)
+                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=strategy, pool=pool)
         except BaseException:
             for request in requests.values():
                 self.engine.abort(request.id)
@@ -307,16 +306,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return batch  # type: ignore[return-value]
 
 
-def _method(params: Params, strategy: Strategy | None) -> tuple[SamplingParams, Strategy | None]:
-    """The parameters any request has, and the decoding method they ask for."""
-    if isinstance(params, BeamSearchParams):
-        return params.sampling(), BeamSearch(params)
-    return params, strategy
-
-
-def _spread(params: Params | Sequence[Params], count: int) -> list[Params]:
+def _spread(params: Params | Sequence[Params], count: int) -> list[SamplingParams]:
     if isinstance(params, Params):
-        return [params] * count
+        params = [params] * count
     if len(params) != count:
         raise ValueError(f"{count} prompts and {len(params)} params; give one for all or one each")
-    return list(params)
+    return [one.sampling() if isinstance(one, BeamSearchParams) else one for one in params]

@@ -57,6 +57,7 @@ class Sequence:
     text: Any = None  # the detokenizer's state
     state: Any = None  # the strategy's state
     constraint: Any = None  # where it stands in its grammar; None where its output is free
+    logprobs: list["TokenLogprob"] = field(default_factory=list)  # of the output, where a strategy gives results at the end
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

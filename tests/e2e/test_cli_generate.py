@@ -117,7 +117,7 @@ BAD = [
     ({"url": "/v1/chat/completions", "body": {"prompt": "a"}}, "has 'messages', not 'prompt'"),
     ({"url": "/v1/completions", "body": {"prompt": ["a", "b"]}}, "give each text a line of its own"),
     ({"url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "field 'stream' with true is not supported"),
-    ({"url": "/v1/completions", "body": {"prompt": "a", "best_of": 4}}, "field 'best_of' with 4 is not supported"),
+    ({"url": "/v1/completions", "body": {"prompt": "a", "suffix": "b"}}, "field 'suffix' with \"b\" is not supported"),
     ({"url": "/v1/chat/completions", "body": {"messages": [], "tools": [{}]}}, "field 'tools' with"),
     ({"url": "/v1/chat/completions", "body": {"messages": [], "foo": None}}, "unknown field 'foo'"),
     ({"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": 3}}, "logprobs must be true or false"),

@@ -12,7 +12,7 @@ import pytest
 from headrace.cli import inputs
 from headrace.cli import run as run_module
 from headrace.llm import LLM
-from headrace.params import SamplingParams
+from headrace.params import BeamSearchParams, SamplingParams
 from tests.cli_shell import SECONDS, Shell
 from tests.hub_server import HubServer, sha256
 from tests.models.data import model_file
@@ -87,6 +87,17 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
     ("--preset balanced --top-p 0.5", {"temperature": 0.7, "top_p": 0.5}),
     ("--preset creative --seed 1", {"temperature": 1.1, "min_p": 0.05, "seed": 1}),
     ("--logprobs 2 --json", {"logprobs": 2}),
+    (
+        "--top-n-sigma 1 --xtc-probability 0.5 --xtc-threshold 0.2",
+        {"top_n_sigma": 1, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+    ),
+    ("--mirostat-tau 5 --mirostat-eta 0.2", {"mirostat_tau": 5, "mirostat_eta": 0.2}),
+    (
+        "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3",
+        {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3},
+    ),
+    ("--dry-multiplier 1 --dry-range 9", {"dry_multiplier": 1, "dry_range": 9}),
+    ("--best-of 5 -n 2", {"best_of": 5, "n": 2}),
     ("", {}),
 ]
 
@@ -99,6 +110,32 @@ def test_sampling_flags(
     monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, **_: used.append(params) or 0)
     assert shell("run", "--raw", tiny_gguf, "hi", *flags.split())[0] == 0
     assert used == [SamplingParams(**{"max_tokens": None, **expected})]
+
+
+def test_beam_flags(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:
+    flags = "--beams 4 -n 2 -m 6 --beam-groups 2 --diversity-penalty 0.5 --length-penalty 0.5 --early-stopping never --json"
+    code, out, _ = shell("run", "--raw", tiny_gguf, "The mill", *flags.split(), *EXACT)
+    wanted = BeamSearchParams(
+        beam_width=4, n=2, max_tokens=6, groups=2, diversity_penalty=0.5, length_penalty=0.5, early_stopping="never"
+    )
+    (expected,) = tiny_llm.generate("The mill", wanted)
+    found = json.loads(out)["outputs"]
+    assert code == 0
+    assert [one["text"] for one in found] == [one.text for one in expected.outputs]
+    assert [one["score"] for one in found] == [one.score for one in expected.outputs]
+    code, _, err = shell("run", "--raw", tiny_gguf, "The mill", "--beams", "4", "-t", "0.5", *EXACT)
+    assert (code, "temperature does not go with beam search" in err) == (1, True)
+    code, _, err = shell("run", "--raw", tiny_gguf, "The mill", "--length-penalty", "0.5", *EXACT)
+    assert (code, "length_penalty goes with beam_width" in err) == (2, True)
+
+
+def test_a_dry_breaker_is_the_last_token_of_a_text(
+    shell: Shell, tiny_gguf: Path, tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[SamplingParams] = []
+    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, **_: used.append(params) or 0)
+    assert shell("run", "--raw", tiny_gguf, "hi", "--dry-multiplier", "1", "--dry-breaker", "river")[0] == 0
+    assert tiny_llm.tokenizer.encode("a river", add_special=False)[-1] in used[0].dry_breakers
 
 
 def test_a_bad_word_does_not_come(shell: Shell, tiny_gguf: Path) -> None:

@@ -58,6 +58,17 @@ BOTH = [
     ("priority", 2**40, "priority: "),
     ("cache_salt", "", "cache_salt: "),
     ("stream", "yes", "stream: "),
+    ("best_of", 17, "best_of must be 16 or less"),
+    ("best_of", 0, "best_of must be between n"),
+    ("beam_width", 17, "beam_width must be 16 or less"),
+    ("beam_width", 0, "beam_width must be between 1"),
+    ("length_penalty", 1.0, "length_penalty goes with beam_width"),
+    ("beam_groups", 2, "groups goes with beam_width"),
+    ("dry_multiplier", -1.0, "dry_multiplier must be between 0"),
+    ("dry_breakers", ["x"], "dry_breakers.0: "),
+    ("xtc_probability", 2.0, "xtc_probability must be between 0"),
+    ("top_n_sigma", -1.0, "top_n_sigma must be between 0"),
+    ("mirostat_tau", 200.0, "mirostat_tau must be between 0"),
     ("stream_options", {"include_usage": True}, "goes with stream: true"),
     ("no_such_field", 1, "unknown field 'no_such_field'"),
     ("extra_body", {}, "unknown field 'extra_body'"),
@@ -77,7 +88,6 @@ COMPLETIONS = [
     ("prompt", NESTED, "prompt."),
     ("logprobs", 21, "logprobs must be 20 or less"),
     ("logprobs", -1, "logprobs must be between 0"),
-    ("best_of", 5, "best_of must equal n"),
     ("suffix", "x", "suffix"),
     ("max_tokens", 0, "max_tokens must be 1 or more"),
 ]
@@ -123,6 +133,29 @@ def test_a_bad_completion_is_refused(server: Running, field: str, value: Any, sa
 @pytest.mark.parametrize(("field", "value", "says"), BOTH + CHATS)
 def test_a_bad_chat_is_refused(server: Running, field: str, value: Any, says: str) -> None:
     check(server, "/v1/chat/completions", CHAT | {field: value}, field, says)
+
+
+BEAMS = [
+    ({"temperature": 0.7}, "temperature does not go with beam search"),
+    ({"logprobs": 2}, "logprobs does not go with beam search"),
+    ({"seed": 1, "top_p": 0.9}, "top_p does not go with beam search"),
+    ({"stream": True}, "beam_width and stream do not go together"),
+    ({"beam_groups": 3}, "must divide beam_width"),
+    ({"n": 5}, "n must be between 1 and beam_width"),
+    ({"early_stopping": "soon"}, "early_stopping must be"),
+    ({"use_beam_search": False}, "use_beam_search is false"),
+]
+
+
+@pytest.mark.parametrize(("more", "says"), BEAMS)
+def test_what_beam_search_would_drop_is_refused(server: Running, more: dict[str, Any], says: str) -> None:
+    body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "beam_width": 4}
+    check(server, "/v1/completions", body | more, next(reversed(more)), says)
+
+
+def test_best_of_is_not_streamed(server: Running) -> None:
+    body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "best_of": 3, "stream": True}
+    check(server, "/v1/completions", body, "stream", "best_of and stream do not go together")
 
 
 def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:

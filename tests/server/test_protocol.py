@@ -9,7 +9,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from headrace.llm import LLM
-from headrace.params import SamplingParams
+from headrace.params import BeamSearchParams, SamplingParams
 from tests.server.harness import Running
 
 TALK: Any = [{"role": "user", "content": "Name a river."}]
@@ -47,6 +47,20 @@ def test_a_completion_is_what_generate_gives_streamed_or_not(server: Running, of
     assert len(chunks) > 20
     other = server.complete(**{**DRAWN, "seed": 8})
     assert other.choices[0].text != whole.choices[0].text  # else the seed would do nothing
+
+
+def test_beams_and_best_of_are_what_generate_gives(server: Running, offline: LLM) -> None:
+    (expected,) = offline.generate("The mill", BeamSearchParams(beam_width=4, n=3, max_tokens=9, length_penalty=0.5))
+    asked = {"beam_width": 4, "n": 3, "length_penalty": 0.5}
+    whole = server.complete(max_tokens=9, temperature=openai.NOT_GIVEN, extra_body=asked, n=3)
+    assert [choice.text for choice in whole.choices] == [output.text for output in expected.outputs]
+    twin = server.complete(max_tokens=9, n=3, extra_body={"use_beam_search": True, "length_penalty": 0.5})
+    assert [choice.text for choice in twin.choices] == [choice.text for choice in whole.choices]
+    drawn = {"temperature": 0.9, "seed": 7, "max_tokens": 12, "logprobs": 1}
+    (best,) = offline.generate("The mill", SamplingParams(**drawn, n=2, best_of=5))
+    found = server.complete(**drawn, n=2, best_of=5).choices
+    assert [choice.text for choice in found] == [output.text for output in best.outputs]
+    assert [c.logprobs.token_logprobs for c in found] == [[e.logprob for e in o.logprobs or []] for o in best.outputs]
 
 
 def test_prompts_are_texts_or_token_ids_one_or_many(server: Running, offline: LLM) -> None:

@@ -16,7 +16,8 @@ SRC = ROOT / "src"
 # imported. `weights` reads files and knows no model; `weights.loader` and `weights.names` fill models from them.
 ROOMS = {
     "structured": "",
-    "params": "structured",
+    "param_checks": "",
+    "params": "param_checks structured",
     "config": "",
     "types": "params",
     "native": "params types config",
@@ -47,6 +48,7 @@ ROOMS = {
     "backend": "native.runner native.weights native loading memory models runner kv.pool types config",
     "llm": "backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text native "
     "params types config",
+    "consistency": "llm outputs params types",
     "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks "
     "kv.pool weights text native params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.params import SamplingParams
+from headrace.params import BEAM_FIELDS, BEAM_NAMES, SamplingParams
 
-PARAMS = frozenset(SamplingParams.__struct_fields__)
+PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam"} | {"beam_width", *BEAM_FIELDS, *BEAM_NAMES}
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 CHAT, COMPLETIONS = "chat/completions", "completions"
 BODY_PROMPT = {CHAT: "messages", COMPLETIONS: "prompt"}
@@ -27,7 +27,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "stream_options": (),
     "echo": (False,),
     "suffix": ("",),
-    "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),

@@ -30,7 +30,8 @@ HELP = """\
 A line that ends in a backslash goes on in the next; three quotes (\"\"\") open a message of several lines, three close it.
 Ctrl-C stops an answer."""
 COMMANDS = ["/system", "/set", "/clear", "/retry", "/save", "/load", "/stats", "/help", "/exit"]
-FIXED = frozenset({"n", "logprobs", "logprobs_mode", "prompt_logprobs", "priority"})  # settings a chat has no use for
+# Settings a chat has no use for.
+FIXED = frozenset({"n", "best_of", "beam", "logprobs", "logprobs_mode", "prompt_logprobs", "priority"})
 DRAW = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SETTINGS = [name for name in SamplingParams.__struct_fields__ if name not in FIXED]
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from headrace.cli.batch_lines import BadLine, Job, read_jobs
 from headrace.cli.batch_output import BatchOutput, Input, survey
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import fetch, open_llm
-from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, with_groups
+from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, with_groups
 from headrace.cli.output import say
 from headrace.params import SamplingParams
 
@@ -31,6 +32,7 @@ def register(app: typer.Typer) -> None:
 def generate(
     model: ModelName,
     sampling: SamplingOptions,
+    choice: ChoiceOptions,
     options: ModelOptions,
     source: Annotated[
         Path, typer.Option("--input", "-i", metavar="IN.jsonl", exists=True, dir_okay=False, help="Requests, one a line.")
@@ -54,16 +56,19 @@ def generate(
     """
     options.check()
     sampling.changes()
+    more = choice.changes()
     if target.exists() and source.samefile(target):
         raise typer.BadParameter("input and output are the same file; name another output")
     found = survey(source)
-    output = BatchOutput(target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings()})
+    output = BatchOutput(
+        target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings() | more}
+    )
     output.look(overwrite)
     if len(output.done) < found.lines:
         llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
         output.begin()
         try:
-            _answer_all(llm, read_jobs(source), output, sampling.bind(llm), found)
+            _answer_all(llm, read_jobs(source), output, partial(sampling.bind(llm), **more), found)
         finally:
             output.close()
     return _conclude(output, found)

@@ -4,15 +4,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from headrace.cli.models import complete_model
-from headrace.params import ParamError, SamplingParams
+from headrace.params import PRESETS, ParamError, SamplingParams, params_of
 
-MODEL_PANEL, SAMPLING_PANEL = "Model", "Sampling"
+MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several"
 
 SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="The system prompt (default: the catalog's or the template's own).")
@@ -64,6 +63,10 @@ def _model(help: str, *names: str) -> Any:
 
 def _sampling(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=SAMPLING_PANEL)
+
+
+def _choice(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=CHOICE_PANEL)
 
 
 @dataclass
@@ -118,6 +121,16 @@ class SamplingOptions:
     penalty_alpha: Annotated[
         float | None, _sampling("Contrastive search over the --top-k tokens: what likeness to the text costs (0.6, top-k 4).")
     ] = None
+    top_n_sigma: Annotated[float | None, _sampling("Only logits so many standard deviations below the best (0: off).")] = None
+    xtc_probability: Annotated[float | None, _sampling("How often the top choices are left out (0: off).")] = None
+    xtc_threshold: Annotated[float | None, _sampling("The probability that makes a token a top choice.")] = None
+    mirostat_tau: Annotated[float | None, _sampling("Mirostat 2: the mean surprise aimed at, in bits (0: off).")] = None
+    mirostat_eta: Annotated[float | None, _sampling("How fast it is steered there.")] = None
+    dry_multiplier: Annotated[float | None, _sampling("DRY: what going on with a repetition costs (0: off).")] = None
+    dry_base: Annotated[float | None, _sampling("How the cost grows with the repetition.")] = None
+    dry_allowed_length: Annotated[int | None, _sampling("Repetitions of so many tokens are free.")] = None
+    dry_breaker: Annotated[list[str] | None, _sampling("Text no repetition reaches across; may be repeated.")] = None
+    dry_range: Annotated[int | None, _sampling("How many of the last tokens DRY looks at (0: all).")] = None
     logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to that token's logit; may be repeated.")] = None
     bad_word: Annotated[list[str] | None, _sampling("Text that must not be written; may be repeated.")] = None
     min_tokens: Annotated[int | None, _sampling("The answer does not end before.")] = None
@@ -135,14 +148,14 @@ class SamplingOptions:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {renamed.get(name, name): value for name, value in given.items() if value not in (None, [])}
         given.pop("preset", None)
-        words = given.pop("bad_word", [])
+        texts = {"bad_words": given.pop("bad_word", []), "dry_breakers": given.pop("dry_breaker", [])}
         if "logit_bias" in given:
             given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
         try:
-            SamplingParams(**{"max_tokens": None, **given})
+            params_of({"max_tokens": None, **given})
         except ParamError as error:
             raise typer.BadParameter(str(error)) from None
-        return {**given, "bad_words": words} if words else given
+        return given | {name: words for name, words in texts.items() if words}
 
     def settings(self) -> dict[str, Any]:
         """All that was given, as plain data."""
@@ -153,7 +166,46 @@ class SamplingOptions:
         given = self.changes()
         if words := given.pop("bad_words", None):
             given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
-        return partial(llm.default_params if self.preset is None else getattr(SamplingParams, self.preset), **given)
+        if words := given.pop("dry_breakers", None):
+            given["dry_breakers"] = [ids[-1] for word in words for ids in _spellings(llm.tokenizer, word)]
+        own = {"max_tokens": None, **(llm.opened.sampling if self.preset is None else PRESETS[self.preset])}
+
+        def made(**changes: Any) -> SamplingParams:
+            return params_of({**given, **changes}, own)
+
+        return made
+
+
+class EarlyStopping(StrEnum):
+    """When beam search has seen enough."""
+
+    TRUE = "true"
+    FALSE = "false"
+    NEVER = "never"
+
+
+@dataclass
+class ChoiceOptions:
+    """Methods that choose among several outputs; the answer is known at the end, so it is not streamed."""
+
+    best_of: Annotated[int | None, _choice("Draw so many, give the -n whose tokens are likeliest on average.")] = None
+    beam_width: Annotated[int | None, _choice("Beam search with so many beams.", "--beam-width", "--beams")] = None
+    beam_groups: Annotated[int | None, _choice("Diverse beams: so many groups.")] = None
+    diversity_penalty: Annotated[float | None, _choice("What a group pays for a token an earlier one took.")] = None
+    length_penalty: Annotated[float | None, _choice("Above 0: longer answers (1: the mean log-probability).")] = None
+    length_rule: Annotated[str | None, _choice("hf (length ** penalty) or gnmt (((5 + length) / 6) ** penalty).")] = None
+    early_stopping: Annotated[EarlyStopping | None, _choice("true: as many ended as there are beams; never: exact.")] = None
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that were given, as `params_of` takes them. Raises typer.BadParameter for what cannot be meant."""
+        given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
+        if self.early_stopping is not None:
+            given["early_stopping"] = {"true": True, "false": False, "never": "never"}[self.early_stopping]
+        try:
+            params_of(given)
+        except ParamError as error:
+            raise typer.BadParameter(str(error)) from None
+        return given
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -71,6 +71,8 @@ def _choice(output: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
     if output.logprobs is not None:
         choice["logprobs"] = [_logprob(entry, tokenizer) for entry in output.logprobs]
         choice["cumulative_logprob"] = output.cumulative_logprob
+    if output.score is not None:
+        choice |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
     return choice
 
 

@@ -9,7 +9,7 @@ import typer
 from headrace.cli.inputs import join_prompt
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, SystemPrompt, with_groups
+from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, with_groups
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.outputs import RequestOutput
 
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
 def run(
     model: ModelName,
     sampling: SamplingOptions,
+    choice: ChoiceOptions,
     options: ModelOptions,
     prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="What to answer.", show_default=False)] = None,
     file: Annotated[
@@ -50,9 +51,11 @@ def run(
         raise typer.BadParameter("--logprobs goes with --json")
     options.check()
     sampling.changes()
+    more = {**choice.changes(), "n": n, "logprobs": logprobs}
+    widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
-    llm = open_llm(model, options, quiet=quiet, max_num_seqs=n, preset="online")
-    params = sampling.bind(llm)(n=n, logprobs=logprobs)
+    llm = open_llm(model, options, quiet=quiet, max_num_seqs=widest, preset="online")
+    params = sampling.bind(llm)(**more)
     return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json=as_json, quiet=quiet)
 
 

@@ -6,79 +6,11 @@ in float64: a temperature would change which hypothesis wins (W14).
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-import msgspec
-
-from headrace.params import MAX_N, ParamError, SamplingParams
+from headrace.params import BeamSearchParams
 from headrace.types import Child, FeedOutput, Request, Sequence, Want
 
-EarlyStopping = bool | Literal["never"]
-
-
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How beams are kept, ended and ranked. Raises ParamError (a ValueError) for what cannot be meant.
-
-    Finished hypotheses rank by score / length ** length_penalty ("hf", as transformers does) or by
-    score / ((5 + length) / 6) ** length_penalty ("gnmt", Wu et al. 2016); length counts generated tokens, the end token
-    included. Above 0 the penalty favours long answers, below 0 short ones, since scores are negative (W46).
-    `early_stopping`: True ends with `beam_width` finished hypotheses; False when no live one can win at its present length;
-    "never" when none can win at any length it may still reach, which is exact.
-    `groups` > 1 is diverse beam search (Vijayakumar et al. 2018): each group pays `diversity_penalty` for each time an earlier
-    group has taken the same token at the same step.
-    """
-
-    beam_width: int = 4
-    n: int = 1
-    max_tokens: int = 64
-    length_penalty: float = 1.0
-    length_rule: Literal["hf", "gnmt"] = "hf"
-    early_stopping: EarlyStopping = False
-    groups: int = 1
-    diversity_penalty: float = 0.0
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    priority: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.beam_width <= MAX_N:
-            raise ParamError(f"beam_width must be between 1 and {MAX_N}, not {self.beam_width}")
-        if not 1 <= self.n <= self.beam_width:
-            raise ParamError(f"n must be between 1 and beam_width ({self.beam_width}), not {self.n}")
-        if self.groups < 1 or self.beam_width % self.groups:
-            raise ParamError(f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
-        if not 0.0 <= self.diversity_penalty <= 100.0:
-            raise ParamError(f"diversity_penalty must be between 0 and 100, not {self.diversity_penalty}")
-        if self.diversity_penalty and self.groups == 1:
-            raise ParamError("diversity_penalty needs groups above 1; a single group has nobody to differ from")
-        if not -10.0 <= self.length_penalty <= 10.0:
-            raise ParamError(f"length_penalty must be between -10 and 10, not {self.length_penalty}")
-        if self.early_stopping not in (True, False, "never"):
-            raise ParamError(f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
-
-    def sampling(self) -> SamplingParams:
-        """The parameters that any request has."""
-        return SamplingParams(
-            n=self.n,
-            temperature=0.0,
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-            priority=self.priority,
-        )
-
-    def normalised(self, score: float, length: int) -> float:
-        """The rank of a hypothesis of `length` generated tokens."""
-        base = float(length) if self.length_rule == "hf" else (5 + length) / 6
-        return float(score / base**self.length_penalty)
+__all__ = ["BeamSearch", "BeamSearchParams"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,13 +82,12 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
 def _check(service: Service, request: CompletionRequest) -> None:
     limits = service.limits
     not_built(bool(request.suffix), "suffix", "text cannot be inserted before a suffix")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise bad("best_of must equal n; ask for n answers and choose among them", "best_of")
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options goes with stream: true", "stream_options")
     prompts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
     many = len(prompts) if prompts and not isinstance(prompts[0], int) else 1
-    if many > limits.prompts or many * (request.n or 1) > limits.choices:
+    each = max(request.n or 1, request.best_of or 1, request.beam_width or 1)
+    if many > limits.prompts or many * each > limits.choices:
         raise bad(f"at most {limits.prompts} prompts and {limits.choices} answers in a request; send several", "prompt")
 
 

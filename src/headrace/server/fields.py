@@ -57,10 +57,28 @@ class Sampling(Meaningless):
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     no_repeat_ngram: Int64 | None = None
     contrastive_beta: float | None = None
     contrastive_alpha: float | None = None
     penalty_alpha: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int64 | None = None
+    dry_breakers: list[TokenId] | None = None
+    dry_range: Int64 | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    beam_groups: int | None = None
+    diversity_penalty: float | None = None
+    length_penalty: float | None = None
+    length_rule: str | None = None
+    early_stopping: bool | str | None = None
     min_tokens: Int64 | None = None
     stop_token_ids: list[TokenId] | None = None
     allowed_token_ids: list[TokenId] | None = None
@@ -79,7 +97,6 @@ class CompletionRequest(Sampling):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = None
     suffix: str | None = None
 
 

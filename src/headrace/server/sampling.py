@@ -2,18 +2,23 @@
 
 from typing import Any
 
-from headrace.params import ParamError, SamplingParams
+from headrace.params import ParamError, SamplingParams, params_of
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import Sampling
 from headrace.server.settings import Limits
 
 # Fields that mean the same in both.
 SAME = (
-    "n temperature top_p frequency_penalty presence_penalty min_p typical_p repetition_penalty no_repeat_ngram min_tokens "
+    "n best_of temperature top_p frequency_penalty presence_penalty min_p typical_p repetition_penalty no_repeat_ngram "
+    "top_n_sigma xtc_probability xtc_threshold mirostat_tau mirostat_eta "
     "contrastive_beta contrastive_alpha penalty_alpha "
-    "stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens "
-    "logprobs_mode priority"
+    "dry_multiplier dry_base dry_allowed_length dry_breakers dry_range "
+    "min_tokens stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens "
+    "logprobs_mode priority "
+    "beam_width beam_groups diversity_penalty length_penalty length_rule early_stopping"
 ).split()
+WIDTHS = ("n", "best_of", "beam_width")
+DEFAULT_BEAMS = 4
 
 
 def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **more: Any) -> SamplingParams:
@@ -27,16 +32,34 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
         given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
     if request.stop is not None:
         given["stop"] = _stop(request.stop, limits)
-    settings = {**own, **given, **more}
-    _check(settings, limits)
+    given |= _beams(request)
+    asked = {**given, **more}
+    _check(asked, limits)
     try:
-        return SamplingParams(**settings)
+        params = params_of(asked, own)
     except ParamError as error:
         raise bad(str(error)) from None
+    if request.stream and (params.beam or params.best_of):
+        name = "beam_width" if params.beam else "best_of"
+        raise bad(f"{name} and stream do not go together: which answer is the best is known at the end", "stream")
+    return params
+
+
+def _beams(request: Sampling) -> dict[str, Any]:
+    """What `use_beam_search` means, as vLLM had it: as many beams as answers where no width is given, but a few."""
+    if request.use_beam_search is None:
+        return {}
+    if not request.use_beam_search:
+        if request.beam_width is not None:
+            raise bad("use_beam_search is false and beam_width is given; leave one of them out", "use_beam_search")
+        return {}
+    width = request.beam_width or request.best_of or max(DEFAULT_BEAMS, request.n or 1)
+    return {"beam_width": width, "best_of": None}
 
 
 def _check(settings: dict[str, Any], limits: Limits) -> None:
-    for name, most in (("n", limits.n), ("logprobs", limits.logprobs), ("max_tokens", limits.max_tokens)):
+    widths = [(name, limits.n) for name in WIDTHS]
+    for name, most in (*widths, ("logprobs", limits.logprobs), ("max_tokens", limits.max_tokens)):
         value = settings.get(name)
         if value is not None and most is not None and value > most:
             raise bad(f"{name} must be {most} or less on this server, not {value}", name)

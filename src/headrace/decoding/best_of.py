@@ -1,0 +1,41 @@
+"""Best of several: draw `best_of` outputs, give back the `n` whose tokens are likeliest on average."""
+
+from headrace.decoding.sampling import Sampling
+from headrace.types import Child, FeedOutput, Request, Sequence, TokenLogprob
+
+
+class BestOf(Sampling):
+    """Sampling whose outputs are ranked by the mean log-probability of their tokens, the end token included.
+
+    Output i is drawn as output i of a request with `n` = `best_of` is, so the seeds say the same. Log-probabilities are those
+    `logprobs_mode` names; raw ones are the model's own. Exactness: as sampling.
+    """
+
+    streams = False  # which outputs are the best is known at the end
+
+    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+        families = super().select(request, outputs)
+        heard: dict[int, list[TokenLogprob]] = request.state or {}
+        for child in (child for children in families for child in children):
+            assert child.index is not None
+            heard.setdefault(child.index, []).extend(child.logprobs)
+        request.state = heard
+        return families
+
+    def results(self, request: Request) -> list[tuple[Sequence, float]]:
+        """The best n, best first, with their mean log-probabilities; of equals the one drawn first."""
+        ranked = [(seq, self._mean(request, seq)) for seq in sorted(request.finished, key=lambda seq: seq.index)]
+        ranked.sort(key=lambda pair: -pair[1])
+        return ranked[: request.params.n]
+
+    def _mean(self, request: Request, seq: Sequence) -> float:
+        entries = request.state[seq.index][: len(seq.output)]
+        seq.score = sum(entry.logprob for entry in entries)
+        seq.logprobs = entries if request.params.logprobs is not None else []
+        return seq.score / len(entries)
+
+    def _outputs(self, request: Request) -> int:
+        return request.params.best_of or request.params.n
+
+    def _logprobs(self, request: Request) -> int:
+        return request.params.logprobs or 0

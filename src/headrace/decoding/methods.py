@@ -1,0 +1,16 @@
+"""Which decoding method a request's parameters ask for."""
+
+from headrace.decoding.base import Strategy
+from headrace.decoding.beam import BeamSearch
+from headrace.decoding.best_of import BestOf
+from headrace.decoding.sampling import Sampling
+from headrace.params import SamplingParams
+
+
+def strategy_for(params: SamplingParams) -> Strategy:
+    """The method of one request, made for it alone."""
+    if params.beam is not None:
+        return BeamSearch(params.beam)
+    if params.best_of is not None:
+        return BestOf()
+    return Sampling()
