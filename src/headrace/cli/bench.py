@@ -6,15 +6,18 @@ import typer
 
 from headrace.cli.bench_local import local
 from headrace.cli.bench_peers import peers
+from headrace.cli.bench_serve import latency, serve
 from headrace.cli.output import print_table, say
 
 
 def register(app: typer.Typer) -> None:
     """Add the group of commands."""
-    bench = typer.Typer(help="Measure: batching policies, speed on this machine.", no_args_is_help=True)
+    bench = typer.Typer(help="Measure: batching policies, speed on this machine, servers under load.", no_args_is_help=True)
     bench.command("batching")(batching)
     bench.command("local")(local)
     bench.command("peers")(peers)
+    bench.command("serve")(serve)
+    bench.command("latency")(latency)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 

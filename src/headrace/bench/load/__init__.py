@@ -1,0 +1,1 @@
+"""The load generator: requests against any OpenAI server, sent when they are due, and how long they took."""

@@ -1,0 +1,192 @@
+"""bench serve and bench latency: load on an OpenAI server, ours or another's."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.output import print_table, say
+
+ASKED, WHEN, WHAT, TOLD = "Whom to ask", "When", "What", "What is said"
+KINDS = ("ids", "text", "chat")
+
+Base = Annotated[str, typer.Argument(metavar="URL", help="Address of the API, as http://127.0.0.1:8000/v1.")]
+ModelOption = Annotated[str | None, typer.Option(help="Its name there (default: the first).", rich_help_panel=ASKED)]
+Kind = Annotated[str, typer.Option(help="Prompts as token ids, text or chat.", rich_help_panel=ASKED)]
+KeyFile = Annotated[Path | None, typer.Option(help="The API key (or HEADRACE_API_KEY).", exists=True, rich_help_panel=ASKED)]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", rich_help_panel=TOLD)]
+
+
+def serve(
+    url: Base,
+    model: ModelOption = None,
+    kind: Kind = "ids",
+    api_key_file: KeyFile = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for an answer.", rich_help_panel=ASKED)] = 600.0,
+    rate: Annotated[
+        str, typer.Option(help="Poisson arrivals a second; several: a sweep, as 1,2,4.", rich_help_panel=WHEN)
+    ] = "",
+    concurrency: Annotated[str, typer.Option(help="Requests at once; several: a sweep.", rich_help_panel=WHEN)] = "",
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, help="Replay: an Azure CSV, a Mooncake .jsonl.", rich_help_panel=WHEN)
+    ] = None,
+    trace_scale: Annotated[float, typer.Option(help="Times the times between its arrivals.", rich_help_panel=WHEN)] = 1.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a load.", rich_help_panel=WHAT)] = 100,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first of them.", rich_help_panel=WHAT)] = None,
+    input_len: Annotated[int, typer.Option("--input", min=1, help="Prompt tokens, mean.", rich_help_panel=WHAT)] = 128,
+    output_len: Annotated[int, typer.Option("--output", min=1, help="Answer tokens, mean.", rich_help_panel=WHAT)] = 64,
+    tail: Annotated[float, typer.Option(min=0, help="Spread of log-normal lengths: 1 is heavy.", rich_help_panel=WHAT)] = 0.0,
+    cap_input: Annotated[int | None, typer.Option(min=1, help="Shorten longer prompts.", rich_help_panel=WHAT)] = None,
+    cap_output: Annotated[int | None, typer.Option(min=1, help="Shorten longer answers.", rich_help_panel=WHAT)] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.", rich_help_panel=WHAT)] = 0.0,
+    exact: Annotated[bool, typer.Option(help="Ask for whole lengths (ignore_eos).", rich_help_panel=WHAT)] = True,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.", rich_help_panel=WHAT)] = 4,
+    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.", rich_help_panel=WHAT)] = 0,
+    slo: Annotated[str, typer.Option(help="Seconds for goodput, as ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)] = "",
+    watch: Annotated[str, typer.Option(help="Process ids whose CPU time is counted.", rich_help_panel=TOLD)] = "",
+    json_file: JsonFile = None,
+    plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder.", rich_help_panel=TOLD)] = None,
+) -> None:
+    """Load on any OpenAI server: latencies, throughput, goodput.
+
+    Requests are sent when due, whatever the server does (--rate, --trace), and times count from then; or N at once (8).
+    """
+    from headrace.bench.load import drive, summary
+    from headrace.bench.load.workload import Bounds, Lengths, poisson, read_trace, steady
+
+    if bool(rate) + bool(concurrency) + (trace is not None) > 1:
+        raise ValueError("give one of --rate, --concurrency and --trace")
+    limits = summary.parse_slo(slo)
+    extra = {"temperature": temperature, **({"ignore_eos": True} if exact else {})}
+    target = _target(url, model, kind, api_key_file, timeout, extra)
+    lengths, bounds = Lengths(input_len, output_len, tail), Bounds(trace_scale, cap_input, cap_output, limit)
+    loads: list[tuple[str, list[Any], int | None]] = []
+    if trace is not None:
+        loads.append((trace.name, bounds.apply(read_trace(trace)), None))
+    for number in _numbers(rate):
+        loads.append((f"{number:g}/s", bounds.apply(poisson(requests, number, lengths, seed)), None))
+    for number in _numbers(concurrency or ("" if loads else "8")):
+        loads.append((f"{number:g} at once", bounds.apply(steady(requests, lengths, seed + int(number))), int(number)))
+    say(bounds.cut.said())
+    drive.warm_up(target, Bounds(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
+    processes = [int(number) for number in _numbers(watch)]
+    made = {name: _measure(target, jobs, at_once, processes, limits) for name, jobs, at_once in loads}
+    _print(made)
+    whole = {"model": target.model, "cut": bounds.cut.said(), "loads": {name: told for name, (told, _) in made.items()}}
+    if json_file is not None:
+        json_file.write_text(json.dumps(whole, indent=2) + "\n")
+    if plots is not None:
+        _plot(plots, made)
+
+
+def latency(
+    url: Base,
+    model: ModelOption = None,
+    kind: Kind = "ids",
+    api_key_file: KeyFile = None,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "16,64,256,1024,4096",
+    at_once: Annotated[str, typer.Option(help="Requests at once, greedy against sampled.")] = "1,8",
+    output_len: Annotated[int, typer.Option("--output", min=8, help="Tokens of these answers.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Time to the first token against prompt length, and greedy decoding against sampling (claims W1 and W6)."""
+    from headrace.bench.load import claims, drive
+    from headrace.bench.load.workload import Lengths, steady
+
+    target = _target(url, model, kind, api_key_file, 600.0, {"ignore_eos": True, "temperature": 0.0})
+    drive.warm_up(target, steady(4, Lengths(64, 16), -1), say)
+    first = claims.first_tokens(target, [int(number) for number in _numbers(lengths)], rounds, say)
+    both = [claims.greedy_and_sampling(target, int(number), output_len, rounds) for number in _numbers(at_once)]
+    rows = [(str(one.length), _ms(one.ttft), _ms(one.ttft / one.length), f"{one.steps:.1f}") for one in first]
+    print_table(("W1: prompt tokens", "first token ms", "ms a prompt token", "in tokens of the answer"), rows)
+    print()
+    columns = ("W6: at once", "greedy ms a token", "sampled ms a token", "ratio", "least", "most")
+    print_table(columns, [_compared(one) for one in both])
+    if json_file is not None:
+        told = {"ttft": {one.length: one.ttft for one in first}, "step": {one.length: one.step for one in first}}
+        told |= {"greedy": {one.at_once: one.greedy for one in both}, "sampled": {one.at_once: one.sampled for one in both}}
+        json_file.write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _compared(one: Any) -> tuple[str, ...]:
+    ratios = (f"{one.sampled / one.greedy:.3f}", f"{min(one.ratios):.3f}", f"{max(one.ratios):.3f}")
+    return (str(one.at_once), _ms(one.greedy), _ms(one.sampled), *ratios)
+
+
+def _target(url: str, model: str | None, kind: str, key_file: Path | None, timeout: float, extra: dict[str, Any]) -> Any:
+    from importlib.util import find_spec
+
+    if find_spec("h11") is None:
+        raise ValueError("the load generator needs h11; install it with: pip install 'headrace[serve]'")
+    from headrace.bench.load.client import Target
+    from headrace.bench.load.server import first_model
+
+    if kind not in KINDS:
+        raise ValueError(f"--kind is one of {', '.join(KINDS)}, not {kind!r}")
+    key = key_file.read_text("utf-8").strip() if key_file is not None else os.environ.get("HEADRACE_API_KEY") or None
+    target = Target(url.rstrip("/"), model or "", kind, key, timeout, extra)
+    target.address()
+    return Target(target.base, model or first_model(target), kind, key, timeout, extra)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{text!r}: give numbers with commas between, as 1,2,4") from None
+    if any(number <= 0 for number in numbers):
+        raise ValueError(f"{text!r}: give numbers above 0")
+    return numbers
+
+
+def _measure(target: Any, jobs: Sequence[Any], at_once: int | None, watch: list[int], limits: dict[str, float]) -> Any:
+    from headrace.bench.load import drive, summary
+
+    run = drive.drive(target, jobs, at_once, watch)
+    return summary.summary(run, limits), summary.times([one for one in run.answers if one.error is None])
+
+
+def _print(made: dict[str, Any]) -> None:
+    rows: list[tuple[str, ...]] = []
+    told = [summary for summary, _ in made.values()]
+    for name, label in {"requests": "requests", "failed": "failed", "output_tokens": "answer tokens"}.items():
+        rows.append((label, *(str(one[name]) for one in told)))
+    for name, label in {"requests_per_s": "requests/s", "output_tokens_per_s": "tokens/s", "seconds": "seconds"}.items():
+        rows.append((label, *(f"{one[name]:.2f}" for one in told)))
+    for name in ("ttft", "itl", "tpot", "e2e"):
+        for share in ("p50", "p90", "p99"):
+            rows.append((f"{name} {share} ms", *(_ms(one[name][share]) if one[name] else "-" for one in told)))
+    if any("slo" in one for one in told):
+        rows.append(("goodput, requests/s", *(f"{one['slo']['goodput_requests_per_s']:.2f}" for one in told)))
+        rows.append(("within the limits", *(f"{one['slo']['share']:.1%}" for one in told)))
+    rows.append(("sent late by at most, ms", *(_ms(one["sent_late_max"]) for one in told)))
+    rows.append(("CPU of this client, s", *(f"{one['client_cpu_s']:.2f}" for one in told)))
+    for pid in told[0]["cpu_us_per_token"]:
+        rows.append((f"CPU of {pid}, us a token", *(f"{one['cpu_us_per_token'][pid]:.1f}" for one in told)))
+    print_table(("", *made), rows)
+    for name, (one, _) in made.items():
+        for error in one["errors"]:
+            say(f"{name}: {error}")
+
+
+def _plot(folder: Path, made: dict[str, Any]) -> None:
+    from headrace.bench.load.plots import distribution, plot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, title in {"ttft": "Time to first token", "itl": "Time between events", "e2e": "Time to the end"}.items():
+        lines = distribution({load: values[name] for load, (_, values) in made.items()})
+        plot(folder / f"{name}.svg", title, "ms", "% of all", lines)
+    loads = [told for told, _ in made.values() if told["ttft"]]
+    if len(loads) > 1:
+        speed = [one["output_tokens_per_s"] for one in loads]
+        lines = [(f"TTFT {share}", speed, [one["ttft"][share] * 1000 for one in loads]) for share in ("p50", "p99")]
+        lines += [(f"ITL {share}", speed, [one["itl"][share] * 1000 for one in loads]) for share in ("p50", "p99")]
+        plot(folder / "load.svg", "Times against throughput", "answer tokens/s", "ms", lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.2f}"
