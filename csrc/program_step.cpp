@@ -47,7 +47,7 @@ void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, 
         require(parents[i] >= -1 && parents[i] < static_cast<int32_t>(i), "a node's parent must come before it");
     }
     const int first_node = start + count;
-    ids_.insert(ids_.end(), tokens.begin() + start, tokens.begin() + first_node);
+    if (count > 0) ids_.insert(ids_.end(), tokens.begin() + start, tokens.begin() + first_node);
     ids_.insert(ids_.end(), nodes.begin(), nodes.end());
     for (int i = 0; i < count; ++i) positions_.push_back(start + i);
     masks_.resize(masks_.size() + static_cast<size_t>(count), 0);
@@ -84,12 +84,17 @@ int Step::ask(Ask ask, int rows) {
 int Step::draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu) {
     Ask made{Ask::Kind::kDraw, row, nullptr, std::move(keys), report};
     made.mu = mu;
+    for (int node = first_head_row_ + row - last_known_ - 1; node >= 0 && node < static_cast<int>(nodes_.size());
+         node = parents_[static_cast<size_t>(node)]) {
+        made.path.insert(made.path.begin(), nodes_[static_cast<size_t>(node)]);
+    }
     return ask(std::move(made));
 }
 
 int Step::verify(int row, NoiseKey key, Report report, std::optional<double> mu) {
     Ask made{Ask::Kind::kVerify, row, nullptr, {key}, report};
     made.mu = mu;
+    require(first_head_row_ + row == last_known_, "a draft is verified from the last known token on");
     made.nodes = nodes_, made.parents = parents_;
     return ask(std::move(made), 1 + static_cast<int>(nodes_.size()));
 }
@@ -159,6 +164,7 @@ void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits)
     }
     switch (ask.kind) {
         case Ask::Kind::kDraw:
+            row.path = ask.path;
             out.error = sampler.draw(row, ask.keys, ask.report, out.reports);
             return;
         case Ask::Kind::kVerify: {

@@ -39,6 +39,7 @@ struct Ask {
     std::optional<double> mu{};               // kDraw, kVerify: mirostat's state
     std::shared_ptr<const std::vector<uint32_t>> allowed{};  // bits of the ids that may come after its feed's rows; or null
     int place = 0;                                           // of `row` among them: 0 = the last known token's
+    std::vector<int32_t> path{};              // kDraw: the draft tokens between the known ones and this row
 
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
@@ -63,8 +64,9 @@ class Step {
   public:
     void clear();
 
-    // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the last known
-    // token). The last `logits` rows go through the head. Throws std::invalid_argument, std::out_of_range.
+    // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the token
+    // before KV index start + count). Nodes alone may lie beyond the known tokens. The last `logits` rows go through the
+    // head. Throws std::invalid_argument.
     void feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits);
 
     // What may be drawn after the feed added last: a bit per token for its last known token and each node. All asks of the
@@ -73,7 +75,7 @@ class Step {
 
     // Of the feed added last; `row` counts from the first of its rows that go through the head. Each returns the number of
     // its (first) answer.
-    int draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu);
+    int draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu);  // at a node: after its path
     int verify(int row, NoiseKey key, Report report, std::optional<double> mu);
     int top(int row, int k);
     // Every row from `row` on scores the known token after it: one answer each, `count` of them.

@@ -3,6 +3,7 @@
 import torch
 
 from headrace.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
@@ -59,7 +60,14 @@ def tiny_model(config: ModelConfig | None = None, dtype: torch.dtype = torch.flo
 
 
 def tiny_engine(
-    model: Model, *, budget: int = 64, blocks: int = 64, block_size: int = 4, seqs: int = 16, **cache: bool
+    model: Model,
+    *,
+    budget: int = 64,
+    blocks: int = 64,
+    block_size: int = 4,
+    seqs: int = 16,
+    speculation: Speculation | None = None,
+    **cache: bool,
 ) -> Engine:
     """An engine without a tokenizer over a torch runner."""
     config = EngineConfig(
@@ -68,7 +76,8 @@ def tiny_engine(
     )
     dtype = next(model.parameters()).dtype
     pool = KVPool(model.config, blocks, block_size, dtype)
-    return Engine(InProcess(TorchRunner(model, pool)), config, vocab_size=model.config.vocab_size)
+    executor = InProcess(TorchRunner(model, pool))
+    return Engine(executor, config, vocab_size=model.config.vocab_size, speculation=speculation)
 
 
 def finish(engine: Engine) -> None:

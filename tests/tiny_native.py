@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
 from headrace.models.base import Model
 from headrace.native import core
@@ -72,14 +73,22 @@ def native_runner(model: Model, *, blocks: int = 64, threads: int = 1, quantize:
 
 
 def native_engine(
-    model: Model, *, budget: int = 64, blocks: int = 64, block_size: int = 4, seqs: int = 16, quantize: str = "", **cache: bool
+    model: Model,
+    *,
+    budget: int = 64,
+    blocks: int = 64,
+    block_size: int = 4,
+    seqs: int = 16,
+    quantize: str = "",
+    speculation: Speculation | None = None,
+    **cache: bool,
 ) -> Engine:
     """Like tests.tiny.tiny_engine on the native core, whose blocks are 16 tokens: as many as hold the same."""
     blocks = -(-blocks * block_size // BLOCK)
     scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
     config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK, **cache))
     runner = native_runner(model, blocks=blocks, quantize=quantize)
-    return Engine(InProcess(runner), config, vocab_size=model.config.vocab_size)
+    return Engine(InProcess(runner), config, vocab_size=model.config.vocab_size, speculation=speculation)
 
 
 def native_alone(model: Model, prompt: list[int], params: SamplingParams, child: int = 0, quantize: str = "") -> list[int]:

@@ -8,18 +8,19 @@ from collections.abc import Callable
 
 from headrace.admission import AdmissionError, Limits, admit
 from headrace.config import EngineConfig
-from headrace.decoding.base import Strategy
+from headrace.decoding.base import Drafting, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
+from headrace.drafting.speculation import Speculation
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
 from headrace.runner.executor import Executor
 from headrace.scheduler import Flight, Scheduler
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Child, Delta, Feed, FeedOutput, Request, Sequence, Status, StepOutput, Want
+from headrace.types import TARGET, Child, Delta, Feed, FeedOutput, KVGroup, Request, Sequence, Status, StepOutput, Want
 
 __all__ = ["AdmissionError", "Engine"]
 
@@ -27,7 +28,8 @@ __all__ = ["AdmissionError", "Engine"]
 class Engine:
     """Requests in, deltas out. One thread calls it; it knows neither prefill nor decode, neither beam nor speculation.
 
-    `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them.
+    `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them. `speculation` proposes drafts for
+    the requests that take them; `groups` are the KV groups, the target's first.
     """
 
     def __init__(
@@ -38,11 +40,14 @@ class Engine:
         vocab_size: int,
         tokenizer: Tokenizer | None = None,
         eos_ids: frozenset[int] = frozenset(),
+        speculation: Speculation | None = None,
+        groups: tuple[KVGroup, ...] = (TARGET,),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.executor = executor
-        self.blocks = BlockManager(config.cache)
+        self.speculation = speculation
+        self.blocks = BlockManager(config.cache, groups)
         self.scheduler = Scheduler(config.scheduler, self.blocks)
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
         self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None)
@@ -91,7 +96,9 @@ class Engine:
         )
         request.width = request.strategy.width(request)
         admit(request, self.limits)
+        request.speculates = self.speculation is not None and self.speculation.serves(request)
         seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
+        seq.computed = [0] * len(self.blocks.groups)
         self.stopping.begin(request, seq)
         seq.constraint = self._constraint(params)
         request.seqs.append(seq)
@@ -139,8 +146,11 @@ class Engine:
         return self._deliver()
 
     def _launch(self) -> None:
-        """Schedule and submit until the executor is full."""
-        while len(self._flights) < self.executor.depth and (flight := self.scheduler.schedule()):
+        """Schedule, draft and submit until the executor is full."""
+        while len(self._flights) < self.executor.depth:
+            self._propose()
+            if (flight := self.scheduler.schedule()) is None:
+                return
             now = self._clock()
             for work in flight.works:
                 if work.request.metrics.scheduled is None:
@@ -150,6 +160,19 @@ class Engine:
                     work.feed.masks = work.seq.constraint.masks(work.feed.nodes, work.feed.parents)
             flight.ticket = self.executor.submit(flight.plan)
             self._flights.append(flight)
+
+    def _propose(self) -> None:
+        """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it."""
+        for request in self.scheduler.requests:
+            if request.in_flight:
+                continue
+            if isinstance(request.strategy, Drafting):
+                for seq in request.seqs:
+                    seq.draft = request.strategy.draft(request, seq)
+            elif request.speculates:
+                assert self.speculation is not None
+                for seq in request.seqs:
+                    seq.draft = self.speculation.draft(request, seq) if seq.pending == 1 else None
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
         if request.pool:
@@ -197,17 +220,20 @@ class Engine:
             return []
 
     def _commit(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], families: list[list[Child]]) -> None:
-        """Append, fork, drop: every parent becomes its children, and what ended leaves the request."""
+        """Accept, append, fork, drop: every parent becomes its children, and what ended leaves the request."""
         if request.error is not None:
             return
         now = self._clock()
         heirs: list[tuple[Sequence, list[Sequence]]] = []
         for (parent, _), children in zip(outputs, families, strict=True):
             seqs = [parent] if len(children) == 1 else [_clone(parent, next(self._ids)) for _ in children]
+            draft, length = parent.draft, len(parent.tokens)
             for seq, child in zip(seqs, children, strict=True):
                 self._grow(request, parent, seq, child)
                 if seq.constraint is not None and seq.constraint.error:
                     request.error = seq.constraint.error
+            if draft is not None and seqs == [parent]:
+                self._settle(request, parent, length, children[0].path)
             request.finished += [seq for seq in seqs if seq.finish_reason is not None]
             if seqs != [parent] or parent.finish_reason is not None:  # else it goes on as it is
                 heirs.append((parent, [seq for seq in seqs if seq.finish_reason is None]))
@@ -229,6 +255,15 @@ class Engine:
         delta = self.stopping.extend(request, seq, tokens, child.logprobs)
         if request.strategy.streams:
             self._outbox.append(delta)
+
+    def _settle(self, request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
+        """The draft below `length` known tokens was verified: its path is kept, and the drafter learns what became of it."""
+        draft, seq.draft = seq.draft, None
+        assert draft is not None
+        if seq.finish_reason is None:
+            self.scheduler.accept(seq, length, path)
+        if not draft.required:
+            request.metrics.accepted += min(len(path), len(seq.tokens) - length)
 
     def _sweep(self, flight: Flight) -> None:
         """End what was aborted or has failed."""

@@ -15,7 +15,7 @@ from headrace.types import Feed, NewSlot, Request, Sequence, Status, StepPlan, T
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """One feed of a plan and whose it is. `last`: the sequence's last known token is fed, so its logits exist."""
+    """One feed of a plan and whose it is. `last`: it reaches the last known token and what the draft must have."""
 
     request: Request
     seq: Sequence
@@ -47,6 +47,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
+        self._own = [g for g, group in enumerate(blocks.groups) if group.model == 0]
+        self._companions = [g for g, group in enumerate(blocks.groups) if group.model != 0]
         self._step = 0
         self._flights: list[Flight] = []
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -82,6 +84,7 @@ class Scheduler:
     def commit(self, request: Request, parent: Sequence, children: list[Sequence]) -> None:
         """Replace a sequence by its unfinished children: the first inherits table and slot, the others fork from it."""
         at = request.seqs.index(parent)
+        assert len(children) < 2 or not parent.moves, "a sequence that follows its draft has one child"
         for child in children[1:]:
             self.blocks.fork(parent, child)
             child.slot, child.sent, child.synced = self._slots.pop(), parent.sent, list(parent.synced)
@@ -101,6 +104,7 @@ class Scheduler:
             before = self.preemptions
             if not self._feed_running(flight):
                 self._admit(flight)
+            self._add_drafts(flight)
             self.blocks.end()
             if flight.works or self.preemptions == before:
                 break
@@ -122,11 +126,29 @@ class Scheduler:
     def advance(self, flight: Flight) -> None:
         """The step went well: what it fed is computed, and full blocks are offered to others."""
         for work in flight.works:
-            end = work.feed.start + work.feed.count
-            seq = work.seq
-            seq.computed = [max(done, end) for done in seq.computed]
-            if end // self.blocks.block_size > seq.published:
-                self.blocks.publish(seq)
+            self._computed(work.seq, work.feed.start + work.feed.count)
+
+    def accept(self, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
+        """The draft below `length` known tokens was verified: keep the K/V of `path`, give up the rest.
+
+        K/V that does not lie where its token now is moves there with the next feed; until then nothing of it is published
+        and its blocks are kept.
+        """
+        seq.moves = [(length + node, length + place) for place, node in enumerate(path) if node != place]
+        if not seq.moves:
+            self._computed(seq, length + len(path))
+            self.blocks.truncate(seq, length + len(path))
+        for g in self._companions:  # their chain is the path as far as it was accepted
+            seq.computed[g] = min(seq.computed[g], length + len(path))
+        for g in self._own:
+            seq.computed[g] = length + len(path)
+
+    def _computed(self, seq: Sequence, end: int) -> None:
+        """The target's groups now reach `end`; full blocks are offered to others."""
+        for g in self._own:
+            seq.computed[g] = max(seq.computed[g], end)
+        if end // self.blocks.block_size > seq.published:
+            self.blocks.publish(seq)
 
     # -- feeding -------------------------------------------------------------------------------------------------------
     def _feed_running(self, flight: Flight) -> bool:
@@ -152,16 +174,19 @@ class Scheduler:
         """
         seq = request.seqs[0]
         start = len(seq.tokens) - 1
-        if len(request.seqs) > 1 or min(seq.computed) != start or flight.room < 1 or not self.blocks.writable(seq, start):
+        if len(request.seqs) > 1 or seq.computed[0] != start or flight.room < 1 or not self.blocks.writable(seq, start):
+            return False
+        if seq.draft is not None and seq.draft.required:
             return False
         self._add_feed(request, seq, start, start + 1, flight)
         request.metrics.steps += 1
         return True
 
     def _spans(self, request: Request, flight: Flight) -> list[Span]:
-        """The token range each sequence is to be fed: all it has, or, where that cannot be, all but the last token.
+        """The range each sequence is to be fed: all it has, or, where that cannot be, all but the last token.
 
-        A request is caught up when all its sequences catch up in one step; until then each holds back its last token.
+        What a sequence has are its known tokens and the draft it must have. A request is caught up when all its sequences
+        catch up in one step; until then each holds back its last token.
         A sequence whose next block another feed is computing right now waits for it and then matches it.
         """
         room = flight.room
@@ -175,17 +200,19 @@ class Scheduler:
                 if self._promised(seq, promises):
                     held = True
                     continue
-            start = min(seq.computed)
-            spans.append((seq, start, min(start + room, len(seq.tokens))))
-            promises.update(self._completed(seq, start, min(spans[-1][2], len(seq.tokens) - 1)))
-            room -= spans[-1][2] - start
-        if held or any(end < len(seq.tokens) for seq, _, end in spans):
+            start = seq.computed[0]
+            goal = _goal(seq)
+            end = goal if start + room >= goal else min(start + room, len(seq.tokens))
+            spans.append((seq, start, end))
+            promises.update(self._completed(seq, start, min(end, len(seq.tokens) - 1)))
+            room -= end - start
+        if held or any(end < _goal(seq) for seq, _, end in spans):
             spans = [(seq, start, min(end, len(seq.tokens) - 1)) for seq, start, end in spans]
         return [(seq, start, end) for seq, start, end in spans if end > start]
 
     def _promised(self, seq: Sequence, promises: set[bytes]) -> bool:
         """Whether the block `seq` would compute next, and could share, is being computed by another feed."""
-        index, offset = divmod(min(seq.computed), self.blocks.block_size)
+        index, offset = divmod(seq.computed[0], self.blocks.block_size)
         if offset or (index + 1) * self.blocks.block_size >= len(seq.tokens):
             return False
         key = self.blocks.hash(seq, index)
@@ -205,14 +232,50 @@ class Scheduler:
 
     def _add_feed(self, request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
         length = len(seq.tokens)
-        feed = Feed(seq.slot, start, end - start, seq.tokens[seq.sent :], whole=self.config.whole)
+        known = min(end, length)
+        feed = Feed(seq.slot, start, known - start, seq.tokens[seq.sent :], whole=self.config.whole)
+        if end > length:
+            assert seq.draft is not None
+            feed.nodes, feed.parents = seq.draft.tokens, seq.draft.parents
         seq.sent = length
+        if seq.moves:
+            self._compact(seq, end, flight.plan)
         flight.plan.feeds.append(feed)
         flight.room -= end - start
-        flight.works.append(Work(request, seq, feed, end == length))
-        if end // self.blocks.block_size > start // self.blocks.block_size:
-            flight.promises.update(self._completed(seq, start, end))
+        flight.works.append(Work(request, seq, feed, end == _goal(seq)))
+        if known // self.blocks.block_size > start // self.blocks.block_size:
+            flight.promises.update(self._completed(seq, start, known))
         request.in_flight = True
+
+    def _compact(self, seq: Sequence, end: int, plan: StepPlan) -> None:
+        """Move what was accepted off its place to where it belongs, before anything else of the step happens."""
+        table, size = seq.tables[0], self.blocks.block_size
+        for pair in seq.moves:
+            source, to = (table[index // size] * size + index % size for index in pair)
+            plan.moves.append((0, source, to))
+        seq.moves = []
+        self.blocks.truncate(seq, end)
+
+    def _add_drafts(self, flight: Flight) -> None:
+        """Optional drafts take what budget and blocks are left, but a block for each sequence to grow; the rest is cut off."""
+        reserve = sum(len(request.seqs) for request in self.running)
+        for work in flight.works:
+            seq, draft = work.seq, work.seq.draft
+            if draft is None or draft.required:
+                continue
+            length = len(seq.tokens)
+            most = min(len(draft.tokens), flight.room) if work.last else 0
+            if self.blocks.need([(seq, length, length + most)]) + reserve > self.blocks.available:
+                most = min(most, len(seq.tables[0]) * self.blocks.block_size - length)
+            if most <= 0:
+                seq.draft = None
+                continue
+            flight.plan.copies += self.blocks.grow(seq, length, length + most)
+            self._sync_tables(seq, flight.plan)
+            del draft.tokens[most:], draft.parents[most:]
+            work.feed.nodes, work.feed.parents = draft.tokens, draft.parents
+            flight.room -= most
+            work.request.metrics.drafted += most
 
     def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:
         for index, table in enumerate(seq.tables):
@@ -236,6 +299,7 @@ class Scheduler:
         victim.metrics.preemptions += 1
         for seq in victim.seqs:
             self.drop(seq)
+            seq.draft = None
         victim.status = Status.WAITING
         self.running.remove(victim)
         insort(self.waiting, victim, key=_order)
@@ -252,7 +316,7 @@ class Scheduler:
                 return
             spans = self._spans(request, flight)
             leader = request.seqs[0]
-            whole = [(leader, min(leader.computed), len(leader.tokens))]
+            whole = [(leader, leader.computed[0], len(leader.tokens))]
             # Room to grow for those who run already, so that admission does not cause the next preemption.
             reserve = sum(len(r.seqs) for r in self.running)
             cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
@@ -299,6 +363,11 @@ def _inherit(parent: Sequence, child: Sequence) -> None:
     for name in ("tables", "computed", "exact_until", "slot", "sent", "synced", "hashes", "published"):
         setattr(child, name, getattr(parent, name))
     parent.tables, parent.slot = [[] for _ in parent.tables], -1
+
+
+def _goal(seq: Sequence) -> int:
+    """How far a sequence must be fed to be caught up: known tokens and the draft it must have."""
+    return len(seq.tokens) + (len(seq.draft.tokens) if seq.draft is not None and seq.draft.required else 0)
 
 
 def _order(request: Request) -> tuple[int, int]:

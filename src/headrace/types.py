@@ -25,7 +25,10 @@ class Draft(msgspec.Struct):
 
 
 class Child(msgspec.Struct):
-    """What becomes of a sequence: accept these draft nodes, then append this token. No child: the sequence is dropped."""
+    """What becomes of a sequence: accept these draft nodes, then append this token. No child: the sequence is dropped.
+
+    Where there are several children, all paths are empty. `logprobs`: none, or one for each token of path and token.
+    """
 
     path: tuple[int, ...] = ()
     token: int | None = None
@@ -37,7 +40,7 @@ class Child(msgspec.Struct):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One hypothesis. `computed[g]` counts the tokens whose K/V group g holds; known work is len(tokens) - computed."""
+    """One hypothesis. `computed[g]` counts the tokens whose K/V group g holds; known work is len(tokens) - computed[0]."""
 
     id: int
     index: int  # child index: which of the n outputs, and the noise key
@@ -46,7 +49,8 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # block ids, one list per block table
     computed: list[int] = field(default_factory=lambda: [0])  # one count per KV group
     exact_until: int | None = None  # K/V beyond this is approximate and never published; None: all exact
-    draft: Draft | None = None
+    draft: Draft | None = None  # to be verified by the next step that reaches the last known token
+    moves: list[tuple[int, int]] = field(default_factory=list)  # accepted K/V off its place: KV indices (from, to)
     score: float = 0.0
     slot: int = -1  # runner slot, -1 = none
     sent: int = 0  # tokens the runner's slot knows
@@ -58,13 +62,14 @@ class Sequence:
     state: Any = None  # the strategy's state
     constraint: Any = None  # where it stands in its grammar; None where its output is free
     logprobs: list["TokenLogprob"] = field(default_factory=list)  # of the output, where a strategy gives results at the end
+    drafting: Any = None  # the drafter's state, rebuilt where it is None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     @property
     def pending(self) -> int:
-        """Known tokens whose K/V is still to be computed."""
-        return len(self.tokens) - min(self.computed)
+        """Known tokens whose K/V the target has still to compute."""
+        return len(self.tokens) - self.computed[0]
 
     @property
     def output(self) -> list[int]:
@@ -101,6 +106,7 @@ class Request:
     pool: str = ""  # first | last | mean: what an embedding is made of; empty: none is asked for
     pooled: list[float] = field(default_factory=list)  # the row, or the sum of the rows so far
     pooled_until: int = 0  # prompt tokens that are in it
+    speculates: bool = False  # optional drafts may be verified
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 
@@ -128,9 +134,12 @@ class RequestMetrics(msgspec.Struct):
 class Want(msgspec.Struct, frozen=True, array_like=True):
     """What a feed needs back, declared before execution so that it is computed where the logits are.
 
-    kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify | top (the `k` best
-    log-probs) | score (log-prob of each next known token) | pool (hidden rows after the final norm: of `rows` first or last
-    that one, of all the sum from KV index `k` on) | logits (the whole row, for custom processors).
+    kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify (draw at the last known token,
+    follow the draft's child that has the drawn token, draw there, and so on) | top (the `k` best log-probs) | score (log-prob
+    of each next known token) | pool (hidden rows after the final norm: of `rows` first or last that one, of all the sum from
+    KV index `k` on) | logits (the whole row, for custom processors).
+    rows: last (the last known token) | nodes (each node of the draft: FeedOutput.nodes; verify has the last known token and
+    all nodes, and logits with `nodes` too) | all (every row fed) | first.
     """
 
     rows: str = "last"  # first | last | nodes | all
@@ -218,8 +227,8 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 class FeedOutput(msgspec.Struct, array_like=True):
     """What came back for one feed, each part only where a Want asked for it."""
 
-    tokens: list[int] = []
-    path: list[int] = []
+    tokens: list[int] = []  # verify: those of the path, then the one after it
+    path: list[int] = []  # verify: the nodes that were accepted, from the root down
     logprobs: list[TokenLogprob] = []
     mus: list[float] = []  # mirostat's state after each of `tokens`
     scores: list[TokenLogprob] = []
@@ -229,6 +238,7 @@ class FeedOutput(msgspec.Struct, array_like=True):
     logits: bytes = b""  # float32, little-endian, one row
     closest: list[float] = []  # of each node, the largest cosine of its hidden state with those of all known tokens
     error: str = ""  # this feed alone failed: NaN logits, an empty kept set
+    nodes: list["FeedOutput"] = []  # what Wants with rows="nodes" asked for, one for each node of the draft
 
 
 class StepOutput(msgspec.Struct):

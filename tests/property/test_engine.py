@@ -9,6 +9,7 @@ import pytest
 from headrace.admission import blocks_needed
 from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw, reference
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
@@ -91,12 +92,16 @@ def forbid_reuse(engine: Engine) -> None:
 
 
 def run(
-    seed: int, tamper: Callable[[Engine], None] | None = None, check: bool = True
+    seed: int,
+    tamper: Callable[[Engine], None] | None = None,
+    check: bool = True,
+    speculation: Callable[[], Speculation | None] = lambda: None,
 ) -> tuple[list[Job], dict[str, dict[int, list[int]]], Engine]:
     """Drive the load to its end; returns the tokens of each job by child."""
     jobs, config, depth = make_load(seed)
     runner = FakeRunner(config.cache.num_blocks, config.cache.block_size)
-    engine = Engine(Deferred(runner, depth), config, vocab_size=VOCAB, eos_ids=frozenset({EOS}))
+    executor = Deferred(runner, depth)
+    engine = Engine(executor, config, vocab_size=VOCAB, eos_ids=frozenset({EOS}), speculation=speculation())
     if tamper is not None:
         tamper(engine)
     forbid_reuse(engine)

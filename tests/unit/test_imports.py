@@ -50,7 +50,7 @@ ROOMS = {
     "params types config",
     "consistency": "llm outputs params types",
     "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks "
-    "kv.pool weights text native params types config",
+    "kv.pool weights text native ops params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm params",
     "server": "llm loading engine outputs decoding weights text params types config",

@@ -6,8 +6,9 @@ A model that compared positions only would not notice a block that holds another
 import hashlib
 from collections import deque
 
+from headrace.ops.trees import walk
 from headrace.runner.slots import Slots
-from headrace.types import FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
+from headrace.types import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 
 VOCAB = 61
 EOS = 60
@@ -42,27 +43,50 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         self.slots.apply(plan)
         size = self.block_size
+        moved = [(to, self.pool[source]) for _, source, to in plan.moves]
+        for to, token in moved:
+            self.pool[to] = token
         # Copies may run in any order; the unkindest is the reverse.
         for _, source, to in reversed(plan.copies):
             self.pool[to * size : (to + 1) * size] = self.pool[source * size : (source + 1) * size]
         for feed in plan.feeds:
             tokens = self.slots[feed.slot].tokens
-            for position in range(feed.start, feed.start + feed.count):
-                self.pool[self._at(feed.slot, position)] = tokens[position]
+            for position, token in enumerate([*tokens[feed.start : feed.start + feed.count], *feed.nodes], feed.start):
+                self._write(feed.slot, position, token)
         self.fed.append([(feed.slot, feed.start, feed.count) for feed in plan.feeds])
-        return StepOutput(plan.step, [self._answer(feed.slot, feed.start, feed.count, feed.wants) for feed in plan.feeds])
+        return StepOutput(plan.step, [self._answer(feed) for feed in plan.feeds])
 
-    def _answer(self, slot: int, start: int, count: int, wants: tuple[Want, ...]) -> FeedOutput:
+    def _write(self, slot: int, position: int, token: int) -> None:
+        self.pool[self._at(slot, position)] = token
+
+    def _answer(self, feed: Feed) -> FeedOutput:
+        slot, start, count = feed.slot, feed.start, feed.count
         state = self.slots[slot]
         context = [self.pool[self._at(slot, position)] for position in range(start + count)]
         out = FeedOutput()
-        for want in wants:
-            if want.kind == "sample":
+        for want in feed.wants:
+            if want.kind == "verify":
+                out.path, out.tokens = self._verify(feed, want, context)
+            elif want.kind == "sample":
                 out.tokens = [draw(context, state.seed, want.child + i) for i in range(want.n)]
             elif want.kind == "score":
                 ends = [end for end in range(start + 1, start + count + 1) if end < len(state.tokens)]
                 out.scores = [TokenLogprob(state.tokens[end], -float(draw(context[:end], 0, 0))) for end in ends]
         return out
+
+    def _verify(self, feed: Feed, want: Want, context: list[int]) -> tuple[list[int], list[int]]:
+        """A node's context are the known tokens and, from where the pool holds them, the nodes above it and itself."""
+        drawn: list[int] = []
+
+        def draw_at(node: int) -> int:
+            above: list[int] = []
+            while node >= 0:
+                above.insert(0, self.pool[self._at(feed.slot, len(context) + node)])
+                node = feed.parents[node]
+            drawn.append(draw(context + above, self.slots[feed.slot].seed, want.child))
+            return drawn[-1]
+
+        return walk(feed.nodes, feed.parents, draw_at), drawn
 
     def _at(self, slot: int, position: int) -> int:
         block, offset = divmod(position, self.block_size)

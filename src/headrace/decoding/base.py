@@ -1,8 +1,8 @@
 """What a decoding method is: it says beforehand what it needs from a step, and turns what comes back into children."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from headrace.types import Child, FeedOutput, Request, Sequence, Want
+from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 
 class Strategy(Protocol):
@@ -10,6 +10,9 @@ class Strategy(Protocol):
 
     streams: bool
     """Whether an output's tokens may be shown as they come; if not, `results` has them at the end."""
+
+    speculates: bool
+    """Whether sequences may carry optional drafts: `want` then asks to verify `seq.draft`, and `select` returns paths."""
 
     def width(self, request: Request) -> int:
         """The most sequences the request may hold at once; slots and blocks are admitted for that many."""
@@ -28,3 +31,18 @@ class Strategy(Protocol):
 
     def results(self, request: Request) -> list[tuple[Sequence, float]]:
         """The outputs of a request that does not stream, best first, with what they were ranked by."""
+
+
+@runtime_checkable
+class Drafting(Protocol):
+    """A strategy whose steps verify drafts of its own, such as the candidates of contrastive search."""
+
+    def nodes(self, request: Request) -> int:
+        """The most nodes a draft has; budget and blocks are admitted for that many in each sequence."""
+
+    def draft(self, request: Request, seq: Sequence) -> Draft | None:
+        """What the next step of `seq` must verify (`required`); None: nothing. Asked again after a preemption.
+
+        A sequence whose known tokens are all computed, because its last ones were a path without a token, is fed the nodes
+        alone: such a step has no logits of the last known token.
+        """

@@ -35,6 +35,7 @@ class BeamSearch:
     """Keeps `beam_width` hypotheses alive; a step's children are the best continuations over all of them."""
 
     streams = False  # which hypothesis wins is known at the end
+    speculates = False
 
     def __init__(self, params: BeamSearchParams) -> None:
         self.params = params

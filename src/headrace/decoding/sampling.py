@@ -6,7 +6,8 @@ import torch
 from headrace.decoding.noise import key
 from headrace.decoding.processors import History, ProcessorError, apply_processors
 from headrace.ops.sampling import RowResult, RowSpec, sample
-from headrace.types import Child, FeedOutput, Request, Sequence, Want
+from headrace.ops.trees import paths, walk
+from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 
 class Sampling:
@@ -18,15 +19,18 @@ class Sampling:
     """
 
     streams = True
+    speculates = True
 
     def width(self, request: Request) -> int:
         return self._outputs(request)
 
     def want(self, request: Request, seq: Sequence) -> Want:
-        """A sampled token for each child still to be born, or the whole row where the caller's processors come first."""
+        """A sampled token for each child still to be born, the draft's verification where there is one, or whole rows where
+        the caller's processors come first."""
         if request.processors:
-            return Want(kind="logits")
-        return Want(n=self._births(request, seq), child=seq.index, logprobs=self._logprobs(request), mu=seq.state)
+            return Want(kind="logits", rows="nodes" if seq.draft else "last")
+        kind, rows = ("verify", "nodes") if seq.draft else ("sample", "last")
+        return Want(rows, kind, self._births(request, seq), seq.index, logprobs=self._logprobs(request), mu=seq.state)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         return [self._children(request, seq, out) for seq, out in outputs]
@@ -41,6 +45,8 @@ class Sampling:
         """`state` is mirostat's, None where that is off."""
         drawn = self._sample_on_host(request, seq, out) if request.processors else out
         mus: list[float] | list[None] = drawn.mus or [None] * len(drawn.tokens)
+        if seq.draft is not None:
+            return [Child(tuple(drawn.path), drawn.tokens[-1], index=seq.index, state=mus[-1], logprobs=drawn.logprobs)]
         return [
             Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1], state=mu)
             for i, (token, mu) in enumerate(zip(drawn.tokens, mus, strict=True))
@@ -58,20 +64,42 @@ class Sampling:
         """All outputs at the end of the prompt, one ever after."""
         return self._outputs(request) if len(seq.tokens) == seq.prompt_len else 1
 
-    def _sample_on_host(self, request: Request, seq: Sequence, out: FeedOutput) -> RowResult:
-        """The caller's processors on the whole row, then the same pipeline the back ends run. Raises ProcessorError."""
-        raw = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())[None]
-        history = History(request.prompt, seq.output)
-        spec = RowSpec(
-            params=request.params.replace(logprobs=self._logprobs(request)),
-            keys=[key(request.seed, seq.index + i) for i in range(self._births(request, seq))],
-            tokens=seq.tokens,
-            prompt_len=seq.prompt_len,
-            stop_ids=sorted(request.stop_ids),
-            mu=seq.state,
-            mask=b"" if seq.constraint is None else seq.constraint.masks(),
-        )
-        (result,) = sample(apply_processors(request.processors, raw, history), [spec], raw)
-        if result.error:
-            raise ProcessorError(result.error)
-        return result
+    def _sample_on_host(self, request: Request, seq: Sequence, out: FeedOutput) -> FeedOutput:
+        """The caller's processors on whole rows, then the same pipeline the back ends run, at each node the walk reaches.
+
+        Raises ProcessorError.
+        """
+        draft = seq.draft or Draft([], [])
+        before = paths(draft.tokens, draft.parents)
+        masks = b"" if seq.constraint is None else seq.constraint.masks(draft.tokens, draft.parents)
+        width = len(masks) // (1 + len(draft.tokens))
+        drawn = FeedOutput()
+
+        def draw(node: int) -> int:
+            spec = RowSpec(
+                params=request.params.replace(logprobs=self._logprobs(request)),
+                keys=[key(request.seed, seq.index + i) for i in range(self._births(request, seq))],
+                tokens=seq.tokens,
+                prompt_len=seq.prompt_len,
+                path=before[node] if node >= 0 else [],
+                stop_ids=sorted(request.stop_ids),
+                mu=drawn.mus[-1] if drawn.mus else seq.state,
+                mask=masks[(node + 1) * width : (node + 2) * width],
+            )
+            result = _sample_row(request, seq, spec, out.nodes[node].logits if node >= 0 else out.logits)
+            drawn.tokens += result.tokens
+            drawn.logprobs += result.logprobs
+            drawn.mus += result.mus
+            return result.tokens[0]
+
+        drawn.path = walk(draft.tokens, draft.parents, draw)
+        return drawn
+
+
+def _sample_row(request: Request, seq: Sequence, spec: RowSpec, logits: bytes) -> RowResult:
+    raw = torch.from_numpy(np.frombuffer(logits, dtype="<f4").copy())[None]
+    processed = apply_processors(request.processors, raw, History(request.prompt, seq.output), [spec.path])
+    (result,) = sample(processed, [spec], raw)
+    if result.error:
+        raise ProcessorError(result.error)
+    return result

@@ -7,6 +7,7 @@ class Scoring:
     """Ends a request when its prompt has been fed; `prompt_logprobs` is what it is run for."""
 
     streams = True
+    speculates = False
 
     def width(self, request: Request) -> int:
         return 1

@@ -27,7 +27,7 @@ class BlockManager:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self.groups = groups
-        self.all_groups = (1 << len(groups)) - 1
+        self.target = sum(1 << g for g, group in enumerate(groups) if group.model == 0)  # what a hit of the target needs
         self._refs = [0] * config.num_blocks
         self._hash: list[bytes | None] = [None] * config.num_blocks
         self._filled = [0] * config.num_blocks  # bit g: group g's K/V is in the block
@@ -116,7 +116,7 @@ class BlockManager:
             self._refs[block] += 1
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Give up the blocks beyond `length` tokens (rejected drafts)."""
+        """Give up the blocks beyond `length` tokens: what a rejected draft had."""
         table = seq.tables[0]
         keep = self._count(length)
         for block in reversed(table[keep:]):
@@ -128,22 +128,23 @@ class BlockManager:
     def release(self, seq: Sequence) -> None:
         """Give up every block of `seq`; what was published stays findable until it is evicted, deepest first."""
         self.truncate(seq, 0)
+        seq.moves = []
         seq.computed = [0] * len(seq.computed)
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
     def match(self, seq: Sequence, need: int | None = None) -> int:
         """Extend a block-aligned `seq` by published blocks; returns the tokens this saved.
 
-        `need` is a bit mask of KV groups (default: all): the walk stops at the first block where one is missing, so that a
-        companion never reads K/V that was never computed. The last known token is always left to compute: its logits are
-        needed.
+        `need` is a bit mask of KV groups (default: the target's): the walk stops at the first block where one is missing.
+        A companion's group counts as computed only as far as its bits reach, so it never reads K/V that was never computed.
+        The last known token is always left to compute: its logits are needed.
         """
-        need = self.all_groups if need is None else need
-        table = seq.tables[0]
-        computed = min(seq.computed)
-        if computed % self.block_size or len(table) * self.block_size > computed:
+        need = self.target if need is None else need
+        table, size = seq.tables[0], self.block_size
+        computed = seq.computed[0]
+        if computed % size or len(table) * size > computed:
             return 0
-        for index in range(len(table), (len(seq.tokens) - 1) // self.block_size):
+        for index in range(len(table), (len(seq.tokens) - 1) // size):
             block = self._cached.get(self.hash(seq, index))
             if block is None or self._filled[block] & need != need:
                 break
@@ -152,7 +153,10 @@ class BlockManager:
                 self._resting.pop(block, None)
             self._refs[block] += 1
             table.append(block)
-        seq.computed = [len(table) * self.block_size] * len(seq.computed)
+            held = self._filled[block]
+            seq.computed = [
+                done + size if done == index * size and held >> g & 1 else done for g, done in enumerate(seq.computed)
+            ]
         seq.published = len(table)
         return seq.computed[0] - computed
 
@@ -166,16 +170,22 @@ class BlockManager:
             seq.hashes.append(sha256(parent + tokens).digest())
         return seq.hashes[index]
 
-    def publish(self, seq: Sequence, groups: int | None = None) -> None:
+    def publish(self, seq: Sequence) -> None:
         """Offer the full, computed, exact blocks of `seq` to others."""
-        done = min(seq.computed) if seq.exact_until is None else min(*seq.computed, seq.exact_until)
+        done = seq.computed[0] if seq.exact_until is None else min(seq.computed[0], seq.exact_until)
         for index in range(seq.published, done // self.block_size):
             block, key = seq.tables[0][index], self.hash(seq, index)
-            self._filled[block] = self.all_groups if groups is None else groups
+            end = (index + 1) * self.block_size
+            self._filled[block] |= sum(1 << g for g, count in enumerate(seq.computed) if count >= end)
             if key not in self._cached and self._hash[block] is None:
                 self._cached[key] = block
                 self._hash[block] = key
         seq.published = max(seq.published, done // self.block_size)
+
+    def fill(self, seq: Sequence, group: int, start: int) -> None:
+        """A companion's group now reaches from `start` to `seq.computed[group]`: so say the blocks that this completes."""
+        for index in range(start // self.block_size, seq.computed[group] // self.block_size):
+            self._filled[seq.tables[0][index]] |= 1 << group
 
     # -- self-check ----------------------------------------------------------------------------------------------------
     def check(self, seqs: Iterable[Sequence]) -> None:

@@ -211,12 +211,23 @@ class NativeRunner:
             step.feed(slot.sequence, feed.start, feed.count, rows)
         if feed.masks:
             step.mask(feed.masks)
-        return [None if want.kind == "pool" else self._ask(step, slot, want, last) for want in feed.wants]
+        return [self._ask_all(step, slot, want, last, len(feed.nodes)) for want in feed.wants]
+
+    def _ask_all(self, step: Any, slot: Slot, want: Want, last: int, nodes: int) -> Any:
+        """Ask at the last known token, or at each node: a list, which begins with the last known token's where that counts."""
+        if want.kind == "pool":
+            return None
+        if want.rows != "nodes" or want.kind == "verify":
+            return self._ask(step, slot, want, last)
+        first = last if want.kind == "logits" else last + 1
+        return [self._ask(step, slot, want, row) for row in range(first, last + 1 + nodes)]
 
     def _ask(self, step: Any, slot: Slot, want: Want, last: int) -> Any:
         logprobs = -1 if want.logprobs is None else want.logprobs
+        processed = slot.params.logprobs_mode == "processed"
+        if want.kind == "verify":
+            return step.verify(last, slot.key(want.child), logprobs, processed, want.mu)
         if want.kind == "sample":
-            processed = slot.params.logprobs_mode == "processed"
             keys = [slot.key(child) for child in range(want.child, want.child + want.n)]
             return step.draw(last, keys, logprobs, processed, want.mu)
         if want.kind == "top":
@@ -234,19 +245,12 @@ class NativeRunner:
                 continue  # filled in where the hidden rows are
             if want.kind == "score":
                 _scores(step, answer, out)
-            elif error := step.error(answer):
-                out.error = out.error or error
-            elif want.kind == "sample":
-                out.tokens = step.tokens(answer)
-                if want.logprobs is not None:
-                    out.logprobs = [_logprob(report) for report in step.reports(answer)]
-                if slot.params.mirostat_tau:
-                    out.mus = [report.mu for report in step.reports(answer)]
-            elif want.kind == "top":
-                (best,) = step.reports(answer)
-                out.top_ids, out.top_logprobs = best.top_ids, best.top_logprobs
+            elif isinstance(answer, list):
+                out.nodes = out.nodes or [FeedOutput() for _ in feed.nodes]
+                for each, place in zip(answer, [out, *out.nodes][-len(answer) :] if answer else (), strict=True):
+                    _fill(step, slot, want, each, place)
             else:
-                out.logits = step.row_of_logits(answer)
+                _fill(step, slot, want, answer, out)
         return out
 
 
@@ -275,6 +279,25 @@ def _head_rows(feed: Feed) -> tuple[int, int]:
         return 0, 0
     known = feed.count if any(want.rows == "all" for want in wants) else min(feed.count, 1)
     return known + len(feed.nodes), known - 1
+
+
+def _fill(step: Any, slot: Slot, want: Want, answer: int, out: FeedOutput) -> None:
+    """What was asked of one row, or of the walk over a draft."""
+    if error := step.error(answer):
+        out.error = out.error or error
+    elif want.kind in ("sample", "verify"):
+        out.tokens = step.tokens(answer)
+        if want.kind == "verify":
+            out.path = step.path(answer)
+        if want.logprobs is not None:
+            out.logprobs = [_logprob(report) for report in step.reports(answer)]
+        if slot.params.mirostat_tau:
+            out.mus = [report.mu for report in step.reports(answer)]
+    elif want.kind == "top":
+        (best,) = step.reports(answer)
+        out.top_ids, out.top_logprobs = best.top_ids, best.top_logprobs
+    else:
+        out.logits = step.row_of_logits(answer)
 
 
 def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:

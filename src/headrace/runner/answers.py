@@ -1,6 +1,6 @@
 """From logits to what each feed asked for: rows are picked first, so that only they go through the head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -8,6 +8,7 @@ from headrace.ops.logprobs import token_logprobs
 from headrace.ops.noise import key
 from headrace.ops.penalties import TokenCounts
 from headrace.ops.sampling import RowSpec, sample
+from headrace.ops.trees import child, paths
 from headrace.runner.slots import Slot, Slots
 from headrace.types import Feed, FeedOutput, StepPlan, Want
 
@@ -18,19 +19,22 @@ class Wanted:
 
     index: torch.Tensor  # [r] int64 row numbers, ascending
     first: list[int]  # per feed: where its logits begin; its rows are consecutive
+    roots: list[int]  # per feed: that of its last known token; its nodes' rows follow
 
 
 def rows_wanted(plan: StepPlan) -> Wanted:
     """The rows that any want of the plan names: a feed's last known row, that and its nodes, or all of them."""
     index: list[int] = []
-    first = []
+    first, roots = [], []
     start = 0
     for feed in plan.feeds:
         end = start + feed.count + len(feed.nodes)
+        skipped = _skipped(feed)
         first.append(len(index))
-        index += range(start + _skipped(feed), end)
+        roots.append(len(index) + feed.count - skipped - 1)
+        index += range(start + skipped, end)
         start = end
-    return Wanted(torch.tensor(index, dtype=torch.int64), first)
+    return Wanted(torch.tensor(index, dtype=torch.int64), first, roots)
 
 
 def _skipped(feed: Feed) -> int:
@@ -40,57 +44,122 @@ def _skipped(feed: Feed) -> int:
         return 0
     if not wants:
         return feed.count + len(feed.nodes)
-    return feed.count - 1
+    return max(feed.count - 1, 0)
+
+
+@dataclass(slots=True)
+class Walk:
+    """A draft that is being verified: the node it has come to (-1: the last known token)."""
+
+    feed: Feed
+    want: Want
+    root: int  # row of the last known token
+    out: FeedOutput
+    node: int = -1
+    path: list[int] = field(default_factory=list)  # the tokens from the root to the node
+
+
+class Answers:
+    """Carries out the wants of one plan: collected feed by feed, then computed together."""
+
+    def __init__(self, plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -> None:
+        self.logits = logits
+        self.slots = slots
+        self.outputs = [FeedOutput() for _ in plan.feeds]
+        self._draws: list[tuple[RowSpec, int, FeedOutput]] = []  # how to draw, row of logits, for whom
+        self._tops: list[tuple[int, int, FeedOutput]] = []  # how many, row of logits, for whom
+        self._walks: list[Walk] = []
+        for feed, root, out in zip(plan.feeds, wanted.roots, self.outputs, strict=True):
+            if any(want.rows == "nodes" and want.kind != "verify" for want in feed.wants):
+                out.nodes = [FeedOutput() for _ in feed.nodes]
+            for want in feed.wants:
+                self._ask(feed, want, root, out)
+
+    def give(self) -> list[FeedOutput]:
+        if self._tops:
+            _top(self._tops, self.logits)
+        if self._draws:
+            self._draw()
+        while self._walks:
+            self._go_on()
+        return self.outputs
+
+    def _ask(self, feed: Feed, want: Want, root: int, out: FeedOutput) -> None:
+        if want.kind == "score":
+            _score(feed, self.slots[feed.slot], want, self.logits[root - feed.count + 1 : root + 1], out)
+        elif want.kind == "verify":
+            self._walks.append(Walk(feed, want, root, out))
+        elif want.rows == "nodes":
+            if want.kind == "logits":
+                self._ask_row(feed, want, root, [], out)
+            for node, (path, each) in enumerate(zip(paths(feed.nodes, feed.parents), out.nodes, strict=True)):
+                self._ask_row(feed, want, root + 1 + node, path, each, node)
+        elif want.kind != "pool":
+            self._ask_row(feed, want, root, [], out)
+
+    def _ask_row(self, feed: Feed, want: Want, row: int, path: list[int], out: FeedOutput, node: int = -1) -> None:
+        if want.kind == "sample":
+            self._draws.append((self._spec(feed, want, path, node), row, out))
+        elif want.kind == "top" and self.slots[feed.slot].params.structured_outputs is not None:
+            out.error = "the best tokens under a grammar are not built yet"
+        elif want.kind == "top":
+            self._tops.append((want.k, row, out))
+        elif want.kind == "logits":
+            out.logits = self.logits[row].float().cpu().numpy().astype("<f4").tobytes()
+        else:
+            raise ValueError(f"this runner does not answer {want.kind!r}")
+
+    def _spec(self, feed: Feed, want: Want, path: list[int], node: int, mu: float | None = None) -> RowSpec:
+        slot = self.slots[feed.slot]
+        words = len(feed.masks) // (1 + len(feed.nodes))
+        params = slot.params
+        if want.logprobs != params.logprobs:  # the strategy's own wish
+            params = params.replace(logprobs=want.logprobs)
+        return RowSpec(
+            params=params,
+            keys=[key(slot.seed, want.child + i) for i in range(want.n)],
+            tokens=slot.tokens,
+            prompt_len=slot.prompt_len,
+            path=path,
+            stop_ids=slot.stop_ids,
+            counts=_counts(slot, self.logits.shape[-1], self.logits.device),
+            mu=want.mu if mu is None else mu,
+            mask=feed.masks[(node + 1) * words : (node + 2) * words],
+        )
+
+    def _draw(self) -> None:
+        """Draw together whatever was asked for, and ask for nothing more."""
+        rows = [row for _, row, _ in self._draws]
+        logits = self.logits if rows == list(range(len(self.logits))) else self.logits[rows]
+        results = sample(logits, [spec for spec, _, _ in self._draws])
+        for (_, _, out), result in zip(self._draws, results, strict=True):
+            out.tokens += result.tokens
+            out.logprobs += result.logprobs
+            out.mus += result.mus
+            out.error = out.error or result.error
+        self._draws = []
+
+    def _go_on(self) -> None:
+        """Draw at the node each walk has come to, and follow the child that was drawn, where there is one."""
+        for walk in self._walks:
+            mu = walk.out.mus[-1] if walk.out.mus else None
+            spec = self._spec(walk.feed, walk.want, list(walk.path), walk.node, mu)
+            self._draws.append((spec, walk.root + 1 + walk.node, walk.out))
+        self._draw()
+        going = []
+        for walk in self._walks:
+            token = walk.out.tokens[-1] if not walk.out.error else -1
+            if (found := child(walk.feed.nodes, walk.feed.parents, walk.node, token)) is not None:
+                walk.node = found
+                walk.path.append(token)
+                walk.out.path.append(found)
+                going.append(walk)
+        self._walks = going
 
 
 def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -> list[FeedOutput]:
     """Carry out the wants. `logits` [r, V] are those of `wanted.index`."""
-    outputs = [FeedOutput() for _ in plan.feeds]
-    draws: list[tuple[int, RowSpec, int]] = []  # feed, how to draw, row of logits
-    tops: list[tuple[int, int, int]] = []  # feed, how many, row of logits
-    for number, feed in enumerate(plan.feeds):
-        slot = slots[feed.slot]
-        last = wanted.first[number] + feed.count - 1 - _skipped(feed)
-        for want in feed.wants:
-            if want.kind == "sample":
-                draws.append((number, _spec(slot, want, feed.masks, logits.shape[-1], logits.device), last))
-            elif want.kind == "score":
-                _score(feed, slot, want, logits[last - feed.count + 1 : last + 1], outputs[number])
-            elif want.kind == "logits":
-                outputs[number].logits = logits[last].float().cpu().numpy().astype("<f4").tobytes()
-            elif want.kind == "top" and slot.params.structured_outputs is not None:
-                outputs[number].error = "the best tokens under a grammar are not built yet"
-            elif want.kind == "top":
-                tops.append((number, want.k, last))
-            elif want.kind != "pool":
-                raise ValueError(f"this runner does not answer {want.kind!r}")
-    if tops:
-        _top(tops, logits, outputs)
-    if draws:
-        rows = [row for _, _, row in draws]
-        whole = rows == list(range(len(logits)))
-        results = sample(logits if whole else logits[rows], [spec for _, spec, _ in draws])
-        for (number, _, _), result in zip(draws, results, strict=True):
-            outputs[number].tokens, outputs[number].logprobs = result.tokens, result.logprobs
-            outputs[number].mus = result.mus
-            outputs[number].error = result.error
-    return outputs
-
-
-def _spec(slot: Slot, want: Want, mask: bytes, vocab_size: int, device: torch.device) -> RowSpec:
-    params = slot.params
-    if want.logprobs != params.logprobs:  # the strategy's own wish
-        params = params.replace(logprobs=want.logprobs)
-    return RowSpec(
-        params=params,
-        keys=[key(slot.seed, want.child + i) for i in range(want.n)],
-        tokens=slot.tokens,
-        prompt_len=slot.prompt_len,
-        stop_ids=slot.stop_ids,
-        counts=_counts(slot, vocab_size, device),
-        mu=want.mu,
-        mask=mask,
-    )
+    return Answers(plan, slots, logits, wanted).give()
 
 
 def _counts(slot: Slot, vocab_size: int, device: torch.device) -> TokenCounts | None:
@@ -111,13 +180,12 @@ def _score(feed: Feed, slot: Slot, want: Want, logits: torch.Tensor, out: FeedOu
         out.scores = token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs or 0)
 
 
-def _top(tops: list[tuple[int, int, int]], logits: torch.Tensor, outputs: list[FeedOutput]) -> None:
+def _top(tops: list[tuple[int, int, FeedOutput]], logits: torch.Tensor) -> None:
     """The likeliest tokens of each row with their log-probabilities, best first, lowest id on ties."""
-    rows = logits[[row for _, _, row in tops]]
-    most = max(k for _, k, _ in tops)
+    rows = logits[[row for _, row, _ in tops]]
+    most = max(k for k, _, _ in tops)
     best = token_logprobs(rows, torch.zeros(len(rows), dtype=torch.int64), most)
-    for (number, k, _), entry in zip(tops, best, strict=True):
-        out = outputs[number]
+    for (k, _, out), entry in zip(tops, best, strict=True):
         if not entry.top_ids:
             out.error = "the model's logits are broken: no token has a probability; check the weights"
         out.top_ids, out.top_logprobs = entry.top_ids[:k], entry.top_logprobs[:k]
