@@ -51,21 +51,21 @@ class Faked:
         return torch.nn.functional.linear(narrowed, layer.weight, bias)
 
 
-def reference_of(model: Model, weights: PackedWeights) -> Model:
-    """The same model in float64 with the packed weights as they are multiplied."""
+def reference_of(model: Model, weights: PackedWeights, dtype: torch.dtype = torch.float64) -> Model:
+    """The same model in `dtype` with the packed weights as they are multiplied."""
     made = describe(model.config)
     holders = dict(model.holders())
     for path, holder in made.holders():
         for name in holder.params():
-            setattr(holder, name, torch.nn.Parameter(getattr(holders[path], name).clone(), requires_grad=False))
+            setattr(holder, name, torch.nn.Parameter(getattr(holders[path], name), requires_grad=False))
         if isinstance(holder, Linear | Embedding):
             tensors = _tensors(weights, holders[path])
             rows = torch.cat([torch.from_numpy(tensor.unpack()) for tensor in tensors])
-            holder.weight = torch.nn.Parameter(rows.double(), requires_grad=False)
+            holder.weight = torch.nn.Parameter(rows.to(dtype), requires_grad=False)
             (form,) = weights.form(holders[path])
             holder.method = Faked(form)
         if not holder.params():
-            holder.create(torch.float64)
+            holder.create(dtype)
     return made.eval()
 
 
