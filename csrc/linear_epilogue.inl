@@ -75,6 +75,7 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
     for (int m = 0; m < rows; ++m) {
         Lanes16 largest;
         for (int part = 0; part < kParts; ++part) largest.part[part] = lowest;
+        I32v bad = set_i32(0);  // lanes with a NaN, which a maximum forgets
         for (int b = 0; b < blocks; ++b) {
             for (int part = 0; part < kParts; ++part) {
                 const int n = (unit * 4 + b) * 16 + part * kLanes,
@@ -86,10 +87,14 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
                 float lane[kLanes];
                 store_f32(lane, lowest);
                 store_f32(lane, v, lanes);
-                largest.part[part] = max(largest.part[part], load_f32(lane));
+                const F32v held = load_f32(lane);
+                largest.part[part] = max(largest.part[part], held);
+                bad = bad | (I32v)(held != held);
                 store_f32(epilogue.out + (row + m) * epilogue.stride + n, v, lanes);
             }
         }
-        if (epilogue.block_max) epilogue.block_max[(row + m) * epilogue.max_stride + unit] = max_lanes(largest);
+        if (!epilogue.block_max) continue;
+        const bool numbers = max_i32(-bad) == 0;
+        epilogue.block_max[(row + m) * epilogue.max_stride + unit] = numbers ? max_lanes(largest) : __builtin_nanf("");
     }
 }

@@ -25,7 +25,7 @@ enum class EpilogueKind : int32_t {
     kStore,   // out[m][n] = y
     kAdd,     // out[m][n] = out[m][n] + y
     kGated,   // act(y of `gate`) * (y of `up`), left as A8, bfloat16 or float32
-    kLogits,  // out[m][n] = scale * y, soft-capped; block_max[m][n / 64] = the largest of 64
+    kLogits,  // out[m][n] = scale * y, soft-capped; block_max[m][n / 64] = the largest of 64, NaN if one is
 };
 
 // y is the sum plus the bias. A8 and bfloat16 results are the next layer's input: whole padded rows are written.

@@ -24,8 +24,11 @@ HEADRACE_INLINE F32v exp(F32v x) {
 // x * sigmoid(x). Below -88 the divisor is too large to matter how large it is; NaN stays.
 HEADRACE_INLINE F32v silu(F32v x) { return max(set_f32(-88.0f), x) / (set_f32(1.0f) + exp(-x)); }
 
-// tanh by e^2x: absolute error about 1e-7
-HEADRACE_INLINE F32v tanh(F32v x) { return set_f32(1.0f) - set_f32(2.0f) / (set_f32(1.0f) + exp(x + x)); }
+// tanh by e^2x: absolute error about 1e-7; NaN stays.
+HEADRACE_INLINE F32v tanh(F32v x) {
+    const F32v y = set_f32(1.0f) - set_f32(2.0f) / (set_f32(1.0f) + exp(x + x));
+    return x == x ? y : x;
+}
 
 // The tanh form of GELU: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
 HEADRACE_INLINE F32v gelu_tanh(F32v x) {

@@ -231,6 +231,22 @@ def test_not_a_number_spoils_its_own_row_alone(isa: str, pool) -> None:
             assert equal_bits(y[[0, 2]], clean[[0, 2]])
 
 
+@pytest.mark.parametrize("kind", ["Q6_K", "BF16"])
+def test_a_logit_that_is_no_number_shows_in_its_block(kind: str, isa: str, pool) -> None:
+    """Wherever it stands among the 64, also in a short last block, and where logits are capped."""
+    n, k = 200, 256
+    for at in (0, 15, 16, 40, 63, 64, 127, 192, 199):
+        bias = np.zeros(n, np.float32)
+        bias[at] = np.nan
+        tensor = core.pack(random_rows(kind, n, k), kind, n, k, core.Arena(1 << 21), pool, bias=bias)
+        linear = core.PackedLinear([tensor])
+        for m, softcap in ((1, 0.0), (8, 5.0), (21, 0.0)):
+            for path in PATHS:
+                z, best = core.logits(linear, inputs(m, k), pool, softcap=softcap, path=path, isa=isa)
+                assert np.array_equal(np.isnan(z), np.broadcast_to(np.arange(n) == at, z.shape))
+                assert np.array_equal(np.isnan(best), np.broadcast_to(np.arange(4) == at // 64, best.shape))
+
+
 def test_what_does_not_fit_is_said(pool) -> None:
     arena = core.Arena(1 << 21)
     a8, wider, narrow = (
