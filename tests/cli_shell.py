@@ -93,17 +93,6 @@ class Terminal:
         self.seen = ""
         os.write(self._fd, keys.encode())
 
-    def insist(self, keys: str, text: str) -> str:
-        """Send `keys` again every few seconds until `text` is seen: a key pressed between two reads of a line may be lost."""
-        for _ in range(12):
-            self.send(keys)
-            end = time.monotonic() + SECONDS / 12
-            while text not in self.seen and select.select([self._fd], [], [], max(end - time.monotonic(), 0))[0]:
-                self.seen += os.read(self._fd, 65536).decode(errors="replace")
-            if text in self.seen:
-                return self.seen
-        raise AssertionError(f"no {text!r} after {keys!r}, sent 12 times, in {self.seen!r}")
-
     def exit_code(self) -> int:
         """Of the command, which is about to end; the last it wrote is read."""
         code = self._process.wait(SECONDS)

@@ -9,7 +9,7 @@ import typer
 
 from headrace.cli.conversation import Conversation, Message, load
 from headrace.cli.interrupt import Interrupt
-from headrace.cli.lines import Lines
+from headrace.cli.lines import Lines, Typed
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, with_groups
 from headrace.cli.terminal import AnswerWriter, note
@@ -81,36 +81,44 @@ class Chat:
         self.limit: int = llm.memory_plan.max_model_len
         self.last: RequestOutput | None = None  # the last answer
         self.tokens = 0  # of all answers
+        self.interrupt = Interrupt()
 
     def run(self, lines: Lines) -> int:
-        """Until the input ends or /exit. What goes wrong is said, and the chat goes on."""
-        while True:
-            try:
-                typed = lines.read()
-            except KeyboardInterrupt:
-                if not lines.terminal:
-                    return INTERRUPTED
-                note("\n(Ctrl-D or /exit leaves)")
-                continue
-            if typed is None or (typed.command and typed.text.split()[0] in ("/exit", "/quit")):
-                return 0
-            try:
-                if typed.command:
-                    self._command(*typed.text.split(maxsplit=1))
-                elif typed.text.strip():
-                    self.conversation.ask(typed.text)
-                    self._answer()
-            except ValueError as error:
-                note(f"headrace: {' '.join(str(error).split())}")
+        """Until the input ends or /exit. What goes wrong is said, and the chat goes on.
+
+        On a terminal no Ctrl-C leaves the program, whenever and however often it is pressed.
+        """
+        with Interrupt(second=not lines.terminal) as self.interrupt:
+            while True:
+                try:
+                    typed = self.interrupt.wait(lines.read)
+                except KeyboardInterrupt:
+                    if not lines.terminal:
+                        return INTERRUPTED
+                    note("\n(Ctrl-D or /exit leaves)")
+                    continue
+                if typed is None or (typed.command and typed.text.split()[0] in ("/exit", "/quit")):
+                    return 0
+                self._act(typed)
+
+    def _act(self, typed: Typed) -> None:
+        try:
+            if typed.command:
+                self._command(*typed.text.split(maxsplit=1))
+            elif typed.text.strip():
+                self.conversation.ask(typed.text)
+                self._answer()
+        except ValueError as error:
+            note(f"headrace: {' '.join(str(error).split())}")
 
     # -- answering -----------------------------------------------------------------------------------------------------
     def _answer(self, otherwise: list[Message] | None = None) -> None:
         """Answer the last message. Where nothing comes of it, it goes, and `otherwise` takes its place. Raises ValueError."""
         text = ""
         try:
-            with Interrupt() as interrupt:
-                text = self._stream(self._prompt(), interrupt)
+            text = self._stream(self._prompt())
         finally:
+            self.interrupt.requested = False
             if text:
                 self.conversation.answer(text)
             else:
@@ -126,11 +134,11 @@ class Chat:
             note(_fit_line(f"(the context of {self.limit} tokens is full: {which} forgotten, from: {first}"[:2000], ")"))
         return prompt
 
-    def _stream(self, prompt: list[int], interrupt: Interrupt) -> str:
+    def _stream(self, prompt: list[int]) -> str:
         """The answer's text, written as it comes; what Ctrl-C leaves of it, too."""
         answer = AnswerWriter(wrapped=True)
         made: list[RequestOutput] = []
-        for delta in self.llm.stream(prompt, self.params, output=made, cancelled=interrupt):
+        for delta in self.llm.stream(prompt, self.params, output=made, cancelled=self.interrupt):
             answer.write(delta.text)
         answer.close()
         (self.last,) = made
@@ -138,7 +146,7 @@ class Chat:
             raise ValueError(self.last.error)
         (output,) = self.last.outputs
         self.tokens += len(output.token_ids)
-        if interrupt.requested:
+        if self.interrupt.requested:
             note("(stopped)")
         elif output.finish_reason == "length":
             full = len(prompt) + len(output.token_ids) >= self.limit

@@ -2,19 +2,27 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+LOOK = 0.2  # seconds between two looks, while a line is read, for a Ctrl-C that did not end the wait for a key
+
+T = TypeVar("T")
 
 
 class Interrupt:
-    """While active, the first Ctrl-C sets `requested`; a second one raises KeyboardInterrupt wherever the program is.
+    """While active, Ctrl-C sets `requested`. With `second` another one raises KeyboardInterrupt wherever the program is.
 
     Where Ctrl-C is ignored (a job in the background), or outside the main thread, nothing changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, second: bool = True) -> None:
         self.requested = False
+        self._second = second
+        self._waiting = False
         self._before: Any = None
+        self._alarm: Any = None
 
     def __call__(self) -> bool:
         return self.requested
@@ -22,14 +30,37 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
         if threading.current_thread() is threading.main_thread() and not ignored:
+            self._alarm = signal.signal(signal.SIGALRM, lambda number, frame: None)
             self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._alarm)
+
+    def wait(self, read: Callable[[], T]) -> T:
+        """What `read` returns, while a person is waited for: Ctrl-C raises KeyboardInterrupt at once, and so does one that was
+        noted before.
+
+        A signal that comes just before the program waits for a key does not end the wait; a timer does.
+        """
+        if self._before is None:
+            return read()
+        try:
+            self._waiting = True
+            if self.requested:
+                self.requested = False
+                raise KeyboardInterrupt
+            signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
+            return read()
+        finally:
+            self._waiting = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._waiting or (self.requested and self._second):
+            self._waiting = False  # what raises it deals with it first
             raise KeyboardInterrupt
         self.requested = True

@@ -1,0 +1,87 @@
+"""Ctrl-C: noted while the engine runs, acted on at once while a person is waited for, and never lost."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from headrace.cli.interrupt import Interrupt
+from headrace.signals import Uninterrupted
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_one_is_noted_and_a_second_raises() -> None:
+    with Interrupt() as interrupt:
+        press()
+        assert interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_no_second_one_leaves_a_chat() -> None:
+    with Interrupt(second=False) as interrupt:
+        for _ in range(3):
+            press()
+        with Uninterrupted():  # an engine step
+            press()
+            press()
+        assert interrupt()
+
+
+def test_what_is_pressed_between_two_reads_is_not_lost() -> None:
+    with Interrupt(second=False) as interrupt:
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.wait(lambda: pytest.fail("nothing was to be read"))
+        assert interrupt.wait(lambda: "a line") == "a line"  # once only
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.wait(press)
+        press()
+        press()
+        assert interrupt()
+
+
+def test_a_signal_that_does_not_end_the_wait_is_seen_all_the_same() -> None:
+    """Another thread takes the signal, as if it had come just before the wait: nothing wakes the main thread but the timer."""
+    read, write = os.pipe()
+    other = threading.Timer(0.05, press)
+    try:
+        with Interrupt() as interrupt:
+            other.start()
+            with pytest.raises(KeyboardInterrupt):
+                interrupt.wait(lambda: os.read(read, 1))
+    finally:
+        other.join()
+        os.close(read)
+        os.close(write)
+
+
+def test_what_was_there_before_is_put_back() -> None:
+    def mine(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGALRM, mine)
+    try:
+        with Interrupt() as interrupt:
+            assert interrupt.wait(lambda: signal.getitimer(signal.ITIMER_REAL))[1] > 0
+            assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_where_it_is_ignored_it_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            interrupt.wait(press)
+        assert not interrupt.requested
+    finally:
+        signal.signal(signal.SIGINT, before)
