@@ -128,7 +128,7 @@ def peer_python() -> str:
 class LlamaCpp:
     """llama.cpp on one file, in a process that answers as long as this is open."""
 
-    def __init__(self, path: Path, threads: int = 2) -> None:
+    def __init__(self, path: Path, threads: int = 1) -> None:
         self._process = subprocess.Popen(
             [peer_python(), WORKER, path, str(threads)],
             stdin=subprocess.PIPE,
