@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from headrace.server.serving import Server, listen, run, single
 from headrace.server.settings import ServerSettings
 
 PATIENCE = 120.0  # seconds until a test gives up; no result depends on it
+ROOT = Path(__file__).parents[2]
 ENGINE: dict[str, Any] = {"dtype": "float64", "threads": 1, "device": "cpu", "backend": "torch"}
 
 
@@ -124,6 +127,15 @@ class Paused:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
             os.kill(self.pid, signal.SIGCONT)
+
+
+def said(process: "subprocess.Popen[str]", pattern: str) -> "re.Match[str]":
+    """The next line of a process's stderr that matches."""
+    assert process.stderr is not None
+    for text in process.stderr:
+        if found := re.search(pattern, text):
+            return found
+    raise AssertionError(f"{pattern} was not said; exit code {process.wait()}")
 
 
 def until(condition: Callable[[], bool]) -> None:

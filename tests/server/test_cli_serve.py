@@ -13,9 +13,8 @@ import pytest
 
 from headrace.cli.app import main
 from headrace.cli.serve import served_name
-from tests.server.harness import PATIENCE, Paused, until
+from tests.server.harness import PATIENCE, ROOT, Paused, said, until
 
-ROOT = Path(__file__).parents[2]
 KEY = "a-long-enough-key"
 BODY = {"model": "mill", "prompt": "The mill", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -35,15 +34,6 @@ def process(tiny: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     running.wait()
 
 
-def line(process: "subprocess.Popen[str]", pattern: str) -> "re.Match[str]":
-    """The next line of stderr that matches."""
-    assert process.stderr is not None
-    for text in process.stderr:
-        if found := re.search(pattern, text):
-            return found
-    raise AssertionError(f"{pattern} was not said; exit code {process.wait()}")
-
-
 def engine_of(process: "subprocess.Popen[str]") -> int:
     """The engine process's id."""
     for task in Path(f"/proc/{process.pid}/task").iterdir():
@@ -54,9 +44,9 @@ def engine_of(process: "subprocess.Popen[str]") -> int:
 
 
 def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.Popen[str]") -> None:
-    address = line(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
+    address = said(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
     client = httpx.Client(base_url=address, timeout=PATIENCE, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
-    line(process, r"^ready: ")
+    said(process, r"^ready: ")
     whole = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
     engine = engine_of(process)
     with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
@@ -78,7 +68,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.P
 
 
 def test_a_killed_server_leaves_no_engine_behind(process: "subprocess.Popen[str]") -> None:
-    line(process, r"^ready: ")
+    said(process, r"^ready: ")
     engine = engine_of(process)
     process.kill()
     until(lambda: ended(engine))

@@ -23,6 +23,9 @@ ROUTES = [
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
     ("POST", "/page/render"),
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),
+    ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/tiny"), ("DELETE", "/v1/files/tiny"),
+    ("GET", "/v1/files/tiny/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/tiny"),
+    ("POST", "/v1/batches/tiny/cancel"),
 ]  # fmt: skip
 
 

@@ -10,10 +10,13 @@ import typer
 from headrace.cli.opening import fetch
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import say
+from headrace.weights.store import home
 
 INTERRUPTED = 130
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
-PACKAGES = ("fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client", "markdown_it", "pygments", "nh3")
+PACKAGES = tuple(
+    "fastapi pydantic starlette uvicorn h11 prometheus_client python_multipart yaml markdown_it pygments nh3".split()
+)
 
 File = {"exists": True, "dir_okay": False, "readable": True}
 
@@ -39,6 +42,14 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds to finish what runs after SIGTERM.", rich_help_panel=SERVER)
     ] = 30.0,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Folder of files, batches and responses (default: in HEADRACE_HOME, one for each port).",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in a batch.", rich_help_panel=QUEUE)] = 32,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a step.", rich_help_panel=QUEUE)] = None,
     max_queued_requests: Annotated[int, typer.Option(min=1, help="More get a 429.", rich_help_panel=QUEUE)] = 256,
@@ -73,6 +84,7 @@ def serve(
         tls_cert=str(tls_cert) if tls_cert else None,
         tls_key=str(tls_key) if tls_key else None,
         grace=grace,
+        state=state or (home() / "serve" / str(port) if port else None),
         limits=Limits(body=limit_body, n=limit_n, max_tokens=limit_max_tokens, logprobs=limit_logprobs, stop=limit_stop),
     )
     for each in (model, options.draft, options.amateur):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,12 +16,15 @@ from headrace.params import ParamError
 from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
 from headrace.server.async_llm import EngineDownError, QueueFullError, RequestFailedError, RequestRefusedError, State
+from headrace.server.batch_worker import BatchWorker
 from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
 from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from headrace.server.guard import Guard
 from headrace.server.models import Models
 from headrace.server.page.routes import add_page
 from headrace.server.service import Service
+from headrace.server.storage_routes import add_batches, add_files
+from headrace.server.store import Store
 from headrace.server.stream import ClientGoneError
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
@@ -40,15 +44,26 @@ OURS = (
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(models: Models) -> Guard:
+@dataclass(slots=True)
+class Application:
+    """What a server runs: the door, and the worker that goes behind it."""
+
+    door: Guard
+    worker: BatchWorker
+
+
+def make_app(models: Models, store: Store) -> Application:
     """The whole ASGI application of a server's models."""
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
     _add_protocol(app, models)
     _add_tools(app, models)
     add_page(app)
+    worker = BatchWorker(app, store)
+    add_files(app, store, models.settings.limits)
+    add_batches(app, store, models.settings.limits, worker)
     _add_errors(app)
-    return Guard(app, models.settings, models.figures.count)
+    return Application(Guard(app, models.settings, models.figures.count), worker)
 
 
 class StrictRequest(Request):
@@ -158,7 +173,7 @@ def _add_errors(app: FastAPI) -> None:
 def _as_bad_field(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, and where. What was sent is not repeated."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     param = path[0][:100] if path else None
     where = ".".join(path)[:200]
     if first["type"] == "extra_forbidden":

@@ -135,6 +135,16 @@ class EmbeddingRequest(Meaningless):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
+class BatchRequest(Strict):
+    """POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(max_length=200)]
+    endpoint: Annotated[str, Field(max_length=200)]
+    completion_window: Annotated[str, Field(max_length=20)]
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    output_expires_after: dict[str, Any] | None = None
+
+
 class TokenizeRequest(Strict):
     """POST /tokenize: a text, or a conversation."""
 

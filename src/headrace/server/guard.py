@@ -17,6 +17,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 KIND, KIND_SECONDS = 1 << 20, 1.0  # bytes and seconds of a refused body that are still read
 OPEN_PATHS = frozenset({"/health", *files.PATHS})  # what may be asked without a key
+UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
+UPLOADS = "/v1/files"  # the one path that takes a form
+OPEN_PATHS = frozenset({"/health"})  # what may be asked without a key
 
 
 class Guard:
@@ -27,7 +30,7 @@ class Guard:
     """
 
     def __init__(self, app: App, settings: ServerSettings, count: Callable[[int], None]) -> None:
-        self._app = app
+        self._app = app  # what passes the door
         self._settings = settings
         self._count = count  # is told the status of every response
         self._active = 0
@@ -51,7 +54,7 @@ class Guard:
             self._check_host(headers)
             self._check_key(scope["path"], headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                receive = await self._read(headers, receive)
+                receive = await self._read(scope["path"], headers, receive)
         except ApiError as error:
             if error.status != 408:
                 await _discard(receive, max(self._settings.limits.body, KIND))
@@ -76,20 +79,25 @@ class Guard:
                 401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+    async def _read(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The whole body, and a `receive` that gives it once and then waits for the client to go."""
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+        upload = path == UPLOADS and kind == b"multipart/form-data"
+        if upload:
+            _check_origin(headers)
+        elif kind != b"application/json":
             raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
         limits = self._settings.limits
+        most = limits.file if upload else limits.body
         announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > limits.body:
-            raise _too_large(limits.body)
+        if announced.isdigit() and int(announced) > most:
+            raise _too_large(most)
+        seconds = limits.body_seconds + (int(announced) / UPLOAD_SPEED if announced.isdigit() else 0)
         try:
-            async with asyncio.timeout(limits.body_seconds):
-                body = await _body(receive, limits.body)
+            async with asyncio.timeout(seconds):
+                body = await _body(receive, most)
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {seconds:.3g} s") from None
         given = False
 
         async def replay() -> Message:
@@ -100,6 +108,13 @@ class Guard:
             return {"type": "http.request", "body": body, "more_body": False}
 
         return replay
+
+
+def _check_origin(headers: dict[bytes, bytes]) -> None:
+    """A form is what a page of another site can send without asking; browsers then say where it comes from."""
+    origin = headers.get(b"origin")
+    if origin is not None and origin.partition(b"://")[2] != headers.get(b"host", b""):
+        raise ApiError(403, "files are not taken from pages of other sites")
 
 
 def _counting(send: Send, count: Callable[[int], None]) -> Send:

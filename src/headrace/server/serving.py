@@ -14,6 +14,7 @@ from headrace.server.connection import connection
 from headrace.server.metrics import Figures
 from headrace.server.models import Entry, Models, make_service
 from headrace.server.settings import ServerSettings
+from headrace.server.store import Store
 
 log = logging.getLogger("headrace.server")
 
@@ -27,9 +28,12 @@ class Server(uvicorn.Server):
 
     def __init__(self, models: Models) -> None:
         settings, limits = models.settings, models.settings.limits
+        self.store = Store(settings.state)
+        application = make_app(models, self.store)
+        self.worker = application.worker
         super().__init__(
             uvicorn.Config(
-                make_app(models),
+                application.door,
                 http=connection(limits.header_seconds),  # type: ignore[arg-type]
                 loop="asyncio",
                 ws="none",
@@ -71,8 +75,11 @@ class Server(uvicorn.Server):
     async def _end(self) -> None:
         models, grace = self.models, self.models.settings.grace
         log.info("finishing %d requests, for %g s at most", models.open, grace)
+        await self.worker.stop()
         if left := await models.drain(grace):
             log.warning("%d requests were not finished within %g s", left, grace)
+        else:
+            await self.worker.settle()
         await models.close()
         self.should_exit = True
 
@@ -114,11 +121,14 @@ async def run(server: Server, sock: socket.socket, say: Callable[[str], None]) -
     """Serve on a bound socket until `server.stop`. Raises LoadError."""
     models = server.models
     models.begin()
+    server.worker.begin()
     loading = asyncio.create_task(_load(models, server, say))
     try:
         await server.serve([sock])
     finally:
+        await server.worker.close()
         await models.close()
+        server.store.close()
         loading.cancel()
         (result,) = await asyncio.gather(loading, return_exceptions=True)
     if isinstance(result, LoadError) and server.stopped_by is None:

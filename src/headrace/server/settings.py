@@ -2,6 +2,7 @@
 
 import ipaddress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 MIN_KEY = 8  # characters
 
@@ -23,6 +24,10 @@ class Limits:
     prompts: int = 64  # prompts of one /v1/completions request
     choices: int = 128  # prompts times n
     inputs: int = 2048  # texts of one /v1/embeddings request
+    file: int = 100 << 20  # bytes of an upload
+    stored: int = 2 << 30  # bytes of all files together
+    batch_lines: int = 50_000
+    responses: int = 1_000  # that are kept; the oldest make room
     max_tokens: int | None = None  # None: what the context holds
     logprobs: int = 20
     stop: int = 16
@@ -40,6 +45,7 @@ class ServerSettings:
     tls_cert: str | None = None
     tls_key: str | None = None
     grace: float = 30.0  # seconds to finish what is in flight after SIGTERM
+    state: Path | None = None  # the folder of files, batches and responses; None: they last as long as the server
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

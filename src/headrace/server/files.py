@@ -1,0 +1,113 @@
+"""/v1/files: what batches read and write."""
+
+import sqlite3
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from headrace.server.answers import new_id, now
+from headrace.server.errors import ApiError, bad
+from headrace.server.settings import Limits
+from headrace.server.store import Store, listing
+
+PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")  # of uploads; only batches are read here
+FIELDS = ("purpose", "file", "expires_after[anchor]", "expires_after[seconds]")
+SECONDS = (3600, 2592000)  # of a file's life
+COLUMNS = "id, created, filename, purpose, bytes, expires"
+
+
+async def upload(store: Store, request: Request, limits: Limits) -> dict[str, Any]:
+    """Keep a file. Raises ApiError."""
+    try:
+        form = await request.form(max_files=1, max_fields=len(FIELDS))
+    except (HTTPException, AssertionError):
+        raise bad("the body is no multipart form of one file; send purpose and file") from None
+    try:
+        if unknown := [name for name in form if name not in FIELDS]:
+            raise ApiError(400, f"unknown field {unknown[0][:100]!r}; remove it", param=unknown[0][:100], code="unknown_field")
+        purpose, file = form.get("purpose"), form.get("file")
+        if not isinstance(file, UploadFile):
+            raise ApiError(400, "file is missing; give it", param="file", code="missing_field")
+        if purpose not in PURPOSES:
+            raise bad(f"purpose must be one of {', '.join(PURPOSES)}", "purpose")
+        expires = _expires(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
+        content = await file.read()
+        if not content:
+            raise bad("the file is empty; send what it should hold", "file")
+        name = (file.filename or "file").replace("\\", "/").rpartition("/")[2][:200] or "file"
+        return await store.run(lambda db: add(db, name, str(purpose), content, expires, limits.stored))
+    finally:
+        await form.close()
+
+
+def _expires(anchor: Any, seconds: Any) -> int | None:
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at" or not isinstance(seconds, str) or not seconds.isdigit() or len(seconds) > 9:
+        raise bad("expires_after has the anchor created_at, and seconds", "expires_after")
+    if not SECONDS[0] <= int(seconds) <= SECONDS[1]:
+        raise bad(f"expires_after[seconds] must be {SECONDS[0]} to {SECONDS[1]}, not {seconds}", "expires_after")
+    return now() + int(seconds)
+
+
+def add(
+    db: sqlite3.Connection, name: str, purpose: str, content: bytes, expires: int | None = None, most: int | None = None
+) -> dict[str, Any]:
+    """Keep a file; `most`: bytes that all files may have together. Raises ApiError."""
+    db.execute("DELETE FROM files WHERE expires < ?", (now(),))
+    if most is not None:
+        (held,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+        if held + len(content) > most:
+            raise ApiError(400, f"the server keeps {most} bytes of files and is full; delete some", code="storage_full")
+    row = (new_id("file"), now(), name, purpose, len(content), expires)
+    db.execute(f"INSERT INTO files ({COLUMNS}, content) VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, content))
+    return _object(row)
+
+
+async def listed(store: Store, purpose: str | None, after: str | None, limit: int, order: str) -> dict[str, Any]:
+    where = " WHERE purpose = ?" if purpose is not None else ""
+    direction = "ASC" if order == "asc" else "DESC"
+    query = f"SELECT {COLUMNS} FROM files{where} ORDER BY created {direction}, rowid {direction}"
+    rows = await store.run(lambda db: db.execute(query, (purpose,) if purpose is not None else ()).fetchall())
+    return listing([_object(row) for row in rows], after, limit)
+
+
+async def find(store: Store, name: str) -> dict[str, Any]:
+    return await store.run(lambda db: _object(row_of(db, name)))
+
+
+async def content(store: Store, name: str) -> bytes:
+    return await store.run(lambda db: read(db, name))
+
+
+async def delete(store: Store, name: str) -> dict[str, Any]:
+    def work(db: sqlite3.Connection) -> None:
+        row_of(db, name)
+        db.execute("DELETE FROM files WHERE id = ?", (name,))
+
+    await store.run(work)
+    return {"id": name, "object": "file", "deleted": True}
+
+
+def row_of(db: sqlite3.Connection, name: str) -> tuple[Any, ...]:
+    """Raises ApiError where there is no such file."""
+    row: tuple[Any, ...] | None = db.execute(f"SELECT {COLUMNS} FROM files WHERE id = ?", (name,)).fetchone()
+    if row is None or (row[5] is not None and row[5] < now()):
+        raise ApiError(404, f"there is no file {name[:100]!r}", code="file_not_found")
+    return row
+
+
+def read(db: sqlite3.Connection, name: str) -> bytes:
+    row_of(db, name)
+    (data,) = db.execute("SELECT content FROM files WHERE id = ?", (name,)).fetchone()
+    return bytes(data)
+
+
+def _object(row: tuple[Any, ...]) -> dict[str, Any]:
+    name, created, filename, purpose, size, expires = row
+    return {
+        "id": name, "object": "file", "bytes": size, "created_at": created, "expires_at": expires,
+        "filename": filename, "purpose": purpose, "status": "processed",
+    }  # fmt: skip

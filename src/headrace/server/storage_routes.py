@@ -1,0 +1,92 @@
+"""Routes of what the server keeps: files and batches."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Query, Request
+from starlette.responses import Response
+
+from headrace.server import batches, files
+from headrace.server.batch_worker import BatchWorker
+from headrace.server.fields import BatchRequest
+from headrace.server.settings import Limits
+from headrace.server.store import Store
+
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+After = Annotated[str | None, Query(max_length=200)]
+UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["purpose", "file"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "purpose": {"type": "string", "enum": list(files.PURPOSES)},
+                        "file": {"type": "string", "format": "binary"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+def add_files(app: FastAPI, store: Store, limits: Limits) -> None:
+    """/v1/files."""
+
+    @app.post("/v1/files", openapi_extra=UPLOAD)
+    async def upload(request: Request) -> Response:
+        return _json(await files.upload(store, request, limits))
+
+    @app.get("/v1/files")
+    async def listed(
+        purpose: Annotated[str | None, Query(max_length=64)] = None,
+        after: After = None,
+        limit: Limit = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        return _json(await files.listed(store, purpose, after, limit, order))
+
+    @app.get("/v1/files/{name}")
+    async def one(name: str) -> Response:
+        return _json(await files.find(store, name))
+
+    @app.delete("/v1/files/{name}")
+    async def delete(name: str) -> Response:
+        return _json(await files.delete(store, name))
+
+    @app.get("/v1/files/{name}/content")
+    async def content(name: str) -> Response:
+        headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
+        return Response(await files.content(store, name), headers=headers, media_type="application/octet-stream")
+
+
+def add_batches(app: FastAPI, store: Store, limits: Limits, worker: BatchWorker) -> None:
+    """/v1/batches."""
+
+    @app.post("/v1/batches")
+    async def create(body: BatchRequest) -> Response:
+        made = await batches.create(store, body, limits.batch_lines)
+        worker.poke()
+        return _json(made)
+
+    @app.get("/v1/batches")
+    async def listed(after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Response:
+        return _json(await batches.listed(store, after, limit))
+
+    @app.get("/v1/batches/{name}")
+    async def one(name: str) -> Response:
+        return _json(await batches.find(store, name))
+
+    @app.post("/v1/batches/{name}/cancel")
+    async def cancel(name: str) -> Response:
+        made = await batches.cancel(store, name)
+        worker.poke()
+        return _json(made)
+
+
+def _json(data: Any) -> Response:
+    return Response(msgspec.json.encode(data), media_type="application/json")

@@ -1,0 +1,223 @@
+"""Files and batches through the `openai` client; a batch outlives its server, and answers every line once."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+from headrace.server.settings import Limits
+from headrace.server.store import Store, StoreError
+from tests.server.harness import PATIENCE, ROOT, Running, said, until
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+ASK = {"model": "tiny", "prompt": "The mill", "max_tokens": 6, "temperature": 0}
+
+
+def lines(bodies: list[dict[str, Any]], url: str = "/v1/completions") -> bytes:
+    rows = [{"custom_id": f"r{at}", "method": "POST", "url": url, "body": body} for at, body in enumerate(bodies)]
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def start(client: openai.OpenAI, content: bytes, endpoint: Any = "/v1/completions") -> Any:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"})
+
+
+def end(client: openai.OpenAI, name: str) -> Any:
+    until(lambda: client.batches.retrieve(name).status in ENDED)
+    return client.batches.retrieve(name)
+
+
+def answers(client: openai.OpenAI, file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in client.files.content(file).text.splitlines()]
+
+
+def test_files(server: Running) -> None:
+    files = server.openai.files
+    made = files.create(file=("../a/b.jsonl", b"one\n"), purpose="batch")
+    assert (made.filename, made.bytes, made.purpose, made.status) == ("b.jsonl", 4, "batch", "processed")
+    assert files.retrieve(made.id) == made
+    assert files.content(made.id).read() == b"one\n"
+    other = files.create(file=b"two", purpose="user_data", expires_after={"anchor": "created_at", "seconds": 3600})
+    assert other.expires_at == other.created_at + 3600
+    assert [file.id for file in files.list()] == [other.id, made.id]
+    assert [file.id for file in files.list(limit=1)] == [other.id, made.id]  # the client asks for page after page
+    assert [file.id for file in files.list(purpose="batch")] == [made.id]
+    assert files.delete(made.id).deleted
+    for call in (files.retrieve, files.content, files.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            call(made.id)
+    files.delete(other.id)
+
+
+def test_bad_uploads_are_refused(tiny: Path) -> None:
+    limits = Limits(file=500, stored=600)
+    with Running("no-model", begin=False, limits=limits) as server:
+        post = server.http.post
+        good = {"file": ("a", b"x" * 100)}
+        for answer, says in (
+            (post("/v1/files", files=good), "purpose must be one of"),
+            (post("/v1/files", files=good, data={"purpose": "evil"}), "purpose must be one of"),
+            (post("/v1/files", files=good, data={"purpose": "batch", "more": "x"}), "unknown field 'more'"),
+            (post("/v1/files", files={"file": ("a", b"")}, data={"purpose": "batch"}), "is empty"),
+            (post("/v1/files", files={"other": ("a", b"x")}, data={"purpose": "batch"}), "unknown field 'other'"),
+            (post("/v1/files", files={"purpose": ("a", b"x")}), "file is missing"),
+            (post("/v1/files", files=[("file", ("a", b"x")), ("file", ("b", b"y"))]), "one file"),
+            (post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data"}), "no multipart form"),
+            (post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data; boundary=a"}), "multipart form"),
+        ):
+            assert answer.status_code == 400, answer.text
+            assert says in answer.json()["error"]["message"]
+        assert post("/v1/files", files={"file": ("a", b"x" * 1000)}, data={"purpose": "batch"}).status_code == 413
+        assert post("/v1/files", json={}).status_code == 400
+        assert post("/tokenize", files=good).status_code == 415
+        form = {"files": good, "data": {"purpose": "batch"}}
+        assert post("/v1/files", **form, headers={"Origin": "https://evil.example"}).status_code == 403  # type: ignore[arg-type]
+        assert post("/v1/files", **form, headers={"Origin": server.base}).status_code == 200  # type: ignore[arg-type]
+        for _ in range(4):
+            assert post("/v1/files", **form).status_code == 200  # type: ignore[arg-type]
+        full = post("/v1/files", files={"file": ("a", b"x" * 101)}, data={"purpose": "batch"})
+        assert full.json()["error"]["code"] == "storage_full"
+
+
+def test_a_batch_is_answered_line_by_line(server: Running, offline: LLM) -> None:
+    prompts = ["The mill", "A river", "water", "wheel"]
+    bodies = [{**ASK, "prompt": prompt} for prompt in prompts]
+    bodies[2]["top_k"] = "many"  # this line is refused, the others go on
+    batch = start(server.openai, lines(bodies))
+    assert batch.request_counts.total == 4
+    done = end(server.openai, batch.id)
+    assert (done.status, done.metadata, done.endpoint) == ("completed", {"a": "b"}, "/v1/completions")
+    assert (done.request_counts.completed, done.request_counts.failed) == (3, 1)
+    expected = {
+        output.prompt: output.outputs[0].text
+        for output in offline.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+    }
+    good = answers(server.openai, done.output_file_id)
+    assert [row["custom_id"] for row in good] == ["r0", "r1", "r3"]
+    for row, prompt in zip(good, ("The mill", "A river", "wheel"), strict=True):
+        assert row["response"]["status_code"] == 200
+        assert row["response"]["body"]["choices"][0]["text"] == expected[prompt]
+    (bad,) = answers(server.openai, done.error_file_id)
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("r2", 400)
+    assert "top_k" in bad["response"]["body"]["error"]["message"]
+    assert batch.id in [one.id for one in server.openai.batches.list(limit=1)]
+    with pytest.raises(openai.ConflictError, match="is completed"):
+        server.openai.batches.cancel(batch.id)
+
+
+def test_every_endpoint_of_a_batch(server: Running) -> None:
+    talk = [{"role": "user", "content": "Name a river."}]
+    for url, body in (
+        ("/v1/chat/completions", {"model": "tiny", "messages": talk, "max_tokens": 4}),
+        ("/v1/embeddings", {"model": "tiny", "input": "water"}),
+    ):
+        done = end(server.openai, start(server.openai, lines([body], url), url).id)
+        (row,) = answers(server.openai, done.output_file_id)
+        assert row["response"]["body"]["object"] in ("chat.completion", "list")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"\n\n", "no lines"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be"),
+        (b'{"custom_id": 7, "url": "/v1/completions", "body": {}}', "custom_id must be"),
+        (b'{"custom_id": "a", "url": "/v1/files", "body": {}}', "method and url"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {}, "x": 1}', "unknown field 'x'"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "stream has no meaning"),
+        (lines([ASK]) + b"\n" + lines([ASK]), "used twice"),
+    ],
+)
+def test_a_file_that_is_no_batch_fails_and_says_where(server: Running, content: bytes, says: str) -> None:
+    batch = start(server.openai, content)
+    assert batch.status == "failed"
+    assert says in batch.errors.data[0].message
+
+
+def test_bad_batches_are_refused(server: Running) -> None:
+    create = server.openai.batches.create
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        create(input_file_id="file-1' OR 1=1", endpoint="/v1/completions", completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="endpoint must be one of"):
+        create(input_file_id="x", endpoint="/v1/batches", completion_window="24h")  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError, match="there is no batch"):
+        server.openai.batches.retrieve("batch_none")
+
+
+def test_a_cancelled_batch_ends_with_what_was_done(server: Running) -> None:
+    with server.paused():
+        batch = start(server.openai, lines([ASK] * 60))
+        assert server.openai.batches.cancel(batch.id).status == "cancelling"
+    done = end(server.openai, batch.id)
+    assert done.status == "cancelled"
+    given = answers(server.openai, done.output_file_id) if done.output_file_id else []
+    left = answers(server.openai, done.error_file_id)
+    assert len(given) + len(left) == 60
+    assert len(left) >= 60 - 32
+    assert {row["error"]["code"] for row in left} == {"batch_cancelled"}
+
+
+def serve(tiny: Path, state: Path) -> tuple["subprocess.Popen[str]", openai.OpenAI]:
+    """`headrace serve` in a process of its own."""
+    command = [
+        sys.executable, "-m", "headrace.cli.app", "serve", str(tiny), "--port", "0", "--dtype", "float32", "--threads", "1",
+        "--state", str(state),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    base = said(process, r"^tiny on (http://127\.0\.0\.1:\d+/v1)$")[1]
+    said(process, r"^ready: ")
+    plain = httpx.Client(timeout=PATIENCE, trust_env=False)
+    return process, openai.OpenAI(base_url=base, api_key="none", max_retries=0, http_client=plain)
+
+
+def test_after_kill_9_a_batch_goes_on_and_every_line_is_answered_once(tiny: Path, tmp_path: Path) -> None:
+    count = 120
+    bodies = [{**ASK, "prompt": f"The mill {at}", "max_tokens": 24, "ignore_eos": True} for at in range(count)]
+    process, client = serve(tiny, tmp_path / "state")
+    batch = start(client, lines(bodies))
+    until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with sqlite3.connect(tmp_path / "state" / "server.sqlite") as database:
+        rows = database.execute("SELECT custom_id, answer FROM lines WHERE answer IS NOT NULL").fetchall()
+        kept = {custom_id: json.loads(answer)["id"] for custom_id, answer in rows}
+    assert 10 <= len(kept) < count, "it was to be killed in the middle"
+    process, client = serve(tiny, tmp_path / "state")
+    done = end(client, batch.id)
+    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", count, 0)
+    rows = answers(client, done.output_file_id)
+    assert [row["custom_id"] for row in rows] == [f"r{at}" for at in range(count)]
+    again = {row["custom_id"]: row["id"] for row in rows}
+    assert {name: again[name] for name in kept} == kept, "what was answered before the end was not asked again"
+    process.terminate()
+    assert process.wait(PATIENCE) == 0
+
+
+def test_one_server_at_a_time_keeps_a_folder(tmp_path: Path) -> None:
+    first = Store(tmp_path / "state")
+    with pytest.raises(StoreError, match="in use by another server"):
+        Store(tmp_path / "state")
+    first.close()
+    Store(tmp_path / "state").close()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "server.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreError, match="cannot be used"):
+        Store(tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"):
+        Store(tmp_path / "file")
