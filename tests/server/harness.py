@@ -17,6 +17,7 @@ import httpx2 as httpx
 import openai
 
 from headrace.server.async_llm import AsyncLLM, LoadError
+from headrace.server.models import Models
 from headrace.server.serving import Server, listen, run, single
 from headrace.server.settings import ServerSettings
 
@@ -32,15 +33,28 @@ class Running:
         names = ServerSettings.__dataclass_fields__
         settings = {name: more.pop(name) for name in list(more) if name in names}
         self.settings = ServerSettings(**{"model_name": "tiny", "port": 0, **settings})
-        self.llm = AsyncLLM(model, **{**ENGINE, **more})
+        llm = AsyncLLM(model, **{**ENGINE, **more})
         if not begin:
-            self.llm.begin = lambda: None  # type: ignore[method-assign]
-            self.llm.ready = asyncio.Event().wait  # type: ignore[method-assign,assignment]
-        self._wait = begin and wait
+            llm.begin = lambda: None  # type: ignore[method-assign]
+            llm.ready = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+        self._make(single(llm, self.settings), begin and wait)
+
+    @classmethod
+    def of(cls, models: Models, settings: ServerSettings) -> Self:
+        """A server of these models."""
+        made = cls.__new__(cls)
+        made.settings = settings
+        made._make(models, True)
+        return made
+
+    def _make(self, models: Models, wait: bool) -> None:
+        self._wait = wait
+        self.models = models
+        self.llm = models.services[0].llm
         self.sock: socket.socket = listen(self.settings)
         self.port: int = self.sock.getsockname()[1]
         self.base = f"http://127.0.0.1:{self.port}"
-        self.server = Server(single(self.llm, self.settings))
+        self.server = Server(models)
         self.error: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -108,8 +122,13 @@ class Running:
 
     def paused(self) -> "Paused":
         """While entered, the engine process does nothing."""
-        assert self.llm.pid is not None
-        return Paused(self.llm.pid)
+        return self.paused_of(None)
+
+    def paused_of(self, name: str | None) -> "Paused":
+        """The same of a model by name."""
+        pid = self.models.find(name).llm.pid
+        assert pid is not None
+        return Paused(pid)
 
 
 class Paused:

@@ -15,7 +15,14 @@ from starlette.responses import Response
 from headrace.params import ParamError
 from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
-from headrace.server.async_llm import EngineDownError, QueueFullError, RequestFailedError, RequestRefusedError, State
+from headrace.server.async_llm import (
+    DeadlineError,
+    EngineDownError,
+    QueueFullError,
+    RequestFailedError,
+    RequestRefusedError,
+    State,
+)
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
 from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
@@ -34,6 +41,7 @@ log = logging.getLogger("headrace.server")
 OURS = (
     ApiError,
     QueueFullError,
+    DeadlineError,
     EngineDownError,
     RequestFailedError,
     RequestRefusedError,

@@ -15,7 +15,7 @@ from headrace.params import SamplingParams
 from headrace.server.engine_client import EngineGoneError, EngineProcess
 from headrace.server.messages import Abort, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
 from headrace.server.queueing import QueueFullError, Waiting
-from headrace.server.tickets import EngineDownError, RequestFailedError, RequestRefusedError, Ticket, deltas
+from headrace.server.tickets import DeadlineError, EngineDownError, RequestFailedError, RequestRefusedError, Ticket, deltas
 from headrace.types import Delta
 
 __all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "RequestFailedError", "RequestRefusedError", "State"]
@@ -158,8 +158,17 @@ class AsyncLLM:
             return tokenizer.encode(text, **options)
         return await asyncio.to_thread(tokenizer.encode, text, **options)
 
-    def submit(self, prompts: list[list[int]], params: SamplingParams, *, salt: bytes = b"", pool: str = "") -> list[Ticket]:
+    def submit(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        salt: bytes = b"",
+        pool: str = "",
+        deadline: float | None = None,
+    ) -> list[Ticket]:
         """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings.
+        What has not ended after `deadline` seconds fails with DeadlineError.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError.
         """
@@ -178,6 +187,8 @@ class AsyncLLM:
             ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, news)
             self.tickets[ticket.request_id] = ticket
             self._process.send(Submit(ticket.request_id, ids, params, salt, pool))
+            if deadline is not None:
+                ticket.timer = asyncio.get_running_loop().call_later(deadline, self._expire, ticket, deadline)
             tickets.append(ticket)
         return tickets
 
@@ -188,6 +199,11 @@ class AsyncLLM:
                 ticket.close()
                 if self._process is not None:
                     self._process.send(Abort(ticket.request_id))
+
+    def _expire(self, ticket: Ticket, deadline: float) -> None:
+        if ticket.request_id in self.tickets:
+            ticket.fail(DeadlineError(f"the request was not answered within its deadline of {deadline:g} s"))
+            self.abort([ticket])
 
     async def drain(self, grace: float) -> bool:
         """Take nothing new and wait until all is answered, `grace` seconds at most; returns whether it was."""

@@ -64,7 +64,8 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
         add_generation_prompt=request.add_generation_prompt is not False,
         **_variables(request),
     )
-    job = Job(service, request, service.llm.submit([prompt], params, salt=salt))
+    tickets = service.llm.submit([prompt], params, salt=salt, deadline=service.deadline(request.deadline))
+    job = Job(service, request, tickets)
     if request.stream:
         return await _stream(job, http)
     try:

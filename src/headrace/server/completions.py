@@ -69,7 +69,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
     params = _params(service, request)
     _check(service, request)
     prompts, texts = await _prompts(service, request)
-    tickets = service.llm.submit(prompts, params, salt=salt)
+    tickets = service.llm.submit(prompts, params, salt=salt, deadline=service.deadline(request.deadline))
     job = Job(service, request, texts, tickets)
     if request.stream:
         return await _stream(job, http)

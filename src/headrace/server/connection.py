@@ -10,10 +10,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 class Connection(H11Protocol):
     """Closes a connection whose next request does not arrive whole within `head_seconds` of its first byte, or, for the
-    first request, of connecting (slow loris)."""
+    first request, of connecting (slow loris), and one whose client leaves what was sent unread for `send_seconds`."""
 
     head_seconds = 10.0
+    send_seconds = 60.0
     _clock: asyncio.TimerHandle | None = None
+    _reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -31,8 +33,18 @@ class Connection(H11Protocol):
         if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
             self._start()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reader is None:
+            self._reader = self.loop.call_later(self.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read_on()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._read_on()
         super().connection_lost(exc)
 
     def _start(self) -> None:
@@ -44,11 +56,16 @@ class Connection(H11Protocol):
             self._clock.cancel()
             self._clock = None
 
+    def _read_on(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+
     def _close(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
 
 
-def connection(head_seconds: float) -> Callable[..., Any]:
-    """The protocol class with this limit."""
-    return type("Connection", (Connection,), {"head_seconds": head_seconds})
+def connection(head_seconds: float, send_seconds: float) -> Callable[..., Any]:
+    """The protocol class with these limits."""
+    return type("Connection", (Connection,), {"head_seconds": head_seconds, "send_seconds": send_seconds})

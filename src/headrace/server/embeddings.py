@@ -51,9 +51,10 @@ async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[i
     pool = request.pooling or service.llm.opened.pooling
     data: list[dict[str, Any]] = []
     params = SamplingParams(max_tokens=1, priority=request.priority or 0)
+    deadline = service.deadline(request.deadline)
     together = min(TOGETHER, service.llm.waiting.max_requests)
     for start in range(0, len(texts), together):
-        tickets = service.llm.submit(texts[start : start + together], params, salt=salt, pool=pool)
+        tickets = service.llm.submit(texts[start : start + together], params, salt=salt, pool=pool, deadline=deadline)
         try:
             async for _ in deltas(tickets):
                 pass

@@ -4,7 +4,7 @@ import msgspec
 
 from headrace.params import ParamError
 from headrace.server.queueing import QueueFullError
-from headrace.server.tickets import EngineDownError, RequestFailedError, RequestRefusedError
+from headrace.server.tickets import DeadlineError, EngineDownError, RequestFailedError, RequestRefusedError
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
@@ -50,6 +50,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
         case EngineDownError():
             return ApiError(503, str(error), code="engine_unavailable", retry_after=RETRY_DOWN)
+        case DeadlineError():
+            return ApiError(408, str(error), code="deadline_exceeded")
         case RequestFailedError():
             return ApiError(500, str(error), code="request_failed")
         case ParamError() | RequestRefusedError() | TemplateError() | TokenizerError():

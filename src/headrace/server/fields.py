@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Deadline = Annotated[float, Field(gt=0, le=86_400)]  # seconds
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -89,6 +90,7 @@ class Sampling(Meaningless):
     logprobs_mode: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    deadline: Deadline | None = None
 
 
 class CompletionRequest(Sampling):
@@ -133,6 +135,7 @@ class EmbeddingRequest(Meaningless):
     pooling: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    deadline: Deadline | None = None
 
 
 class BatchRequest(Strict):

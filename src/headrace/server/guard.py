@@ -19,7 +19,6 @@ KIND, KIND_SECONDS = 1 << 20, 1.0  # bytes and seconds of a refused body that ar
 OPEN_PATHS = frozenset({"/health", *files.PATHS})  # what may be asked without a key
 UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
 UPLOADS = "/v1/files"  # the one path that takes a form
-OPEN_PATHS = frozenset({"/health"})  # what may be asked without a key
 
 
 class Guard:

@@ -7,13 +7,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from headrace.memory import parse_bytes
 from headrace.server.async_llm import AsyncLLM, EngineDownError, LoadError, State
 from headrace.server.errors import RETRY_DOWN, ApiError
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
+from headrace.weights import catalog, hub
 
 log = logging.getLogger("headrace.server")
+
+LOADED = 1.1  # bytes in memory for each of a file's, about
+KV = 512 << 20  # bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +58,7 @@ class Models:
         self.budget = budget
         self._entries = {entry.service.name: entry for entry in entries}
         self._making_room = asyncio.Lock()
+        self._starting = True
 
     @property
     def services(self) -> list[Service]:
@@ -73,7 +79,7 @@ class Models:
         entry.users += 1
         entry.used = time.monotonic()
         try:
-            if not entry.in_memory and self.budget is not None:
+            if self.budget is not None and (not entry.in_memory or entry.llm.state is State.LOADING):
                 await self._bring(entry)
             yield entry.service
         finally:
@@ -91,6 +97,7 @@ class Models:
         for entry in begun:
             await entry.llm.ready()
             _measure(entry)
+        self._starting = False
         return [entry.service for entry in begun]
 
     async def drain(self, grace: float) -> int:
@@ -109,7 +116,7 @@ class Models:
         entries = [entry for entry in self._entries.values() if entry.in_memory or self.budget is None]
         found = {entry.llm.state: entry.llm.detail for entry in entries}
         for state in (State.STUCK, State.DEAD, State.CLOSED, State.DRAINING, State.LOADING):
-            if state in found and not (state is State.LOADING and self.budget is not None):
+            if state in found and (state is not State.LOADING or self._starting):
                 return state, found[state]
         return State.READY, ""
 
@@ -127,9 +134,8 @@ class Models:
 
     async def _bring(self, entry: Entry) -> None:
         async with entry.loading:
-            if entry.in_memory:
-                return
-            await self._make_room(entry)
+            if not entry.in_memory:
+                await self._make_room(entry)
             try:
                 await entry.llm.ready()
             except LoadError as error:
@@ -160,6 +166,13 @@ def _measure(entry: Entry) -> None:
     """What a model was expected to take becomes what it takes."""
     if entry.llm.loaded is not None:
         entry.size = entry.llm.loaded.memory or entry.size
+
+
+def expected_size(model: str, kv: int | str | None) -> int:
+    """About what a model on this machine will take: its weights, and its KV cache where that was said."""
+    path = hub.resolve(model, entries=catalog.load(), download=False)
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    return int(sum(file.stat().st_size for file in files) * LOADED) + (parse_bytes(kv) if kv is not None else KV)
 
 
 def make_service(llm: AsyncLLM, name: str, settings: ServerSettings, figures: Figures) -> Service:

@@ -18,6 +18,10 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def deadline(self, asked: float | None) -> float | None:
+        """Seconds after which a request is ended: its own, or the server's."""
+        return self.limits.deadline if asked is None else asked
+
     @property
     def limits(self) -> Limits:
         return self.settings.limits

@@ -3,16 +3,19 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
+from headrace.memory import parse_bytes
 from headrace.server.app import make_app
 from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.connection import connection
 from headrace.server.metrics import Figures
-from headrace.server.models import Entry, Models, make_service
+from headrace.server.models import Entry, Models, expected_size, make_service
 from headrace.server.settings import ServerSettings
 from headrace.server.store import Store
 
@@ -34,7 +37,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application.door,
-                http=connection(limits.header_seconds),  # type: ignore[arg-type]
+                http=connection(limits.header_seconds, limits.send_seconds),  # type: ignore[arg-type]
                 loop="asyncio",
                 ws="none",
                 lifespan="off",
@@ -93,6 +96,30 @@ def listen(settings: ServerSettings) -> socket.socket:
         raise ValueError(
             f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); use another --port"
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model to be served: what clients call it, what it is, the arguments of its AsyncLLM."""
+
+    name: str
+    model: str
+    arguments: dict[str, Any]
+    preload: bool = True
+
+
+def house(chosen: Sequence[Chosen], settings: ServerSettings, memory: str | int | None = None) -> Models:
+    """The models of a server; with `memory` (bytes or "8GiB") they are loaded as they are asked for. Raises ValueError."""
+    budget = parse_bytes(memory) if memory is not None else None
+    figures = Figures()
+    entries = []
+    for one in chosen:
+        llm = AsyncLLM(one.model, **one.arguments)
+        entry = Entry(make_service(llm, one.name, settings, figures), one.preload)
+        if budget is not None:
+            entry.size = expected_size(one.model, one.arguments.get("kv_cache_memory"))
+        entries.append(entry)
+    return Models(entries, settings, figures, budget)
 
 
 def single(llm: AsyncLLM, settings: ServerSettings) -> Models:

@@ -25,6 +25,10 @@ class EngineDownError(RuntimeError):
     """There is no engine to run the request, or it ended under it; the same request may succeed later."""
 
 
+class DeadlineError(RuntimeError):
+    """The request was not answered within its time."""
+
+
 class Ticket:
     """One request. `news` is set whenever something came; tickets submitted together share it."""
 
@@ -40,6 +44,7 @@ class Ticket:
         self.metrics: RequestMetrics | None = None  # when it has ended
         self.submitted = time.perf_counter()
         self.generated = 0  # tokens
+        self.timer: asyncio.TimerHandle | None = None  # that ends it at its deadline
         self._waiting: Waiting | None = waiting
         self._deltas: deque[Delta] = deque()
         self._error: Exception | None = None
@@ -80,6 +85,8 @@ class Ticket:
     def close(self) -> None:
         """No delta comes any more."""
         self._begin()
+        if self.timer is not None:
+            self.timer.cancel()
         self._done = True
         self.news.set()
 

@@ -1,0 +1,158 @@
+"""Options of `serve`, and the file that can hold them."""
+
+import os
+import tomllib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.options import ModelOptions
+
+SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
+FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
+MODELS = "headrace.models"  # where the models of a file are kept until the command asks for them
+OF_A_MODEL = ("max_num_seqs", "max_num_batched_tokens", *ModelOptions.__dataclass_fields__)
+
+
+@dataclass(slots=True)
+class ModelEntry:
+    """A model of a file: what it is called, and the options it has of its own."""
+
+    model: str
+    name: str | None = None
+    preload: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Options of a file become the defaults of the command line. Raises typer.BadParameter."""
+    if path is None:
+        return None
+    data = _read(path)
+    known = {param.name: param for param in context.command.params}
+    entries = data.pop("models", [])
+    for name, value in (data.pop("limits", None) or {}).items():
+        data[f"limit_{name}"] = value
+    for name, value in data.items():
+        if name not in known or name == "config" or isinstance(value, dict | list):
+            raise typer.BadParameter(f"{path.name}: there is no setting {name!r}; `headrace serve --help` names them all")
+    context.default_map = {**(context.default_map or {}), **data}
+    context.meta[MODELS] = [_entry(path, entry, known, context) for entry in _tables(path, entries)]
+    if context.meta[MODELS] and "model" not in data:
+        context.default_map["model"] = context.meta[MODELS][0].model
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    text = path.read_text("utf-8")
+    try:
+        data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path.name} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise typer.BadParameter(f"{path.name} must hold settings by name, as TOML (.toml) or YAML")
+    return {name.replace("-", "_"): value for name, value in data.items()}
+
+
+def _tables(path: Path, entries: Any) -> list[dict[str, Any]]:
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("model"), str) for entry in entries
+    ):
+        raise typer.BadParameter(f"{path.name}: models must be a list of tables, each with a model")
+    return entries
+
+
+def _entry(path: Path, entry: dict[str, Any], known: dict[Any, Any], context: typer.Context) -> ModelEntry:
+    given = {name.replace("-", "_"): value for name, value in entry.items()}
+    made = ModelEntry(given.pop("model"), given.pop("name", None), given.pop("preload", False))
+    if not isinstance(made.preload, bool) or not isinstance(made.name, str | None):
+        raise typer.BadParameter(f"{path.name}: {made.model}: name is text and preload true or false")
+    for name, value in given.items():
+        if name not in OF_A_MODEL:
+            raise typer.BadParameter(f"{path.name}: {made.model}: there is no setting {name!r} of a model")
+        made.options[name] = known[name].process_value(context, value)
+    return made
+
+
+def _server(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=SERVER, **more)
+
+
+@dataclass
+class ServerOptions:
+    """Where and for whom."""
+
+    config: Annotated[
+        Path | None,
+        _server("TOML or YAML with any of these options, and several models.", is_eager=True, callback=read_config, **FILE),
+    ] = None
+    host: Annotated[str, _server("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _server("0: any that is free.", min=0, max=65535)] = 8000
+    served_model_name: Annotated[str | None, _server("What clients call the model (default: its name).")] = None
+    api_key_file: Annotated[Path | None, _server("The key clients send.", **FILE)] = None
+    api_key_env: Annotated[str, _server("The environment variable that holds it, where there is no file.")] = "HEADRACE_API_KEY"
+    tls_cert: Annotated[Path | None, _server("Certificate, PEM.", **FILE)] = None
+    tls_key: Annotated[Path | None, _server("Its private key, PEM.", **FILE)] = None
+    grace: Annotated[float, _server("Seconds to finish what runs after SIGTERM.", min=0)] = 30.0
+    state: Annotated[
+        Path | None,
+        _server("Folder of files, batches, responses (default: in HEADRACE_HOME, one for each port).", file_okay=False),
+    ] = None
+    model_memory: Annotated[
+        str | None,
+        _server("Memory for models, as in 8GiB: they are loaded when asked for, and idle ones make room."),
+    ] = None
+
+    def key(self) -> str | None:
+        """The key, from a file's only line or from the environment, where it is then no longer for child processes to see."""
+        if self.api_key_file is None:
+            return os.environ.pop(self.api_key_env, None) or None
+        key = self.api_key_file.read_text("utf-8").strip()
+        if not key:
+            raise ValueError(f"{self.api_key_file} is empty; write the key into it")
+        return key
+
+
+def _queue(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=QUEUE, **more)
+
+
+@dataclass
+class QueueOptions:
+    """How many at once, how many wait."""
+
+    max_num_seqs: Annotated[int, _queue("Sequences in a batch.", min=1)] = 32
+    max_num_batched_tokens: Annotated[int | None, _queue("Tokens of a step.", min=1)] = None
+    max_queued_requests: Annotated[int, _queue("More get a 429.", min=1)] = 256
+    max_queued_tokens: Annotated[int, _queue("Prompt tokens that may wait; more get a 429.", min=1)] = 262_144
+    stuck_after: Annotated[float, _queue("Seconds of silence after which the engine is started again.", min=1)] = 60.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of AsyncLLM."""
+        return asdict(self)
+
+
+def _limit(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=LIMITS, **more)
+
+
+@dataclass
+class LimitOptions:
+    """What one client may ask for."""
+
+    limit_body: Annotated[int, _limit("Bytes.", min=1)] = 4 << 20
+    limit_file: Annotated[int, _limit("Bytes of an upload.", min=1)] = 100 << 20
+    limit_n: Annotated[int, _limit("Answers to a prompt.", min=1)] = 16
+    limit_max_tokens: Annotated[int | None, _limit("Tokens of an answer (default: the context).", min=1)] = None
+    limit_logprobs: Annotated[int, _limit("Alternatives a token.", min=0)] = 20
+    limit_stop: Annotated[int, _limit("Stop strings.", min=0)] = 16
+    limit_deadline: Annotated[float | None, _limit("Seconds until a request that names none is ended.", min=0.001)] = None
+    limit_connections: Annotated[int, _limit("Requests at once.", min=1)] = 1024
+
+    def limits(self) -> dict[str, Any]:
+        """Arguments of Limits."""
+        return {name.removeprefix("limit_"): value for name, value in asdict(self).items()}

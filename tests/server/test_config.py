@@ -1,0 +1,189 @@
+"""A file of settings, several models in one server, deadlines, clients that do not read."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from headrace.cli import serve as command
+from headrace.cli.app import main
+from headrace.server.serving import Chosen, house
+from headrace.server.settings import Limits, ServerSettings
+from tests.server.harness import ENGINE, Running, in_thread, until
+from tests.tiny_bert import write_tiny_bert
+from tests.tiny_files import write_tiny_gguf
+
+KEY = "a-long-enough-key"
+LONG: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What `headrace serve` would run."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(command, "_run", lambda *arguments: calls.append(arguments) or 0)
+    return calls
+
+
+TOML = """
+host = "127.0.0.1"
+port = 8123
+api_key_env = "MY_KEY"
+max_num_seqs = 8
+model-memory = "1GiB"
+[limits]
+n = 4
+deadline = 30
+[[models]]
+model = "MODEL"
+name = "small"
+max_model_len = 64
+preload = true
+[[models]]
+model = "OTHER"
+"""
+YAML = """
+host: 127.0.0.1
+port: 8123
+api_key_env: MY_KEY
+max_num_seqs: 8
+model_memory: 1GiB
+limits: {n: 4, deadline: 30}
+models:
+  - {model: MODEL, name: small, max_model_len: 64, preload: true}
+  - {model: OTHER}
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("server.toml", TOML), ("server.yaml", YAML)])
+def test_a_file_holds_every_option(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[tuple[Any, ...]], name: str, text: str
+) -> None:
+    other = write_tiny_bert(tmp_path / "bert")
+    file = tmp_path / name
+    file.write_text(text.replace("MODEL", str(tiny)).replace("OTHER", str(other)))
+    monkeypatch.setenv("MY_KEY", KEY)
+    assert main(["serve", "--config", str(file), "--port", "9000"]) == 0
+    ((settings, entries, queue, memory),) = started
+    assert (settings.port, settings.key, settings.limits.n, settings.limits.deadline) == (9000, KEY, 4, 30)  # flags win
+    assert "MY_KEY" not in os.environ, "a child process must not see the key"
+    assert (queue["max_num_seqs"], queue["max_queued_requests"], memory) == (8, 256, "1GiB")
+    assert [(name, entry.preload, options["max_model_len"]) for name, entry, options in entries] == [
+        ("small", True, 64),
+        ("bert", False, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot = 1", "no setting 'prot'"),
+        ("config = 'x'", "no setting 'config'"),
+        ("[limits]\nm = 3", "no setting 'limit_m'"),
+        ("host = ", "cannot be read"),
+        ("port = 70000\nmodel = 'x'", "'--port'"),
+        ("[[models]]\nname = 'x'", "each with a model"),
+        ("models = 3", "each with a model"),
+        ("[[models]]\nmodel = 'x'\nfrobnicate = 3", "no setting 'frobnicate'"),
+        ("[[models]]\nmodel = 'x'\nmax_model_len = 'many'", "'--max-model-len'"),
+        ("[[models]]\nmodel = 'x'\npreload = 3", "preload true or false"),
+        ("[[models]]\nmodel = 'x'\n[[models]]\nmodel = 'x'", "two models have one name"),
+    ],
+)
+def test_a_bad_file_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    assert main(["serve", "--config", str(tmp_path / "a.toml")]) in (1, 2)
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two models and memory for one of them."""
+    other = write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", seed=1)
+    settings = ServerSettings("tiny", port=0)
+    chosen = [Chosen("tiny", str(tiny), ENGINE), Chosen("other", str(other), {**ENGINE, "max_model_len": 64}, preload=False)]
+    models = house(chosen, settings, "8GiB")
+    with Running.of(models, settings) as running:
+        sizes = [entry.size for entry in models._entries.values()]
+        models.budget = max(sizes) + min(sizes) // 2
+        yield running
+
+
+def states(server: Running) -> dict[str, str]:
+    return dict(server.health()["models"])
+
+
+def test_models_are_loaded_when_asked_for_and_make_room(two: Running) -> None:
+    assert [model.id for model in two.openai.models.list()] == ["tiny", "other"]
+    assert states(two) == {"tiny": "ready", "other": "closed"}
+    first = two.complete().choices[0].text
+    second = two.complete(model="other").choices[0].text
+    assert first != second
+    assert states(two) == {"tiny": "closed", "other": "ready"}
+    assert two.health()["status"] == "ready"
+    assert two.complete().choices[0].text == first
+    assert two.complete(model="other").choices[0].text == second
+    with pytest.raises(openai.NotFoundError, match="'tiny', 'other'"):
+        two.complete(model="third")
+    text = two.http.get("/metrics").text
+    assert 'headrace:generation_tokens_total{model_name="tiny"} 16.0' in text
+    assert 'headrace:generation_tokens_total{model_name="other"} 16.0' in text
+
+
+def test_a_model_that_is_answering_is_not_unloaded(two: Running) -> None:
+    two.complete()
+    with two.paused_of("tiny"):
+        answer = in_thread(lambda: two.complete(**LONG))
+        until(lambda: two.models.open == 1)
+        with pytest.raises(openai.InternalServerError, match="in use by others") as caught:
+            two.complete(model="other")
+        assert caught.value.status_code == 503
+        assert int(caught.value.response.headers["retry-after"]) > 0
+    assert answer.result().choices[0].finish_reason == "length"
+    assert two.complete(model="other").choices[0].finish_reason == "length"
+
+
+def test_a_request_ends_at_its_deadline(server: Running) -> None:
+    with server.paused():
+        for call in (lambda: server.complete(extra_body={"deadline": 0.05}), lambda: embed(server, 0.05)):
+            with pytest.raises(openai.APIStatusError, match=r"deadline of 0\.05 s") as caught:
+                call()
+            assert (caught.value.status_code, caught.value.code) == (408, "deadline_exceeded")
+    until(lambda: server.figure("num_requests_running") == 0)
+    assert server.complete(extra_body={"deadline": 1000}).choices[0].finish_reason == "length"
+    for wrong in (0, -1, 1e9, "soon"):
+        with pytest.raises(openai.BadRequestError, match="deadline"):
+            server.complete(extra_body={"deadline": wrong})
+
+
+def embed(server: Running, deadline: float) -> Any:
+    return server.openai.embeddings.create(model="tiny", input="a", extra_body={"deadline": deadline})
+
+
+def test_a_stream_ends_at_the_servers_deadline(tiny: Path) -> None:
+    with Running(tiny, limits=Limits(deadline=0.3)) as server:
+        stream = server.complete(stream=True, **LONG)
+        next(stream)
+        with server.paused(), pytest.raises(openai.APIError, match="deadline"):
+            list(stream)
+
+
+def test_a_client_that_does_not_read_is_let_go(tiny: Path) -> None:
+    with Running(tiny, limits=Limits(send_seconds=0.2), max_model_len=256) as server:
+        body = {"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 250, "n": 16, "temperature": 5, "logprobs": 20}
+        data = json.dumps({**body, "ignore_eos": True}).encode()
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            until(lambda: server.figure("num_requests_running") == 1)
+            until(lambda: server.figure("request_success_total") >= 1)
+        assert 'finished_reason="abort"' in server.http.get("/metrics").text
