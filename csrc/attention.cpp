@@ -192,10 +192,12 @@ void AttentionStep::append_job(const AttentionLayout& layout, const AttentionTas
     kernels_.attention->append(task, work.feed, work.kv_head, work.first, work.last, scratch);
 }
 
-void AttentionStep::attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, float* scratch) const {
+void AttentionStep::attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, int after,
+                                float* scratch) const {
     const AttentionItem& work = layout.items_[static_cast<size_t>(item)];
     const AttentionTile& tile = layout.tiles_[static_cast<size_t>(work.tile)];
-    kernels_.attention->attend(task, work, scratch);
+    const AttentionItem* next = after < 0 ? nullptr : &layout.items_[static_cast<size_t>(after)];
+    kernels_.attention->attend(task, work, next, scratch);
     if (tile.items == 1) return;
     std::atomic<int>& done = layout.done_[static_cast<size_t>(work.tile)];
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.items) return;
@@ -212,7 +214,8 @@ void AttentionStep::attend(const AttentionLayout& layout, const AttentionTask& t
     for (;;) {
         const int item = next.fetch_add(1, std::memory_order_relaxed);
         if (item >= layout.items()) return;
-        attend_item(layout, task, item, scratch);
+        const int after = item + threads_ < layout.items() ? item + threads_ : -1;
+        attend_item(layout, task, item, after, scratch);
     }
 }
 

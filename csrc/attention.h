@@ -91,9 +91,10 @@ public:
     // A thread's part of the attention; `next` is 0 before, one for all threads.
     void attend(const AttentionLayout& layout, const AttentionTask& task, std::atomic<int>& next, float* scratch) const;
     // The same one by one, for callers that deal the work out themselves: append jobs, then items, in any order by any
-    // thread; each item once.
+    // thread; each item once. `after`: the item that the thread takes next, or -1.
     void append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const;
-    void attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, float* scratch) const;
+    void attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, int after,
+                     float* scratch) const;
     size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
 
 private:

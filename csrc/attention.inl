@@ -23,6 +23,8 @@ struct Tile {
     int share;       // query heads of a KV head
     const float* q;  // [rows][q_stride], as the pool prepared them
     int q_stride;
+    Ahead ahead;
+    int begin_page, end_page;  // of the item
     State state;  // of the split at hand; row r is query head r % share of token r / share
 
     const AttentionRow& row(int r) const { return task.rows[tile.row + r / share]; }
@@ -144,16 +146,21 @@ HEADRACE_INLINE void attend_some(int count, const Tile& tile, int first, ChunkVi
     if constexpr (rows > 1) attend_some<Pool, fetch, rows - 1>(count, tile, first, view, chunk, room);
 }
 
-// Pages [first, last) of the feed's, all in one chunk. What is fetched meanwhile: as many of those after, up to `end`.
-HEADRACE_INLINE ChunkPages pages_of(const Tile& tile, int first, int last, int end) {
+// Pages [first, last) of the feed's, all in one chunk. What is fetched meanwhile lies a chunk ahead: pages of the item,
+// then those of the item after.
+HEADRACE_INLINE ChunkPages pages_of(const Tile& tile, int first, int last) {
     const KVShape& kv = tile.task.kv;
     const int32_t* table = tile.task.page_table + tile.feed.pages;
     ChunkPages chunk;
     chunk.count = last - first;
+    // Pages of the item after are counted from the end of this one, or of its first chunk.
+    const int turn = tile.end_page > tile.begin_page + kChunkPages ? tile.end_page : tile.begin_page + kChunkPages;
     for (int b = 0; b < chunk.count; ++b) {
-        const int next = last + b < end ? last + b : first + b;
+        const int next = first + b + kChunkPages;
         chunk.page[b] = tile.task.pool + kv.page_offset(table[first + b], tile.tile.kv_head);
-        chunk.next[b] = tile.task.pool + kv.page_offset(table[next], tile.tile.kv_head);
+        chunk.next[b] = chunk.page[b];
+        if (next < tile.end_page) chunk.next[b] = tile.task.pool + kv.page_offset(table[next], tile.tile.kv_head);
+        if (next >= turn && next - turn < tile.ahead.count) chunk.next[b] = tile.ahead.page[next - turn];
     }
     return chunk;
 }
@@ -239,7 +246,7 @@ static void attend_split(const Tile& tile, const Reach& reach, int split, float*
         const int from = reach.begin > start ? reach.begin : start, to = end < start + kChunk ? end : start + kChunk;
         if (from >= to) continue;
         const int first_page = from / kPageTokens, last_page = (to + kPageTokens - 1) / kPageTokens;
-        const ChunkPages chunk = pages_of(tile, first_page, last_page, (reach.end + kPageTokens - 1) / kPageTokens);
+        const ChunkPages chunk = pages_of(tile, first_page, last_page);
         const ChunkView view{first_page * kPageTokens,
                              first_page * kPageTokens >= reach.open_begin && last_page * kPageTokens <= reach.open_end};
         if (reach.paths && last_page * kPageTokens > tile.feed.first_node) {
@@ -308,7 +315,7 @@ HEADRACE_INLINE State partial_state(const AttentionTask& task, const AttentionTi
 }
 
 template <class Pool>
-static void attend_item(const AttentionTask& task, const AttentionItem& item, float* scratch) {
+static void attend_item(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch) {
     const KVShape& kv = task.kv;
     const AttentionTile& at = task.tiles[item.tile];
     const AttentionFeed& feed = task.feeds[at.feed];
@@ -325,8 +332,11 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, fl
                      task.positions[row], head);
         Pool::prepare(head, kv.padded, q + r * q_stride);
     }
-    Tile tile{task, feed, at, share, q, q_stride, state};
+    Tile tile{task, feed, at, share, q, q_stride, ahead_of(task, after), 0, 0, state};
     const Reach reach = reach_of(tile);
+    const int begin = item.first_split * kSplit, end = item.last_split * kSplit;
+    tile.begin_page = (reach.begin > begin ? reach.begin : begin) / kPageTokens;
+    tile.end_page = ((reach.end < end ? reach.end : end) + kPageTokens - 1) / kPageTokens;
     for (int split = item.first_split; split < item.last_split; ++split) {
         tile.state = at.items > 1 ? partial_state(task, at, split) : split == item.first_split ? state : other;
         attend_split<Pool>(tile, reach, split, room);
@@ -338,14 +348,14 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, fl
     finish_rows(task, at, state, head);
 }
 
-static void attend(const AttentionTask& task, const AttentionItem& item, float* scratch) {
+static void attend(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch) {
     switch (task.kv.type) {
         case KVType::kBf16:
-            return attend_item<Bf16Pool>(task, item, scratch);
+            return attend_item<Bf16Pool>(task, item, after, scratch);
         case KVType::kInt8:
-            return attend_item<Int8Pool>(task, item, scratch);
+            return attend_item<Int8Pool>(task, item, after, scratch);
         case KVType::kF32:
-            return attend_item<F32Pool>(task, item, scratch);
+            return attend_item<F32Pool>(task, item, after, scratch);
     }
 }
 

@@ -84,8 +84,9 @@ struct AttentionTask {
 struct AttentionKernels {
     // Stores K and V of rows [first, last) of the feed's, one head. Rows of one page belong to one call.
     void (*append)(const AttentionTask& task, int feed, int kv_head, int first, int last, float* scratch);
-    // An item's splits: its tile's result, or partial results where the tile is cut.
-    void (*attend)(const AttentionTask& task, const AttentionItem& item, float* scratch);
+    // An item's splits: its tile's result, or partial results where the tile is cut. `after`: the item that this thread
+    // is likely to take next, or null; its memory is fetched meanwhile.
+    void (*attend)(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch);
     // The result of a tile that was cut, once all its items are done.
     void (*merge)(const AttentionTask& task, const AttentionTile& tile, float* scratch);
     // One token of one head, from page to page.

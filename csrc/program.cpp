@@ -210,18 +210,14 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     const Logits rows{logits.floats(), logits.stride(), maxima.floats(), maxima.stride(), chunk.first, vocab_size_};
     const std::span<const Contrast> contrasts = within(step.contrasts(), chunk.first, chunk.last);
     if (!contrasts.empty()) {
-        worker.share(static_cast<int>(contrasts.size()), [&](int first, int last) {
-            for (int i = first; i < last; ++i) combine(contrasts[static_cast<size_t>(i)], rows, *kernels_.sample);
-        }, true);
+        worker.deal(static_cast<int>(contrasts.size()),
+                    [&](int i, int) { combine(contrasts[static_cast<size_t>(i)], rows, *kernels_.sample); });
     }
-    const auto carry_out = [&](int first, int last) {
-        for (int item = first; item < last; ++item) {
-            for (const int ask : chunk.items[static_cast<size_t>(item)]) {
-                answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)], rows);
-            }
+    worker.deal(static_cast<int>(chunk.items.size()), [&](int item, int) {
+        for (const int ask : chunk.items[static_cast<size_t>(item)]) {
+            answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)], rows);
         }
-    };
-    worker.share(static_cast<int>(chunk.items.size()), carry_out, true);
+    });
     if (timed) profile_["answers"] += std::chrono::duration<double>(Clock::now() - start).count();
 }
 

@@ -180,10 +180,7 @@ void run(const AttentionPhase& phase, Worker& w) {
             for (int job = first; job < last; ++job) attention.append_job(layout, task, job, scratch);
         });
     }
-    const auto attend = [&](int first, int last) {
-        for (int item = first; item < last; ++item) attention.attend_item(layout, task, item, scratch);
-    };
-    w.share(layout.items(), attend, true);
+    w.deal(layout.items(), [&](int item, int next) { attention.attend_item(layout, task, item, next, scratch); });
 }
 
 void run(const TapPhase& phase, Worker& w) {

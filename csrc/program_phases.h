@@ -144,8 +144,13 @@ struct Worker {
 
     // f(first, last) for this thread's share of `items`. What was shared before is done.
     template <class F>
-    void share(int items, F f, bool uneven = false) {
-        run.turns.at(turn++).share(items, thread, uneven, f);
+    void share(int items, F f) {
+        run.turns.at(turn++).share(items, thread, f);
+    }
+    // f(item, next) where items differ much.
+    template <class F>
+    void deal(int items, F f) {
+        run.turns.at(turn++).deal(items, thread, f);
     }
 
     const Buffer& buffer(int number) const { return run.buffers[static_cast<size_t>(number)]; }

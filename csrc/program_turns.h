@@ -21,11 +21,11 @@ public:
     Turn(Line* lines, int threads) : lines_(lines), threads_(threads) {}
 
     // f(first, last) for this thread's share of `items`, in any order; returns when all of them are done by whichever
-    // thread, and what they wrote can be seen. `uneven`: items differ much, nothing is dealt out beforehand.
+    // thread, and what they wrote can be seen.
     template <class F>
-    void share(int items, int thread, bool uneven, F f) {
-        const int part = uneven ? 0 : items * 4 / 5 / threads_, dealt = part * threads_;
-        const int piece = std::max(1, part / 4), turn = uneven ? 1 : std::max(1, (items - dealt) / (8 * threads_));
+    void share(int items, int thread, F f) {
+        const int part = items * 4 / 5 / threads_, dealt = part * threads_;
+        const int piece = std::max(1, part / 4), turn = std::max(1, (items - dealt) / (8 * threads_));
         int count = take(queue(thread), thread * part, part, piece, f);
         count += take(rest(), dealt, items - dealt, turn, f);
         finish(count);
@@ -39,6 +39,23 @@ public:
             finish(count);
             if (count == 0) yield();
         }
+    }
+
+    // The same for items that differ much: f(item, next) one by one, every thread its own in turn, then those that others
+    // have not come to. `next`: the item that the thread will come to next, or -1.
+    template <class F>
+    void deal(int items, int thread, F f) {
+        int count = 0;
+        for (int i = 0; i < threads_; ++i) {
+            const int owner = (thread + i) % threads_;
+            for (int item = owner; item < items; ++count) {
+                item = owner + queue(owner).fetch_add(1, std::memory_order_relaxed) * threads_;
+                if (item >= items) break;
+                f(item, item + threads_ < items ? item + threads_ : -1);
+            }
+        }
+        finish(count);
+        for (int looks = 0; !over(items); ++looks) looks < kLooks ? pause() : yield();
     }
 
 private:
