@@ -11,6 +11,8 @@ namespace {
 
 constexpr int kAppendRows = 64;    // about what one append job stores
 constexpr int kPiecesAThread = 4;  // items a thread gets where tiles must be cut
+constexpr int64_t kFetchBytes = 8 << 20;  // of a layer's K and V that are fetched before its attention begins
+constexpr size_t kFetchRows = 16;         // with fewer rows, linear layers wait for memory themselves
 constexpr int kFetchCost = 6;      // reading a token's K and V, in rows multiplied with it
 
 uint64_t bits_below(int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
@@ -185,6 +187,19 @@ void AttentionStep::prepare(AttentionLayout& layout, int layer, AttentionTask& t
     task.positions = step_.positions.data();
     task.page_table = page_table_.data();
     task.partials = aligned(layout.partials_);
+}
+
+FetchList AttentionStep::fetch_list(int layer, int thread) const {
+    FetchList list{};
+    const int64_t bytes = pool_.shape().page_offset(1, 0), pages = static_cast<int64_t>(page_table_.size());
+    if (step_.positions.size() < kFetchRows || layer >= pool_.layers() || pages * bytes > kFetchBytes) return list;
+    list.base = pool_.layer(layer);
+    list.pages = page_table_.data();
+    list.page_bytes = bytes;
+    list.count = static_cast<int32_t>(pages);
+    list.step = threads_;
+    list.at = thread;
+    return list;
 }
 
 void AttentionStep::append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const {

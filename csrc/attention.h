@@ -95,6 +95,8 @@ public:
     void append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const;
     void attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, int after,
                      float* scratch) const;
+    // K and V that a layer reads, for one thread to fetch beforehand: nothing where there is more than a cache keeps.
+    FetchList fetch_list(int layer, int thread) const;
     size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
 
 private:

@@ -25,9 +25,9 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) <= kLinearScratchBytes, "the scratch must hold a panel and the sums");
 
-// Row blocks [block, block + blocks) of one tensor, at most four, into y.
+// Row blocks [block, block + blocks) of one tensor, at most four, into y. `again`: these weights were just read.
 static void multiply(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows,
-                     float* y) {
+                     bool again, float* y) {
     const Segments& segments = *task.segments;
     if (weight.kind == PackedKind::kBf16) {
         const uint16_t* x = task.bf16.x + (int64_t)row * task.bf16.kp;
@@ -40,7 +40,9 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
     const DirectKernel kernel = direct_kernels[(int)weight.kind][rows - 1];
     const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
     for (int b = 0; b < blocks; ++b) {
-        kernel(weight.data + (block + b) * weight.stride, segments, x, task.a8.tiles, y + b * rows * 16);
+        const uint8_t* data = weight.data + (block + b) * weight.stride;
+        const uint8_t* other = again ? next_piece(task.fetch, row_block_bytes(weight.kind, weight.k)) : nullptr;
+        kernel(data, other ? other - data : kPrefetchBytes, segments, x, task.a8.tiles, y + b * rows * 16);
     }
 }
 
@@ -67,8 +69,8 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
         rows = step_rows(row1 - row, most);
         alignas(64) Sums y;
         float* up = y + blocks * rows * 16;
-        multiply(task, *task.weight, first, blocks, row, rows, y);
-        if (task.epilogue.kind == EpilogueKind::kGated) multiply(task, *task.up, first, blocks, row, rows, up);
+        multiply(task, *task.weight, first, blocks, row, rows, row > row0, y);
+        if (task.epilogue.kind == EpilogueKind::kGated) multiply(task, *task.up, first, blocks, row, rows, row > row0, up);
         finish(task, unit, blocks, row, rows, y, up);
     }
 }

@@ -59,7 +59,8 @@ void run_items(const LinearWork& work, const WorkSplit& split, int first, int la
                     work.epilogue,
                     split.unit_blocks,
                     split.panels,
-                    scratch};
+                    scratch,
+                    work.fetch};
     int start = 0;  // the part's first unit
     for (int p = 0; p < WorkSplit::parts(work); ++p) {
         task.weight = &linear.parts()[p];

@@ -42,6 +42,7 @@ struct LinearWork {
     Epilogue epilogue;
     // Rows above which panels are used: 0: as measured best (LinearKernels::direct_rows).
     int direct_rows = 0;
+    FetchList* fetch = nullptr;  // of the calling thread: what to fetch besides weights
 };
 
 // Called by every thread with the same work, its own scratch (kLinearScratchBytes, 64-byte aligned) and the

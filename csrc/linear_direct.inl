@@ -4,19 +4,28 @@
 
 #include "linear_tile.inl"
 
-// Adds tile `tile` of a row block to the sums of `rows` rows. x: the rows' blocks of that tile.
+// `later`: not to be read so soon that it should take room in L1.
+template <int bytes, bool later>
+HEADRACE_INLINE void fetch(const uint8_t* from) {
+    for (int i = 0; i < bytes; i += 64) later ? prefetch_l2(from + i) : prefetch(from + i);
+}
+
+// Adds tile `tile` of a row block to the sums of `rows` rows. x: the rows' blocks of that tile. `ahead`: how far from
+// the tile lies what is fetched meanwhile.
 template <PackedKind kind, int rows>
-HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, U8v table, const A8Block* const* x, F32v* acc) {
+HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t ahead, U8v table,
+                              const A8Block* const* x, F32v* acc) {
     constexpr Layout layout = layout_of(kind);
     constexpr int group = layout.group(), sub = 32 / group;
     const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
     const int inner = tile % layout.tiles();
     const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes() + part * kPartBytes;
-    if (part == 0) {
-        if (inner == 0) {
-            for (int i = 0; i < layout.header_bytes(); i += 64) prefetch(block + kPrefetchBytes + i);
-        }
-        for (int i = 0; i < layout.tile_bytes(); i += 64) prefetch(integers + kPrefetchBytes + i);
+    if (part == 0 && ahead == kPrefetchBytes) {
+        if (inner == 0) fetch<layout.header_bytes(), false>(block + ahead);
+        fetch<layout.tile_bytes(), false>(integers + ahead);
+    } else if (part == 0) {
+        if (inner == 0) fetch<layout.header_bytes(), true>(block + ahead);
+        fetch<layout.tile_bytes(), true>(integers + ahead);
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -45,9 +54,10 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, U8v table
     }
 }
 
-// Row block `data` times `rows` rows of x (each `stride` blocks after the one before) into y[row][16].
+// Row block `data` times `rows` rows of x (each `stride` blocks after the one before) into y[row][16]. As many bytes
+// are fetched from data + ahead on.
 template <PackedKind kind, int rows>
-static void direct(const uint8_t* data, const Segments& segments, const A8Block* x, int64_t stride, float* y) {
+static void direct(const uint8_t* data, int64_t ahead, const Segments& segments, const A8Block* x, int64_t stride, float* y) {
     const A8Block* row[rows];
     for (int m = 0; m < rows; ++m) row[m] = x + m * stride;
     const U8v table = load_table(kIq4Table);
@@ -55,7 +65,7 @@ static void direct(const uint8_t* data, const Segments& segments, const A8Block*
         F32v acc[rows], level[kSegmentLevels][rows];
         for (int s = 0, tile = 0; s < segments.count; ++s) {
             for (int m = 0; m < rows; ++m) acc[m] = set_f32(0.0f);
-            for (; tile < segments.end[s]; ++tile) add_tile<kind, rows>(data, tile, part, table, row, acc);
+            for (; tile < segments.end[s]; ++tile) add_tile<kind, rows>(data, tile, part, ahead, table, row, acc);
             if (segments.count > 1) join_segment<rows>(s, level, acc);
         }
         for (int m = 0; m < rows; ++m) store_f32(y + m * 16 + part * kLanes, acc[m]);

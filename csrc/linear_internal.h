@@ -9,8 +9,8 @@ namespace headrace::HEADRACE_ISA {
 // Most rows of one direct kernel: as many as the registers hold. (Plain kernels take long to compile.)
 constexpr int kDirectRows = HEADRACE_IS(plain) ? 2 : 6;
 
-using DirectKernel = void (*)(const uint8_t* data, const Segments& segments, const A8Block* x, int64_t stride,
-                              float* y);
+using DirectKernel = void (*)(const uint8_t* data, int64_t ahead, const Segments& segments, const A8Block* x,
+                              int64_t stride, float* y);
 
 // [kind][rows - 1]
 extern const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows];

@@ -42,6 +42,17 @@ struct Epilogue {
     int64_t max_stride;
 };
 
+// Memory that is wanted after the weights at hand (K and V of the next attention): kernels fetch it a piece at a time
+// where a pass over the weights has nothing else to fetch. One thread's part: pages[at], every `step`-th.
+struct FetchList {
+    const uint8_t* base;  // page p is at base + p * page_bytes; null: nothing to fetch
+    const int32_t* pages;
+    int64_t page_bytes;
+    int32_t count, step;
+    int32_t at;
+    int64_t offset;  // within pages[at]
+};
+
 struct LinearTask {
     const PackedTensor* weight;  // kGated: the gate
     const PackedTensor* up;      // kGated: of the same size
@@ -52,6 +63,7 @@ struct LinearTask {
     int32_t unit_blocks;  // see below
     bool panels;          // unpack the weights of a unit once, then multiply many rows: the same results
     void* scratch;        // kLinearScratchBytes, 64-byte aligned, of the calling thread; used with `panels`
+    FetchList* fetch;     // of the calling thread, or null
 };
 
 constexpr size_t kLinearScratchBytes = 256 << 10;

@@ -173,8 +173,8 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
             for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 2
                 for (int i = 0; i < kAheadBytes; i += 64) {
-                    prefetch(ahead0 + half * kAheadBytes + i);
-                    prefetch(ahead1 + half * kAheadBytes + i);
+                    prefetch_l2(ahead0 + half * kAheadBytes + i);
+                    prefetch_l2(ahead1 + half * kAheadBytes + i);
                 }
                 add_panel_group<group, has_min, wide, rows>(w + half * group_bytes, vector, zero_shift, half, row, acc);
             }
@@ -244,8 +244,8 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
             fill_panel(weight, block[c], first, last, c, panel);
             ahead[c] = last < tiles ? weight.data + block[c] * weight.stride + (int64_t)last * tile_bytes : next[c];
         }
-        // What the steps fetch of either block until all of the next stretch is there; then the panel itself, at no
-        // cost.
+        // What the steps fetch of either block until all of the next stretch is there; then what else is wanted, or the
+        // panel itself, at no cost.
         int wanted = kPanelTiles * tile_bytes;
         for (int row = row0, i = 0, rows; row < row1; row += rows, ++i) {
             rows = step_rows(row1 - row, kPanelRows);
@@ -258,13 +258,14 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
                            sums + i * kStepFloats,
                            levels + i * 3 * kStepFloats,
                            {panel.bytes, panel.bytes}};
-            if (wanted > 0 && ahead[0] && ahead[1]) {
-                const int fetched = 2 * (last - first) * kAheadBytes;
-                for (int c = 0; c < 2; ++c, wanted -= fetched / 2) {
-                    step.ahead[c] = ahead[c];
-                    ahead[c] += fetched;
-                }
+            const int fetched = 2 * (last - first) * kAheadBytes;
+            const bool weights = wanted > 0 && ahead[0] && ahead[1];
+            for (int c = 0; c < 2; ++c) {
+                const uint8_t* piece = weights ? ahead[c] : next_piece(task.fetch, fetched);
+                if (piece) step.ahead[c] = piece;
+                ahead[c] += weights ? fetched : 0;
             }
+            wanted -= fetched;
             panel_kernel(layout, rows)(panel, step);
         }
     }

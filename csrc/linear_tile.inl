@@ -99,6 +99,16 @@ HEADRACE_INLINE void join_segment(int segment, F32v (*level)[count], F32v* acc) 
     for (int i = 0; i < count; ++i) level[l][i] = acc[i];
 }
 
+// The next piece of a list that is to be fetched, or null. Pieces of a page may overlap.
+HEADRACE_INLINE const uint8_t* next_piece(FetchList* list, int64_t bytes) {
+    if (!list || list->at >= list->count) return nullptr;
+    const uint8_t* page = list->base + list->pages[list->at] * list->page_bytes;
+    const int64_t last = list->page_bytes - bytes, offset = list->offset < last ? list->offset : last < 0 ? 0 : last;
+    list->offset += bytes;
+    if (list->offset >= list->page_bytes) list->offset = 0, list->at += list->step;
+    return page + offset;
+}
+
 // Rows in steps of nearly equal size, none above `most`: 7 is 4 + 3, not 6 + 1.
 HEADRACE_INLINE int step_rows(int left, int most) {
     const int steps = (left + most - 1) / most;

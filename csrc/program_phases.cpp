@@ -97,7 +97,7 @@ void run(const LinearPhase& phase, Worker& w) {
         epilogue.max_stride = w.buffer(phase.maxima).stride();
     }
     const LinearWork work{&w.run.kernels, &phase.linear, in.a8(w.rows, w.thread), in.bf16(w.rows, w.thread),
-                          w.rows, w.run.threads, epilogue};
+                          w.rows, w.run.threads, epilogue, 0, &w.fetch};
     const QuantizePhase*& owed = w.owed[static_cast<size_t>(phase.in)];
     w.share(linear_items(work), [&](int first, int last) {
         if (owed) quantize(*owed, w, 0, w.rows);
@@ -181,6 +181,7 @@ void run(const AttentionPhase& phase, Worker& w) {
         });
     }
     w.deal(layout.items(), [&](int item, int next) { attention.attend_item(layout, task, item, next, scratch); });
+    w.fetch = attention.fetch_list(phase.layer + 1, w.thread);
 }
 
 void run(const TapPhase& phase, Worker& w) {

@@ -141,6 +141,7 @@ struct Worker {
     std::vector<const QuantizePhase*>& owed;  // [buffers] inputs to be made by this thread before it uses them, or null
     int rows = 0;  // of the segment at hand
     int turn = 0;
+    FetchList fetch{};  // for linear layers to fetch
 
     // f(first, last) for this thread's share of `items`. What was shared before is done.
     template <class F>

@@ -19,7 +19,7 @@
 //                                 in [-127, 127]
 //   dot_bf16(acc, w, x)           (acc[n] + w[2n + 1] * x[1]) + w[2n] * x[0] on bfloat16 pairs, each sum rounded once
 //   load_bf16 store_bf16          kLanes values, widened and rounded to nearest even
-//   prefetch(p)
+//   prefetch(p), prefetch_l2(p)   into L1, or only as near as L2
 #pragma once
 
 #include <stddef.h>

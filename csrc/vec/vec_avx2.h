@@ -112,5 +112,6 @@ HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
 }
 
 HEADRACE_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+HEADRACE_INLINE void prefetch_l2(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 }  // namespace headrace::HEADRACE_ISA

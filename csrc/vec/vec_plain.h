@@ -131,5 +131,6 @@ HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
 }
 
 HEADRACE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+HEADRACE_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace headrace::HEADRACE_ISA
