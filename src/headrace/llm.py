@@ -218,7 +218,7 @@ class LLM:
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ValueError(f"dimensions must be 1 to {size} of this model, not {dimensions}")
         batch = _as_batch(texts)
-        params: list[Params] = [SamplingParams(max_tokens=1)] * len(batch)
+        params = [SamplingParams(max_tokens=1)] * len(batch)
         outputs = self._add_all(batch, params, (), None, pooling or self.opened.pooling)
         for _ in self._drain(outputs):
             pass

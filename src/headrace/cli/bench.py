@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_local import local
 from headrace.cli.bench_peers import peers
 from headrace.cli.bench_serve import latency, serve
@@ -18,6 +19,8 @@ def register(app: typer.Typer) -> None:
     bench.command("peers")(peers)
     bench.command("serve")(serve)
     bench.command("latency")(latency)
+    bench.command("beams")(beams)
+    bench.command("sharing")(sharing)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 

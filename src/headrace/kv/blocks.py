@@ -241,6 +241,6 @@ class BlockManager:
         if self._scheduling:
             self._resting[block] = None
         elif self._hash[block] is None:
-            self._free.append(block)
+            self._free.appendleft(block)  # taken again first, while it is still in the caches
         else:
             self._lru[block] = None

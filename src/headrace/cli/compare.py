@@ -1,0 +1,66 @@
+"""compare: decoding methods side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, ModelOptions, with_groups
+from headrace.cli.output import print_table, say
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Measure")(with_groups(compare))
+
+
+def compare(
+    model: ModelName,
+    options: ModelOptions,
+    source: Annotated[
+        Path,
+        typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line (JSON or text)."),
+    ],
+    modes: Annotated[
+        str, typer.Option(help="Methods, as greedy,sample,beam4,best4,contrastive; an unknown one lists them all.")
+    ] = "greedy,sample,beam4",
+    csv: Annotated[Path | None, typer.Option("--csv", "-o", help="Write every answer with its figures to this file.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Take so many prompts (default: all).")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the methods that draw.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the texts without the chat template.")] = False,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
+) -> None:
+    """Decoding methods on the same prompts: tokens/s, repetition, KV blocks.
+
+    rep-4: the share of an answer's 4-grams that repeat earlier ones. distinct-4: different 4-grams over all 4-grams of a
+    method's answers. blocks: the most that a request held, on average; 16 tokens each.
+    """
+    from headrace.bench import strategies
+    from headrace.bench.prompts import read_prompts, tokens_of
+
+    options.check()
+    names = [name.strip() for name in modes.split(",") if name.strip()]
+    for name in names:
+        strategies.mode(name, max_tokens, seed)  # a wrong name must not wait for the model
+    texts = read_prompts(source, prompts)
+    llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
+    chat = not raw and llm.opened.template is not None and llm.opened.template.source is not None
+    compared = strategies.compare(llm, [tokens_of(llm, text, chat) for text in texts], names, max_tokens, seed)
+    rows = [
+        (
+            one.mode,
+            f"{one.tokens_per_s:.1f}",
+            f"{one.rep_4:.3f}",
+            f"{one.distinct_4:.3f}",
+            f"{one.blocks:.1f}",
+            f"{one.found.saved:.1%}",
+            str(sum(map(len, one.outputs))),
+        )
+        for one in compared
+    ]
+    print_table(("method", "tokens/s", "rep-4", "distinct-4", "blocks", "saved by sharing", "tokens"), rows)
+    if csv is not None:
+        strategies.write_csv(csv, compared)
+        say(f"{len(texts)} prompts, {len(names)} methods: {csv}")
