@@ -53,6 +53,7 @@ ROOMS = {
     "kv.pool weights text native ops params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm params",
+    "bench.workers.ours_beam": "llm params",
     "server": "llm memory loading engine outputs decoding weights text params types config",
     "cli": "server bench llm loading memory outputs models weights text native params types config",
     "": "",  # the package itself: its version, and names that load late
