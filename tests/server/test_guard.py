@@ -25,7 +25,8 @@ ROUTES = [
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/tiny"), ("DELETE", "/v1/files/tiny"),
     ("GET", "/v1/files/tiny/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/tiny"),
-    ("POST", "/v1/batches/tiny/cancel"),
+    ("POST", "/v1/batches/tiny/cancel"), ("POST", "/v1/responses"), ("GET", "/v1/responses/tiny"),
+    ("DELETE", "/v1/responses/tiny"), ("GET", "/v1/responses/tiny/input_items"),
 ]  # fmt: skip
 
 

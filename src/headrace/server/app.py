@@ -30,7 +30,7 @@ from headrace.server.guard import Guard
 from headrace.server.models import Models
 from headrace.server.page.routes import add_page
 from headrace.server.service import Service
-from headrace.server.storage_routes import add_batches, add_files
+from headrace.server.storage_routes import add_batches, add_files, add_responses
 from headrace.server.store import Store
 from headrace.server.stream import ClientGoneError
 from headrace.text.chat import TemplateError
@@ -70,6 +70,7 @@ def make_app(models: Models, store: Store) -> Application:
     worker = BatchWorker(app, store)
     add_files(app, store, models.settings.limits)
     add_batches(app, store, models.settings.limits, worker)
+    add_responses(app, models, store)
     _add_errors(app)
     return Application(Guard(app, models.settings, models.figures.count), worker)
 

@@ -138,6 +138,55 @@ class EmbeddingRequest(Meaningless):
     deadline: Deadline | None = None
 
 
+class ResponseRequest(Strict):
+    """POST /v1/responses."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=200)] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    # what other servers have as well
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    deadline: Deadline | None = None
+    # known to the protocol, refused with a reason unless they say nothing
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    moderation: Any = None
+    truncation: str | None = None
+    # accepted for clients that send them; they change nothing here
+    user: str | None = None
+    reasoning: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
 class BatchRequest(Strict):
     """POST /v1/batches."""
 

@@ -1,4 +1,4 @@
-"""Routes of what the server keeps: files and batches."""
+"""Routes of what the server keeps: files, batches and responses."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,9 +6,10 @@ import msgspec
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
-from headrace.server import batches, files
+from headrace.server import batches, files, responses
 from headrace.server.batch_worker import BatchWorker
-from headrace.server.fields import BatchRequest
+from headrace.server.fields import BatchRequest, ResponseRequest
+from headrace.server.models import Models
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 
@@ -86,6 +87,33 @@ def add_batches(app: FastAPI, store: Store, limits: Limits, worker: BatchWorker)
         made = await batches.cancel(store, name)
         worker.poke()
         return _json(made)
+
+
+def add_responses(app: FastAPI, models: Models, store: Store) -> None:
+    """/v1/responses."""
+
+    @app.post("/v1/responses")
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        salt = b"" if body.cache_salt is None else body.cache_salt.encode()
+        async with models.use(body.model) as service:
+            return responses.as_response(await responses.respond(service, store, body, request, salt))
+
+    @app.get("/v1/responses/{name}")
+    async def one(name: str) -> Response:
+        return _json(await responses.find(store, name))
+
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str) -> Response:
+        return _json(await responses.delete(store, name))
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def heard(
+        name: str,
+        after: After = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        return _json(await responses.input_items(store, name, after, limit, order))
 
 
 def _json(data: Any) -> Response:

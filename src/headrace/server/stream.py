@@ -61,19 +61,26 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], on_end: Callable[[], None], done: bytes = DONE) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
-        self._on_end = on_end
+        self._done = done
+        self.on_end = on_end
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The events, for whoever makes others of them in place of sending these."""
+        yield self._first
+        async for data in self._events:
+            yield data
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientGoneError):
                 await _race(self._send(send), receive)
         finally:
-            self._on_end()
+            self.on_end()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -83,7 +90,8 @@ class EventStream(Response):
                 await _part(send, data)
         except Exception as error:
             await _part(send, b"data: " + self._last_word(error) + b"\n\n")
-        await _part(send, DONE)
+        if self._done:
+            await _part(send, self._done)
         await send({"type": "http.response.body", "body": b""})
 
     def _last_word(self, error: Exception) -> bytes:

@@ -1,0 +1,194 @@
+"""/v1/responses: a chat in items, which may be kept and gone on from."""
+
+import json
+import sqlite3
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.server import chat
+from headrace.server.answers import new_id, now
+from headrace.server.errors import ApiError, as_api_error, bad
+from headrace.server.fields import ChatRequest, ResponseRequest
+from headrace.server.response_events import Events, chunks, ending, usage
+from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
+from headrace.server.sampling import not_built
+from headrace.server.service import Service
+from headrace.server.store import Store, listing
+from headrace.server.stream import EventStream
+
+# Fields that mean the same in a chat.
+SAME = (
+    "temperature top_p top_k min_p seed stop presence_penalty frequency_penalty repetition_penalty priority deadline "
+    "parallel_tool_calls chat_template_kwargs cache_salt"
+).split()
+RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
+MAX_ITEMS = 10_000
+
+
+async def respond(service: Service, store: Store, request: ResponseRequest, http: Request, salt: bytes) -> Any:
+    """Answer a request, streamed or whole, and keep the answer. Raises what `as_api_error` knows, and ClientGoneError."""
+    _check(request)
+    items = [*await _history(store, request.previous_response_id), *as_items(request.input)]
+    if len(items) > MAX_ITEMS:
+        raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
+    asked = _as_chat(request, messages(items, request.instructions))
+    response = _new(service, request)
+    try:
+        answer = await chat.chat(service, asked, http, salt)
+    except ApiError as error:
+        error.param = RENAMED.get(error.param or "", error.param)
+        raise
+    keep = _Keeper(store, response, items, service.limits.responses) if request.store is not False else None
+    if isinstance(answer, EventStream):
+        events = Events(response)
+        return EventStream(events.begin(), _events(events, answer, keep), answer.on_end, done=b"")
+    said = msgspec.to_builtins(answer)
+    (choice,) = said["choices"]
+    response["output"] = output_items(choice["message"], choice.get("logprobs"))
+    response["usage"] = usage(said["usage"])
+    response |= ending(choice["finish_reason"])
+    if keep is not None:
+        await keep()
+    return response
+
+
+def _check(request: ResponseRequest) -> None:
+    not_built(bool(request.background), "background", "answers are given at once; a batch waits")
+    not_built(request.conversation is not None, "conversation", "conversations are gone on with by previous_response_id")
+    not_built(request.prompt is not None, "prompt", "there are no prompt templates here")
+    not_built(request.moderation is not None, "moderation", "this server does not moderate")
+    not_built(request.truncation not in (None, "disabled"), "truncation", "nothing is cut off silently")
+    for name in request.include or []:
+        if name not in INCLUDES:
+            raise bad(f"include must be of {', '.join(INCLUDES)}, not {name[:60]!r}", "include")
+    if not request.input:
+        raise bad("input is empty; give a text or items", "input")
+
+
+def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
+    given = {name: getattr(request, name) for name in SAME}
+    effort = (request.reasoning or {}).get("effort")
+    wants = request.top_logprobs is not None or "message.output_text.logprobs" in (request.include or [])
+    return ChatRequest(
+        **given,
+        model=request.model,
+        messages=talk,
+        max_completion_tokens=request.max_output_tokens,
+        stream=request.stream,
+        stream_options={"include_usage": True} if request.stream else None,  # type: ignore[arg-type]
+        logprobs=wants or None,
+        top_logprobs=request.top_logprobs,
+        tools=chat_tools(request.tools),
+        tool_choice=chat_choice(request.tool_choice),
+        response_format=chat_format(request.text),
+        reasoning_effort=effort if isinstance(effort, str) else None,
+    )
+
+
+def _new(service: Service, request: ResponseRequest) -> dict[str, Any]:
+    """The response as it is when it begins."""
+    return {
+        "id": new_id("resp").replace("-", "_"),
+        "object": "response",
+        "created_at": now(),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": service.name,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+        "store": request.store is not False,
+        "temperature": request.temperature,
+        "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": request.tool_choice if request.tool_choice is not None else "auto",
+        "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
+    }
+
+
+async def _events(events: Events, answer: EventStream, keep: "_Keeper | None") -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks(answer.parts()):
+            for event in events.take(chunk):
+                yield event
+        if keep is not None:
+            await keep()
+        yield events.event(f"response.{events.response['status']}", response=events.response)
+    except Exception as error:
+        known = as_api_error(error)
+        if known is None:
+            raise
+        code = known.code or "server_error"
+        events.response |= {"status": "failed", "error": {"code": "server_error", "message": known.message}}
+        yield events.event("error", code=code, message=known.message, param=known.param)
+        yield events.event("response.failed", response=events.response)
+
+
+class _Keeper:
+    """Keeps a response when it is complete."""
+
+    def __init__(self, store: Store, response: dict[str, Any], items: list[Item], most: int) -> None:
+        self._store, self._response, self._items, self._most = store, response, items, most
+
+    async def __call__(self) -> None:
+        said, heard = json.dumps(self._response), json.dumps(self._items)
+        row = (self._response["id"], self._response["created_at"], len(said) + len(heard), said, heard)
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("INSERT INTO responses (id, created, bytes, object, input) VALUES (?, ?, ?, ?, ?)", row)
+            oldest = "SELECT number FROM responses ORDER BY number DESC LIMIT -1 OFFSET ?"
+            db.execute(f"DELETE FROM responses WHERE number IN ({oldest})", (self._most,))
+
+        await self._store.run(work)
+
+
+async def _history(store: Store, name: str | None) -> list[Item]:
+    """The items before a request that goes on from another."""
+    if name is None:
+        return []
+    response, items = await _load(store, name)
+    return [*items, *response["output"]]
+
+
+async def _load(store: Store, name: str) -> tuple[dict[str, Any], list[Item]]:
+    query = "SELECT object, input FROM responses WHERE id = ?"
+    row = await store.run(lambda db: db.execute(query, (name,)).fetchone())
+    if row is None:
+        raise ApiError(404, f"there is no response {name[:100]!r}; was it stored?", code="response_not_found")
+    return json.loads(row[0]), json.loads(row[1])
+
+
+async def find(store: Store, name: str) -> dict[str, Any]:
+    return (await _load(store, name))[0]
+
+
+async def input_items(store: Store, name: str, after: str | None, limit: int, order: str) -> dict[str, Any]:
+    """What was said to the model, the answers before included."""
+    _, items = await _load(store, name)
+    named = [{"id": f"item_{number}", "type": "message", **item} for number, item in enumerate(items)]
+    return listing(named if order == "asc" else named[::-1], after, limit)
+
+
+async def delete(store: Store, name: str) -> dict[str, Any]:
+    await _load(store, name)
+    await store.run(lambda db: db.execute("DELETE FROM responses WHERE id = ?", (name,)))
+    return {"id": name, "object": "response", "deleted": True}
+
+
+def as_response(data: Any) -> Response:
+    return data if isinstance(data, Response) else Response(msgspec.json.encode(data), media_type="application/json")

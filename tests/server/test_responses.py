@@ -1,0 +1,140 @@
+"""/v1/responses through the `openai` client: what a chat says, kept and gone on from."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from headrace.server.settings import Limits
+from tests.server.harness import Running
+
+ASK: dict[str, Any] = {"model": "tiny", "input": "Name a river.", "temperature": 0, "max_output_tokens": 8}
+
+
+def chat(server: Running, *talk: tuple[str, str], tokens: int = 8) -> str:
+    messages: Any = [{"role": role, "content": text} for role, text in talk]
+    answer = server.openai.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=tokens)
+    text: str = answer.choices[0].message.content
+    return text
+
+
+def test_a_response_is_what_a_chat_says(server: Running) -> None:
+    made = server.openai.responses.create(**ASK, instructions="Be brief.", metadata={"a": "b"})
+    assert made.output_text == chat(server, ("system", "Be brief."), ("user", "Name a river."))
+    assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (made.usage.output_tokens, made.usage.total_tokens) == (8, made.usage.input_tokens + 8)
+    assert made.metadata == {"a": "b"}
+    Response.model_validate(server.post("/v1/responses", ASK).json(), strict=False)
+    drawn = server.openai.responses.create(**{**ASK, "temperature": 1.5}, extra_body={"seed": 3})
+    again = server.openai.responses.create(**{**ASK, "temperature": 1.5}, extra_body={"seed": 3})
+    assert drawn.output_text == again.output_text != made.output_text
+
+
+def test_input_as_items(server: Running) -> None:
+    items: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Name "}, {"type": "input_text", "text": "two."}],
+        },
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Rhine."}]},
+        {"role": "user", "content": "More."},
+    ]
+    made = server.openai.responses.create(**{**ASK, "input": items})
+    expected = chat(server, ("system", "Be brief."), ("user", "Name two."), ("assistant", "Rhine."), ("user", "More."))
+    assert made.output_text == expected
+
+
+def test_streamed_is_whole(server: Running) -> None:
+    whole = server.openai.responses.create(**ASK)
+    events = list(server.openai.responses.create(**ASK, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    final = events[-1].response
+    assert final.output_text == whole.output_text
+    assert final.usage.output_tokens == 8
+    assert server.openai.responses.retrieve(final.id).output_text == whole.output_text
+    stop = {"stop": whole.output_text[6:9]}
+    with server.openai.responses.stream(**ASK, extra_body=stop) as stream:  # the client puts a response together itself
+        made = stream.get_final_response()
+    assert (made.status, made.output_text) == ("completed", whole.output_text.partition(stop["stop"])[0])
+
+
+def test_a_conversation_goes_on_from_a_kept_response(server: Running) -> None:
+    responses = server.openai.responses
+    first = responses.create(**ASK, instructions="Be brief.")
+    second = responses.create(**{**ASK, "input": "And another?"}, previous_response_id=first.id)
+    talk = [("user", "Name a river."), ("assistant", first.output_text), ("user", "And another?")]
+    assert second.output_text == chat(server, *talk)  # instructions are not carried over
+    third = responses.create(**{**ASK, "input": "A third?"}, previous_response_id=second.id, stream=True)
+    *_, last = third
+    expected = chat(server, *talk, ("assistant", second.output_text), ("user", "A third?"))
+    assert last.response.output_text == expected
+    assert responses.retrieve(first.id).output_text == first.output_text
+    said = [item.content for item in responses.input_items.list(second.id, order="asc")]
+    assert [said[0], said[2]] == ["Name a river.", "And another?"]
+    responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="there is no response"):
+        responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError, match="was it stored"):
+        responses.create(**ASK, previous_response_id=first.id)
+    unkept = responses.create(**ASK, store=False)
+    with pytest.raises(openai.NotFoundError):
+        responses.retrieve(unkept.id)
+
+
+def test_logprobs(server: Running) -> None:
+    made = server.openai.responses.create(**ASK, top_logprobs=2, include=["message.output_text.logprobs"])
+    entries = made.output[0].content[0].logprobs
+    assert len(entries) == 8
+    assert "".join(entry.token for entry in entries) == made.output_text
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"input": ""}, "input is empty"),
+        ({"input": []}, "input is empty"),
+        ({"input": [{"role": "king", "content": "x"}]}, "one of the roles"),
+        ({"input": [{"role": "user"}]}, "must have content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "text alone"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "does not read"),
+        ({"input": [{"type": "function_call", "call_id": 3}]}, "name as text"),
+        ({"tools": [{"type": "web_search"}]}, "do not exist here"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "previous_response_id"),
+        ({"truncation": "auto"}, "nothing is cut off"),
+        ({"prompt": {"id": "x"}}, "prompt templates"),
+        ({"include": ["code"]}, "include must be"),
+        ({"text": {"fromat": 1}}, "unknown field text.fromat"),
+        ({"max_output_tokens": 0}, "max_tokens must be 1"),
+        ({"n": 2}, "unknown field 'n'"),
+        ({"metadata": {"a": "b" * 600}}, "metadata"),
+        ({"model": "gpt-99"}, "is not served here"),
+    ],
+)
+def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], says: str) -> None:
+    answer = server.post("/v1/responses", {**ASK, **change})
+    assert answer.status_code in (400, 404)
+    assert says in answer.json()["error"]["message"]
+
+
+def test_an_engine_that_ends_under_a_stream_is_said(tiny: Path) -> None:
+    with Running(tiny, limits=Limits(deadline=0.5, responses=2)) as server:
+        with server.paused(), pytest.raises(openai.APIStatusError, match="deadline"):
+            list(server.openai.responses.create(**ASK, stream=True))
+        kept = [server.openai.responses.create(**ASK).id for _ in range(3)]
+        server.openai.responses.retrieve(kept[2])
+        with pytest.raises(openai.NotFoundError):  # the oldest made room
+            server.openai.responses.retrieve(kept[0])
