@@ -12,7 +12,8 @@ from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.contrast import contrast
 from headrace.params import SamplingParams
-from headrace.runner.companions import Companions
+from headrace.runner.companions import Companions, SelfDraft
+from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
 from headrace.types import Feed, NewSlot, StepPlan, TableDelta, Want
@@ -195,3 +196,27 @@ def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Companions, 
     assert 1 < np.isfinite(expected).sum() < VOCAB
     np.testing.assert_allclose(np.frombuffer(outs[0].logits, "<f4"), expected, atol=1e-5)
     same(runner, target)(np.frombuffer(outs[1].logits, "<f4"), prompts[1])
+
+
+@pytest.mark.parametrize("part", [Part(layers=1), Part(skips=(0, ATTENTION | MLP)), Part(layers=2)])
+def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Companions, Model, Model], part: Part) -> None:
+    """A chain drafted by early layers, or with a layer left out, over the target's own K and V: the target's step writes what
+    it would have written; and all layers draft what the target says."""
+    target, model = pair[0].models[0], pair[1]
+    life = Life(Companions(target, [SelfDraft(target, part)]))
+    params = SamplingParams(max_tokens=5, temperature=0.8, seed=4, ignore_eos=True)
+    life.begin(0, some(17, 8), params)
+    known = len(life.tokens[0])
+    life.target(Feed(0, 0, known - 1))
+    want = (Want(),)
+    chain = life.companion(Feed(0, known - 1, 1, wants=want))[0].tokens
+    for k in range(3):
+        chain += life.companion(Feed(0, known + k, 0, wants=want, nodes=chain[-1:], parents=[-1]))[0].tokens
+    native = not isinstance(target, TorchRunner)
+    if part.layers == 2:
+        assert chain == (native_alone if native else run_alone)(model, life.tokens[0], params)[:4]
+    (out,) = life.target(Feed(0, known - 1, 1, wants=LOGITS, nodes=chain, parents=list(range(-1, 3))))
+    same(life.runner, model)(np.frombuffer(out.logits, "<f4"), life.tokens[0])
+    life.tokens[0] += [*chain, 9]
+    (out,) = life.target(Feed(0, known + 4, 1, new=[*chain, 9], wants=LOGITS))
+    same(life.runner, model)(np.frombuffer(out.logits, "<f4"), life.tokens[0])

@@ -17,6 +17,7 @@ from headrace.native.weights import PackedWeights
 from headrace.ops.noise import Key, key
 from headrace.params import SamplingParams
 from headrace.runner.hidden import HiddenStates
+from headrace.runner.parts import Part
 from headrace.runner.pooling import pools
 from headrace.runner.record import record
 from headrace.types import Feed, FeedOutput, NewSlot, StepOutput, StepPlan, TokenLogprob, Want
@@ -150,8 +151,11 @@ class NativeRunner:
         self.program.run(step)
         return Rows(step, answers)
 
-    def run(self, plan: StepPlan, slots: Mapping[int, Slot] | None = None, amateur: Rows | None = None) -> StepOutput:
-        """Feed, and answer the wants: with these slots in place of one's own, with rows contrasted with an amateur's."""
+    def run(
+        self, plan: StepPlan, slots: Mapping[int, Slot] | None = None, amateur: Rows | None = None, part: Part | None = None
+    ) -> StepOutput:
+        """Feed, and answer the wants: with these slots in place of one's own, with rows contrasted with an amateur's, by a part
+        of the model."""
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # torch's threads would spin on the cores of ours
         known = self.slots if slots is None else slots
@@ -162,18 +166,18 @@ class NativeRunner:
             asked.append(self._feed(step, feed, known[feed.slot]))
             if amateur is not None and feed.slot in amateur.answers:
                 amateur.contrast(step, feed.slot, known[feed.slot].params)
-        hidden = self._run(step, plan, known)
+        hidden = self._run(step, plan, known, part or Part())
         outputs = [self._output(step, feed, known[feed.slot], answers) for feed, answers in zip(plan.feeds, asked, strict=True)]
         for number, first, which in pools(plan):
             outputs[number].pooled = self._final.sum(hidden[first + which.start : first + which.stop])
         self.hidden.answer(plan, known, outputs)
         return StepOutput(plan.step, outputs)
 
-    def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot]) -> np.ndarray:
+    def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
         """Carry out the step; returns its hidden rows, where something is made of them."""
         searched = any(slots[feed.slot].params.penalty_alpha for feed in plan.feeds)
         if not searched and not any(True for _ in pools(plan)):
-            self.program.run(step)
+            self.program.run(step, layers=(0, part.layers or -1), skips=list(part.skips))
             return np.empty((0, self._final.width), np.float32)
         hidden = np.empty((step.rows, self._final.width), np.float32)
         self.program.run(step, hidden_out=hidden)

@@ -1,8 +1,7 @@
 """What is around a node of a recorded segment: who reads a value, until when it is needed, which sublayer a node is of."""
 
+from headrace.runner.parts import ATTENTION, MLP
 from headrace.runner.record import Node, Segment
-
-ATTENTION, MLP = 1, 2  # sublayers that a step may skip
 
 
 class Uses:

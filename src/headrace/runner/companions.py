@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.runner.parts import Part
 from headrace.types import Feed, StepOutput, StepPlan
 
 
@@ -29,8 +30,9 @@ class ModelRunner(Protocol):
     def rows(self, plan: StepPlan) -> Any:
         """Feed, and keep the rows of logits that are wanted."""
 
-    def run(self, plan: StepPlan, slots: Any = None, amateur: Any = None) -> StepOutput:
-        """Feed, and answer the wants: with these slots in place of one's own, with rows combined with an amateur's."""
+    def run(self, plan: StepPlan, slots: Any = None, amateur: Any = None, part: Part | None = None) -> StepOutput:
+        """Feed, and answer the wants: with these slots in place of one's own, with rows combined with an amateur's, by a part
+        of the model."""
 
     def kv_bytes(self) -> int: ...
 
@@ -70,6 +72,40 @@ class Companions:
     def close(self) -> None:
         for model in reversed(self.models):
             model.close()
+
+
+class SelfDraft:
+    """A part of the target as a companion of it (LayerSkip, Elhoushi et al. 2024; Draft & Verify, Zhang et al. 2023).
+
+    It reads the target's K and V and writes those of its chain over there: approximate ones, which the target's own step
+    writes again before anything else reads them.
+    """
+
+    def __init__(self, target: ModelRunner, part: Part) -> None:
+        self.target = target
+        self.part = part
+        self.slots = target.slots
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        return self.run(plan)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """The target does."""
+
+    def rearrange(self, plan: StepPlan) -> None:
+        """The target does."""
+
+    def rows(self, plan: StepPlan) -> Any:
+        raise NotImplementedError("a part of the target is nobody's amateur")
+
+    def run(self, plan: StepPlan, slots: Any = None, amateur: Any = None, part: Part | None = None) -> StepOutput:
+        return self.target.run(plan, slots, part=part or self.part)
+
+    def kv_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing is its own."""
 
 
 class Chains:

@@ -11,6 +11,7 @@ from headrace.ops.contrast import contrast
 from headrace.ops.registry import accumulator
 from headrace.runner.answers import Wanted, answer, rows_wanted
 from headrace.runner.hidden import HiddenStates
+from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.pooling import pools
 from headrace.runner.slots import Slots
 from headrace.types import StepOutput, StepPlan
@@ -53,14 +54,17 @@ class TorchRunner:
     @torch.inference_mode()
     def rows(self, plan: StepPlan) -> Rows:
         """Feed, and keep the rows of logits that are wanted."""
-        _, logits, wanted = self._forward(plan, self.slots)
+        _, logits, wanted = self._forward(plan, self.slots, Part())
         return Rows(logits, {feed.slot: first for feed, first in zip(plan.feeds, wanted.first, strict=True)})
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, slots: Slots | None = None, amateur: Rows | None = None) -> StepOutput:
-        """Feed, and answer the wants: with these slots in place of one's own, with rows contrasted with an amateur's."""
+    def run(
+        self, plan: StepPlan, slots: Slots | None = None, amateur: Rows | None = None, part: Part | None = None
+    ) -> StepOutput:
+        """Feed, and answer the wants: with these slots in place of one's own, with rows contrasted with an amateur's, by a part
+        of the model."""
         known = self.slots if slots is None else slots
-        x, logits, wanted = self._forward(plan, known)
+        x, logits, wanted = self._forward(plan, known, part or Part())
         if amateur is not None:
             _contrast(plan, known, logits, wanted, amateur)
         outputs = answer(plan, known, logits, wanted)
@@ -70,7 +74,7 @@ class TorchRunner:
         self.hidden.answer(plan, known, outputs)
         return StepOutput(plan.step, outputs)
 
-    def _forward(self, plan: StepPlan, slots: Slots) -> tuple[torch.Tensor, torch.Tensor, Wanted]:
+    def _forward(self, plan: StepPlan, slots: Slots, part: Part) -> tuple[torch.Tensor, torch.Tensor, Wanted]:
         """The rows after the last layer, the logits of those that need them, and which these are."""
         if self.threads is not None and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
@@ -86,8 +90,9 @@ class TorchRunner:
         ]
         ctx = build(self.pool, rows)
         x = self.model.embed(ctx)
-        for layer in range(self.model.config.num_layers):
-            x = self.model.layer(layer, x, ctx)
+        for layer in range(part.layers or self.model.config.num_layers):
+            if part.skip(layer) != ATTENTION | MLP:
+                x = self.model.layer(layer, x, ctx)
         self.hidden.keep(plan, slots, x, self.model.final)
         wanted = rows_wanted(plan)
         return x, (self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]), wanted

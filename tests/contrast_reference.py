@@ -1,0 +1,50 @@
+"""Contrastive decoding and contrastive search as their papers say, without a cache: everything is computed anew each step."""
+
+import torch
+
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.ops.context import FeedRows, build
+from headrace.ops.noise import key
+from headrace.ops.sampling import RowSpec, sample
+from headrace.params import SamplingParams
+
+
+@torch.no_grad()
+def forward(model: Model, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [n, V] and final hidden states [n, hidden] of a whole text."""
+    pool = KVPool(model.config, 1, len(tokens), next(model.parameters()).dtype)
+    ctx = build(pool, [FeedRows(tokens, [0])])
+    x = model.embed(ctx)
+    for i in range(model.config.num_layers):
+        x = model.layer(i, x, ctx)
+    return model.head(x), model.final(x)
+
+
+def contrastive_decoding(expert: Model, amateur: Model, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Draws from p_e * (p_e / p_a) ** beta over {p_e >= alpha * max p_e}, with the request's noise."""
+    tokens = list(prompt)
+    beta, alpha = params.contrastive_beta or 0.0, params.contrastive_alpha
+    for _ in range(params.max_tokens or 0):
+        e, a = (forward(model, tokens)[0][-1].double().log_softmax(-1) for model in (expert, amateur))
+        scores = torch.where(e.exp() >= alpha * e.exp().max(), (1 + beta) * e - beta * a, -torch.inf)
+        spec = RowSpec(params=params, keys=[key(params.seed or 0, 0)], tokens=tokens, prompt_len=len(prompt), stop_ids=[])
+        (result,) = sample(scores[None], [spec])
+        tokens.append(result.tokens[0])
+    return tokens[len(prompt) :]
+
+
+def contrastive_search(model: Model, prompt: list[int], params: SamplingParams, first: int = 0) -> list[int]:
+    """Of the k likeliest tokens the one with the largest (1 - a) * p - a * max cosine with the tokens from `first` on."""
+    tokens = list(prompt)
+    alpha = params.penalty_alpha
+    for _ in range(params.max_tokens or 0):
+        logits, hidden = forward(model, tokens)
+        probs, candidates = logits[-1].double().softmax(-1).topk(params.top_k)
+        scores = []
+        for p, token in zip(probs.tolist(), candidates.tolist(), strict=True):
+            vector = forward(model, [*tokens, token])[1][-1:].double()
+            near = torch.cosine_similarity(hidden[first:].double(), vector).max()
+            scores.append((1 - alpha) * p - alpha * float(near))
+        tokens.append(candidates.tolist()[scores.index(max(scores))])
+    return tokens[len(prompt) :]
