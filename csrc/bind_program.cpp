@@ -190,6 +190,11 @@ void bind_building(nb::class_<Program>& c) {
              [](Program& self, At in, At out, int width, int sublayer, const std::string& name) {
                  self.add({CopyPhase{place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
              }, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+        .def("scatter",
+             [](Program& self, int in, int out, int maxima, const std::vector<int32_t>& ids, int vocab_size, const std::string& name) {
+                 self.add({ScatterPhase{in, out, maxima, ids, vocab_size}, 0, name});
+             }, "source"_a, "out"_a, "maxima"_a, "ids"_a, "vocab_size"_a, "name"_a = "",
+             "Logits of the tokens `ids` (ascending) to their places among all; the others are -inf.")
         .def("copy_to_tap",
              [](Program& self, At in, int tap, const std::string& name) {
                  self.add({TapPhase{place(in), self.hidden(), tap}, 0, name});

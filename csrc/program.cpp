@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -67,8 +68,14 @@ void Program::add(Phase phase) {
         scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(attention->view.heads) * sizeof(float));
     }
     if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits) {
-        require(linear->linear.n() == vocab_size_, "the head must have one output for each token");
+        require(linear->linear.n() <= vocab_size_, "the head must have one output for each token");
         logits_ = linear->out.buffer, maxima_ = linear->maxima;
+    }
+    if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work)) {
+        require(std::is_sorted(scatter->ids.begin(), scatter->ids.end()) && !scatter->ids.empty() && scatter->ids.front() >= 0 &&
+                    scatter->ids.back() < vocab_size_,
+                "the tokens of a part of the head must be named in ascending order");
+        logits_ = scatter->out, maxima_ = scatter->maxima;
     }
     open_->push_back(std::move(phase));
 }

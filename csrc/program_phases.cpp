@@ -1,7 +1,9 @@
 #include "program_phases.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "program_step.h"
 
@@ -195,6 +197,24 @@ void run(const TapPhase& phase, Worker& w) {
 void run(const CopyPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
         copy_rows(w.floats(phase.in), w.stride(phase.in), w.floats(phase.out), w.stride(phase.out), first, last, phase.width);
+    });
+}
+
+void run(const ScatterPhase& phase, Worker& w) {
+    constexpr int kPiece = 64 * kVocabBlock;
+    const int pieces = (phase.vocab_size + kPiece - 1) / kPiece;
+    w.share(w.rows * pieces, [&](int first, int last) {
+        for (int item = first; item < last; ++item) {
+            const int row = item / pieces, start = item % pieces * kPiece, end = std::min(start + kPiece, phase.vocab_size);
+            const float* in = w.floats({phase.in, 0}) + row * w.stride({phase.in, 0});
+            float* out = w.floats({phase.out, 0}) + row * w.stride({phase.out, 0});
+            std::fill(out + start, out + end, -std::numeric_limits<float>::infinity());
+            for (auto id = std::lower_bound(phase.ids.begin(), phase.ids.end(), start); id != phase.ids.end() && *id < end; ++id) {
+                out[*id] = in[id - phase.ids.begin()];
+            }
+            float* maxima = w.floats({phase.maxima, 0}) + row * w.stride({phase.maxima, 0}) + start / kVocabBlock;
+            w.run.kernels.sample->block_maxima(out + start, end - start, maxima);
+        }
     });
 }
 

@@ -105,6 +105,13 @@ struct TapPhase {
     int tap;
 };
 
+// Logits of some tokens (ids ascending) to their places among all of the vocabulary, -inf elsewhere, and the block maxima.
+struct ScatterPhase {
+    int in, out, maxima;  // buffers
+    std::vector<int32_t> ids;
+    int vocab_size;
+};
+
 // out = in
 struct CopyPhase {
     Place in, out;
@@ -112,7 +119,7 @@ struct CopyPhase {
 };
 
 using PhaseWork = std::variant<EmbedPhase, NormPhase, QuantizePhase, LinearPhase, ActPhase, ActMulPhase, ResidualPhase,
-                               AttentionPhase, TapPhase, CopyPhase>;
+                               AttentionPhase, TapPhase, CopyPhase, ScatterPhase>;
 
 struct Phase {
     PhaseWork work;

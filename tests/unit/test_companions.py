@@ -220,3 +220,21 @@ def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Companions, Mode
     life.tokens[0] += [*chain, 9]
     (out,) = life.target(Feed(0, known + 4, 1, new=[*chain, 9], wants=LOGITS))
     same(life.runner, model)(np.frombuffer(out.logits, "<f4"), life.tokens[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_part_of_the_vocabulary_has_the_logits_of_the_whole(tied: bool) -> None:
+    model = native_model(tied_head=tied, vocab_size=300)
+    ids = np.array(sorted(random.Random(1).sample(range(300), 77)))
+    prompt = random.Random(2).choices(range(300), k=20)
+    rows = {}
+    for name, head in (("whole", None), ("part", ids)):
+        runner = native_runner(model, blocks=BLOCKS, head_ids=head)
+        life = Life(Companions(runner, []))
+        life.begin(0, prompt, SamplingParams())
+        feed = Feed(0, 0, 20, wants=(*LOGITS, Want(kind="top", k=5)))
+        (out,) = life.target(feed)
+        rows[name] = np.frombuffer(out.logits, "<f4"), out.top_ids
+    np.testing.assert_array_equal(rows["part"][0][ids], rows["whole"][0][ids])
+    assert np.isneginf(np.delete(rows["part"][0], ids)).all()
+    assert rows["part"][1] == ids[np.argsort(-rows["whole"][0][ids], kind="stable")][:5].tolist()

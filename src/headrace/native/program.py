@@ -43,8 +43,9 @@ def lower(
     max_positions: int,
     fuse: frozenset[str] = FUSIONS,
     isa: str = "",
+    head_ids: np.ndarray | None = None,
 ) -> Lowered:
-    """The program of a recorded model over a KV pool. Raises RecordError for what the native core has no phase for."""
+    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits. Raises RecordError for what the native core has no phase for."""
     made = Lowered(core().Program(pool, kv, config.hidden_size, config.vocab_size, isa))
     ropes = Ropes(made.program, max_positions)
     buffers = Buffers(made.program)
@@ -53,7 +54,7 @@ def lower(
             buffers = Buffers(made.program)  # as many rows as go through the head
         for segment in segments:
             made.program.begin(name)
-            Lowering(made, segment, weights, config, ropes, buffers, fuse).run(HEAD_ROWS if name == "head" else HIDDEN)
+            Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids).run(HEAD_ROWS if name == "head" else HIDDEN)
     return made
 
 
@@ -69,6 +70,7 @@ class Lowering:
         ropes: Ropes,
         buffers: Buffers,
         fuse: frozenset[str],
+        head_ids: np.ndarray | None = None,
     ) -> None:
         self.made = made
         self.program = made.program
@@ -78,6 +80,7 @@ class Lowering:
         self.ropes = ropes
         self.buffers = buffers
         self.fuse = fuse
+        self.head_ids = head_ids
         self.values: dict[int, Rows | Normed | Input] = {}
         self.inputs: dict[tuple[int, str], int] = {}  # quantised values
         self.fused: set[int] = set()  # nodes that earlier ones did already
@@ -223,13 +226,19 @@ class Lowering:
         self._set(node.outputs[0], x)
 
     def _head(self, index: int, node: Node) -> None:
-        part = self.weights.head(node.settings["w"])
+        part = self.weights.head(node.settings["w"], self.head_ids)
         source = self._input(index, node.inputs["x"], part.form)
-        logits = self.buffers.take("float", self.config.vocab_size)
-        maxima = self.buffers.take("float", -(-self.config.vocab_size // core().VOCAB_BLOCK))
+        vocab_size, ids = self.config.vocab_size, self.head_ids
+        logits, maxima = self._logits(vocab_size if ids is None else len(ids))
         scale, softcap = node.settings["scale"], node.settings["softcap"] or 0.0
         more = {"scale": scale, "softcap": softcap, "maxima": maxima, "name": "head"}
         self.program.linear(part.linear, source, "logits", (logits, 0), **more)
+        if ids is not None:
+            self.program.scatter(logits, *self._logits(vocab_size), ids.tolist(), vocab_size, name="scatter")
+
+    def _logits(self, width: int) -> tuple[int, int]:
+        """Buffers of logits and of their block maxima."""
+        return self.buffers.take("float", width), self.buffers.take("float", -(-width // core().VOCAB_BLOCK))
 
     # -- values --------------------------------------------------------------------------------------------------------
     def _set(self, value: int, place: Rows | Normed | Input) -> None:

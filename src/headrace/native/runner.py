@@ -90,7 +90,8 @@ class NativeRunner:
 
     `kv_dtype`: auto (bfloat16), bfloat16, int8, float32. `threads` 0: one for each core. `quantize`: "", int8, int4, for
     files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the model
-    cannot be recorded, WeightError as the loader does.
+    cannot be recorded, WeightError as the loader does. `slots` are shared with other runners; `head_ids` (ascending) are the
+    only tokens that get logits.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class NativeRunner:
         isa: str = "",
         weights: PackedWeights | None = None,
         slots: dict[int, Slot] | None = None,
+        head_ids: np.ndarray | None = None,
     ) -> None:
         config = model.config
         pool = thread_pool(threads)
@@ -115,7 +117,15 @@ class NativeRunner:
         sizes = config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim
         self.kv = core().KVPool(*sizes, KV_DTYPES[kv_dtype])
         lowered = lower(
-            record(model), self.weights, config, pool=pool, kv=self.kv, max_positions=max_positions, fuse=fuse, isa=isa
+            record(model),
+            self.weights,
+            config,
+            pool=pool,
+            kv=self.kv,
+            max_positions=max_positions,
+            fuse=fuse,
+            isa=isa,
+            head_ids=head_ids,
         )
         self.program = lowered.program
         self.hidden = HiddenStates(num_blocks, block_size, config.hidden_size)

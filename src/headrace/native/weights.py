@@ -128,11 +128,14 @@ class PackedWeights:
             self._tables[path] = self._pack(part, None, wide=True)
         return self._tables[path]
 
-    def head(self, holder: Holder) -> PackedPart:
-        """The output layer, which shares its rows with the table of tokens where they are tied."""
+    def head(self, holder: Holder, ids: np.ndarray | None = None) -> PackedPart:
+        """The output layer, which shares its rows with the table of tokens where they are tied; or the rows `ids` of it."""
         (part,) = self._parts(holder, "weight")
         (bias,) = self._biases(holder, (part,))
-        tensor = self.table(holder) if bias is None else self._pack(part, bias, wide=True)
+        if ids is not None:
+            tensor = self._pack(part, bias if bias is None else bias[ids], wide=True, ids=ids)
+        else:
+            tensor = self.table(holder) if bias is None else self._pack(part, bias, wide=True)
         return PackedPart(core().PackedLinear([tensor]), 0, self._form(part))
 
     def vector(self, holder: Holder, field: str = "weight") -> np.ndarray | None:
@@ -180,9 +183,11 @@ class PackedWeights:
         order = None if part.permutation is None else np.array(part.permutation, np.int32)
         return rows, kind, order
 
-    def _pack(self, part: Part, bias: np.ndarray | None, wide: bool = False) -> Any:
+    def _pack(self, part: Part, bias: np.ndarray | None, wide: bool = False, ids: np.ndarray | None = None) -> Any:
         rows, kind, order = self._rows(part)
-        n, k = part.shape[0], math.prod(part.shape[1:])
+        if ids is not None:
+            order = (ids if order is None else order[ids]).astype(np.int32)
+        n, k = part.shape[0] if ids is None else len(ids), math.prod(part.shape[1:])
         quantize = self._quantize(part, wide)
         tensor = core().pack(rows, kind, n, k, self.arena, self._pool, permutation=order, quantize=quantize, bias=bias)
         self._finish(part, tensor)
