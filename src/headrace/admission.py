@@ -1,9 +1,10 @@
 """What may enter the loop: everything a client can send is checked once, here, and refused with what to change."""
 
 from headrace.config import EngineConfig
+from headrace.decoding.base import Drafting
 from headrace.decoding.processors import ProcessorError, check_processors
-from headrace.params import ParamError
-from headrace.types import Request
+from headrace.params import ParamError, SamplingParams
+from headrace.types import AMATEUR, HIDDEN, TARGET, KVGroup, Request
 
 POOLS = ("first", "last", "mean")
 
@@ -78,6 +79,22 @@ def _check_processors(request: Request) -> None:
         raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 
 
+def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
+    """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group."""
+    needed = {TARGET.name}
+    if params.contrastive_beta is not None:
+        needed.add(AMATEUR)
+    if params.penalty_alpha:
+        needed.add(HIDDEN)
+    if AMATEUR in needed and all(group.name != AMATEUR for group in groups):
+        raise AdmissionError(
+            "contrastive_beta needs an amateur; open the model with amateur=MODEL, or leave it out"
+        )
+    if HIDDEN in needed and all(group.name != HIDDEN for group in groups):
+        raise AdmissionError("this engine keeps no hidden states for contrastive search; leave penalty_alpha out")
+    return sum(1 << g for g, group in enumerate(groups) if group.name in needed)
+
+
 def _check_width(request: Request, limits: Limits) -> None:
     most = min(limits.scheduler.max_num_seqs, limits.scheduler.max_num_batched_tokens)
     if request.width > most:
@@ -98,7 +115,10 @@ def _check_blocks(request: Request, limits: Limits) -> None:
     prompt = len(request.prompt)
     room = limits.scheduler.max_model_len - prompt
     output = 1 if request.pool else room if request.params.max_tokens is None else min(room, request.params.max_tokens)
-    need = blocks_needed(prompt, output, request.width, limits.cache.block_size)
+    nodes = request.strategy.nodes(request) if isinstance(request.strategy, Drafting) else 0
+    if nodes + request.width > limits.scheduler.max_num_batched_tokens:
+        raise AdmissionError(f"the request feeds {nodes} candidates a step; lower top_k, or raise max_num_batched_tokens")
+    need = blocks_needed(prompt, output + nodes, request.width, limits.cache.block_size)
     if need > limits.cache.num_blocks:
         raise AdmissionError(
             f"the request may need {need} KV blocks of {limits.cache.block_size} tokens and the pool has "

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from headrace.admission import AdmissionError, Limits, admit
+from headrace.admission import AdmissionError, Limits, admit, groups_filled
 from headrace.config import EngineConfig
 from headrace.decoding.base import Drafting, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
@@ -14,13 +14,27 @@ from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
+from headrace.drafting.base import Fed
 from headrace.drafting.speculation import Speculation
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
 from headrace.runner.executor import Executor
 from headrace.scheduler import Flight, Scheduler
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import TARGET, Child, Delta, Feed, FeedOutput, KVGroup, Request, Sequence, Status, StepOutput, Want
+from headrace.types import (
+    TARGET,
+    Child,
+    Delta,
+    Feed,
+    FeedOutput,
+    KVGroup,
+    Request,
+    Sequence,
+    Status,
+    StepOutput,
+    StepPlan,
+    Want,
+)
 
 __all__ = ["AdmissionError", "Engine"]
 
@@ -99,6 +113,7 @@ class Engine:
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
         seq.computed = [0] * len(self.blocks.groups)
+        seq.groups = groups_filled(params, self.blocks.groups)
         self.stopping.begin(request, seq)
         seq.constraint = self._constraint(params)
         request.seqs.append(seq)
@@ -151,6 +166,8 @@ class Engine:
             self._propose()
             if (flight := self.scheduler.schedule()) is None:
                 return
+            if self.speculation is not None:
+                self._fill(self.speculation, flight)
             now = self._clock()
             for work in flight.works:
                 if work.request.metrics.scheduled is None:
@@ -173,6 +190,20 @@ class Engine:
                 assert self.speculation is not None
                 for seq in request.seqs:
                     seq.draft = self.speculation.draft(request, seq) if seq.pending == 1 else None
+
+    def _fill(self, speculation: Speculation, flight: Flight) -> None:
+        """Let a model that drafts say which tokens the drafts are that found room."""
+        plan = flight.plan
+
+        def run(model: int, feeds: list[Feed]) -> list[FeedOutput]:
+            # What changes slots, tables and pools comes first, and with the target's plan: the companions share it.
+            ahead = StepPlan(plan.step, 0, plan.free, plan.new, plan.tables, plan.moves, plan.copies)
+            plan.free, plan.new, plan.tables, plan.moves, plan.copies = [], [], [], [], []
+            self.executor.submit(ahead).result()
+            return self.executor.submit(StepPlan(plan.step, model, feeds=feeds)).result().feeds
+
+        works: list[Fed] = [work for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
+        speculation.fill(works, run, self.blocks.fill)
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
         if request.pool:
@@ -315,6 +346,7 @@ def _clone(parent: Sequence, seq_id: int) -> Sequence:
         tokens=list(parent.tokens),
         prompt_len=parent.prompt_len,
         salt=parent.salt,
+        groups=parent.groups,
         text=parent.text.copy() if parent.text is not None else None,
         constraint=parent.constraint.copy() if parent.constraint is not None else None,
     )

@@ -116,6 +116,7 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,
+            groups=started.groups,
         )
         self._open: dict[str, tuple[RequestOutput, deque[Delta]]] = {}
         self._seeds = random.Random(seed) if seed is not None else None

@@ -119,6 +119,7 @@ def check_contrast(params: Any) -> None:
         0.0 <= params.contrastive_alpha <= 1.0, f"contrastive_alpha must be between 0 and 1, not {params.contrastive_alpha}"
     )
     require(0.0 <= params.penalty_alpha < 1.0, f"penalty_alpha must be at least 0 and below 1, not {params.penalty_alpha}")
+    require(beta is None or params.prompt_logprobs is None, "prompt_logprobs are of one model; leave contrastive_beta out")
     if not params.penalty_alpha:
         return
     require(

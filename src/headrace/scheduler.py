@@ -140,15 +140,19 @@ class Scheduler:
             self.blocks.truncate(seq, length + len(path))
         for g in self._companions:  # their chain is the path as far as it was accepted
             seq.computed[g] = min(seq.computed[g], length + len(path))
-        for g in self._own:
+        for g in self._filled_by(seq):
             seq.computed[g] = length + len(path)
 
     def _computed(self, seq: Sequence, end: int) -> None:
         """The target's groups now reach `end`; full blocks are offered to others."""
-        for g in self._own:
+        for g in self._filled_by(seq):
             seq.computed[g] = max(seq.computed[g], end)
         if end // self.blocks.block_size > seq.published:
             self.blocks.publish(seq)
+
+    def _filled_by(self, seq: Sequence) -> list[int]:
+        """The groups that the target's feeds of a sequence fill."""
+        return [g for g in self._own if seq.groups >> g & 1]
 
     # -- feeding -------------------------------------------------------------------------------------------------------
     def _feed_running(self, flight: Flight) -> bool:

@@ -48,6 +48,7 @@ class Sequence:
     prompt_len: int
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # block ids, one list per block table
     computed: list[int] = field(default_factory=lambda: [0])  # one count per KV group
+    groups: int = 1  # bits of the KV groups that the target's feeds fill, and that a prefix hit must have
     exact_until: int | None = None  # K/V beyond this is approximate and never published; None: all exact
     draft: Draft | None = None  # to be verified by the next step that reaches the last known token
     moves: list[tuple[int, int]] = field(default_factory=list)  # accepted K/V off its place: KV indices (from, to)

@@ -3,6 +3,7 @@
 from headrace.decoding.base import Strategy
 from headrace.decoding.beam import BeamSearch
 from headrace.decoding.best_of import BestOf
+from headrace.decoding.contrastive import ContrastiveSearch
 from headrace.decoding.sampling import Sampling
 from headrace.params import SamplingParams
 
@@ -11,6 +12,8 @@ def strategy_for(params: SamplingParams) -> Strategy:
     """The method of one request, made for it alone."""
     if params.beam is not None:
         return BeamSearch(params.beam)
+    if params.penalty_alpha:
+        return ContrastiveSearch()
     if params.best_of is not None:
         return BestOf()
     return Sampling()

@@ -1,8 +1,12 @@
 """What a drafter is: it guesses the next tokens of a sequence; the target verifies them all in one step."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-from headrace.types import Draft, Request, Sequence
+from headrace.types import Draft, Feed, FeedOutput, Request, Sequence
+
+Run = Callable[[int, list[Feed]], list[FeedOutput]]  # carries out feeds of a model (StepPlan.model)
+Filled = Callable[[Sequence, int, int], None]  # a KV group of a sequence is new from a KV index on
 
 
 class Drafter(Protocol):
@@ -15,3 +19,20 @@ class Drafter(Protocol):
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
         """A chain or tree below the last known token of `seq`, no deeper than `most`; None: nothing to propose."""
+
+
+class Fed(Protocol):
+    """A feed of the target's plan, and whose it is."""
+
+    request: Request
+    seq: Sequence
+    feed: Feed
+
+
+@runtime_checkable
+class Fills(Protocol):
+    """A drafter that runs a model: its drafts are room, and `fill` says of which tokens, for all sequences together."""
+
+    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
+        """Put tokens into these works' drafts and feeds, as many as there is room for or fewer. Slots, tables and pools are
+        as the target's step will find them."""

@@ -5,20 +5,9 @@ draws like it. All sequences draft together: one step of the model for each toke
 """
 
 import math
-from collections.abc import Callable
-from typing import Protocol
 
+from headrace.drafting.base import Fed, Filled, Run
 from headrace.types import Draft, Feed, FeedOutput, Request, Sequence, Want
-
-Run = Callable[[list[Feed]], list[FeedOutput]]
-
-
-class Fed(Protocol):
-    """A feed of the target's plan, and whose it is."""
-
-    request: Request
-    seq: Sequence
-    feed: Feed
 
 
 class DraftModel:
@@ -41,20 +30,19 @@ class DraftModel:
         """Room for a chain; `fill` says of which tokens, once its blocks are there."""
         return Draft([0] * most, list(range(-1, most - 1)))
 
-    def fill(self, works: list[Fed], run: Run, filled: Callable[[Sequence, int], None]) -> None:
-        """Replace the tokens of these works' drafts; an empty draft is taken off. `run` carries out feeds of the model;
-        `filled` is told from where on the K and V of a sequence's known tokens are new."""
+    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
+        """Replace the tokens of these works' drafts; an empty draft is taken off."""
         ready = self._catch_up(works)
         feeds = [feed for _, feed in ready]
-        outs = run(feeds) if feeds else []
+        outs = run(self.model, feeds) if feeds else []
         if self.group is not None:
             for (work, _), feed in zip(ready, feeds, strict=True):
                 work.seq.computed[self.group] = feed.start + feed.count
-                filled(work.seq, feed.start)
+                filled(work.seq, self.group, feed.start)
         going = [(work, out) for (work, feed), out in zip(ready, outs, strict=True) if feed.wants]
         chains: dict[int, list[int]] = {id(work): [] for work in works}
         while going := self._extend(going, chains):
-            outs = run([_next(work, chains[id(work)], self._want(work.seq)) for work, _ in going])
+            outs = run(self.model, [_next(work, chains[id(work)], self._want(work.seq)) for work, _ in going])
             if self.group is not None:
                 for work, _ in going:
                     work.seq.computed[self.group] += 1

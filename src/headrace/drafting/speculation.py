@@ -1,6 +1,6 @@
 """Speculation as the engine sees it: who drafts for which sequence, and how far."""
 
-from headrace.drafting.base import Drafter
+from headrace.drafting.base import Drafter, Fed, Filled, Fills, Run
 from headrace.types import MAX_NODES, Draft, Request, Sequence
 
 
@@ -30,6 +30,11 @@ class Speculation:
         if draft is not None and seq.constraint is not None:
             draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
         return draft
+
+    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
+        """The drafts of these works have their room: a drafter that runs a model now fills them."""
+        if works and isinstance(self.drafter, Fills):
+            self.drafter.fill(works, run, filled)
 
 
 def prune(draft: Draft, fits: list[bool]) -> Draft | None:

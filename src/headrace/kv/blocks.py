@@ -27,7 +27,6 @@ class BlockManager:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self.groups = groups
-        self.target = sum(1 << g for g, group in enumerate(groups) if group.model == 0)  # what a hit of the target needs
         self._refs = [0] * config.num_blocks
         self._hash: list[bytes | None] = [None] * config.num_blocks
         self._filled = [0] * config.num_blocks  # bit g: group g's K/V is in the block
@@ -135,11 +134,11 @@ class BlockManager:
     def match(self, seq: Sequence, need: int | None = None) -> int:
         """Extend a block-aligned `seq` by published blocks; returns the tokens this saved.
 
-        `need` is a bit mask of KV groups (default: the target's): the walk stops at the first block where one is missing.
-        A companion's group counts as computed only as far as its bits reach, so it never reads K/V that was never computed.
-        The last known token is always left to compute: its logits are needed.
+        `need` is a bit mask of KV groups (default: those the sequence's own feeds fill): the walk stops at the first block where
+        one is missing. A companion's group counts as computed only as far as its bits reach, so it never reads K/V that was
+        never computed. The last known token is always left to compute: its logits are needed.
         """
-        need = self.target if need is None else need
+        need = seq.groups if need is None else need
         table, size = seq.tables[0], self.block_size
         computed = seq.computed[0]
         if computed % size or len(table) * size > computed:
@@ -177,10 +176,23 @@ class BlockManager:
             block, key = seq.tables[0][index], self.hash(seq, index)
             end = (index + 1) * self.block_size
             self._filled[block] |= sum(1 << g for g, count in enumerate(seq.computed) if count >= end)
-            if key not in self._cached and self._hash[block] is None:
+            if self._hash[block] is None and self._offers_more(block, self._cached.get(key)):
                 self._cached[key] = block
                 self._hash[block] = key
         seq.published = max(seq.published, done // self.block_size)
+
+    def _offers_more(self, block: int, other: int | None) -> bool:
+        """Whether a block should be the one that is found; another with the same tokens and fewer groups is withdrawn."""
+        if other is None:
+            return True
+        mine, its = self._filled[block], self._filled[other]
+        if mine == its or mine & its != its:
+            return False
+        self._withdraw(other)
+        if other in self._lru:
+            del self._lru[other]
+            self._free.append(other)
+        return True
 
     def fill(self, seq: Sequence, group: int, start: int) -> None:
         """A companion's group now reaches from `start` to `seq.computed[group]`: so say the blocks that this completes."""

@@ -45,7 +45,10 @@ def lower(
     isa: str = "",
     head_ids: np.ndarray | None = None,
 ) -> Lowered:
-    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits. Raises RecordError for what the native core has no phase for."""
+    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits.
+
+    Raises RecordError for what the native core has no phase for.
+    """
     made = Lowered(core().Program(pool, kv, config.hidden_size, config.vocab_size, isa))
     ropes = Ropes(made.program, max_positions)
     buffers = Buffers(made.program)
@@ -54,7 +57,9 @@ def lower(
             buffers = Buffers(made.program)  # as many rows as go through the head
         for segment in segments:
             made.program.begin(name)
-            Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids).run(HEAD_ROWS if name == "head" else HIDDEN)
+            Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids).run(
+                HEAD_ROWS if name == "head" else HIDDEN
+            )
     return made
 
 
