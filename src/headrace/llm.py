@@ -83,8 +83,7 @@ class LLM:
     ) -> None:
         self.device = pick_device(device)
         self.opened: Opened = open_model(model, progress)
-        self.tokenizer = self.opened.tokenizer
-        self.model_config = self.opened.config
+        self.tokenizer, self.model_config = self.opened.tokenizer, self.opened.config
         started = start(
             self.opened,
             Settings(

@@ -201,6 +201,7 @@ _NO_SEARCH: dict[str, tuple[object, ...]] = {
     "logprobs": (None,),
     "prompt_logprobs": (None,),
     "contrastive_beta": (None,),
+    "structured_outputs": (None,),
 }
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL_INTS = frozenset({"best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs"})

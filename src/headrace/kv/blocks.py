@@ -134,9 +134,9 @@ class BlockManager:
     def match(self, seq: Sequence, need: int | None = None) -> int:
         """Extend a block-aligned `seq` by published blocks; returns the tokens this saved.
 
-        `need` is a bit mask of KV groups (default: those the sequence's own feeds fill): the walk stops at the first block where
-        one is missing. A companion's group counts as computed only as far as its bits reach, so it never reads K/V that was
-        never computed. The last known token is always left to compute: its logits are needed.
+        `need` is a bit mask of KV groups (default: those the sequence's own feeds fill): the walk stops at the first block
+        where one is missing. A companion's group counts as computed only as far as its bits reach, so it never reads K/V
+        that was never computed. The last known token is always left to compute: its logits are needed.
         """
         need = seq.groups if need is None else need
         table, size = seq.tables[0], self.block_size
