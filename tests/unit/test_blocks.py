@@ -90,9 +90,27 @@ def test_a_match_needs_every_group() -> None:
     seq.computed[1] = 0
     blocks.publish(seq)
     twin = sequence(list(range(9)), 1)
-    twin.computed = [0, 0]
+    twin.computed, twin.groups = [0, 0], 0b11
     assert blocks.match(twin) == 0, "the draft's K/V was never computed"
     assert blocks.match(twin, need=0b01) == 8
+    assert twin.computed == [8, 0]
+
+
+def test_the_block_with_more_groups_is_the_one_that_is_found() -> None:
+    blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("amateur")))
+    seqs = [sequence(list(range(9)), number) for number in range(3)]
+    for seq, counts in zip(seqs, ([9, 0], [9, 9], [9, 0]), strict=True):
+        seq.computed = [0, 0]
+        blocks.grow(seq, 0, 9)
+        seq.computed = counts
+        blocks.publish(seq)
+        blocks.check(seqs[: seq.id + 1])
+    twin = sequence(list(range(9)), 3)
+    twin.computed, twin.groups = [0, 0], 0b11
+    assert blocks.match(twin) == 8
+    assert twin.tables[0] == seqs[1].tables[0][:2]
+    blocks.release(seqs[0])
+    blocks.check([*seqs, twin])
 
 
 def test_inexact_blocks_are_not_published(blocks: BlockManager) -> None:
