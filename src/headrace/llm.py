@@ -12,6 +12,7 @@ from typing import Any
 from headrace.backend import BLOCK_SIZE, Settings, start
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
+from headrace.decoding.json_schema.validate import late_keywords, why_broken
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.engine import Engine
@@ -190,6 +191,7 @@ class LLM:
                 output.add(delta)
                 inbox.append(delta)
                 if output.finished:
+                    _look_again(output)
                     del self._open[delta.request_id]
                     ended.append(output)
         return ended
@@ -304,6 +306,16 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if batch and all(isinstance(item, int) for item in batch):
         return [batch]  # type: ignore[list-item]
     return batch  # type: ignore[return-value]
+
+
+def _look_again(output: RequestOutput) -> None:
+    """Finished texts are checked against what no mask could hold them to."""
+    spec = output.structured
+    if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
+        return
+    for one in output.outputs:
+        if one.finish_reason == "stop" and (broken := why_broken(spec, one.text)):
+            one.finish_reason, output.error = "error", broken
 
 
 def _spread(params: Params | Sequence[Params], count: int) -> list[SamplingParams]:

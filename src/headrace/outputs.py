@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.structured import StructuredOutputs
 from headrace.types import Delta, Request, RequestMetrics, TokenLogprob
 
 
@@ -43,6 +44,7 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     error: str | None = None
+    structured: StructuredOutputs | None = None  # what its outputs are held to
     pooled: list[float] = field(default_factory=list)  # what an embedding is made of, where one was asked for
 
     def add(self, delta: Delta) -> None:
@@ -87,6 +89,7 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
             for index in range(params.n)
         ],
         metrics=request.metrics,
+        structured=params.structured_outputs,
         pooled=request.pooled,
     )
 

@@ -176,6 +176,17 @@ def test_raw_and_processed_logprobs(llm: LLM) -> None:
     assert top.logprob > first[0].logprob
 
 
+def test_what_no_mask_can_hold_is_checked_at_the_end(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    jobs = [params({"json": schema}, temperature=1.0, seed=seed) for seed in range(20)]
+    outputs = llm.generate(["The mill"] * 20, jobs)
+    for output in outputs:
+        first, second = json.loads(output.outputs[0].text)
+        assert (output.error is not None) == (first == second)
+        assert output.outputs[0].finish_reason == ("error" if first == second else "stop")
+    assert {output.error is None for output in outputs} == {True, False}
+
+
 class Broken(Constraint):
     """Fails after three tokens."""
 

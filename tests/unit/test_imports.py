@@ -43,7 +43,7 @@ ROOMS = {
     "engine": "admission scheduler kv.blocks decoding drafting runner text params types config",
     "memory": "config",
     "signals": "",
-    "outputs": "params types",
+    "outputs": "params structured types",
     "loading": "memory models weights.loader weights text params config",
     "backend": "native.runner native.weights native loading memory models runner kv.pool types config",
     "llm": "backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text native "

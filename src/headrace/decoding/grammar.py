@@ -7,6 +7,9 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from headrace.decoding.json_schema.literals import literally
+from headrace.decoding.json_schema.prepare import prepare
+from headrace.decoding.json_schema.validate import read_schema
 from headrace.structured import ConstraintError, StructuredOutputs
 
 # Between the parts of a JSON text: nothing, one space, or a new line with its indent. A model cannot lose itself in blanks.
@@ -24,33 +27,16 @@ def grammar_of(spec: StructuredOutputs) -> str:
         _check_nesting(spec.regex, "regex")
         return str(LLMatcher.grammar_from_regex(spec.regex))
     if spec.choice:
-        return str(LLMatcher.grammar_from_regex("|".join(map(_literally, spec.choice))))
+        return str(LLMatcher.grammar_from_regex("|".join(map(literally, spec.choice))))
     assert spec.grammar is not None
     return str(LLMatcher.grammar_from_lark(_lark(spec.grammar)))
 
 
-def read_schema(text: str) -> dict[str, Any]:
-    """The JSON of a schema. Raises ConstraintError."""
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConstraintError(f"the JSON schema is not JSON ({error}); correct it") from None
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise ConstraintError("the JSON schema must be an object that something fits; correct it")
-    return schema
-
-
 def _json(schema: dict[str, Any], compact: bool) -> str:
+    schema = prepare(schema).schema
     options: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
     options["lenient"] = False
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
-
-
-def _literally(text: str) -> str:
-    """A regex of just this text."""
-    return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _lark(grammar: str) -> str:

@@ -1,0 +1,246 @@
+"""A JSON schema as the grammar compiler knows it: what it does not know is said in other words, exactly where that can be;
+what cannot is left out and named, and has to be checked when the output is whole."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.decoding.json_schema.disjoint import disjoint
+from headrace.decoding.json_schema.document import Document, InexpressibleError, is_local
+from headrace.decoding.json_schema.literals import types_of
+from headrace.decoding.json_schema.negation import SILENT, Negation, all_of, any_of
+from headrace.structured import ConstraintError
+
+MAX_DEPTH = 64  # schemas within schemas
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those a mask knows
+# other formats of the standard, as regexes
+SPELLED = {
+    "uri-reference": r"^(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?:[^\x00-\x20\"<>\\^`{|}#:/?]*(?:[/?][^\x00-\x20\"<>\\^`{|}#]*)?)"
+    r"(?:#[^\x00-\x20\"<>\\^`{|}#]*)?$",
+    "uri-template": r"^(?:[^\x00-\x20\"'%<>\\^`{|}]|%[0-9A-Fa-f]{2}|"
+    r"\{[+#./;?&=,!@|]?[\w%.]+(?::[1-9][0-9]{0,3}|\*)?(?:,[\w%.]+(?::[1-9][0-9]{0,3}|\*)?)*\})*$",
+    "json-pointer": r"^(?:/(?:[^~/]|~[01])*)*$",
+    "relative-json-pointer": r"^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+}
+NOT = "not:"  # begins the name of a complement
+LOOKAROUND = re.compile(r"\(\?(?:=|!|<)|\\[1-9]")  # what a finite automaton cannot do
+SOME = ("anyOf", "allOf", "prefixItems")  # keywords that hold lists of schemas
+ONE = ("additionalProperties", "additionalItems", "unevaluatedItems")  # and single ones
+NAMED = ("properties", "patternProperties")  # and named ones
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """`schema` allows all that the original does, and nothing else but for the keywords in `late`."""
+
+    schema: dict[str, Any]
+    late: tuple[str, ...] = ()
+
+
+def prepare(schema: dict[str, Any]) -> Prepared:
+    """Raises ConstraintError for what is too much, and for references that lead nowhere."""
+    if _foreign(schema):
+        return Prepared(schema)
+    return _Preparation(schema).run()
+
+
+def _foreign(schema: dict[str, Any]) -> bool:
+    """Whether references in it are more than paths: those are the compiler's to follow."""
+    todo: list[tuple[Any, int]] = [(schema, 0)]
+    found = False
+    while todo:
+        node, depth = todo.pop()
+        if depth > 4 * MAX_DEPTH:
+            raise ConstraintError(f"the JSON schema is nested more than {MAX_DEPTH} deep; flatten it")
+        if isinstance(node, dict):
+            found |= "$ref" in node and isinstance(node["$ref"], str) and not is_local(node["$ref"])
+            found |= node is not schema and any(isinstance(node.get(name), str) for name in ("$id", "$anchor"))
+            todo += [(value, depth + 1) for value in node.values()]
+        elif isinstance(node, list):
+            todo += [(value, depth + 1) for value in node]
+    return found
+
+
+class _Preparation:
+    """One schema on its way."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.document = Document(root)
+        self.late: set[str] = set()
+        self.names: dict[tuple[str, bool], str] = {}  # what a reference points at, or its complement -> its name
+        self.defs: dict[str, Any] = {}
+        self.todo: list[tuple[str, Callable[[], Any]]] = []
+        self.negation = Negation(self.document, self.complement, self.conditions)
+
+    def run(self) -> Prepared:
+        schema = self.positive(self.document.root, 0)
+        while self.todo:
+            name, make = self.todo.pop()
+            self.defs[name] = make()
+        made = {"allOf": [False]} if schema is False else {} if schema is True else schema
+        if "$schema" in self.document.root:
+            made = {"$schema": self.document.root["$schema"], **made}
+        if self.defs:
+            made = {**made, "$defs": self.defs}
+        return Prepared(made, tuple(sorted(self.late)))
+
+    # -- references ----------------------------------------------------------------------------------------------------
+    def reference(self, ref: str) -> dict[str, str]:
+        target = self.document.resolve(ref)
+        if (ref, True) not in self.names:
+            name = self.names[ref, True] = f"is{len(self.names)}"
+            self.todo.append((name, lambda: self.positive(target, 0)))
+        return {"$ref": f"#/$defs/{self.names[ref, True]}"}
+
+    def complement(self, ref: str) -> dict[str, str]:
+        """What does not fit the target of a reference; `NOT` and a name, because it is no part of the document."""
+        if ref.startswith(NOT):
+            return {"$ref": next(key for (key, _), name in self.names.items() if name == ref.removeprefix(NOT))}
+        target = self.document.resolve(ref)
+        if (ref, False) in self.names:
+            return {"$ref": NOT + self.names[ref, False]}
+        before = set(self.names)
+        name = self.names[ref, False] = f"not{len(self.names)}"
+        try:
+            self.defs[name] = self.positive(self.negation.of(target), 0)
+        except InexpressibleError:
+            for key in set(self.names) - before:  # others made on the way may lean on this one
+                if not key[1]:
+                    self.defs.pop(self.names.pop(key), None)
+            raise
+        return {"$ref": NOT + name}
+
+    # -- schemas -------------------------------------------------------------------------------------------------------
+    def positive(self, schema: Any, depth: int) -> Any:
+        """The same schema in the compiler's words."""
+        self.document.count()
+        if depth > MAX_DEPTH:
+            raise ConstraintError(f"the JSON schema is nested more than {MAX_DEPTH} deep; flatten it")
+        if not isinstance(schema, dict):
+            return schema
+        own = {key: value for key, value in self.document.own(schema).items() if key not in SILENT}
+        rules: list[Any] = []
+        for rule in self.rules(own):
+            rules.append(self.positive(rule, depth + 1))
+        made: dict[str, Any] = {}
+        for key, value in own.items():
+            if key in REWRITTEN or (key == "format" and value not in FORMATS):
+                rules += [{"pattern": SPELLED[value]}] if key == "format" and value in SPELLED else []
+                continue
+            if key == "pattern" and LOOKAROUND.search(str(value)):
+                self.late.add(key)
+                continue
+            made[key] = self.inside(key, value, depth + 1)
+        if rules:
+            made["allOf"] = [*made.get("allOf", []), *rules]
+        return made
+
+    def inside(self, key: str, value: Any, depth: int) -> Any:
+        """The value of one keyword, with the schemas in it in the compiler's words."""
+        if key == "$ref":
+            known = isinstance(value, str) and value.startswith(NOT)
+            return f"#/$defs/{value.removeprefix(NOT)}" if known else self.reference(value)["$ref"]
+        if isinstance(value, list) and (key in SOME or key == "items"):
+            return [self.positive(each, depth) for each in value]
+        if key in NAMED and isinstance(value, dict):
+            return {name: self.positive(each, depth) for name, each in value.items()}
+        if key in ONE or key == "items":
+            return self.positive(value, depth)
+        return value
+
+    def rules(self, schema: dict[str, Any]) -> list[Any]:
+        """What is to hold beside the keywords that stay: the others in other words."""
+        rules = self.conditions(schema)
+        for key in ("not", "oneOf", "contains", "propertyNames", "unevaluatedProperties", "uniqueItems"):
+            if key not in schema:
+                continue
+            try:
+                rules += getattr(self, f"_{key}")(schema[key], schema)
+            except InexpressibleError:
+                self.late.add(key)
+        return rules
+
+    def conditions(self, schema: dict[str, Any]) -> list[Any]:
+        """if, then, else and the dependencies as choices."""
+        rules: list[Any] = []
+        if "if" in schema and ("then" in schema or "else" in schema):
+            test = schema["if"]
+            then, other = schema.get("then", True), schema.get("else", True)
+            rules.append({"anyOf": [{"allOf": [test, then]}, {"allOf": [{"not": test}, other]}]})
+        for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for name, needs in schema.get(key, {}).items():
+                need = {"required": needs} if isinstance(needs, list) else needs
+                rules.append({"anyOf": [{"properties": {name: False}}, need]})
+        return rules
+
+    # -- one keyword each ----------------------------------------------------------------------------------------------
+    def _not(self, value: Any, schema: dict[str, Any]) -> list[Any]:
+        return [self.negation.of(value, types_of(schema))]
+
+    def _oneOf(self, branches: list[Any], schema: dict[str, Any]) -> list[Any]:  # noqa: N802
+        context = [{key: value for key, value in schema.items() if key not in ("oneOf", "not")}]
+        within = types_of(schema)
+        ways, exact = [], True
+        for i, branch in enumerate(branches):
+            rules = [branch]
+            for j, other in enumerate(branches):
+                if i == j or disjoint(self.document, [*context, branch], [*context, other]):
+                    continue
+                try:
+                    rules.append(self.negation.of(other, within))
+                except InexpressibleError:
+                    exact = False
+            ways.append(all_of(rules))
+        if not exact:
+            self.late.add("oneOf")
+            return [any_of(list(branches))]
+        return [any_of(ways)]
+
+    def _contains(self, value: Any, schema: dict[str, Any]) -> list[Any]:
+        if "array" not in types_of(schema) or (schema.get("minContains") == 0 and "maxContains" not in schema):
+            return []
+        if schema.get("minContains", 1) != 1 or "maxContains" in schema:
+            raise InexpressibleError
+        if value is True or value == {}:
+            return [{"minItems": 1}]
+        most = schema.get("maxItems")
+        if not isinstance(most, int) or most > 8:
+            raise InexpressibleError
+        others = {"type": sorted(types_of({}) - {"array"})}
+        places = [{"type": "array", "minItems": i + 1, self.document.places: [True] * i + [value]} for i in range(most)]
+        return [{"anyOf": [others, *places]}]
+
+    def _propertyNames(self, value: Any, schema: dict[str, Any]) -> list[Any]:  # noqa: N802
+        if "object" not in types_of(schema) or value is True:
+            return []
+        if not isinstance(value, dict):
+            return [{"maxProperties": 0}]
+        said = {key: each for key, each in value.items() if key not in SILENT and (key, each) != ("type", "string")}
+        if list(said) == ["pattern"]:
+            return [{"patternProperties": {said["pattern"]: True}, "additionalProperties": False}]
+        if list(said) in (["enum"], ["const"]):
+            names = said.get("enum", [said.get("const")])
+            known = {name: True for name in names if isinstance(name, str)}
+            return [{"properties": known, "additionalProperties": False}]
+        raise InexpressibleError
+
+    def _unevaluatedProperties(self, value: Any, schema: dict[str, Any]) -> list[Any]:  # noqa: N802
+        """Where nothing else speaks of properties, it is additionalProperties."""
+        others = {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas", "$dynamicRef"}
+        if others & set(schema):
+            raise InexpressibleError
+        if "additionalProperties" in schema:
+            return []
+        return [{**{key: schema[key] for key in NAMED if key in schema}, "additionalProperties": value}]
+
+    def _uniqueItems(self, value: Any, schema: dict[str, Any]) -> list[Any]:  # noqa: N802
+        if not value or "array" not in types_of(schema) or schema.get("maxItems", 2) < 2:
+            return []
+        raise InexpressibleError
+
+
+REWRITTEN = frozenset(
+    "not oneOf if then else dependencies dependentRequired dependentSchemas contains minContains maxContains propertyNames "
+    "unevaluatedProperties uniqueItems".split()
+)

@@ -1,0 +1,43 @@
+"""The last look at a finished text, for what no mask can hold an output to."""
+
+import json
+
+import jsonschema
+
+from headrace.decoding.json_schema.prepare import prepare
+from headrace.structured import ConstraintError, StructuredOutputs
+
+
+def late_keywords(spec: StructuredOutputs) -> tuple[str, ...]:
+    """Keywords of a JSON schema that only a finished text can be checked against. Raises ConstraintError."""
+    return prepare(read_schema(spec.json)).late if spec.json is not None else ()
+
+
+def why_broken(spec: StructuredOutputs, text: str) -> str:
+    """Why a finished text does not fit its JSON schema; empty where it does. Patterns are searched in Python's dialect, and
+    may take long: where schemas come from strangers, call it where it can be stopped."""
+    if spec.json is None:
+        return ""
+    schema = read_schema(spec.json)
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    try:
+        error = next(kind(schema).iter_errors(json.loads(text)), None)
+    except Exception as problem:  # no JSON, a pattern Python does not know, a recursion without end
+        return f"the output cannot be checked against its JSON schema ({type(problem).__name__})"
+    if error is None:
+        return ""
+    place = "/".join(map(str, error.absolute_path)) or "the whole"
+    return f"the output does not fit its JSON schema: {place[:100]} breaks {error.validator!r}"
+
+
+def read_schema(text: str) -> dict[str, object]:
+    """The JSON of a schema. Raises ConstraintError."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"the JSON schema is not JSON ({error}); correct it") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ConstraintError("the JSON schema must be an object that something fits; correct it")
+    return schema
