@@ -29,6 +29,7 @@ from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeReq
 from headrace.server.guard import Guard
 from headrace.server.models import Models
 from headrace.server.page.routes import add_page
+from headrace.server.schemas import describe
 from headrace.server.service import Service
 from headrace.server.storage_routes import add_batches, add_files, add_responses
 from headrace.server.store import Store
@@ -72,6 +73,7 @@ def make_app(models: Models, store: Store) -> Application:
     add_batches(app, store, models.settings.limits, worker)
     add_responses(app, models, store)
     _add_errors(app)
+    describe(app)
     return Application(Guard(app, models.settings, models.figures.count), worker)
 
 
