@@ -43,6 +43,11 @@ float Sampler::best_of(const LogitRow& row) const {
     return row.maxima[kernels_.argmax(row.maxima, blocks)] / row.temperature;
 }
 
+double Sampler::norm_of(const LogitRow& row) const {
+    const float best = best_of(row);
+    return best + log_of(kernels_.total(row, best));
+}
+
 // Edits the row and filters its tokens into kept_.
 std::string Sampler::choose(const SampleRow& row) {
     std::string error = edits_.open(row);
@@ -88,7 +93,7 @@ std::string Sampler::draw(const SampleRow& row, std::span<const NoiseKey> keys, 
         }
     }
     edits_.restore();
-    if (report.k >= 0 && !report.processed) describe(edits_.raw(), best_of(edits_.raw()), report.k, out);
+    if (report.k >= 0 && !report.processed) describe(edits_.raw(), norm_of(edits_.raw()), report.k, out);
     return "";
 }
 
@@ -133,11 +138,13 @@ std::string Sampler::verify(const SampleRow& first, const DraftTree& tree, RowSt
 std::string Sampler::top(const SampleRow& row, int k, TokenReport& out) {
     out = {};
     std::string error = edits_.open(row);
+    std::optional<double> norm;  // a mask says which tokens may come, not how likely they are
+    if (error.empty() && row.mask) norm = norm_of(edits_.raw());
     if (error.empty()) error = edits_.apply(row);
     if (!error.empty()) return error;
     const LogitRow edited = edits_.edited(1.0f);
     const float best = best_of(edited);
-    if (std::isfinite(best)) describe(edited, best, k, {&out, 1});
+    if (std::isfinite(best)) describe(edited, norm ? *norm : norm_of(edited), k, {&out, 1});
     edits_.restore();
     return std::isfinite(best) ? "" : kNothing;
 }
@@ -150,17 +157,17 @@ std::string Sampler::score(const SampleRow& row, int32_t token, int k, TokenRepo
     std::string error = edits_.open(row);
     if (!error.empty()) return error;
     out.id = token;
-    describe(edits_.raw(), best_of(edits_.raw()), k, {&out, 1});
+    describe(edits_.raw(), norm_of(edits_.raw()), k, {&out, 1});
     return "";
 }
 
-// Log-softmax over a whole row: of each report's token (where it has one) and of the k best.
-void Sampler::describe(const LogitRow& row, float best, int k, std::span<TokenReport> out) {
-    const double norm = best + log_of(kernels_.total(row, best));
+// Log-probabilities under a norm, that of log-softmax over a whole row: of each report's token (where it has one) and of
+// the k best.
+void Sampler::describe(const LogitRow& row, double norm, int k, std::span<TokenReport> out) {
     std::vector<int32_t> ids;
     std::vector<float> logprobs;
     if (k > 0) {
-        kept_.reset(row, best);
+        kept_.reset(row, best_of(row));
         kept_.top_k(k);
         kept_.list();
         for (const int place : kept_.order(k)) {
@@ -182,7 +189,7 @@ void Sampler::describe(const LogitRow& row, float best, int k, std::span<TokenRe
 
 // The same over what was kept.
 void Sampler::describe_kept(int k, std::span<TokenReport> out) {
-    if (kept_.all()) return describe(kept_.row(), kept_.best(), k, out);
+    if (kept_.all()) return describe(kept_.row(), norm_of(kept_.row()), k, out);
     kept_.list();
     const double norm = kept_.best() + log_of(kept_.total());
     const std::vector<int> order = kept_.order(static_cast<int>(kept_.ids().size()));

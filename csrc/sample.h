@@ -71,7 +71,8 @@ public:
     std::string verify(const SampleRow& first, const DraftTree& tree, RowStrides strides, NoiseKey key, Report report,
                        Walk& out);
 
-    // The k best tokens and their log-probabilities after biases, bans and penalties, as a report without a token.
+    // The k best tokens and their log-probabilities after biases, bans and penalties, as a report without a token. A mask
+    // leaves fewer to choose from and their log-probabilities as they were.
     std::string top(const SampleRow& row, int k, TokenReport& out);
 
     // A given token under the model's own logits.
@@ -81,7 +82,8 @@ private:
     std::string choose(const SampleRow& row);
     std::string draw_singly(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
                             std::span<TokenReport> out, uint32_t purpose);
-    void describe(const LogitRow& row, float best, int k, std::span<TokenReport> out);
+    double norm_of(const LogitRow& row) const;  // the logarithm of the sum of exp(logit)
+    void describe(const LogitRow& row, double norm, int k, std::span<TokenReport> out);
     void describe_kept(int k, std::span<TokenReport> out);
     float best_of(const LogitRow& row) const;
 

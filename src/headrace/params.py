@@ -69,10 +69,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None  # what every hypothesis must be
     skip_special_tokens: bool = True
     priority: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
+            msgspec.structs.force_setattr(self, "structured_outputs", _constraint(self.structured_outputs))
         for name in ("stop", "stop_token_ids"):
             msgspec.structs.force_setattr(self, name, as_tuple(name, getattr(self, name)))
         for name in ("beam_width", "n", "groups", "max_tokens"):

@@ -39,9 +39,16 @@ def add_beam(engine: Engine, prompt: list[int], params: BeamSearchParams) -> Req
     return engine.add(prompt, params.sampling(), strategy=BeamSearch(params))
 
 
-def beams(model: Model, prompt: list[int], params: BeamSearchParams, stop_ids: frozenset[int] = frozenset(), **engine: int):
+def beams(
+    model: Model,
+    prompt: list[int],
+    params: BeamSearchParams,
+    stop_ids: frozenset[int] = frozenset(),
+    make: Callable[..., Engine] = tiny_engine,
+    **engine: int,
+) -> list[tuple[list[int], float]]:
     """(tokens, cumulative log-prob) of the n best."""
-    running = tiny_engine(model, **engine)
+    running = make(model, **engine)
     running.eos_ids = stop_ids
     request = add_beam(running, prompt, params)
     finish(running)
@@ -171,12 +178,20 @@ def test_min_tokens_and_more_end_tokens_than_beams() -> None:
 # -- in the loop, with everything else ---------------------------------------------------------------------------------
 
 
-def mixed(tamper: Callable[[Engine], None] | None = None) -> Engine:
-    """Beams, groups and samples on pools so small that running beams are preempted; every output against its run alone."""
-    model = tiny_model(tiny_config(vocab_size=11))
+def mixed(
+    tamper: Callable[[Engine], None] | None = None,
+    make: Callable[..., Engine] = tiny_engine,
+    model: Model | None = None,
+    blocks: int = 20,
+    seed: int = 3,
+) -> int:
+    """Beams, groups and samples on pools so small that running beams are preempted; every output against its run alone.
+
+    Returns how often beams were preempted."""
+    model = model or tiny_model(tiny_config(vocab_size=11))
     stops = frozenset({EOS})
-    rng = random.Random(3)
-    engine = tiny_engine(model, blocks=20, budget=24, seqs=14)
+    rng = random.Random(seed)
+    engine = make(model, blocks=blocks, budget=24, seqs=14)
     engine.eos_ids = stops
     if tamper is not None:
         tamper(engine)
@@ -199,18 +214,18 @@ def mixed(tamper: Callable[[Engine], None] | None = None) -> Engine:
     for prompt, params, request in jobs:
         if isinstance(params, BeamSearchParams):
             found = [seq.output for seq, _ in request.strategy.results(request)]
-            assert found == [tokens for tokens, _ in beams(model, prompt, params, stops, blocks=200)]
+            assert found == [tokens for tokens, _ in beams(model, prompt, params, stops, make, blocks=400)]
         else:
-            alone = tiny_engine(model, blocks=200)
+            alone = make(model, blocks=400)
             alone.eos_ids = stops
             twin = alone.add(prompt, params)
             finish(alone)
             assert tokens_of(request) == tokens_of(twin)
-    return engine
+    return sum(request.metrics.preemptions for _, params, request in jobs if isinstance(params, BeamSearchParams))
 
 
 def test_beams_and_samples_in_one_loop_with_preemption() -> None:
-    assert mixed().scheduler.preemptions >= 3
+    assert mixed() >= 3
 
 
 def no_copy_on_write(engine: Engine) -> None:

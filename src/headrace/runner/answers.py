@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.ops.filters import NEVER, head, log_total
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.noise import key
-from headrace.ops.penalties import TokenCounts
+from headrace.ops.penalties import TokenCounts, check_mask, mask
 from headrace.ops.sampling import RowSpec, sample
 from headrace.ops.trees import child, paths
 from headrace.runner.slots import Slot, Slots
@@ -100,14 +101,31 @@ class Answers:
     def _ask_row(self, feed: Feed, want: Want, row: int, path: list[int], out: FeedOutput, node: int = -1) -> None:
         if want.kind == "sample":
             self._draws.append((self._spec(feed, want, path, node), row, out))
-        elif want.kind == "top" and self.slots[feed.slot].params.structured_outputs is not None:
-            out.error = "the best tokens under a grammar are not built yet"
         elif want.kind == "top":
-            self._tops.append((want.k, row, out))
+            self._top(feed, want, row, out, node)
         elif want.kind == "logits":
             out.logits = self.logits[row].float().cpu().numpy().astype("<f4").tobytes()
         else:
             raise ValueError(f"this runner does not answer {want.kind!r}")
+
+    def _top(self, feed: Feed, want: Want, row: int, out: FeedOutput, node: int) -> None:
+        """A grammar leaves fewer tokens to choose from and their log-probabilities as they were."""
+        if self.slots[feed.slot].params.structured_outputs is None:
+            self._tops.append((want.k, row, out))
+            return
+        words = len(feed.masks) // (1 + len(feed.nodes))
+        z, bits = self.logits[row : row + 1].float(), feed.masks[(node + 1) * words : (node + 2) * words]
+        try:
+            check_mask(bits, z.shape[-1])
+        except ValueError as error:
+            out.error = str(error)
+            return
+        values, columns = head(mask(z, [bits]), min(want.k, z.shape[-1]))
+        listed = int((values > NEVER).sum())
+        norm = z.amax(-1, keepdim=True) + log_total(z)
+        out.top_ids, out.top_logprobs = columns[0, :listed].tolist(), (values - norm)[0, :listed].float().tolist()
+        if not listed:
+            out.error = "no token can come: the grammar rules out every one"
 
     def _spec(self, feed: Feed, want: Want, path: list[int], node: int, mu: float | None = None) -> RowSpec:
         slot = self.slots[feed.slot]

@@ -1,0 +1,101 @@
+"""Beams held to a grammar: every hypothesis fits, scores stay the model's own, on both back ends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.llm import LLM
+from headrace.params import BeamSearchParams, SamplingParams
+from tests.e2e.test_constrained import CASES
+from tests.tiny_files import write_tiny_gguf
+
+PROMPT = "The mill"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("beams") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
+    dtype = {"dtype": "float64"} if request.param == "torch" else {}
+    opened = LLM(model, backend=request.param, threads=1, device="cpu", seed=1, max_num_seqs=32, **dtype)
+    yield opened
+    opened.close()
+
+
+def beams(llm: LLM, **more: Any) -> list[Any]:
+    (output,) = llm.generate(PROMPT, BeamSearchParams(**{"beam_width": 4, "n": 4, "max_tokens": 120, **more}))
+    assert output.error is None
+    return output.outputs
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind != "json"])  # where a random model writes blanks for ever
+def test_every_hypothesis_fits(llm: LLM, kind: str) -> None:
+    constraint, fits = CASES[kind]
+    found = [one for one in beams(llm, structured_outputs=constraint) if one.finish_reason == "stop"]
+    assert found
+    assert all(fits(one.text) for one in found), [one.text for one in found]
+    free = beams(llm, max_tokens=12)
+    assert not any(fits(one.text) for one in free)  # the control: without the constraint they do not
+
+
+def test_scores_are_the_models_own(llm: LLM) -> None:
+    """A mask changes which tokens may come, and not how likely they are."""
+    found = beams(llm, structured_outputs=CASES["regex"][0], length_penalty=0.0)
+    prompt = llm.tokenizer.encode(PROMPT)
+    assert len({tuple(one.token_ids) for one in found}) == len(found) > 1
+    for one in found:
+        (scored,) = llm.score([prompt + one.token_ids])
+        assert one.cumulative_logprob == pytest.approx(sum(scored.logprobs[len(prompt) - 1 :]), abs=1e-3)
+        assert one.score == pytest.approx(one.cumulative_logprob)
+    assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+
+
+def test_a_wide_beam_finds_the_likeliest_choice(llm: LLM) -> None:
+    """Against every way to write every choice, scored whole."""
+    choices = ("yes", "no", "mill")
+    (best, *_) = beams(
+        llm, beam_width=32, n=1, max_tokens=8, length_penalty=0.0, early_stopping="never", ignore_eos=True,
+        structured_outputs={"choice": choices},
+    )  # fmt: skip
+    prompt = llm.tokenizer.encode(PROMPT)
+    ways = [ids for choice in choices for ids in spellings(llm, choice)]
+    assert len(ways) > len(choices)
+    scores = [sum(score.logprobs[len(prompt) - 1 :]) for score in llm.score([prompt + ids for ids in ways])]
+    assert best.score == pytest.approx(max(scores), abs=1e-3)
+    assert best.token_ids == ways[scores.index(max(scores))]
+
+
+def spellings(llm: LLM, text: str) -> list[list[int]]:
+    """Every sequence of tokens that is decoded to `text`, none of them special."""
+    pieces: dict[str, list[int]] = {}
+    for token in range(llm.model_config.vocab_size):
+        piece = llm.tokenizer.decode([token], skip_special=True)
+        if piece and "\ufffd" not in piece and text.find(piece) >= 0:
+            pieces.setdefault(piece, []).append(token)
+    if not text:
+        return [[]]
+    return [
+        [token, *rest]
+        for end in range(1, len(text) + 1)
+        for token in pieces.get(text[:end], [])
+        for rest in spellings(llm, text[end:])
+    ]
+
+
+def test_constrained_beams_among_others(llm: LLM) -> None:
+    """In one batch with free beams and samples each gives what it gives alone."""
+    params: list[Any] = [
+        BeamSearchParams(beam_width=4, n=2, max_tokens=40, structured_outputs=CASES["json"][0]),
+        BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True),
+        SamplingParams(seed=3, n=2, max_tokens=30),
+        BeamSearchParams(beam_width=3, groups=3, diversity_penalty=0.5, max_tokens=40, structured_outputs=CASES["regex"][0]),
+    ]
+    together = llm.generate([PROMPT] * len(params), params)
+    for one, settings in zip(together, params, strict=True):
+        (alone,) = llm.generate(PROMPT, settings)
+        assert [output.token_ids for output in one.outputs] == [output.token_ids for output in alone.outputs]

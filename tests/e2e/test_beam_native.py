@@ -1,0 +1,69 @@
+"""Beam search on the native core: the hypotheses of torch, mixed loads on tiny pools, broken variants."""
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace import native
+from headrace.decoding.beam import BeamSearchParams
+from headrace.engine import Engine
+from headrace.models.base import Model
+from headrace.params import SamplingParams
+from tests.e2e.test_beam import CASES, EOS, beams, fork_after_free, mixed, no_copy_on_write
+from tests.tiny import finish
+
+if not native.available():
+    pytest.skip(native.reason(), allow_module_level=True)
+
+from tests.tiny_native import native_engine, native_model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_scoring_and_most_hypotheses_those_of_torch(name: str) -> None:
+    """The core's bfloat16 moves scores a little, so near ties may go the other way."""
+    model = native_model("llama", vocab_size=11)
+    same = 0
+    for prompt in ([1, 2, 4, 5, 6], [7, 8, 9, 10, 4, 5], [4, 9]):
+        ours = beams(model, prompt, CASES[name], frozenset({EOS, 7}), native_engine)
+        theirs = beams(model, prompt, CASES[name], frozenset({EOS, 7}))
+        same += ours[0][0] == theirs[0][0]
+        for tokens, score in ours:
+            assert score == pytest.approx(scored(model, prompt, tokens), abs=1e-4)
+    assert same >= 1
+
+
+def scored(model: Model, prompt: list[int], tokens: list[int]) -> float:
+    """The tokens' log-probability, fed in one piece."""
+    engine = native_engine(model)
+    request = engine.add(prompt + tokens, SamplingParams(prompt_logprobs=0, max_tokens=1))
+    finish(engine)
+    return sum(entry.logprob for entry in request.prompt_logprobs[len(prompt) :] if entry is not None)
+
+
+def test_beams_groups_and_samples_with_preemption() -> None:
+    model = native_model("llama", vocab_size=11)
+    assert sum(mixed(None, native_engine, model, 28, seed) for seed in range(6)) >= 3
+
+
+@pytest.mark.parametrize("tamper", [no_copy_on_write, fork_after_free])
+def test_a_broken_engine_is_caught(tamper: Callable[[Engine], None]) -> None:
+    with pytest.raises((AssertionError, IndexError, KeyError)):
+        mixed(tamper, native_engine, native_model("llama", vocab_size=11), 32)
+
+
+def test_beams_do_not_depend_on_chunks_and_prefix_hits() -> None:
+    """Bitwise: the same scores, fed in chunks, whole, or with the prompt found in the cache."""
+    model = native_model("llama", vocab_size=11)
+    prompt = [4 + i % 6 for i in range(50)]
+    params = BeamSearchParams(beam_width=4, n=4, max_tokens=20, ignore_eos=True)
+    whole = beams(model, prompt, params, make=native_engine, blocks=400, budget=128)
+    assert beams(model, prompt, params, make=native_engine, blocks=400, budget=9) == whole
+
+    def warm(model: object, **options: int) -> Engine:
+        engine = native_engine(model, **options)  # type: ignore[arg-type]
+        engine.add(prompt, params.sampling())
+        while engine.busy:
+            engine.step()
+        return engine
+
+    assert beams(model, prompt, params, make=warm, blocks=400, budget=128) == whole
