@@ -15,12 +15,17 @@ HEADRACE_INLINE void quantize_group(const float* x, A8Block* block, int half) {
     __builtin_memcpy(&amax, &largest, 4);
     const bool finite = largest < 0x7f800000, tiny = !(amax > 1e-35f);  // 127 / tiny would overflow
     const F32v inverse = set_f32(tiny ? 0.0f : 127.0f / amax);
+    I32v q[kVectors];
+    for (int i = 0; i < kVectors; ++i) q[i] = finite ? round_i32(value[i] * inverse) : set_i32(0);
     int32_t sums[2] = {0, 0};
+#if HEADRACE_IS(avx512)
+    store_i8_sums(block->q + half * 32, q, sums);
+#else
     for (int i = 0; i < kVectors; ++i) {
-        const I32v q = finite ? round_i32(value[i] * inverse) : set_i32(0);
-        store_i8(block->q + half * 32 + i * kLanes, q);
-        sums[i * kLanes / 16] += sum_i32(q);
+        store_i8(block->q + half * 32 + i * kLanes, q[i]);
+        sums[i * kLanes / 16] += sum_i32(q[i]);
     }
+#endif
     const float scale = !finite ? __builtin_nanf("") : tiny ? 0.0f : amax / 127.0f;
     block->scale[half] = scale;
     block->scaled_sum[half] = scale * (float)(sums[0] + sums[1]);

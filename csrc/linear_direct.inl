@@ -38,7 +38,7 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t a
             scale[s] = load_scale<kind>(block, g, part);
             if constexpr (layout.has_min()) min[s] = load_min<kind>(block, g, part);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
         for (int m = 0; m < rows; ++m) {
             I32v dots[sub];
 #pragma GCC unroll 2

@@ -75,7 +75,7 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
     for (int m = 0; m < rows; ++m) {
         Lanes16 largest;
         for (int part = 0; part < kParts; ++part) largest.part[part] = lowest;
-        I32v bad = set_i32(0);  // lanes with a NaN, which a maximum forgets
+        I32v sizes = set_i32(0);  // without the sign, as integers: above those of infinity are the NaNs, which max forgets
         for (int b = 0; b < blocks; ++b) {
             for (int part = 0; part < kParts; ++part) {
                 const int n = (unit * 4 + b) * 16 + part * kLanes,
@@ -84,17 +84,22 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
                 F32v v = with_bias(weight, unit * 4 + b, part, load_f32(y + (b * rows + m) * 16 + part * kLanes));
                 v = v * set_f32(epilogue.scale);
                 if (epilogue.softcap > 0.0f) v = cap * tanh(v / cap);
-                float lane[kLanes];
-                store_f32(lane, lowest);
-                store_f32(lane, v, lanes);
-                const F32v held = load_f32(lane);
-                largest.part[part] = max(largest.part[part], held);
-                bad = bad | (I32v)(held != held);
-                store_f32(epilogue.out + (row + m) * epilogue.stride + n, v, lanes);
+                float* out = epilogue.out + (row + m) * epilogue.stride + n;
+                if (lanes == kLanes) {
+                    store_f32(out, v);
+                } else {
+                    float lane[kLanes];
+                    store_f32(lane, lowest);
+                    store_f32(lane, v, lanes);
+                    store_f32(out, v, lanes);
+                    v = load_f32(lane);
+                }
+                largest.part[part] = max(largest.part[part], v);
+                sizes = max(sizes, as_i32(v) & 0x7fffffff);
             }
         }
         if (!epilogue.block_max) continue;
-        const bool numbers = max_i32(-bad) == 0;
+        const bool numbers = max_i32(sizes) <= 0x7f800000;
         epilogue.block_max[(row + m) * epilogue.max_stride + unit] = numbers ? max_lanes(largest) : __builtin_nanf("");
     }
 }

@@ -22,6 +22,12 @@ size_t row_bytes(BufferKind kind, int width, int64_t stride) {
     return static_cast<size_t>(tiles_of(width)) * (kind == BufferKind::kA8 ? sizeof(A8Block) : 64 * sizeof(uint16_t));
 }
 
+// Whole lines of floats, not a multiple of 2 KB: the same column of all rows would share a few sets of the cache.
+int64_t stride_of(int width) {
+    const int64_t stride = (int64_t{width} + 15) / 16 * 16;
+    return stride % 512 == 0 ? stride + 16 : stride;
+}
+
 }  // namespace
 
 Memory::~Memory() { std::free(data_); }
@@ -41,7 +47,7 @@ void Memory::reserve(size_t bytes) {
 }
 
 Buffer::Buffer(BufferKind kind, int width, bool local, int threads)
-    : kind_(kind), width_(width), stride_((width + 15) / 16 * 16), local_(local) {
+    : kind_(kind), width_(width), stride_(stride_of(width)), local_(local) {
     if (width < 1) throw std::invalid_argument("a buffer is at least one column wide, not " + std::to_string(width));
     if (local && kind == BufferKind::kFloat) throw std::invalid_argument("only inputs of linear layers are made by every thread");
     if (local) own_.reserve(static_cast<size_t>(threads) * kLocalTiles * kTileBytes);

@@ -31,6 +31,16 @@ HEADRACE_INLINE F32v to_f32(I32v x) { return _mm512_cvtepi32_ps(raw(x)); }
 HEADRACE_INLINE I32v round_i32(F32v x) { return (I32v)_mm512_cvtps_epi32(x); }
 HEADRACE_INLINE F32v as_f32(I32v x) { return _mm512_castsi512_ps(raw(x)); }
 HEADRACE_INLINE I32v as_i32(F32v x) { return (I32v)_mm512_castps_si512(x); }
+// Stores 32 values as bytes; the sums of either 16.
+HEADRACE_INLINE void store_i8_sums(int8_t* p, const I32v* x, int32_t* sums) {
+    const __m256i bytes = _mm256_set_m128i(_mm512_cvtepi32_epi8(raw(x[1])), _mm512_cvtepi32_epi8(raw(x[0])));
+    _mm256_storeu_si256((__m256i*)p, bytes);
+    const __m256i four = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), bytes);
+    const __m256i two = _mm256_add_epi32(four, _mm256_shuffle_epi32(four, 0x4e));
+    const __m256i one = _mm256_add_epi32(two, _mm256_shuffle_epi32(two, 0xb1));
+    sums[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(one));
+    sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(one, 1));
+}
 HEADRACE_INLINE void store_i8(int8_t* p, I32v x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(raw(x))); }
 
 HEADRACE_INLINE I32v max(I32v a, I32v b) { return (I32v)_mm512_max_epi32(raw(a), raw(b)); }

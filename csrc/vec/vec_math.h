@@ -48,23 +48,30 @@ HEADRACE_INLINE Lanes16 zero_lanes() {
     return x;
 }
 
-// ((0+8)+(4+12)) + ((2+10)+(6+14)) + ... : halves added to halves
+// ((0+8)+(4+12)) + ((2+10)+(6+14)) + ... : halves joined to halves. `join` takes vectors of 8, 4, 2 and 1 floats.
+template <class Join>
+HEADRACE_INLINE float join_lanes(const Lanes16& x, Join join) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    typedef float Two __attribute__((vector_size(8)));
+    Eight eight[2];
+    Four four[2];
+    Two two[2];
+    __builtin_memcpy(eight, x.part, sizeof eight);
+    const Eight a = join(eight[0], eight[1]);
+    __builtin_memcpy(four, &a, sizeof four);
+    const Four b = join(four[0], four[1]);
+    __builtin_memcpy(two, &b, sizeof two);
+    const Two c = join(two[0], two[1]);
+    return join(c[0], c[1]);
+}
+
 HEADRACE_INLINE float sum_lanes(const Lanes16& x) {
-    float lane[16];
-    for (int i = 0; i < Lanes16::kParts; ++i) store_f32(lane + i * kLanes, x.part[i]);
-    for (int width = 8; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) lane[i] = lane[i] + lane[i + width];
-    }
-    return lane[0];
+    return join_lanes(x, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
 }
 
 HEADRACE_INLINE float max_lanes(const Lanes16& x) {
-    float lane[16];
-    for (int i = 0; i < Lanes16::kParts; ++i) store_f32(lane + i * kLanes, x.part[i]);
-    for (int width = 8; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    }
-    return lane[0];
+    return join_lanes(x, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 
 }  // namespace headrace::HEADRACE_ISA
