@@ -69,8 +69,13 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
         rows = step_rows(row1 - row, most);
         alignas(64) Sums y;
         float* up = y + blocks * rows * 16;
-        multiply(task, *task.weight, first, blocks, row, rows, row > row0, y);
-        if (task.epilogue.kind == EpilogueKind::kGated) multiply(task, *task.up, first, blocks, row, rows, row > row0, up);
+        const bool again = row > row0, gated = task.epilogue.kind == EpilogueKind::kGated;
+        // Gate and up in the order in which they lie in memory; bfloat16 takes two blocks at a time.
+        const int step = gated && task.weight->kind != PackedKind::kBf16 ? 1 : blocks;
+        for (int b = 0; b < blocks; b += step) {
+            multiply(task, *task.weight, first + b, step, row, rows, again, y + b * rows * 16);
+            if (gated) multiply(task, *task.up, first + b, step, row, rows, again, up + b * rows * 16);
+        }
         finish(task, unit, blocks, row, rows, y, up);
     }
 }
