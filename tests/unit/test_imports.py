@@ -49,17 +49,18 @@ ROOMS = {
     "llm": "backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text native "
     "params types config",
     "consistency": "llm outputs params types",
+    "grounding": "llm outputs params types",
     "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks "
     "kv.pool weights text native ops params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm params",
     "bench.workers.ours_beam": "llm params",
     "server": "llm memory loading engine outputs decoding weights text params types config",
-    "cli": "server bench llm loading memory outputs models weights text native params types config",
+    "cli": "server bench grounding llm loading memory outputs models weights text native params types config",
     "": "",  # the package itself: its version, and names that load late
 }
-# May be imported inside any function: modules that not every platform has.
-OPTIONAL = {"resource"}
+# May be imported inside any function: modules that not every platform or installation has.
+OPTIONAL = {"resource", "bm25s"}
 # Rooms that import late: commands, so that --help is instant; the drivers of other engines, which must set these up first.
 LATE = {"cli", "bench.workers"}
 # Never in the product: what runs code out of a file, and the libraries that tests take their expectations from.

@@ -1,0 +1,55 @@
+"""Questions put to a folder of documents."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.grounding.documents import Passage
+from headrace.grounding.packing import pack
+from headrace.grounding.retrieval import Index
+from headrace.grounding.tasks import document_qa
+from headrace.llm import LLM
+from headrace.outputs import RequestOutput
+from headrace.params import SamplingParams
+
+BUDGET = 1024  # tokens of documents
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question's answer, the passages it was given in the order of their numbers, and the request's output."""
+
+    question: str
+    text: str
+    passages: list[Passage]
+    output: RequestOutput
+
+    @property
+    def cited(self) -> list[Passage]:
+        """The passages whose numbers the answer names."""
+        numbers = dict.fromkeys(int(number) for number in re.findall(r"\[(\d{1,4})\]", self.text))
+        return [self.passages[number - 1] for number in numbers if 1 <= number <= len(self.passages)]
+
+
+def ask(
+    llm: LLM, index: Index, questions: Sequence[str], params: SamplingParams, *, budget: int = BUDGET, most: int = 8
+) -> list[Answer]:
+    """Answer each question from up to `most` passages of at most `budget` tokens together.
+
+    Raises ValueError where a request fails, and TemplateError without a chat template.
+    """
+    found = [pack(index.search(question, most), budget, lambda text: len(llm.tokenizer.encode(text))) for question in questions]
+    prompts = [llm.render(document_qa(passages, one)) for one, passages in zip(questions, found, strict=True)]
+    outputs = llm.generate(prompts, params)
+    answers = []
+    for question, passages, output in zip(questions, found, outputs, strict=True):
+        if output.error is not None:
+            raise ValueError(output.error)
+        answers.append(Answer(question, output.outputs[0].text, passages, output))
+    return answers
+
+
+def hit_rate(answers: Sequence[Answer]) -> float:
+    """The share of prompt tokens that were found in the prefix cache."""
+    prompts = sum(len(answer.output.prompt_token_ids) for answer in answers)
+    return sum(answer.output.metrics.cached_tokens for answer in answers) / prompts if prompts else 0.0

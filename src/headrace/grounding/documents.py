@@ -1,0 +1,65 @@
+"""Documents of a folder as passages: paragraphs put together up to a size, each knowing where it stands."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIXES = frozenset(".md .txt .rst .html .csv .json .toml .yaml .yml .py .c .cpp .h .js .ts .rs .go .java .sh .sql".split())
+LARGEST = 2 << 20  # bytes of a file
+PASSAGE = 900  # characters a passage is filled up to
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Passage:
+    """A piece of a document: file relative to the folder, first line (from 1), text."""
+
+    source: str
+    line: int
+    text: str
+
+
+def read_folder(folder: Path, size: int = PASSAGE) -> list[Passage]:
+    """The passages of all text files of a folder, in the order of their names. Hidden files, other kinds of files and files
+    beyond 2 MiB are left out. Raises ValueError where there is no text."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name one with text files in it")
+    found: list[Passage] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_symlink() or not path.is_file() or any(part.startswith(".") for part in name.parts):
+            continue
+        if path.suffix.lower() in SUFFIXES and path.stat().st_size <= LARGEST:
+            found += split(name.as_posix(), path.read_text("utf-8", errors="replace"), size)
+    if not found:
+        raise ValueError(f"{folder} has no text files (such as .md or .txt)")
+    return found
+
+
+def split(source: str, text: str, size: int = PASSAGE) -> list[Passage]:
+    """Passages of whole paragraphs, up to `size` characters where a paragraph is not longer itself; long ones are cut at
+    lines, then anywhere."""
+    passages: list[Passage] = []
+    start, held = 1, ""
+    for line, piece in _pieces(text, size):
+        if held and len(held) + len(piece) + 2 > size:
+            passages.append(Passage(source, start, held))
+            held = ""
+        start, held = (start, f"{held}\n\n{piece}") if held else (line, piece)
+    if held:
+        passages.append(Passage(source, start, held))
+    return passages
+
+
+def _pieces(text: str, size: int) -> Iterator[tuple[int, str]]:
+    """Paragraphs with their first lines, none longer than `size`."""
+    line = 1
+    for block in re.split(r"(\n[ \t]*\n\s*)", text):
+        at, part = line, block.strip("\n")
+        line += block.count("\n")
+        while part.strip():
+            cut = part if len(part) <= size else part[: part.rfind("\n", 1, size) + 1] or part[:size]
+            if cut.strip():
+                yield at, cut.strip("\n")
+            at += cut.count("\n")
+            part = part[len(cut) :]
