@@ -131,6 +131,11 @@ class Pending:
             if transport is not None:
                 transport.abort()
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything has come."""
+        return self._exchange is not None and bool(self._exchange.parts)
+
     def read(self) -> Answer:
         answer = Answer(self._job, self._due, error=self._error)
         if self._exchange is not None:
