@@ -6,6 +6,7 @@ import enum
 import itertools
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -13,7 +14,7 @@ from typing import Any, Protocol, Self
 from headrace.loading import Opened, open_model
 from headrace.params import SamplingParams
 from headrace.server.engine_client import EngineGoneError, EngineProcess
-from headrace.server.messages import Abort, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
+from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
 from headrace.server.queueing import QueueFullError, Waiting
 from headrace.server.tickets import DeadlineError, EngineDownError, RequestFailedError, RequestRefusedError, Ticket, deltas
 from headrace.types import Delta
@@ -89,6 +90,7 @@ class AsyncLLM:
         self._draining = False
         self._heard = 0  # messages
         self._ids = itertools.count()
+        self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
         self._changed = asyncio.Event()
 
@@ -200,6 +202,15 @@ class AsyncLLM:
                 if self._process is not None:
                     self._process.send(Abort(ticket.request_id))
 
+    async def check(self) -> str:
+        """What is wrong with the books of the engine's cache, one line; empty where nothing is. Raises EngineDownError."""
+        if self._process is None:
+            raise EngineDownError(self.detail)
+        checked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._checks.append(checked)
+        self._process.send(Check())
+        return await checked
+
     def _expire(self, ticket: Ticket, deadline: float) -> None:
         if ticket.request_id in self.tickets:
             ticket.fail(DeadlineError(f"the request was not answered within its deadline of {deadline:g} s"))
@@ -307,6 +318,10 @@ class AsyncLLM:
         raise TimeoutError
 
     def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Checked):
+            checked = self._checks.popleft()
+            if not checked.done():  # nobody waits for it any more
+                checked.set_result(message.problem)
         if isinstance(message, Refused):
             ticket = self.tickets.pop(message.request_id, None)
             if ticket is not None:
@@ -339,6 +354,9 @@ class AsyncLLM:
             await process.kill()
 
     def _fail_all(self, reason: str) -> None:
+        while self._checks:
+            if not (checked := self._checks.popleft()).done():
+                checked.set_exception(EngineDownError(reason))
         for ticket in self.tickets.values():
             ticket.fail(EngineDownError(reason))
         self.tickets = {}

@@ -18,6 +18,8 @@ from headrace.params import ParamError
 from headrace.server.messages import (
     PREFIX,
     Abort,
+    Check,
+    Checked,
     Deltas,
     Ended,
     FromEngine,
@@ -93,6 +95,16 @@ class EngineLoop:
             self.engine.abort(message.request_id)
         elif isinstance(message, Submit):
             self._submit(message)
+        elif isinstance(message, Check):
+            self.channel.send(Checked(self._problem()))
+
+    def _problem(self) -> str:
+        """What the engine's own check finds wrong, and requests that are held though they have ended."""
+        try:
+            self.engine.check()
+        except AssertionError as error:
+            return " ".join(str(error).split()) or "an assertion failed"
+        return "" if self.engine.busy or not self._open else f"{len(self._open)} requests are open and nothing runs"
 
     def _submit(self, message: Submit) -> None:
         try:

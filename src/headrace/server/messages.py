@@ -45,6 +45,16 @@ class Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
+class Check(msgspec.Struct, tag=True):
+    """To the engine process: are the cache's books in order? For tests and troubleshooting."""
+
+
+class Checked(msgspec.Struct, tag=True):
+    """From the engine process: what is wrong with them, one line; empty where nothing is."""
+
+    problem: str
+
+
 class Loaded(msgspec.Struct, tag=True):
     """From the engine process: the model is ready, and these are its bounds."""
 
@@ -111,8 +121,8 @@ class Deltas(msgspec.Struct, tag=True):
     pooled: list[Pooled] = []
 
 
-ToEngine = Load | Submit | Abort
-FromEngine = Loaded | NotLoaded | Refused | Deltas
+ToEngine = Load | Submit | Abort | Check
+FromEngine = Loaded | NotLoaded | Refused | Deltas | Checked
 
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)

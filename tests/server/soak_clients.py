@@ -1,0 +1,234 @@
+"""Clients of the soak test: `python -m tests.server.soak_clients SPEC` does to a server, for a while, what clients do.
+
+SPEC is JSON: port, model, seconds, seed, and jobs with the texts they must give. The report is JSON on stdout: how often each
+thing was done, which statuses came, and what was wrong.
+"""
+
+import asyncio
+import collections
+import json
+import random
+import socket
+import sys
+import time
+from typing import Any
+
+WORKERS = 10
+BIG = 5 << 20  # bytes: above the limit on bodies
+PATIENCE = 120.0  # seconds for one exchange
+FINE = {200}
+BUSY = {429, 503}  # allowed of anything, with Retry-After
+
+# class of mistake: body, statuses that may come
+BAD: dict[str, tuple[bytes, set[int]]] = {
+    "no json": (b"{", {400}),
+    "no object": (b"[]", {400}),
+    "not utf-8": (b'{"model": "\xff"}', {400}),
+    "nested": (b"[" * 5000, {400}),
+    "nan": (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', {400}),
+}
+FIELDS: list[dict[str, Any]] = [
+    {"n": 10**9}, {"n": 0}, {"max_tokens": -1}, {"max_tokens": 10**40}, {"temperature": "hot"}, {"temperature": 1e9}, {"top_p": 0},
+    {"logit_bias": {"a": 1}}, {"logit_bias": {"999999999": 1}}, {"stop": ["a"] * 99}, {"seed": 2**70}, {"logprobs": 10**6},
+    {"no_such_field": 1}, {"prompt": ""}, {"prompt": []}, {"prompt": [10**9]}, {"prompt": ["a"] * 99}, {"model": "other"},
+    {"stream": "yes"}, {"best_of": 10**9}, {"prompt": "a " * 100_000}, {"suffix": "x"}, {"stop_token_ids": [10**9]},
+]  # fmt: skip
+
+
+class Clients:
+    """Everything that is done, counted."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.rng = random.Random(spec["seed"])
+        self.done: collections.Counter[str] = collections.Counter()
+        self.statuses: collections.Counter[str] = collections.Counter()
+        self.wrong: list[str] = []
+        self.end = time.monotonic() + spec["seconds"]
+
+    async def run(self) -> dict[str, Any]:
+        await asyncio.gather(self._watch_health(), *(self._worker() for _ in range(WORKERS)))
+        return {"done": self.done, "statuses": self.statuses, "wrong": self.wrong[:20]}
+
+    async def _worker(self) -> None:
+        kinds = [self.same, self.same, self.streamed, self.chat, self.leave, self.leave_early, self.slow, self.bad, self.bad_field,
+                 self.too_big, self.odd_path, self.small]  # fmt: skip
+        while time.monotonic() < self.end:
+            kind = self.rng.choice(kinds)
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await kind()
+            except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                self.wrong.append(f"{kind.__name__}: {error!r}")
+            self.done[kind.__name__] += 1
+
+    async def _watch_health(self) -> None:
+        while time.monotonic() < self.end:
+            status, _, body = await self.ask("GET", "/health")
+            if status != 200 or json.loads(body)["status"] != "ready":
+                self.wrong.append(f"health: {status} {body!r}")
+            self.done["health"] += 1
+            await asyncio.sleep(0.25)
+
+    # -- what clients do ------------------------------------------------------------------------------------------------
+    async def same(self) -> None:
+        """A whole answer, which must be the offline one."""
+        job = self.rng.choice(self.spec["jobs"])
+        status, _, body = await self.post("/v1/completions", job["body"])
+        if status == 200 and (text := json.loads(body)["choices"][0]["text"]) != job["text"]:
+            self.wrong.append(f"another answer: {text!r}, not {job['text']!r}")
+        self.expect("same", status, FINE)
+
+    async def streamed(self) -> None:
+        """The same answers in pieces."""
+        job = self.rng.choice(self.spec["jobs"])
+        status, _, body = await self.post("/v1/completions", {**job["body"], "stream": True})
+        if status == 200:
+            lines = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+            text = "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
+            if text != job["text"] or lines[-1] != "[DONE]":
+                self.wrong.append(f"another stream: {text!r}, not {job['text']!r}")
+        self.expect("streamed", status, FINE)
+
+    async def chat(self) -> None:
+        more = self.rng.choice([{}, {"n": 3}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["e"]}, {"stream": True}])
+        words = " ".join(self.rng.choices(["mill", "stream", "stone", "wheel"], k=self.rng.randint(1, 40)))
+        body = {
+            "model": self.spec["model"],
+            "messages": [{"role": "user", "content": words}],
+            "max_tokens": self.rng.randint(1, 40),
+        }
+        status, _, _ = await self.post("/v1/chat/completions", {**body, **more, "seed": self.rng.randrange(1000)})
+        self.expect("chat", status, FINE)
+
+    async def leave(self) -> None:
+        """Go in the middle of a stream."""
+        body = {"model": self.spec["model"], "prompt": "The mill", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        reader, writer = await self.open("POST", "/v1/completions", json.dumps(body).encode())
+        await reader.read(self.rng.randint(1, 2000))
+        self.close(writer)
+
+    async def leave_early(self) -> None:
+        """Go in the middle of the request, or before a whole answer."""
+        body = json.dumps({"model": self.spec["model"], "prompt": "The mill", "max_tokens": 100}).encode()
+        reader, writer = await self.open("POST", "/v1/completions", body, cut=self.rng.choice([1, 20, len(body)]))
+        await asyncio.sleep(self.rng.random() * 0.1)
+        self.close(writer)
+
+    async def slow(self) -> None:
+        """Read a stream slowly, with a small window."""
+        body = {
+            "model": self.spec["model"],
+            "prompt": "The mill",
+            "max_tokens": 60,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 5,
+        }
+        reader, writer = await self.open("POST", "/v1/completions", json.dumps(body).encode(), window=4096)
+        for _ in range(self.rng.randint(5, 30)):
+            if not await reader.read(256):
+                break
+            await asyncio.sleep(0.02)
+        self.close(writer)
+
+    async def bad(self) -> None:
+        name = self.rng.choice(list(BAD))
+        body, statuses = BAD[name]
+        status, _, _ = await self.ask("POST", self.rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize"]), body)
+        self.expect(name, status, statuses)
+
+    async def bad_field(self) -> None:
+        field = self.rng.choice(FIELDS)
+        status, _, _ = await self.post(
+            "/v1/completions", {"model": self.spec["model"], "prompt": "a", "max_tokens": 2, **field}
+        )
+        self.expect(str(list(field)), status, {400, 404})
+
+    async def too_big(self) -> None:
+        """A body above the limit, announced and not."""
+        if self.rng.random() < 0.5:
+            status, _, _ = await self.ask("POST", "/v1/completions", b" " * BIG)
+        else:
+            status, _, _ = await self.ask(
+                "POST", "/v1/completions", b"", headers=f"Content-Length: {BIG * 100}\r\n", plain=True
+            )
+        self.expect("too big", status, {413, 408})
+
+    async def odd_path(self) -> None:
+        method, path = self.rng.choice([("GET", "/../../etc/passwd"), ("DELETE", "/v1/models"), ("GET", "/page/x"), ("PATCH", "/"),
+                                        ("GET", "/" + "a" * 2000), ("GET", "/v1/models/other")])  # fmt: skip
+        status, _, _ = await self.ask(method, path)
+        self.expect(f"{method} {path[:30]}", status, {404, 405, 415})
+
+    async def small(self) -> None:
+        status, _, _ = await self.ask("GET", self.rng.choice(["/metrics", "/v1/models", "/", "/page/main.js"]))
+        self.expect("get", status, FINE)
+        status, _, _ = await self.post("/page/render", {"text": "# a\n" + "*b* " * self.rng.randint(0, 500)})
+        self.expect("render", status, FINE)
+        status, _, _ = await self.post("/tokenize", {"prompt": "The mill stands " * self.rng.randint(1, 50)})
+        self.expect("tokenize", status, FINE)
+
+    # -- how ------------------------------------------------------------------------------------------------------------
+    def expect(self, what: str, status: int, statuses: set[int]) -> None:
+        self.statuses[f"{what}: {status}"] += 1
+        if status not in statuses | BUSY:
+            self.wrong.append(f"{what}: {status}")
+
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, str, bytes]:
+        return await self.ask("POST", path, json.dumps(body).encode())
+
+    async def ask(self, method: str, path: str, body: bytes | None = None, **more: Any) -> tuple[int, str, bytes]:
+        """Status, head and body of the answer."""
+        reader, writer = await self.open(method, path, body, **more)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            data = await reader.read()
+        finally:
+            self.close(writer)
+        status = int(head.split()[1])
+        if status in BUSY and "retry-after:" not in head:
+            self.wrong.append(f"{path}: {status} without Retry-After")
+        return status, head, unchunked(data) if "chunked" in head else data
+
+    async def open(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: str = "",
+        plain: bool = False,
+        window: int = 0,
+        cut: int | None = None,
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a request, or the first `cut` bytes of its body."""
+        sock = socket.socket()
+        if window:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.spec["port"]))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=window or 1 << 20)
+        if body is not None:
+            headers += "Content-Type: application/json\r\n" + ("" if plain else f"Content-Length: {len(body)}\r\n")
+        writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n".encode())
+        writer.write((body or b"")[:cut])
+        return reader, writer
+
+    @staticmethod
+    def close(writer: asyncio.StreamWriter) -> None:
+        transport = writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+def unchunked(data: bytes) -> bytes:
+    parts = []
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        parts.append(data[: int(size, 16)])
+        data = data[int(size, 16) + 2 :]
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(Clients(json.loads(sys.argv[1])).run())))
