@@ -10,13 +10,14 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run test test-weights test-slow test-peers bench lint format native clean
+.PHONY: help run test test-weights test-slow test-peers soak bench lint format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
 	@echo "make test           the tests, about three minutes; those without their model or data say so"
 	@echo "make test-weights   only the tests on real weights"
 	@echo "make test-slow      the long ones"
+	@echo "make soak           the server under mixed traffic for 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
 	@echo "make bench          tokens per second, load time and memory of $(MODEL) on this machine"
 	@echo "make lint           ruff, mypy, clang-format; make format puts right what they can"
@@ -34,6 +35,9 @@ test-weights: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m slow
+
+soak: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -s -m slow tests/server/test_soak.py
 
 test-peers: $(VENV)/.peers
 	$(VENV)/bin/python -m pytest -m peers

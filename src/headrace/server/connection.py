@@ -8,6 +8,33 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
+class Joined:
+    """A transport that sends what is written in one turn of the event loop in one piece: of a streamed answer several events,
+    its last one and the end. Everything else is the transport's own."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts and not self._transport.is_closing():
+            self._transport.write(b"".join(self._parts))
+        self._parts.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(H11Protocol):
     """Closes a connection whose next request does not arrive whole within `head_seconds` of its first byte, or, for the
     first request, of connecting (slow loris), and one whose client leaves what was sent unread for `send_seconds`."""
@@ -18,7 +45,7 @@ class Connection(H11Protocol):
     _reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(Joined(transport, self.loop))  # type: ignore[arg-type]
         self._start()
 
     def data_received(self, data: bytes) -> None:
