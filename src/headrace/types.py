@@ -22,6 +22,9 @@ class Draft(msgspec.Struct):
     parents: list[int]  # index of the parent node, -1 = the last known token
     required: bool = False  # a required draft waits for budget and blocks, an optional one is dropped
     q: list[list[float]] | None = None  # the drafter's distribution at each node, for the rejection rule
+    drafter: str = ""  # who proposes it
+    trust: int = 0  # how sure the drafter is, by its own measure; drafts of equal trust are counted together
+    heard: bool = False  # the drafter wants to know what the target draws after each node
 
 
 class Child(msgspec.Struct):
