@@ -175,21 +175,20 @@ class Engine:
                 work.feed.wants = self._wants(work.request, work.seq, work.last)
                 if work.seq.constraint is not None and work.last and work.feed.wants:
                     work.feed.masks = work.seq.constraint.masks(work.feed.nodes, work.feed.parents)
+            flight.began = self._clock()
             flight.ticket = self.executor.submit(flight.plan)
             self._flights.append(flight)
 
     def _propose(self) -> None:
         """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it."""
         for request in self.scheduler.requests:
-            if request.in_flight:
-                continue
-            if isinstance(request.strategy, Drafting):
+            if isinstance(request.strategy, Drafting) and not request.in_flight:
                 for seq in request.seqs:
                     seq.draft = request.strategy.draft(request, seq)
-            elif request.speculates:
-                assert self.speculation is not None
-                for seq in request.seqs:
-                    seq.draft = self.speculation.draft(request, seq) if seq.pending == 1 else None
+        if self.speculation is not None:
+            idle = [request for request in self.scheduler.running if not request.in_flight]
+            decoding = [(request, seq) for request in idle for seq in request.seqs if seq.pending == 1]
+            self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding))
 
     def _fill(self, speculation: Speculation, flight: Flight) -> None:
         """Let a model that drafts say which tokens the drafts are that found room."""
@@ -211,6 +210,8 @@ class Engine:
         scores = request.params.prompt_logprobs
         want = request.strategy.want(request, seq) if last else None
         wants = () if want is None else (want,)
+        if last and seq.draft is not None and seq.draft.heard:
+            wants = (*wants, Want(rows="nodes", child=seq.index))
         if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
             return (Want(rows="all", kind="score", logprobs=scores), *wants)
         return wants
@@ -224,6 +225,8 @@ class Engine:
             for request in {work.request: None for work in flight.works}:
                 request.error = f"the step failed: {error}"
         self.scheduler.land(flight)
+        if self.speculation is not None and output is not None and self.executor.depth == 1:
+            self.speculation.took(flight.plan, self._clock() - flight.began)
         return output
 
     def _caught_up(self, flight: Flight, output: StepOutput) -> list[tuple[Request, list[tuple[Sequence, FeedOutput]]]]:
@@ -256,7 +259,7 @@ class Engine:
             return
         now = self._clock()
         heirs: list[tuple[Sequence, list[Sequence]]] = []
-        for (parent, _), children in zip(outputs, families, strict=True):
+        for (parent, out), children in zip(outputs, families, strict=True):
             seqs = [parent] if len(children) == 1 else [_clone(parent, next(self._ids)) for _ in children]
             draft, length = parent.draft, len(parent.tokens)
             for seq, child in zip(seqs, children, strict=True):
@@ -264,7 +267,8 @@ class Engine:
                 if seq.constraint is not None and seq.constraint.error:
                     request.error = seq.constraint.error
             if draft is not None and seqs == [parent]:
-                self._settle(request, parent, length, children[0].path)
+                out.path = list(children[0].path)  # the strategy may have walked by itself
+                self._settle(request, parent, length, out)
             request.finished += [seq for seq in seqs if seq.finish_reason is not None]
             if seqs != [parent] or parent.finish_reason is not None:  # else it goes on as it is
                 heirs.append((parent, [seq for seq in seqs if seq.finish_reason is None]))
@@ -287,14 +291,15 @@ class Engine:
         if request.strategy.streams:
             self._outbox.append(delta)
 
-    def _settle(self, request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
+    def _settle(self, request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
         """The draft below `length` known tokens was verified: its path is kept, and the drafter learns what became of it."""
         draft, seq.draft = seq.draft, None
         assert draft is not None
         if seq.finish_reason is None:
-            self.scheduler.accept(seq, length, path)
-        if not draft.required:
-            request.metrics.accepted += min(len(path), len(seq.tokens) - length)
+            self.scheduler.accept(seq, length, tuple(out.path))
+        if not draft.required and self.speculation is not None:
+            request.metrics.accepted += min(len(out.path), len(seq.tokens) - length)
+            self.speculation.observe(request, seq, draft, out)
 
     def _sweep(self, flight: Flight) -> None:
         """End what was aborted or has failed."""
@@ -308,6 +313,8 @@ class Engine:
         self.scheduler.finish(request)
         del self.requests[request.id]
         request.metrics.finished = self._clock()
+        if self.speculation is not None:
+            self.speculation.end(request)
         if request.strategy.streams:
             self._outbox += [self._close(request, seq, reason or "stop") for seq in open_seqs]
         elif reason is None:

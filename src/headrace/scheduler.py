@@ -32,6 +32,7 @@ class Flight:
     works: list[Work] = field(default_factory=list)
     promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
     ticket: Any = None
+    began: float = 0.0  # when it was submitted
 
 
 class Scheduler:

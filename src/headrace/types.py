@@ -66,7 +66,7 @@ class Sequence:
     state: Any = None  # the strategy's state
     constraint: Any = None  # where it stands in its grammar; None where its output is free
     logprobs: list["TokenLogprob"] = field(default_factory=list)  # of the output, where a strategy gives results at the end
-    drafting: Any = None  # the drafter's state, rebuilt where it is None
+    drafting: dict[str, Any] = field(default_factory=dict)  # what each drafter remembers
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -55,7 +55,7 @@ def both(make: Make, asks: Asks, seed: int = 0, **settings: Any) -> tuple[list[R
     """The same requests without drafts and with trees around what came out then."""
     plain = play(make(budget=256, blocks=256), asks)
     answers = {(tuple(request.prompt), request.seed, seq.index): seq.output for request in plain for seq in request.finished}
-    speculation = Speculation(Replaying(answers, VOCAB, seed), max_model_len=256)
+    speculation = Speculation([Replaying(answers, VOCAB, seed)], max_model_len=256, gamma=8)
     return plain, play(make(speculation=speculation, **settings), asks)
 
 
@@ -76,7 +76,7 @@ def test_log_probabilities_come_with_accepted_tokens(make: Make) -> None:
     heard: list[list[Any]] = []
     for mode in ("raw", "processed"):
         params = SamplingParams(temperature=0.9, top_k=20, seed=2, max_tokens=16, logprobs=2, logprobs_mode=mode)
-        for speculation in (None, Speculation(Replaying(_answer(make, prompt, params), VOCAB), 256)):
+        for speculation in (None, Speculation([Replaying(_answer(make, prompt, params), VOCAB)], 256, gamma=8)):
             engine = make(speculation=speculation)
             engine.add(prompt, params)
             heard.append([entry for _ in range(100) for delta in engine.step() for entry in delta.logprobs])
@@ -125,7 +125,7 @@ def test_siblings_and_beams_in_one_batch(make: Make) -> None:
     answers: dict[Any, list[int]] = {}
     results = []
     for settings in ({"blocks": 256}, {"blocks": 48, "budget": 20}):
-        speculation = Speculation(Replaying(answers, VOCAB), 256) if answers else None
+        speculation = Speculation([Replaying(answers, VOCAB)], 256, gamma=8) if answers else None
         engine = make(speculation=speculation, **settings)
         texts: dict[tuple[int, int], list[int]] = {}
         requests = [engine.add(prompt, params, request_id=str(i), **more) for i, (prompt, params, more) in enumerate(asks)]

@@ -10,7 +10,7 @@ from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
 from headrace.params import SamplingParams
-from headrace.types import Feed, Request, RequestMetrics, Sequence, StepOutput, StepPlan
+from headrace.types import Feed, FeedOutput, Request, RequestMetrics, Sequence, StepOutput, StepPlan
 from tests.property.drafters import Chain, Guessing
 from tests.property.test_engine import assert_reference, run
 
@@ -19,7 +19,7 @@ DRAFTERS = {"trees": Guessing, "chains": Chain}
 
 
 def speculation(kind: str, seed: int) -> Callable[[], Speculation]:
-    return lambda: Speculation(DRAFTERS[kind](seed), max_model_len=256, gamma=6)
+    return lambda: Speculation([DRAFTERS[kind](seed)], max_model_len=256, gamma=6)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -38,7 +38,8 @@ def test_the_loads_do_what_they_are_for() -> None:
         requests: list = []
 
         def watch(engine: Engine, requests: list = requests) -> None:
-            add, submit, draft = engine.add, engine.executor.submit, engine.speculation.draft
+            (drafter,) = engine.speculation.drafters
+            add, submit, draft = engine.add, engine.executor.submit, drafter.draft
             engine.add = lambda *a, **k: requests.append(add(*a, **k))  # type: ignore[method-assign]
             proposed: dict[int, int] = {}
 
@@ -52,7 +53,7 @@ def test_the_loads_do_what_they_are_for() -> None:
                 seen["cut"] += sum(0 < len(feed.nodes) < proposed.get(feed.slot, 0) for feed in plan.feeds)
                 return submit(plan)
 
-            engine.speculation.draft = drafting  # type: ignore[method-assign]
+            drafter.draft = drafting  # type: ignore[method-assign]
             engine.executor.submit = counting  # type: ignore[method-assign, assignment]
 
         _, _, engine = run(seed, watch, check=False, speculation=speculation("trees", seed))
@@ -81,7 +82,7 @@ def outcome(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[
 def test_drafts_save_steps() -> None:
     """A drafter that is always right: a step gives as many tokens as were drafted, and one."""
     params = SamplingParams(max_tokens=40, seed=1)
-    tokens, metrics = outcome(small_engine(Speculation(Chain(0, truth=1.0), 256, gamma=4)), [1, 2, 3], params)
+    tokens, metrics = outcome(small_engine(Speculation([Chain(0, truth=1.0)], 256, gamma=4)), [1, 2, 3], params)
     assert tokens == reference([1, 2, 3], 1, 0, 40, frozenset())
     assert (metrics.steps, metrics.drafted, metrics.accepted) == (9, 31, 31)  # one token with the prompt, then 7 * 5 and 4
 
@@ -91,7 +92,7 @@ def test_what_a_draft_left_behind_is_not_found_again(broken: bool) -> None:
     """A conversation goes on where an answer ended, in the middle of a block that rejected nodes were written to."""
     wrong = 0
     for seed in range(12):
-        engine = small_engine(Speculation(Guessing(seed, truth=0.6), 256, gamma=6))
+        engine = small_engine(Speculation([Guessing(seed, truth=0.6)], 256, gamma=6))
         if broken:
             publish_what_was_written(engine)
         prompt = [seed, 2, 3]
@@ -107,8 +108,8 @@ def publish_what_was_written(engine: Engine) -> None:
     """Blocks are offered as soon as nodes were written to them, under the tokens that came out in place of the draft's."""
     settle = engine._settle
 
-    def publish(request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
-        settle(request, seq, length, path)
+    def publish(request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
+        settle(request, seq, length, out)
         computed, seq.computed = seq.computed, [min(len(seq.tokens), len(seq.tables[0]) * engine.blocks.block_size)]
         engine.blocks.publish(seq)
         seq.computed = computed

@@ -12,7 +12,7 @@ Filled = Callable[[Sequence, int, int], None]  # a KV group of a sequence is new
 class Drafter(Protocol):
     """Proposes drafts. It can be wrong at no cost but time: what it proposes never changes what comes out.
 
-    What it remembers of a sequence is in `seq.drafting`; None where the sequence is new, a fork, or nobody drafted yet.
+    What it remembers of a sequence is in `seq.drafting[name]`; nothing is there where the sequence is new, or a fork.
     """
 
     name: str
@@ -36,3 +36,18 @@ class Fills(Protocol):
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """Put tokens into these works' drafts and feeds, as many as there is room for or fewer. Slots, tables and pools are
         as the target's step will find them."""
+
+
+@runtime_checkable
+class Observes(Protocol):
+    """A drafter that learns from what the target answered: its drafts are `heard`."""
+
+    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+        """A draft of its own was verified: `out.path` was accepted, `out.nodes` say what the target drew after each node."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A drafter that learns from outputs that have ended."""
+
+    def remember(self, request: Request, seq: Sequence) -> None: ...

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 WORTH = 1.03  # a gain below this is not sought: it could be noise
+FRESH, FORGET = 64, 512  # steps after which a plain step is measured again, and any other forgotten
 GUESS = 0.2  # what one more row is thought to cost, in plain steps, until it has been measured
 
 
@@ -28,12 +29,24 @@ def best_gamma(alpha: float, c: float, most: int = 64) -> tuple[int, float]:
 class Costs:
     """Seconds of a step by its rows, and of a draft step by its sequences: running averages of what was measured here."""
 
-    keep: float = 0.9
+    keep: float = 0.8
     steps: dict[int, float] = field(default_factory=dict)
     drafts: dict[int, float] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)  # rows -> when that was measured last
+    _now: int = 0
 
     def step_took(self, rows: int, seconds: float) -> None:
+        """What is long past may have been an accident, so it is forgotten and tried again."""
+        self._now += 1
         _average(self.steps, rows, seconds, self.keep)
+        self._seen[rows] = self._now
+        old = min(self._seen, key=self._seen.__getitem__)
+        if self._now - self._seen[old] > FORGET:
+            del self._seen[old], self.steps[old]
+
+    def stale(self, rows: int) -> bool:
+        """Whether a step over `rows` should be measured again."""
+        return self._now - self._seen.get(rows, -FRESH) >= FRESH
 
     def draft_took(self, sequences: int, seconds: float) -> None:
         _average(self.drafts, sequences, seconds, self.keep)
@@ -120,8 +133,8 @@ def choose(choices: list[Choice], plain: int, costs: Costs) -> None:
     Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k.
     """
     base = costs.step(plain)
-    if base is None or not choices:
-        return  # nothing was measured yet: plain steps come first
+    if base is None or costs.stale(plain) or not choices:
+        return  # a plain step, to be measured
     tokens, rows, deepest = float(plain), plain, 0
     best, kept = plain / base, [0] * len(choices)
     reach = [0] * len(choices)

@@ -21,7 +21,7 @@ class Jacobi:
         self.width = width
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        guess = seq.drafting if isinstance(seq.drafting, list) else []
+        guess = seq.drafting.get(self.name, [])
         width = min(self.width, most)
         guess = [*guess[:width], *_noise(request, seq, width - len(guess))]
         return Draft(guess, list(range(-1, width - 1)), drafter=self.name, heard=True)
@@ -29,7 +29,7 @@ class Jacobi:
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """What was answered behind the accepted nodes is the next guess; the first of it is already a token."""
         answers = [token for node in out.nodes for token in node.tokens[:1]]
-        seq.drafting = answers[len(out.path) :]
+        seq.drafting[self.name] = answers[len(out.path) :]
 
 
 @dataclass(slots=True)
@@ -81,12 +81,9 @@ class Lookahead:
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """Collect what each trajectory has passed through, and move the window past the tokens that came out."""
-        window = seq.drafting
-        if not isinstance(window, Window):
-            return
-        if len(window.tips) < self.width or not out.nodes or window.tips[-1] >= len(out.nodes):
-            seq.drafting = None  # it was cut short
-            return
+        window: Window = seq.drafting[self.name]
+        if len(window.tips) < self.width or window.tips[-1] >= len(out.nodes):
+            return  # it was cut short
         answers = [out.nodes[tip].tokens[0] for tip in window.tips]
         for column, answer in enumerate(answers):
             self._collect(window, (*(level[column] for level in window.levels), answer))
@@ -95,9 +92,10 @@ class Lookahead:
         window.levels = [[*level[shift:], *_noise(request, seq, min(shift, self.width))][: self.width] for level in moved]
 
     def _window(self, request: Request, seq: Sequence) -> Window:
-        if not isinstance(seq.drafting, Window):
-            seq.drafting = Window([_noise(request, seq, self.width, level) for level in range(self.length - 1)])
-        window: Window = seq.drafting
+        if self.name not in seq.drafting:
+            levels = [_noise(request, seq, self.width, level) for level in range(self.length - 1)]
+            seq.drafting[self.name] = Window(levels)
+        window: Window = seq.drafting[self.name]
         return window
 
     def _collect(self, window: Window, ngram: tuple[int, ...]) -> None:

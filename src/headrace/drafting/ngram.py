@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same few tokens before (card F5; Saxena 2023). Free where text is copied, useless elsewhere."""
+"""Prompt lookup: what followed the same few tokens before (card F5; Saxena 2023). It pays where text is copied."""
 
 from headrace.types import Draft, Request, Sequence
 
@@ -26,7 +26,7 @@ class Ngrams:
 
 
 class PromptLookup:
-    """Proposes what followed the last `longest` (or fewer, down to `shortest`) tokens where they came last in prompt or output."""
+    """Proposes what followed the last `longest` tokens (or fewer, down to `shortest`) when they came before."""
 
     name = "ngram"
 
@@ -35,9 +35,8 @@ class PromptLookup:
         self.shortest = shortest
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        if not isinstance(seq.drafting, Ngrams):
-            seq.drafting = Ngrams(self.longest)
-        at, length = seq.drafting.find(seq.tokens)
+        known = seq.drafting.setdefault(self.name, Ngrams(self.longest))
+        at, length = known.find(seq.tokens)
         if length < self.shortest or length == 0:
             return None
         tokens = seq.tokens[at : at + most]

@@ -1,46 +1,155 @@
 """Speculation as the engine sees it: who drafts for which sequence, and how far."""
 
-from headrace.drafting.base import Drafter, Fed, Filled, Fills, Run
-from headrace.types import MAX_NODES, Draft, Request, Sequence
+import time
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Remembers, Run
+from headrace.drafting.controller import Acceptance, Choice, Costs, choose
+from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
+
+MOST = 8  # the longest chain, unless told otherwise: what lies further is seldom reached
+
+
+@dataclass(slots=True)
+class Proposal:
+    """The best draft that anyone has for a sequence, before it is decided how much of it is verified."""
+
+    request: Request
+    seq: Sequence
+    draft: Draft
+    choice: Choice
+
+
+@dataclass(slots=True)
+class Shadow:
+    """A proposal that was not verified: the tokens that come will say whether it was right."""
+
+    length: int  # of the sequence when it was made
+    token: int
+    kind: tuple[str, int]
 
 
 class Speculation:
-    """Asks a drafter for each sequence that may carry a draft."""
+    """Asks drafters for each sequence that may carry a draft, and decides which of the drafts are worth their rows.
 
-    def __init__(self, drafter: Drafter, max_model_len: int, gamma: int = 8) -> None:
-        self.drafter = drafter
+    With `gamma` every draft is verified, up to so many tokens deep; without, what was measured decides, and 0 is a choice.
+    """
+
+    def __init__(self, drafters: Many[Drafter], max_model_len: int, gamma: int | None = None) -> None:
+        self.drafters = tuple(drafters)
         self.max_model_len = max_model_len
         self.gamma = gamma
+        self.costs = Costs()
+        self.acceptance = Acceptance()
+        self._shadows: dict[int, Shadow] = {}  # by sequence
 
     def serves(self, request: Request) -> bool:
         """Whether a request's sequences may carry drafts: its strategy can verify them, and no processor must see every
         token in order."""
         return bool(request.strategy.speculates) and all(processor.scope != "stateful" for processor in request.processors)
 
-    def draft(self, request: Request, seq: Sequence) -> Draft | None:
-        """What the next step verifies. The step adds a token of its own, so a draft ends one before the output must."""
+    def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
+        """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
+        made = [proposal for request, seq in seqs if (proposal := self._best(request, seq)) is not None]
+        if self.gamma is None:
+            choose([proposal.choice for proposal in made], plain, self.costs)
+        for proposal in made:
+            self._decide(proposal)
+
+    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
+        """These works' drafts have their room: drafters that run a model now say of which tokens they are."""
+        for drafter in self.drafters:
+            mine = [work for work in works if work.seq.draft is not None and work.seq.draft.drafter == drafter.name]
+            if not mine or not isinstance(drafter, Fills):
+                continue
+            began = time.perf_counter()
+            drafter.fill(mine, run, filled)
+            made = [work.seq.draft for work in mine if work.seq.draft is not None]
+            for draft in made:
+                draft.drafter = drafter.name
+            longest = max([len(draft.tokens) for draft in made], default=1)
+            self.costs.draft_took(len(mine), (time.perf_counter() - began) / longest)
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long; those with prompts in them say nothing of verification."""
+        if all(feed.count == 1 for feed in plan.feeds):
+            self.costs.step_took(plan.num_tokens, seconds)
+
+    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+        """A draft of this sequence was verified."""
+        chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
+        drafted = len(draft.tokens) if chain else max(len(out.path), 1)
+        self.acceptance.heard(request.id, (draft.drafter, draft.trust), len(out.path), drafted)
+        for drafter in self.drafters:
+            if drafter.name == draft.drafter and isinstance(drafter, Observes):
+                drafter.observe(request, seq, draft, out)
+
+    def end(self, request: Request) -> None:
+        """A request is over: what its outputs were may help the next."""
+        self.acceptance.forget(request.id)
+        for seq in request.finished:
+            self._shadows.pop(seq.id, None)
+            for drafter in self.drafters:
+                if isinstance(drafter, Remembers):
+                    drafter.remember(request, seq)
+
+    def _room(self, request: Request, seq: Sequence) -> int:
+        """How deep a draft may be: the step adds a token of its own, so it ends one before the output must."""
         drawn = len(seq.tokens) - seq.prompt_len
         if drawn == 0 and request.width > 1:  # the prompt's sequence becomes several: none can follow a draft
-            return None
+            return 0
         left = self.max_model_len - len(seq.tokens)
         if request.params.max_tokens is not None:
             left = min(left, request.params.max_tokens - drawn)
-        most = min(self.gamma, left - 1, MAX_NODES)
-        draft = self.drafter.draft(request, seq, most) if most > 0 else None
-        if draft is not None and seq.constraint is not None:
-            draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
-        return draft
+        return min(MOST if self.gamma is None else self.gamma, left - 1, MAX_NODES)
 
-    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
-        """The drafts of these works have their room: a drafter that runs a model now fills them."""
-        if works and isinstance(self.drafter, Fills):
-            self.drafter.fill(works, run, filled)
+    def _best(self, request: Request, seq: Sequence) -> Proposal | None:
+        """Of all drafters' proposals the one that is believed most, with a model's only where nobody else has any."""
+        self._settle_shadow(request, seq)
+        seq.draft = None
+        if (most := self._room(request, seq)) <= 0:
+            return None
+        best: Proposal | None = None
+        for drafter in self.drafters:
+            draft = drafter.draft(request, seq, most)
+            model = isinstance(drafter, Fills)
+            if draft is not None and seq.constraint is not None and not model:
+                draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
+            if draft is None:
+                continue
+            draft.drafter = draft.drafter or drafter.name
+            alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.trust))
+            if best is None or alpha > best.choice.alpha:
+                best = Proposal(request, seq, draft, Choice(alpha, min(len(draft.tokens), most), model))
+        return best
+
+    def _decide(self, proposal: Proposal) -> None:
+        draft, seq = proposal.draft, proposal.seq
+        if self.gamma is not None:
+            seq.draft = draft
+            return
+        gamma = proposal.choice.gamma
+        if gamma == 0 and not proposal.choice.model:
+            self._shadows[seq.id] = Shadow(len(seq.tokens), draft.tokens[0], (draft.drafter, draft.trust))
+        if gamma > 0:
+            del draft.tokens[gamma:], draft.parents[gamma:]
+            seq.draft = draft
+
+    def _settle_shadow(self, request: Request, seq: Sequence) -> None:
+        """Learn from a proposal that nobody paid for."""
+        shadow = self._shadows.pop(seq.id, None)
+        if shadow is not None and len(seq.tokens) > shadow.length:
+            right = seq.tokens[shadow.length] == shadow.token
+            self.acceptance.heard(request.id, shadow.kind, int(right), 1)
 
 
 def prune(draft: Draft, fits: list[bool]) -> Draft | None:
     """The nodes that fit; where one does not, nothing below it does. None: nothing is left."""
     kept = [node for node, fit in enumerate(fits) if fit]
+    if len(kept) == len(fits):
+        return draft
     place = {node: at for at, node in enumerate(kept)} | {-1: -1}
     tokens, parents = [draft.tokens[node] for node in kept], [place[draft.parents[node]] for node in kept]
     q = None if draft.q is None else [draft.q[node] for node in kept]
-    return Draft(tokens, parents, draft.required, q) if kept else None
+    return Draft(tokens, parents, draft.required, q, draft.drafter, draft.trust, draft.heard) if kept else None

@@ -70,7 +70,7 @@ class SuffixAutomaton:
         return found
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """From the longest end of another text that occurs here (its state, its length) to that of the text with one more token."""
+        """From the longest end of another text that occurs here (its state and length) to that with one more token."""
         while state > 0 and length <= self._length[self._link[state]]:  # the state was split since
             state = self._link[state]
         while state > 0 and token not in self._next[state]:
@@ -123,9 +123,9 @@ class SuffixTree:
         return found
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        past, reading = self.past(request.salt), seq.drafting
-        if not isinstance(reading, Reading) or reading.past is not past:
-            reading = seq.drafting = Reading(past)
+        past, reading = self.past(request.salt), seq.drafting.get(self.name)
+        if reading is None or reading.past is not past:
+            reading = seq.drafting[self.name] = Reading(past)
         reading.read(seq.tokens)
         place, length = reading.own.repeated()
         text = reading.own.text
@@ -138,8 +138,8 @@ class SuffixTree:
             tokens = tokens[: tokens.index(SEPARATOR)]
         return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, trust=length) if tokens else None
 
-    def end(self, request: Request, seq: Sequence) -> None:
-        """Remember an output that has ended."""
+    def remember(self, request: Request, seq: Sequence) -> None:
+        """Keep an output that has ended."""
         past, half = self.past(request.salt), self.memory // 2
         if len(past.text) + len(seq.tokens) >= self.memory:
             kept = past.text[-half:]

@@ -1,0 +1,194 @@
+"""The drafters that need no model: what they find, against brute force, and that they forget."""
+
+import random
+
+import pytest
+
+from headrace.drafting.lookahead import Jacobi, Lookahead
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.suffix import SEPARATOR, SuffixAutomaton, SuffixTree
+from headrace.ops.trees import paths
+from headrace.params import SamplingParams
+from headrace.types import Draft, FeedOutput, Request, Sequence
+
+
+def sequence(tokens: list[int]) -> tuple[Request, Sequence]:
+    request = Request(id="r", prompt=tokens, params=SamplingParams(), seed=1, strategy=None, arrival=0)
+    return request, Sequence(id=0, index=0, tokens=list(tokens), prompt_len=len(tokens))
+
+
+def texts() -> list[list[int]]:
+    rng = random.Random(4)
+    made = [[rng.randrange(letters) for _ in range(length)] for letters in (2, 3, 8) for length in (1, 2, 5, 40, 120)]
+    return [*made, [1] * 30, [1, 2] * 20, list(range(20))]
+
+
+def longest_repeat(text: list[int]) -> int:
+    """The length of the longest end of the text that also ends earlier."""
+    earlier = range(1, len(text))
+    return max(
+        (n for n in range(len(text)) for end in earlier if end >= n and text[end - n : end] == text[len(text) - n :]), default=0
+    )
+
+
+@pytest.mark.parametrize("text", texts(), ids=lambda text: str(len(text)))
+def test_prompt_lookup_finds_the_latest_occurrence_of_the_longest_end(text: list[int]) -> None:
+    request, seq = sequence(text[:1])
+    drafter = PromptLookup(longest=3)
+    for end in range(1, len(text) + 1):  # as it grows
+        seq.tokens = text[:end]
+        draft = drafter.draft(request, seq, 4)
+        length = min(3, longest_repeat(seq.tokens))
+        if length == 0:
+            assert draft is None
+            continue
+        places = [at for at in range(length, end) if text[at - length : at] == text[end - length : end]]
+        assert draft is not None
+        assert (draft.tokens, draft.trust) == (text[places[-1] : min(places[-1] + 4, end)], length)
+        assert draft.parents == list(range(-1, len(draft.tokens) - 1))
+
+
+@pytest.mark.parametrize("text", texts(), ids=lambda text: str(len(text)))
+def test_the_automaton_finds_the_longest_end_that_came_before(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for end in range(1, len(text) + 1):
+        automaton.push(text[end - 1])
+        place, length = automaton.repeated()
+        assert length == longest_repeat(text[:end])
+        assert text[place - length : place] == text[end - length : end]
+        assert place < end or length == 0
+    assert automaton.states <= 2 * len(text)
+
+
+def test_another_text_is_followed_while_the_first_one_grows() -> None:
+    rng = random.Random(7)
+    past = [rng.randrange(3) for _ in range(200)]
+    other = [rng.randrange(3) for _ in range(150)]
+    automaton = SuffixAutomaton()
+    state = length = 0
+    for end in range(1, len(other) + 1):
+        if end <= 100:  # the automaton's states are split under the reader's feet
+            automaton.push(past[2 * end - 2])
+            automaton.push(past[2 * end - 1])
+        state, length = automaton.advance(state, length, other[end - 1])
+        known = past[: min(2 * end, 200)]
+        if end > 100:
+            best = max(n for n in range(end + 1) if _inside(other[end - n : end], known))
+            assert length == best
+        assert _inside(other[end - length : end], known)
+        assert known[automaton.ends[state] - length : automaton.ends[state]] == other[end - length : end]
+
+
+def _inside(part: list[int], whole: list[int]) -> bool:
+    return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
+
+
+def test_past_outputs_help_their_own_tenant_only() -> None:
+    drafter = SuffixTree()
+    request, seq = sequence([5, 6, 7, 8, 9, 10])
+    drafter.remember(request, seq)
+    again, other = sequence([1, 6, 7])
+    draft = drafter.draft(again, other, 8)
+    assert draft is not None
+    assert (draft.tokens, draft.trust) == ([8, 9, 10], 2)
+    again.salt = b"somebody else"
+    assert drafter.draft(again, sequence([1, 6, 7])[1], 8) is None
+
+
+def test_a_draft_is_as_long_as_its_match_allows_and_never_crosses_outputs() -> None:
+    drafter = SuffixTree(factor=1.5)
+    request, seq = sequence(list(range(50)))
+    drafter.remember(request, seq)
+    for match, most in ((2, 3), (4, 6), (20, 8)):
+        draft = drafter.draft(request, sequence([99, *range(10, 10 + match)])[1], 8)
+        assert draft is not None
+        assert draft.tokens == list(range(10 + match, 10 + match + most))
+    assert drafter.draft(request, sequence([99, 48, 49])[1], 8) is None, "nothing follows the end of an output"
+
+
+def test_memory_is_bounded() -> None:
+    drafter = SuffixTree(memory=1000)
+    rng = random.Random(1)
+    for _ in range(40):
+        request, seq = sequence([rng.randrange(50) for _ in range(rng.choice([10, 100, 5000]))])
+        drafter.remember(request, seq)
+        assert len(drafter.past(b"").text) <= 1000
+    assert drafter.past(b"").text[-1] == SEPARATOR
+    for tenant in range(40):
+        drafter.past(bytes([tenant]))
+    assert len(drafter._past) <= 16
+
+
+def test_the_lookahead_window_is_a_tree_in_which_each_trajectory_sees_its_own_history() -> None:
+    request, seq = sequence(list(range(40)))
+    drafter = Lookahead(width=4, length=4, guesses=2)
+    draft = drafter.draft(request, seq, 8)
+    assert draft is not None
+    window = seq.drafting["lookahead"]
+    seen = paths(draft.tokens, draft.parents)
+    for column, tip in enumerate(window.tips):
+        assert seen[tip] == [*window.levels[0][: column + 1], *(level[column] for level in window.levels[1:])]
+    assert len(draft.tokens) == 4 * 3
+
+
+def test_lookahead_collects_what_trajectories_passed_through() -> None:
+    request, seq = sequence(list(range(40)))
+    drafter = Lookahead(width=3, length=3, guesses=2)
+    draft = drafter.draft(request, seq, 8)
+    assert draft is not None
+    window = seq.drafting["lookahead"]
+    before = [list(level) for level in window.levels]
+    out = FeedOutput(nodes=[FeedOutput(tokens=[100 + node]) for node in range(len(draft.tokens))])
+    drafter.observe(request, seq, draft, out)
+    for column, tip in enumerate(window.tips):
+        assert (before[1][column], 100 + tip) in window.pool[before[0][column]]
+    assert window.levels == [before[1], [100 + tip for tip in window.tips]]
+    seq.tokens.append(before[0][1])
+    again = drafter.draft(request, seq, 8)
+    assert again is not None
+    latest = list(window.pool[before[0][1]])[-1]
+    assert tuple(again.tokens[:2]) == latest, "what begins with the last token is verified first"
+
+
+def test_the_pool_keeps_the_latest_guesses() -> None:
+    request, seq = sequence([1, 2])
+    drafter = Lookahead(width=2, length=3, guesses=2)
+    drafter.draft(request, seq, 8)
+    window = seq.drafting["lookahead"]
+    for follows in ((1, 1), (2, 2), (1, 1), (3, 3)):
+        drafter._collect(window, (9, *follows))
+    assert list(window.pool[9]) == [(1, 1), (3, 3)]
+
+
+@pytest.mark.parametrize(("width", "guesses"), [(0, 5), (5, 0)])
+def test_lookahead_without_a_window_or_without_guesses_is_plain_decoding(width: int, guesses: int) -> None:
+    request, seq = sequence([1, 2, 3])
+    assert Lookahead(width=width, guesses=guesses).draft(request, seq, 8) is None
+
+
+def test_lookahead_needs_its_nodes_to_fit_a_mask() -> None:
+    with pytest.raises(ValueError, match="64"):
+        Lookahead(width=10, length=5, guesses=10)
+
+
+def test_prompt_n_grams_are_an_option_of_lookahead() -> None:
+    """W24: lookahead's n-grams come from its trajectories; the prompt's are prompt lookup by another name."""
+    text = [1, 2, 3, 4, 5, 6, 1]
+    for from_prompt in (False, True):
+        request, seq = sequence(text)
+        draft = Lookahead(width=3, length=4, guesses=3, from_prompt=from_prompt).draft(request, seq, 8)
+        assert draft is not None
+        assert (draft.tokens[:3] == [2, 3, 4]) == from_prompt
+
+
+def test_jacobi_goes_on_with_the_answers_behind_what_was_accepted() -> None:
+    request, seq = sequence([1, 2, 3])
+    drafter = Jacobi(width=4)
+    draft = drafter.draft(request, seq, 8)
+    assert isinstance(draft, Draft)
+    assert len(draft.tokens) == 4
+    out = FeedOutput(path=[0], nodes=[FeedOutput(tokens=[10 + i]) for i in range(4)])
+    drafter.observe(request, seq, draft, out)
+    again = drafter.draft(request, seq, 3)
+    assert again is not None
+    assert again.tokens == [11, 12, 13]
