@@ -16,6 +16,7 @@ from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
 from headrace.drafting.base import Fed
 from headrace.drafting.speculation import Speculation
+from headrace.filing import clone, file_pooled, file_scores, pool_wants, result
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
 from headrace.runner.executor import Executor
@@ -206,7 +207,7 @@ class Engine:
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
         if request.pool:
-            return _pool_wants(request, last)
+            return pool_wants(request, last)
         scores = request.params.prompt_logprobs
         want = request.strategy.want(request, seq) if last else None
         wants = () if want is None else (want,)
@@ -236,11 +237,11 @@ class Engine:
             if out.error:
                 work.request.error = out.error
             if out.pooled:
-                _file_pooled(work.request, work.feed, out.pooled)
+                file_pooled(work.request, work.feed, out.pooled)
             if work.seq.constraint is not None and work.seq.constraint.error:
                 work.request.error = work.seq.constraint.error
             if work.request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
-                _file_scores(work.request, work.feed.start, out)
+                file_scores(work.request, work.feed.start, out)
             if work.last and not work.request.aborted and work.request.error is None:
                 groups.setdefault(work.request, []).append((work.seq, out))
         return list(groups.items())
@@ -260,7 +261,7 @@ class Engine:
         now = self._clock()
         heirs: list[tuple[Sequence, list[Sequence]]] = []
         for (parent, out), children in zip(outputs, families, strict=True):
-            seqs = [parent] if len(children) == 1 else [_clone(parent, next(self._ids)) for _ in children]
+            seqs = [parent] if len(children) == 1 else [clone(parent, next(self._ids)) for _ in children]
             draft, length = parent.draft, len(parent.tokens)
             for seq, child in zip(seqs, children, strict=True):
                 self._grow(request, parent, seq, child)
@@ -319,7 +320,7 @@ class Engine:
             self._outbox += [self._close(request, seq, reason or "stop") for seq in open_seqs]
         elif reason is None:
             ranked = enumerate(request.strategy.results(request))
-            self._outbox += [_result(request, seq, score, at) for at, (seq, score) in ranked]
+            self._outbox += [result(request, seq, score, at) for at, (seq, score) in ranked]
         mine = [delta for delta in self._outbox if delta.request_id == request.id]
         if not mine:
             mine = [Delta(request.id, 0, finish_reason=reason, error=request.error)]
@@ -343,53 +344,3 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError unless the cache's books are in order."""
         self.blocks.check(self.scheduler.held)
-
-
-def _clone(parent: Sequence, seq_id: int) -> Sequence:
-    """A sequence with the parent's tokens and text, and no blocks yet."""
-    return Sequence(
-        id=seq_id,
-        index=parent.index,
-        tokens=list(parent.tokens),
-        prompt_len=parent.prompt_len,
-        salt=parent.salt,
-        groups=parent.groups,
-        text=parent.text.copy() if parent.text is not None else None,
-        constraint=parent.constraint.copy() if parent.constraint is not None else None,
-    )
-
-
-def _result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
-    """A whole output at once."""
-    return Delta(
-        request.id,
-        at,
-        token_ids=seq.output,
-        text=seq.text.shown if seq.text is not None else "",
-        logprobs=seq.logprobs,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-        cumulative_logprob=seq.score,
-        score=score,
-    )
-
-
-def _pool_wants(request: Request, last: bool) -> tuple[Want, ...]:
-    """A mean takes every row once, chunk by chunk; preempted, it goes on where it was."""
-    if request.pool == "mean":
-        return (Want(rows="all", kind="pool", k=request.pooled_until),)
-    return (Want(rows=request.pool, kind="pool"),) if last else ()
-
-
-def _file_pooled(request: Request, feed: Feed, rows: list[float]) -> None:
-    request.pooled[:] = [a + b for a, b in zip(request.pooled, rows, strict=True)] if request.pooled else rows
-    request.pooled_until = max(request.pooled_until, feed.start + feed.count)
-
-
-def _file_scores(request: Request, start: int, out: FeedOutput) -> None:
-    """Row p scored token p + 1; the first token of a prompt has no score."""
-    if not request.prompt_logprobs:
-        request.prompt_logprobs.append(None)
-    for at, score in enumerate(out.scores, start + 1):
-        if at == len(request.prompt_logprobs) and at < len(request.prompt):
-            request.prompt_logprobs.append(score)

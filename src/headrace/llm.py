@@ -15,6 +15,7 @@ from headrace.decoding.base import Strategy
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
+from headrace.drafting.methods import speculation
 from headrace.engine import Engine
 from headrace.loading import Opened, open_companion, open_model, pick_device
 from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
@@ -56,8 +57,10 @@ class LLM:
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16,
     int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
     `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. `draft` and `amateur` name companions of
-    the same vocabulary: a model that drafts for speculation, and one that contrastive decoding is a contrast to. Raises
-    ValueErrors of one line that say what to change.
+    the same vocabulary: a model that drafts for speculation, and one that contrastive decoding is a contrast to. `speculate`
+    (auto, ngram, suffix, lookahead, jacobi, draft, None) drafts tokens that the model verifies together, which changes no output; auto
+    is prompt lookup on the native core, where that is certain to the bit. `draft_tokens` fixes how many at once; by default
+    what was measured decides. Raises ValueErrors of one line that say what to change.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class LLM:
         policy: str = "continuous",
         draft: str | Path | None = None,
         amateur: str | Path | None = None,
+        speculate: str | None = "auto",
+        draft_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.device = pick_device(device)
@@ -117,6 +122,13 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,
             groups=started.groups,
+            speculation=speculation(
+                speculate,
+                invariant=self.backend == "native",
+                max_model_len=self.memory_plan.max_model_len,
+                draft_tokens=draft_tokens,
+                companion=draft is not None,
+            ),
         )
         self._open: dict[str, tuple[RequestOutput, deque[Delta]]] = {}
         self._seeds = random.Random(seed) if seed is not None else None

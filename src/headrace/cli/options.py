@@ -85,6 +85,10 @@ class ModelOptions:
     quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
     draft: Annotated[str | None, _model("A smaller model of the same vocabulary that drafts for this one.")] = None
     amateur: Annotated[str | None, _model("A smaller model of the same vocabulary, for contrastive decoding.")] = None
+    speculate: Annotated[
+        str, _model("How tokens are drafted: auto, ngram, suffix, lookahead, jacobi, draft or off. The output stays the same.")
+    ] = "auto"
+    draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
 
     def check(self) -> None:
         """Raises typer.BadParameter for what no model can be opened with."""

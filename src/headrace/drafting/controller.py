@@ -105,7 +105,7 @@ class Acceptance:
         for trial in range(min(accepted + 1, drafted)):
             outcome = 1.0 if trial < accepted else 0.0
             value = self.keep * value + (1 - self.keep) * outcome
-            average = 0.98 * average + 0.02 * outcome
+            average = 0.96 * average + 0.04 * outcome
         mine[kind], self.everyone[kind] = value, average
 
     def forget(self, request: str) -> None:
@@ -125,6 +125,18 @@ class Choice:
     most: int
     model: bool = False
     gamma: int = 0
+
+
+def value(choice: Choice, plain: int, costs: Costs) -> float:
+    """The most tokens per second that this one draft could bring, beside `plain` - 1 other sequences."""
+    base = costs.step(plain)
+    if base is None:
+        return choice.alpha
+    c = costs.draft(1) if choice.model else 0.0
+    return max(
+        (plain - 1 + expected(choice.alpha, gamma)) / ((costs.step(plain + gamma) or base) + gamma * c)
+        for gamma in range(1, choice.most + 1)
+    )
 
 
 def choose(choices: list[Choice], plain: int, costs: Costs) -> None:

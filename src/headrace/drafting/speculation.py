@@ -5,7 +5,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Remembers, Run
-from headrace.drafting.controller import Acceptance, Choice, Costs, choose
+from headrace.drafting.controller import Acceptance, Choice, Costs, choose, value
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
 
 MOST = 8  # the longest chain, unless told otherwise: what lies further is seldom reached
@@ -51,7 +51,7 @@ class Speculation:
 
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
         """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
-        made = [proposal for request, seq in seqs if (proposal := self._best(request, seq)) is not None]
+        made = [proposal for request, seq in seqs if (proposal := self._best(request, seq, plain)) is not None]
         if self.gamma is None:
             choose([proposal.choice for proposal in made], plain, self.costs)
         for proposal in made:
@@ -104,13 +104,13 @@ class Speculation:
             left = min(left, request.params.max_tokens - drawn)
         return min(MOST if self.gamma is None else self.gamma, left - 1, MAX_NODES)
 
-    def _best(self, request: Request, seq: Sequence) -> Proposal | None:
-        """Of all drafters' proposals the one that is believed most, with a model's only where nobody else has any."""
+    def _best(self, request: Request, seq: Sequence, plain: int) -> Proposal | None:
+        """Of all drafters' proposals the one that is worth most."""
         self._settle_shadow(request, seq)
         seq.draft = None
         if (most := self._room(request, seq)) <= 0:
             return None
-        best: Proposal | None = None
+        made = []
         for drafter in self.drafters:
             draft = drafter.draft(request, seq, most)
             model = isinstance(drafter, Fills)
@@ -120,9 +120,10 @@ class Speculation:
                 continue
             draft.drafter = draft.drafter or drafter.name
             alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.trust))
-            if best is None or alpha > best.choice.alpha:
-                best = Proposal(request, seq, draft, Choice(alpha, min(len(draft.tokens), most), model))
-        return best
+            made.append(Proposal(request, seq, draft, Choice(alpha, min(len(draft.tokens), most), model)))
+        if len(made) < 2:
+            return made[0] if made else None
+        return max(made, key=lambda proposal: value(proposal.choice, plain, self.costs))
 
     def _decide(self, proposal: Proposal) -> None:
         draft, seq = proposal.draft, proposal.seq

@@ -1,0 +1,51 @@
+"""Speculation by name: which drafters `LLM(speculate=...)` asks for."""
+
+from headrace.drafting.base import Drafter
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.lookahead import Jacobi, Lookahead
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import Speculation
+from headrace.drafting.suffix import SuffixTree
+
+METHODS = ("auto", "ngram", "suffix", "lookahead", "jacobi", "draft")
+OFF = (None, "off", "none")
+
+
+def speculation(
+    method: str | None, *, invariant: bool, max_model_len: int, draft_tokens: int | None = None, companion: bool = False
+) -> Speculation | None:
+    """The speculation a method's name means; None: there is none. Raises ValueError for a name nobody has.
+
+    `auto` is prompt lookup where kernels are row-invariant (`invariant`), so that no output can change, and nothing
+    elsewhere; a draft model that was given (`companion`) is asked too, everywhere. `draft_tokens` fixes how deep drafts are;
+    None: what was measured decides, and 0 is a choice.
+    """
+    if method in OFF and companion:
+        raise ValueError("a draft model was given and speculation is off; leave one of the two out")
+    if method in OFF or (method == "auto" and not invariant and not companion):
+        return None
+    if method not in METHODS:
+        raise ValueError(f"unknown speculation {method!r}; use {', '.join(METHODS)} or off")
+    if draft_tokens is not None and not 1 <= draft_tokens <= 16:
+        raise ValueError(f"draft_tokens must be between 1 and 16, not {draft_tokens}")
+    if method == "draft" and not companion:
+        raise ValueError("speculation by a draft model needs one; name it with draft (--draft)")
+    if companion and method not in ("auto", "draft"):
+        raise ValueError(f"a draft model was given and {method} does not use it; choose auto or draft, or leave it out")
+    return Speculation(_drafters(str(method), companion), max_model_len, draft_tokens)
+
+
+def _drafters(method: str, companion: bool) -> list[Drafter]:
+    match method:
+        case "draft":
+            return [DraftModel()]
+        case "suffix":
+            return [SuffixTree()]
+        case "lookahead":
+            return [Lookahead()]
+        case "jacobi":
+            return [Jacobi()]
+        case "auto" if companion:
+            return [PromptLookup(), DraftModel()]
+        case _:
+            return [PromptLookup()]
