@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ class LLM:
     int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
     `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. `draft` and `amateur` name companions of
     the same vocabulary: a model that drafts for speculation, and one that contrastive decoding is a contrast to. `speculate`
-    (auto, ngram, suffix, lookahead, jacobi, draft, None) drafts tokens that the model verifies together, which changes no output; auto
-    is prompt lookup on the native core, where that is certain to the bit. `draft_tokens` fixes how many at once; by default
-    what was measured decides. Raises ValueErrors of one line that say what to change.
+    (auto, ngram, suffix, lookahead, jacobi, draft, None) drafts tokens that the model verifies together, which changes no
+    output; auto is prompt lookup on the native core, where that is certain to the bit. `draft_tokens` fixes how many at once;
+    by default what was measured decides. Raises ValueErrors of one line that say what to change.
     """
 
     def __init__(
@@ -109,12 +110,14 @@ class LLM:
         self.dtype = started.dtype
         self.memory_plan = started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
-        scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
+        context = self.memory_plan.max_model_len
+        scheduler = SchedulerConfig.preset(preset, context, max_num_seqs, policy)
         if max_num_batched_tokens is not None:
             scheduler = scheduler.with_budget(max_num_batched_tokens)
         if self.model_config.encoder:
             scheduler = scheduler.for_encoder()
         cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
+        drafts = partial(speculation, draft_tokens=draft_tokens, companion=draft is not None, invariant=self.backend == "native")
         self.engine = Engine(
             InProcess(started.runner),
             EngineConfig(scheduler, cache),
@@ -122,13 +125,7 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,
             groups=started.groups,
-            speculation=speculation(
-                speculate,
-                invariant=self.backend == "native",
-                max_model_len=self.memory_plan.max_model_len,
-                draft_tokens=draft_tokens,
-                companion=draft is not None,
-            ),
+            speculation=drafts(speculate, max_model_len=context),
         )
         self._open: dict[str, tuple[RequestOutput, deque[Delta]]] = {}
         self._seeds = random.Random(seed) if seed is not None else None
