@@ -6,7 +6,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +87,7 @@ class LLM:
         draft_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.device = pick_device(device)
-        self.opened: Opened = open_model(model, progress)
+        self.device, self.opened = pick_device(device), open_model(model, progress)
         self.tokenizer, self.model_config = self.opened.tokenizer, self.opened.config
         started = start(
             self.opened,
@@ -106,18 +104,14 @@ class LLM:
             ),
             **_open_companions(self.opened, progress, draft=draft, amateur=amateur),
         )
-        self.backend = started.name
-        self.dtype = started.dtype
-        self.memory_plan = started.plan
+        self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
-        context = self.memory_plan.max_model_len
+        context = started.plan.max_model_len
         scheduler = SchedulerConfig.preset(preset, context, max_num_seqs, policy)
         if max_num_batched_tokens is not None:
             scheduler = scheduler.with_budget(max_num_batched_tokens)
-        if self.model_config.encoder:
-            scheduler = scheduler.for_encoder()
+        scheduler = scheduler.for_encoder() if self.model_config.encoder else scheduler
         cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
-        drafts = partial(speculation, draft_tokens=draft_tokens, companion=draft is not None, invariant=self.backend == "native")
         self.engine = Engine(
             InProcess(started.runner),
             EngineConfig(scheduler, cache),
@@ -125,7 +119,7 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,
             groups=started.groups,
-            speculation=drafts(speculate, max_model_len=context),
+            speculation=speculation(speculate, started.name == "native", context, draft_tokens, draft is not None),
         )
         self._open: dict[str, tuple[RequestOutput, deque[Delta]]] = {}
         self._seeds = random.Random(seed) if seed is not None else None

@@ -12,7 +12,7 @@ OFF = (None, "off", "none")
 
 
 def speculation(
-    method: str | None, *, invariant: bool, max_model_len: int, draft_tokens: int | None = None, companion: bool = False
+    method: str | None, invariant: bool, max_model_len: int, draft_tokens: int | None = None, companion: bool = False
 ) -> Speculation | None:
     """The speculation a method's name means; None: there is none. Raises ValueError for a name nobody has.
 
