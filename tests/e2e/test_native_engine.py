@@ -180,11 +180,11 @@ class Interrupted:
         self.program = program
         self.steps = 0
 
-    def run(self, step: Any) -> None:
+    def run(self, step: Any, **how: Any) -> None:
         self.steps += 1
         if self.steps == 3:
             signal.raise_signal(signal.SIGINT)
-        self.program.run(step)
+        self.program.run(step, **how)
 
 
 def test_ctrl_c_inside_a_step_leaves_a_whole_engine(tiny: Path) -> None:
