@@ -75,6 +75,10 @@ def _check_processors(request: Request) -> None:
         check_processors(request.processors)
     except ProcessorError as error:
         raise AdmissionError(str(error)) from None
+    if request.processors and (request.params.beam is not None or request.params.penalty_alpha):
+        raise AdmissionError(
+            "logit processors change what is drawn, and neither beam search nor contrastive search draws; leave them out"
+        )
     if request.width > 1 and any(processor.scope == "stateful" for processor in request.processors):
         raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 
@@ -87,9 +91,7 @@ def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
     if params.penalty_alpha:
         needed.add(HIDDEN)
     if AMATEUR in needed and all(group.name != AMATEUR for group in groups):
-        raise AdmissionError(
-            "contrastive_beta needs an amateur; open the model with amateur=MODEL, or leave it out"
-        )
+        raise AdmissionError("contrastive_beta needs an amateur; open the model with amateur=MODEL, or leave it out")
     if HIDDEN in needed and all(group.name != HIDDEN for group in groups):
         raise AdmissionError("this engine keeps no hidden states for contrastive search; leave penalty_alpha out")
     return sum(1 << g for g, group in enumerate(groups) if group.name in needed)

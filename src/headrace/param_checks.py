@@ -108,7 +108,7 @@ def check_samplers(params: Any) -> None:
     if params.mirostat_tau:
         require(not params.greedy, "mirostat_tau steers a draw and needs a temperature of 0.01 or more")
         for name, neutral in FILTERS.items():
-            require(getattr(params, name) == neutral, f"mirostat_tau chooses the tokens itparams; set {name} to {neutral}")
+            require(getattr(params, name) == neutral, f"mirostat_tau chooses the tokens itself; set {name} to {neutral}")
 
 
 def check_contrast(params: Any) -> None:

@@ -1,0 +1,107 @@
+"""Which decoding method goes with which feature: found by asking for every pair, and written into docs/decoding.md.
+
+PYTHONPATH=src python -m tests.composition
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from headrace.decoding.methods import strategy_for
+from headrace.decoding.processors import LengthNudge
+from headrace.llm import LLM
+from headrace.params import params_of
+from tests.tiny_files import write_tiny_gguf
+
+PAGE = Path(__file__).parents[1] / "docs" / "decoding.md"
+BEGIN, END = "<!-- composition: begin -->", "<!-- composition: end -->"
+
+METHODS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampling": {"seed": 1},
+    "n > 1": {"seed": 1, "n": 2},
+    "best_of": {"seed": 1, "best_of": 2},
+    "beams": {"beam_width": 2},
+    "diverse beams": {"beam_width": 2, "beam_groups": 2, "diversity_penalty": 0.5},
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
+    "contrastive decoding": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4, "temperature": 0.0},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "several answers": {"n": 2},
+    "stop strings": {"stop": ["zz"]},
+    "`stop_token_ids`": {"stop_token_ids": [5]},
+    "`min_tokens`": {"min_tokens": 2},
+    "`logprobs`": {"logprobs": 1},
+    "`prompt_logprobs`": {"prompt_logprobs": 1},
+    "`structured_outputs`": {"structured_outputs": {"regex": "(.|\\n)+"}},
+    "`logit_bias`": {"logit_bias": {5: 1.0}},
+    "`allowed_token_ids`": {"allowed_token_ids": list(range(4, 250))},
+    "`bad_words`": {"bad_words": [[5]]},
+    "`repetition_penalty`": {"repetition_penalty": 1.2},
+    "`frequency_penalty`": {"frequency_penalty": 0.5},
+    "`no_repeat_ngram`": {"no_repeat_ngram": 2},
+    "DRY": {"dry_multiplier": 0.8},
+    "`temperature`": {"temperature": 0.7},
+    "`top_p`": {"top_p": 0.9},
+    "top-n-sigma": {"top_n_sigma": 1.0},
+    "XTC": {"xtc_probability": 0.5},
+    "mirostat": {"mirostat_tau": 5.0},
+    "an amateur": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4},
+    "logit processors": {"processors": (LengthNudge(end_id=0, start=1),)},
+}
+
+
+def table(llm: LLM) -> str:
+    """The table and the reasons under it, in Markdown."""
+    reasons: dict[str, int] = {}
+
+    def cell(feature: dict[str, Any], answer: str) -> str:
+        field = next(iter(feature))
+        general = answer.replace(field, "…") if "_" in field else answer  # one reason for all fields
+        return f"no {reasons.setdefault(general, len(reasons) + 1)}" if answer else "yes"
+
+    lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
+    lines.append(_row("streamed", [_yes(strategy_for(params_of(one)).streams) for one in METHODS.values()]))
+    lines.append(_row("optional drafts", [_yes(strategy_for(params_of(one)).speculates) for one in METHODS.values()]))
+    for name, feature in FEATURES.items():
+        lines.append(_row(name, [cell(feature, refusal(llm, method, feature)) for method in METHODS.values()]))
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([*lines, "", *notes])
+
+
+def refusal(llm: LLM, method: dict[str, Any], feature: dict[str, Any]) -> str:
+    """Why the pair is refused; empty where it runs. Anything but a refusal is raised."""
+    fields = {"max_tokens": 4, **method, **feature}
+    processors = fields.pop("processors", ())
+    try:
+        (output,) = llm.generate("The mill", params_of(fields), processors=processors)
+    except ValueError as error:
+        return str(error)
+    assert output.error is None, (fields, output.error)
+    assert output.finished
+    return ""
+
+
+def _row(name: str, cells: list[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
+
+
+def written() -> str:
+    """The table as it stands in the page."""
+    return PAGE.read_text("utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_gguf(Path(folder) / "tiny.gguf")
+        found = table(LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu"))
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
