@@ -7,17 +7,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Cell:
     """`batch` prompts of `prompt` random tokens. `new_tokens` 0 measures prefill: until the first token of all of them;
-    otherwise decode: so many tokens a sequence, after its first."""
+    otherwise decode: so many tokens a sequence, after its first. `fed` above 1 measures verification: so many steps, each of
+    the last token and a chain of drafted ones that are wrong."""
 
     name: str
     batch: int
     prompt: int
     new_tokens: int
+    fed: int = 1  # tokens of a sequence in a step
 
     @property
     def tokens(self) -> int:
         """Tokens in the KV cache at the end."""
-        return self.batch * (self.prompt + self.new_tokens + 1)
+        return self.batch * (self.prompt + self.new_tokens + self.fed)
 
     def prompts(self, vocab_size: int, seed: object) -> list[list[int]]:
         """The prompts of one measurement: equal for equal seeds, so that all engines get the same, and none twice."""

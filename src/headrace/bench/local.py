@@ -20,6 +20,8 @@ LOCAL = {
     "b1_2k": Cell("b1_2k", 1, 2000, 64),
     "b1_4k": CELLS["b1_4k"],
     "b1_8k": Cell("b1_8k", 1, 8000, 64),
+    "v5": Cell("v5", 1, 128, 64, fed=5),
+    "v8": Cell("v8", 1, 128, 64, fed=8),
 }
 
 
@@ -44,6 +46,8 @@ def measure_local(
     """The figures as they stand in the JSON: load_s, peak_rss_mb, bandwidth_gb_s (median), machine, commit, and per cell
     tokens_per_s (median of `rounds`), the smallest and largest, and bandwidth and other processes' load around it.
 
+    `cost`, of v5 and v8 after b1: seconds of their step, of 5 and 8 tokens, in those of a step of one.
+
     The model runs in a process of its own, so that its memory is its own. `done` gets what there is after every cell.
     """
     opened = open_model(model)
@@ -66,6 +70,9 @@ def measure_local(
                 "bandwidth_gb_s": median(around.bandwidth),
                 "others_cpu": median(around.others_cpu),
             }
+            one = result["cells"].get("b1")
+            if cell.fed > 1 and one:
+                result["cells"][cell.name]["cost"] = cell.fed * one["tokens_per_s"] / median(speeds)
             result["bandwidth_gb_s"] = median(figures["bandwidth_gb_s"] for figures in result["cells"].values())
             result["peak_rss_mb"] = party.peak_rss_mb
             done(result)

@@ -54,7 +54,8 @@ def measure(parties: Sequence[Party], cell: Cell, rounds: int, vocab_size: int, 
         if number >= 0:
             around.bandwidth.append(bandwidth())
         for party in parties if number % 2 == 0 else list(reversed(parties)):
-            answer = party.worker.ask(cell=cell.name, prompts=prompts, new_tokens=cell.new_tokens)
+            fed = {"fed": cell.fed} if cell.fed > 1 else {}
+            answer = party.worker.ask(cell=cell.name, prompts=prompts, new_tokens=cell.new_tokens, **fed)
             party.peak_rss_mb = answer.get("peak_rss_mb", 0.0)
             if number >= 0:
                 party.samples.setdefault(cell.name, []).append(answer["tokens_per_s"])

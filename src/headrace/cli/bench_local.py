@@ -17,7 +17,8 @@ def local(
     backend: Annotated[str, typer.Option(help="auto, native or torch.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
-    """Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, load time, memory."""
+    """Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 tokens, load time,
+    memory."""
     from headrace.bench import local as bench
 
     def done(result: dict[str, Any]) -> None:
@@ -31,6 +32,9 @@ def local(
     columns = ("cell", "tokens/s", "least", "most", "GB/s", "other load")
     print_table(columns, [_row(name, figures) for name, figures in result["cells"].items()])
     print()
+    for name, figures in result["cells"].items():
+        if "cost" in figures:
+            print(f"a step of {name[1:]} tokens to verify costs {figures['cost']:.2f} of a step of one")
     print(f"{result['about']}, {result['threads']} threads: loaded in {result['load_s']:.1f} s, ", end="")
     print(f"peak memory {result['peak_rss_mb']:.0f} MiB, memory read at {result['bandwidth_gb_s']:.1f} GB/s")
 

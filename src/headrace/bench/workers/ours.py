@@ -3,13 +3,29 @@
 Setting: arguments of LLM, as {"backend": "native"}.
 """
 
+import random
 import time
 from typing import Any
 
+from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.params import SamplingParams
+from headrace.types import Draft
 
 SLACK = 64  # tokens that early sequences of a batch may make while the last ones are still in prefill
+
+
+class Wrong:
+    """Drafts chains of random tokens: every step is one of verification, and nothing is gained."""
+
+    name = "wrong"
+
+    def __init__(self, llm: LLM) -> None:
+        self.vocab_size = llm.model_config.vocab_size
+        self.random = random.Random(0)
+
+    def draft(self, request: Any, seq: Any, most: int) -> Draft:
+        return Draft([self.random.randrange(self.vocab_size) for _ in range(most)], list(range(-1, most - 1)))
 
 
 class Worker:
@@ -17,8 +33,9 @@ class Worker:
         self.llm = LLM(model, threads=threads, kv_cache_memory=int(kv_bytes), **setting)
         self.about = f"Headrace, {self.llm.backend} back end"
 
-    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[int]]:
+    def run(self, prompts: list[list[int]], new_tokens: int, fed: int = 1) -> tuple[float, float, list[int]]:
         engine = self.llm.engine
+        engine.speculation = Speculation(Wrong(self.llm), self.llm.memory_plan.max_model_len, fed - 1) if fed > 1 else None
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens + SLACK if new_tokens else 1, ignore_eos=True)
         first: dict[str, int] = {}
         start = time.perf_counter()
@@ -32,7 +49,8 @@ class Worker:
         prefilled = time.perf_counter()
         wanted = made = len(requests) * new_tokens
         while made > 0:
-            made -= sum(len(delta.token_ids) for delta in engine.step())
+            deltas = engine.step()
+            made -= sum(len(delta.token_ids) for delta in deltas) if fed == 1 else len(requests)  # or one step of each
         decoded = time.perf_counter()
         for request in requests:
             engine.abort(request.id)
