@@ -180,7 +180,7 @@ def test_llama3_divisors_of_gguf_mean_the_same_frequencies() -> None:
     settings |= {"llama.attention.key_length": 128, "llama.attention.value_length": 128}
     made = read_config(gguf(settings, rope_freqs__weight=divisors)).rope
     assert made is not None
-    torch.testing.assert_close(frequencies(made, 128), scaled, rtol=1e-12, atol=0)
+    torch.testing.assert_close(frequencies(made, 128), scaled, rtol=1e-7, atol=0)  # a file holds float32
 
 
 def test_divisors_of_another_head_size_are_refused() -> None:

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from headrace.text.tokenizer import Tokenizer
+from headrace.weights.dequant import read_tensor
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
 from tests.models.data import model_file
@@ -82,7 +83,7 @@ def transformers_model(source: GGUFFile) -> Any:
         if stored not in source.names():
             assert name == "lm_head.weight"
             stored = "token_embd.weight"
-        tensor = source.read(stored, torch.float32)
+        tensor = read_tensor(source, stored, torch.float32)
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             parts = heads if ".q_proj." in name else kv_heads
             tensor = tensor.view(parts, -1, 2, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)

@@ -126,9 +126,6 @@ class MemorySource:
         tensor = self.tensors[name].float()
         return tensor.reshape(-1, tensor.shape[-1]).numpy().view(np.uint8)
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.tensors[name].to(dtype, copy=True)
-
     def release(self, name: str) -> None:
         pass
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.weights.dequant import dequantize, dequantize_numpy
+from headrace.weights.dequant import dequantize, dequantize_numpy, read_tensor
 from headrace.weights.gguf import GGUFFile
 
 MODELS = Path(os.environ.get("HEADRACE_TEST_MODELS", Path.home() / ".cache/headrace-test-models"))
@@ -56,5 +56,5 @@ def test_one_tensor_of_each_type_is_dequantised_as_by_the_oracle(name: str) -> N
             np.testing.assert_array_equal(dequantize(flat, info.kind).view(np.uint32), expected.view(np.uint32))
             np.testing.assert_array_equal(dequantize_numpy(flat, info.kind).view(np.uint32), expected.view(np.uint32))
             values = torch.from_numpy(expected.copy())
-            read = file.read(info.name, torch.bfloat16).reshape(-1)[: values.numel()]
+            read = read_tensor(file, info.name, torch.bfloat16).reshape(-1)[: values.numel()]
             torch.testing.assert_close(read, values.to(torch.bfloat16), rtol=0, atol=0)

@@ -54,7 +54,7 @@ ROOMS = {
     "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks "
     "kv.pool weights text native ops params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
-    "bench.workers.ours": "llm params",
+    "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",
     "server": "llm memory loading engine outputs decoding weights text params types config",
     "cli": "server bench grounding llm loading memory outputs models weights text native params types config",
@@ -68,8 +68,11 @@ LATE = {"cli", "bench.workers"}
 # (`bench.workers` runs in other engines' environments and imports what it measures.)
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "llama_cpp"}
 
-# `headrace --help`, `list` and `import headrace` stay instant.
-QUICK = ("headrace", "headrace.cli.app", "headrace.params", "headrace.text", "headrace.weights.catalog", "headrace.native")
+# `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
+QUICK = (
+    *("headrace", "headrace.cli.app", "headrace.params", "headrace.text", "headrace.native"),
+    *("headrace.weights.catalog", "headrace.weights.describe", "headrace.weights.hub"),
+)
 HEAVY = {"torch", "transformers", "scipy", "pandas"}
 MAX_LINES = {".py": 400, ".cpp": 500, ".h": 500, ".inl": 500}
 MAX_FUNCTION = 60

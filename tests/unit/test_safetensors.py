@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace.weights.dequant import read_tensor
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 from tests.unit.gguf_bytes import damaged
@@ -66,7 +67,7 @@ def test_every_tensor_comes_back(kind: str, request: pytest.FixtureRequest) -> N
     assert len(source.files) == (1 if kind == "single" else 2)
     for name, tensor in tensors().items():
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            torch.testing.assert_close(source.read(name, dtype), tensor.to(dtype), rtol=0, atol=0)
+            torch.testing.assert_close(read_tensor(source, name, dtype), tensor.to(dtype), rtol=0, atol=0)
 
 
 def test_info_and_raw_are_by_rows(single: Path) -> None:
@@ -95,8 +96,8 @@ def test_other_types_are_listed_and_refused_by_name(folder: Path, dtype: torch.d
     source = SafetensorsFolder(folder)
     kind = {torch.int64: "I64", torch.bool: "BOOL", torch.float64: "F64"}.get(dtype, "F8_E4M3")
     assert source.info("x") == TensorInfo("x", (4, 2), kind, 8 * dtype.itemsize)
-    assert source.read("y", torch.float32).item() == 1.0
-    for read in (lambda: source.raw("x"), lambda: source.read("x", torch.float32)):
+    assert read_tensor(source, "y", torch.float32).item() == 1.0
+    for read in (lambda: source.raw("x"), lambda: read_tensor(source, "x", torch.float32)):
         with pytest.raises(WeightError, match=f"tensor 'x' has the type {kind}; only F32, F16, BF16 are read"):
             read()
 
@@ -153,7 +154,7 @@ def test_damaged_files_give_one_line(single: Path) -> None:
         try:
             with SafetensorsFolder(single) as source:
                 for name in source.names():
-                    source.read(name, torch.float32)
+                    read_tensor(source, name, torch.float32)
         except WeightError as error:
             messages.append(str(error))
     assert 200 < len(messages) < 300

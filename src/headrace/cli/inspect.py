@@ -26,7 +26,7 @@ def inspect(
     from headrace.weights.hub import resolve
 
     path = resolve(name, download=False)
-    from headrace.weights.describe import describe  # brings torch, which a wrong name need not wait for
+    from headrace.weights.describe import describe
 
     found = describe(path)
     if template:

@@ -9,6 +9,7 @@ import torch
 
 from headrace.config import ModelConfig, RopeConfig
 from headrace.models.limits import MAX_LAYERS, MAX_SIZE, check_rope
+from headrace.weights.dequant import read_tensor
 from headrace.weights.source import WeightError, WeightSource
 
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -115,7 +116,7 @@ def _rope(read: _Reader, head_dim: int, source: WeightSource) -> RopeConfig:
     if kind == "none" and f"{read.prefix}.rope.scale_linear" not in read.metadata:
         factor = 1.0
     if ROPE_DIVISORS in source.names():
-        divisors: list[float] = source.read(ROPE_DIVISORS, torch.float64).tolist()
+        divisors: list[float] = read_tensor(source, ROPE_DIVISORS, torch.float64).tolist()
         return RopeConfig(**common, scaling="divisors", divisors=tuple(d * factor for d in divisors))
     if factor != 1.0:
         return RopeConfig(**common, scaling="linear", factor=factor)

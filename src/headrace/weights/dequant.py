@@ -10,7 +10,7 @@ import torch
 
 from headrace import native
 from headrace.weights.kinds import KINDS
-from headrace.weights.source import WeightError
+from headrace.weights.source import WeightError, WeightSource
 
 CHUNK = 1 << 20  # elements decoded at a time where something is needed beside the result
 
@@ -19,6 +19,12 @@ STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 Blocks = np.ndarray  # uint8 [n, bytes of a block] -> float32 [n, elements of a block]
+
+
+def read_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A stored tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own. Raises WeightError."""
+    info = source.info(name)
+    return to_torch(source.raw(name), info.kind, info.shape, dtype)
 
 
 def to_torch(raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

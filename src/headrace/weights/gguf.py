@@ -11,9 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from headrace.weights.dequant import to_torch
 from headrace.weights.gguf_metadata import Cursor, quoted
 from headrace.weights.kinds import KINDS
 from headrace.weights.source import TensorInfo, WeightError
@@ -72,11 +70,6 @@ class GGUFFile:
         """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
         info, start = self._find(name)
         return self._bytes[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
-
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own."""
-        info = self.info(name)
-        return to_torch(self.raw(name), info.kind, info.shape, dtype)
 
     def release(self, name: str) -> None:
         """A tensor has been read for good: its pages need not stay in memory. It can still be read."""

@@ -14,6 +14,7 @@ from headrace.config import ModelConfig
 from headrace.layers.holder import ParamSpec
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
+from headrace.weights.dequant import read_tensor
 from headrace.weights.names import NameMap, Origin, name_map
 from headrace.weights.source import WeightError, WeightSource
 
@@ -95,7 +96,7 @@ def fill(target: torch.Tensor, spec: ParamSpec, parts: tuple[Part, ...], source:
 
 def read_part(part: Part, source: WeightSource, dtype: torch.dtype) -> torch.Tensor:
     """One part as it stands in the parameter. Raises WeightError where it holds NaN or infinities."""
-    stored = source.read(part.source, dtype)
+    stored = read_tensor(source, part.source, dtype)
     if not torch.isfinite(stored.sum(dtype=torch.float64 if dtype == torch.float64 else torch.float32)):
         _refuse_values(stored, part.source, source)
     if part.transpose:

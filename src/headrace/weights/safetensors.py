@@ -6,16 +6,15 @@ opened.
 
 import json
 import math
+import mmap
 import re
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace import native
-from headrace.weights.dequant import to_torch
 from headrace.weights.source import TensorInfo, WeightError
 
 SINGLE = "model.safetensors"
@@ -42,7 +41,7 @@ class SafetensorsFolder:
         self.config: dict[str, Any] = _read_json(self.path / "config.json")
         names = _files(self.path)
         self.files = [self.path / name for name in names]
-        self._open: dict[str, Any] = {}  # tensor name -> its open file
+        self._places: dict[str, tuple[np.ndarray, int]] = {}  # tensor name -> its mapped file, its first byte
         self._infos: dict[str, TensorInfo] = {}
         for file, expected in zip(self.files, names.values(), strict=True):
             self._add(file, expected)
@@ -68,15 +67,8 @@ class SafetensorsFolder:
         info = self.info(name)
         if info.kind not in KINDS_READ:
             raise WeightError(f"{self.path}: tensor {name!r} has the type {info.kind}; only {', '.join(KINDS_READ)} are read")
-        tensor = self._open[name].get_tensor(name)
-        view: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy().reshape(info.rows, info.row_bytes)
-        view.flags.writeable = False
-        return view
-
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The tensor rounded to `dtype` (to nearest even), a copy of its own."""
-        info = self.info(name)
-        return to_torch(self.raw(name), info.kind, info.shape, dtype)
+        data, start = self._places[name]
+        return data[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 
     def release(self, name: str) -> None:
         """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
@@ -85,13 +77,14 @@ class SafetensorsFolder:
 
     def close(self) -> None:
         """Let the files go; each is unmapped when the last view of it is dropped."""
-        self._open, self._infos = {}, {}
+        self._places, self._infos = {}, {}
 
     def _add(self, path: Path, expected: set[str] | None) -> None:
         """Take in one file, whose tensors must be exactly `expected` where the index says so."""
         try:
-            file = safe_open(path, framework="pt")
+            file = safe_open(path, framework="np")  # checks the header against the file
             infos = [_info(file, name, path) for name in file.offset_keys()]
+            data, starts = _map(path)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{path}: cannot be read ({_one_line(error)}); download it again") from None
         found = {info.name for info in infos}
@@ -101,7 +94,16 @@ class SafetensorsFolder:
             raise WeightError(f"{path}: {said} tensor {name!r}, against {INDEX}; download the folder again")
         for info in infos:
             self._infos[info.name] = info
-            self._open[info.name] = file
+            self._places[info.name] = data, starts[info.name]
+
+
+def _map(path: Path) -> tuple[np.ndarray, dict[str, int]]:
+    """The file's bytes, read-only, and where each tensor begins: after the header's length (8 bytes) and the header (JSON)."""
+    with path.open("rb") as file:
+        data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:begin].tobytes())
+    return data, {name: begin + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _info(file: Any, name: str, path: Path) -> TensorInfo:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 
 
 class WeightError(ValueError):
@@ -49,10 +48,6 @@ class WeightSource(Protocol):
 
     def raw(self, name: str) -> np.ndarray:
         """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
-        ...
-
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own."""
         ...
 
     def release(self, name: str) -> None:
