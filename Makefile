@@ -10,7 +10,7 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run test test-weights test-slow test-peers soak bench lint format native clean
+.PHONY: help run test test-weights test-slow test-peers soak bench lint sanitize format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow      the long ones"
 	@echo "make soak           the server under mixed traffic for 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
+	@echo "make sanitize       the C++ test programs under the address, undefined-behaviour and thread sanitizers"
 	@echo "make bench          tokens per second, load time and memory of $(MODEL) on this machine"
 	@echo "make lint           ruff, mypy, clang-format; make format puts right what they can"
 	@echo "make native         build the C++ core, showing the compiler's output"
@@ -41,6 +42,16 @@ soak: $(VENV)/.dev
 
 test-peers: $(VENV)/.peers
 	$(VENV)/bin/python -m pytest -m peers
+
+# Without address randomisation (setarch): older thread sanitizers cannot do with much of it.
+sanitize: $(VENV)/.dev
+	@for kind in address thread; do \
+		echo "== $$kind sanitizer" && \
+		$(VENV)/bin/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM="$$(realpath $(VENV))/bin/ninja" \
+			-DHEADRACE_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=Release >/dev/null && \
+		$(VENV)/bin/cmake --build build/sanitize-$$kind --target programs && \
+		setarch "$$(uname -m)" -R $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
+	done
 
 bench: $(VENV)/.run
 	@$(VENV)/bin/headrace bench local $(MODEL)

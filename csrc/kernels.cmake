@@ -31,6 +31,15 @@ set(HEADRACE_HOST_SOURCES
 )
 
 set(HEADRACE_WARNINGS -O3 -Wall -Wextra)
+if(HEADRACE_SANITIZE)
+  set(HEADRACE_WARNINGS -O1 -Wall -Wextra)
+  set(HEADRACE_SANITIZER -fsanitize=${HEADRACE_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+  if(HEADRACE_SANITIZE STREQUAL "address")
+    list(APPEND HEADRACE_SANITIZER -fsanitize=undefined)
+  endif()
+  add_compile_options(${HEADRACE_SANITIZER})
+  add_link_options(${HEADRACE_SANITIZER})
+endif()
 # No contraction: where a kernel rounds once it says fma, so that every path and machine gives the same bits.
 set(HEADRACE_KERNEL_FLAGS ${HEADRACE_WARNINGS} -ffp-contract=off -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi
     -Wno-uninitialized -Wno-maybe-uninitialized)  # gcc 12 warns about its own intrinsics headers

@@ -1,0 +1,188 @@
+// Packing and linear layers, as a program: what the sanitizers run. All kinds of weights on every instruction set, at
+// sizes that fill neither a tile nor a unit, in buffers that end where the data ends. All must agree bit for bit, and
+// with the sum in double.
+#include <algorithm>
+#include <memory>
+
+#include "check.h"
+#include "linear.h"
+#include "pack.h"
+
+using namespace headrace;
+using namespace headrace::test;
+
+namespace {
+
+constexpr int kMost = 33;  // rows
+
+// Memory of exactly so many bytes, aligned as a program's buffers are.
+template <class T>
+class Exact {
+public:
+    explicit Exact(size_t count) : data_(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64))) {}
+    ~Exact() { std::free(data_); }
+    Exact(const Exact&) = delete;
+    Exact& operator=(const Exact&) = delete;
+    T* data() const { return data_; }
+
+private:
+    T* const data_;
+};
+
+struct Case {
+    SourceKind kind;
+    int n, k;
+};
+
+// Rows of any kind whose scales are finite: no half or float with an exponent above 1.
+std::vector<uint8_t> some_rows(const Case& which, std::mt19937& rng) {
+    std::vector<uint8_t> rows(static_cast<size_t>(which.n) * static_cast<size_t>(source_row_bytes(which.kind, which.k)));
+    for (uint8_t& byte : rows) byte = static_cast<uint8_t>(rng() & 0x3b);
+    return rows;
+}
+
+struct Layer {
+    Layer(const Case& which, const std::vector<uint8_t>& rows, const std::vector<float>& bias, const Kernels& kernels,
+          Arena& arena, ThreadPool& pool)
+        : request{{rows.data(), source_row_bytes(which.kind, which.k), which.kind, nullptr},
+                  packed_kind(which.kind),
+                  which.n,
+                  which.k,
+                  bias.data()},
+          plain({pack_tensor(request, kernels, arena, pool)}, false),
+          gated(pair(kernels, arena, pool), true) {}
+
+    std::vector<PackedTensor> pair(const Kernels& kernels, Arena& arena, ThreadPool& pool) const {
+        const auto [gate, up] = pack_pair(request, request, kernels, arena, pool);
+        return {gate, up};
+    }
+
+    const PackRequest request;
+    const PackedLinear plain, gated;
+};
+
+// What one layer gives for some rows, all its kinds of results.
+struct Results {
+    std::vector<float> stored, added, gated, logits, maxima;
+    std::vector<uint8_t> a8;
+    std::vector<uint16_t> bf16;
+
+    bool operator==(const Results& other) const {
+        return same_bits(stored, other.stored) && same_bits(added, other.added) && same_bits(gated, other.gated) &&
+               same_bits(logits, other.logits) && same_bits(maxima, other.maxima) && same_bits(a8, other.a8) &&
+               same_bits(bf16, other.bf16);
+    }
+
+    // The first `rows` of them.
+    Results first(int rows, int of) const {
+        const auto cut = [&](const auto& all) {
+            return std::decay_t<decltype(all)>(all.begin(), all.begin() + static_cast<ptrdiff_t>(all.size() / of * rows));
+        };
+        return {cut(stored), cut(added), cut(gated), cut(logits), cut(maxima), cut(a8), cut(bf16)};
+    }
+};
+
+void run(const LinearWork& work, ThreadPool& pool) {
+    std::atomic<int> next{0};
+    pool.run([&](int thread) {
+        const Exact<uint8_t> scratch(kLinearScratchBytes);
+        run_linear(work, thread, next, scratch.data());
+    });
+}
+
+Results results(const Layer& layer, const float* x, int m, int direct_rows, const Kernels& kernels, ThreadPool& pool) {
+    const int n = layer.plain.n(), k = layer.plain.k(), tiles = tiles_of(k), out_tiles = tiles_of(n), units = (n + 63) / 64;
+    const bool bf16 = layer.plain.bf16();
+    const size_t rows = static_cast<size_t>(m);
+    const Exact<A8Block> blocks(bf16 ? 0 : rows * static_cast<size_t>(tiles)), made(rows * static_cast<size_t>(out_tiles));
+    const Exact<uint16_t> halves(bf16 ? rows * static_cast<size_t>(tiles) * 64 : 0),
+        narrow(rows * static_cast<size_t>(out_tiles) * 64);
+    LinearWork work{&kernels, &layer.plain, {}, {}, m, pool.size(), {}, direct_rows};
+    if (bf16) {
+        work.bf16 = {halves.data(), tiles * 64};
+        kernels.quantize->to_bf16(x, k, 0, m, k, {}, nullptr, work.bf16);
+    } else {
+        work.a8 = {blocks.data(), tiles};
+        kernels.quantize->to_a8(x, k, 0, m, k, {}, nullptr, work.a8);
+    }
+    const size_t floats = rows * static_cast<size_t>(n);
+    Results got{std::vector<float>(floats), std::vector<float>(floats, 1.0f), std::vector<float>(floats),
+                std::vector<float>(floats), std::vector<float>(rows * static_cast<size_t>(units)), {}, {}};
+    work.epilogue = {};
+    work.epilogue.stride = n;
+    work.epilogue.kind = EpilogueKind::kStore, work.epilogue.out = got.stored.data();
+    run(work, pool);
+    work.epilogue.kind = EpilogueKind::kAdd, work.epilogue.out = got.added.data();
+    run(work, pool);
+    work.epilogue.kind = EpilogueKind::kLogits, work.epilogue.out = got.logits.data();
+    work.epilogue.scale = 0.5f, work.epilogue.softcap = 20.0f;
+    work.epilogue.block_max = got.maxima.data(), work.epilogue.max_stride = units;
+    run(work, pool);
+    work.linear = &layer.gated;
+    work.epilogue.kind = EpilogueKind::kGated, work.epilogue.out = got.gated.data();
+    work.epilogue.a8 = {made.data(), out_tiles}, work.epilogue.bf16 = {narrow.data(), out_tiles * 64};
+    run(work, pool);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(made.data());
+    got.a8.assign(bytes, bytes + rows * static_cast<size_t>(out_tiles) * sizeof(A8Block));
+    got.bf16.assign(narrow.data(), narrow.data() + rows * static_cast<size_t>(out_tiles) * 64);
+    return got;
+}
+
+// Against the sum in double over what is packed, with activations as they are: int8 of 32 is within a hundredth of it.
+void compare(const Layer& layer, const Kernels& kernels, const float* x, const std::vector<float>& bias, int m, const Results& got) {
+    const int n = layer.plain.n(), k = layer.plain.k();
+    std::vector<float> row(static_cast<size_t>(k));
+    for (int j = 0; j < n; ++j) {
+        kernels.pack->unpack(layer.plain.parts().front(), j, row.data());
+        for (int i = 0; i < m; ++i) {
+            double sum = bias[static_cast<size_t>(j)], size = 1e-3;
+            for (int c = 0; c < k; ++c) {
+                const double product = double{x[i * k + c]} * row[static_cast<size_t>(c)];
+                sum += product, size += std::abs(product);
+            }
+            const size_t at = static_cast<size_t>(i * n + j);
+            require(std::abs(got.stored[at] - sum) <= 0.02 * size, "a product is not the sum");
+            require(got.added[at] == 1.0f + got.stored[at], "adding is not storing");
+        }
+    }
+}
+
+void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
+    const std::vector<uint8_t> rows = some_rows(which, rng);
+    const std::vector<float> bias = normal_floats(rng, static_cast<size_t>(which.n));
+    const std::vector<float> x = normal_floats(rng, static_cast<size_t>(kMost * which.k));
+    std::unique_ptr<Results> wanted;
+    for (const Isa isa : supported_isas()) {
+        const Kernels& kernels = kernels_for(isa);
+        Arena arena(size_t{1} << 21);
+        const Layer layer(which, rows, bias, kernels, arena, pool);
+        for (const int m : {kMost, 1, 2, 3, 6, 7, 16, 17}) {
+            // The input's rows in memory of their own, so that a read past the last one is seen.
+            const std::vector<float> some(x.begin(), x.begin() + static_cast<ptrdiff_t>(m) * which.k);
+            for (const int direct_rows : {1 << 30, -1}) {
+                const Results got = results(layer, some.data(), m, direct_rows, kernels, pool);
+                if (!wanted) {
+                    compare(layer, kernels, some.data(), bias, m, got);
+                    wanted = std::make_unique<Results>(got);
+                }
+                require(got == wanted->first(m, kMost), "a row has other bits");
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    std::mt19937 rng(5);
+    ThreadPool pool(3);
+    for (int kind = 0; kind <= static_cast<int>(SourceKind::kF32); ++kind) {
+        const SourceKind source = static_cast<SourceKind>(kind);
+        const bool wide = throws([&] { source_row_bytes(source, 32); });   // blocks of 256
+        const bool free = !throws([&] { source_row_bytes(source, 33); });  // any number of columns
+        for (const int n : {1, 47, 130}) check({source, n, wide ? 256 : free ? 97 : 96}, pool, rng);
+        check({source, 33, wide ? 768 : free ? 321 : 352}, pool, rng);
+    }
+    std::puts("linear: ok");
+    return 0;
+}

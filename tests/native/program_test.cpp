@@ -1,0 +1,183 @@
+// A small model as a program, with what the sanitizers look at: sequences in one batch, in chunks and as a draft tree,
+// on several threads and from two programs that share a pool.
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <thread>
+
+#include "check.h"
+#include "pack.h"
+#include "program.h"
+
+using namespace headrace;
+using namespace headrace::test;
+
+namespace {
+
+constexpr int kHidden = 96, kHeads = 3, kDim = 32, kFfn = 160, kVocab = 301, kLayers = 2, kBlock = 16, kBlocks = 24, kMax = 200;
+constexpr int kQkv = (kHeads + 2) * kDim;
+
+class Model {
+public:
+    Model(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, KVType type)
+        : pool_(std::move(pool)),
+          kernels_(kernels),
+          program(pool_, std::make_shared<KVPool>(type, kLayers, kBlocks, kBlock, 1, kDim), kernels, kHidden, kVocab) {
+        const int x = 0, qkv = program.add_buffer(BufferKind::kFloat, kQkv);
+        const int in = program.add_buffer(BufferKind::kA8, kHidden, true), attended = program.add_buffer(BufferKind::kA8, kHeads * kDim);
+        const int wide = program.add_buffer(BufferKind::kA8, kFfn);
+        const PackedTensor table = weight(kVocab, kHidden);
+        const int rope = program.add_rope(some_rope());
+        program.begin_embed();
+        program.add({EmbedPhase{table, std::nullopt, 1.0f, x}});
+        for (int layer = 0; layer < kLayers; ++layer) {
+            program.begin_layer();
+            program.add({QuantizePhase{norm(), {x}, in}});
+            program.add({LinearPhase{PackedLinear({weight(kQkv, kHidden)}, false), in, EpilogueKind::kStore, {qkv}}});
+            program.add({AttentionPhase{layer, {kHeads, 0, true}, {qkv}, {qkv, kHeads * kDim}, {qkv, (kHeads + 1) * kDim}, {attended},
+                                        {}, {}, rope, 0.2f, 0.0f, {}}, 1});
+            program.add({LinearPhase{PackedLinear({weight(kHidden, kHeads * kDim)}, false), attended, EpilogueKind::kAdd, {x}}, 1});
+            program.add({QuantizePhase{norm(), {x}, in}, 2});
+            const auto [gate, up] = pair();
+            program.add({LinearPhase{PackedLinear({gate, up}, true), in, EpilogueKind::kGated, {wide}}, 2});
+            program.add({LinearPhase{PackedLinear({weight(kHidden, kFfn)}, false), wide, EpilogueKind::kAdd, {x}}, 2});
+        }
+        program.begin_head();
+        const int head = program.add_buffer(BufferKind::kA8, kHidden, true), logits = program.add_buffer(BufferKind::kFloat, kVocab);
+        const int maxima = program.add_buffer(BufferKind::kFloat, (kVocab + 63) / 64);
+        program.add({QuantizePhase{norm(), {1}, head}});
+        program.add({LinearPhase{PackedLinear({table}, false), head, EpilogueKind::kLogits, {logits}, Activation::kSilu, 1.0f, 0.0f, maxima}});
+    }
+
+private:
+    PackRequest floats(int n, int k) {
+        kept_.push_back(normal_floats(rng_, static_cast<size_t>(n * k), 0.2f));
+        const auto* rows = reinterpret_cast<const uint8_t*>(kept_.back().data());
+        return {{rows, int64_t{k} * 4, SourceKind::kF32, nullptr}, PackedKind::kQ8_0, n, k};
+    }
+    PackedTensor weight(int n, int k) { return pack_tensor(floats(n, k), kernels_, arena_, *pool_); }
+    std::pair<PackedTensor, PackedTensor> pair() {
+        const PackRequest gate = floats(kFfn, kHidden), up = floats(kFfn, kHidden);
+        return pack_pair(gate, up, kernels_, arena_, *pool_);
+    }
+    static NormWeights norm() { return {NormKind::kRms, std::vector<float>(kHidden, 1.0f), {}, 1e-5f}; }
+    static Rope some_rope() {
+        Rope rope{{}, {}, kDim, false};
+        for (int i = 0; i < kMax * kDim / 2; ++i) {
+            const float angle = static_cast<float>(i / (kDim / 2)) / static_cast<float>(1 + i % (kDim / 2));
+            rope.cos.push_back(std::cos(angle)), rope.sin.push_back(std::sin(angle));
+        }
+        return rope;
+    }
+
+    const std::shared_ptr<ThreadPool> pool_;
+    const Kernels& kernels_;
+    std::mt19937 rng_{11};
+    std::vector<std::vector<float>> kept_;
+    Arena arena_{size_t{1} << 21};
+
+public:
+    Program program;
+};
+
+std::shared_ptr<Sequence> sequence(const std::vector<int32_t>& tokens, int first_block) {
+    auto made = std::make_shared<Sequence>(Sequence{History(tokens), {}, {}});
+    std::vector<int32_t> blocks(kBlocks / 3);
+    std::iota(blocks.begin(), blocks.end(), first_block);
+    made->set_table(0, blocks);
+    return made;
+}
+
+std::vector<float> row(Step& step, int answer) { return step.answers()[static_cast<size_t>(answer)].logits; }
+
+// Three sequences: whole in one step; in chunks, mixed; and the last tokens as a draft with wrong branches.
+void check(Program& program, unsigned seed) {
+    std::mt19937 rng(seed);
+    std::vector<std::shared_ptr<Sequence>> sequences;
+    for (int i = 0; i < 3; ++i) {
+        std::vector<int32_t> tokens(static_cast<size_t>(40 + 17 * i));
+        for (int32_t& token : tokens) token = below(rng, kVocab);
+        sequences.push_back(sequence(tokens, i * kBlocks / 3));
+    }
+    Step step;
+    std::vector<std::vector<float>> wanted;
+    std::vector<int> asked;
+    const auto length = [&](size_t i) { return static_cast<int>(sequences[i]->history.tokens().size()); };
+    for (size_t i = 0; i < 3; ++i) {
+        step.feed(sequences[i], 0, length(i), {}, {}, 1);
+        asked.push_back(step.logits(0));
+        step.draw(0, {{1, 2}, {3, 4}}, {2, true}, std::nullopt);
+        step.top(0, 5);
+    }
+    program.run(step);
+    for (const int answer : asked) wanted.push_back(row(step, answer));
+    const int32_t drawn = step.answers()[1].reports.front().id;
+    require(drawn >= 0 && drawn < kVocab, "a token outside the vocabulary");
+    std::vector<int> done(3);
+    for (int round = 0; round < 200 && done != std::vector<int>{length(0) - 4, length(1) - 4, length(2) - 4}; ++round) {
+        step.clear();
+        for (size_t i = 0; i < 3; ++i) {
+            const int count = std::min(below(rng, 20), length(i) - 4 - done[i]);
+            if (count == 0) continue;
+            step.feed(sequences[i], done[i], count, {}, {}, 0);
+            done[i] += count;
+        }
+        if (step.rows() > 0) program.run(step);
+    }
+    for (size_t i = 0; i < 3; ++i) {
+        const std::vector<int32_t>& tokens = sequences[i]->history.tokens();
+        const size_t end = tokens.size();
+        // The last three as nodes 0, 2, 4, a wrong token beside each.
+        const std::vector<int32_t> nodes{tokens[end - 3], 1, tokens[end - 2], 2, tokens[end - 1]}, parents{-1, -1, 0, 0, 2};
+        step.clear();
+        step.feed(sequences[i], static_cast<int>(end) - 4, 1, nodes, parents, 6);
+        const int last = step.logits(5);
+        step.verify(0, {5, 6}, {1, false}, std::nullopt);
+        program.run(step);
+        require(same_bits(row(step, last), wanted[i]), "a draft's last node has other logits");
+        require(step.answers()[1].error.empty() && !step.answers()[1].reports.empty(), "verification says nothing");
+    }
+}
+
+// From hidden rows, with a sublayer left out, and what does not fit.
+void parts(Program& program) {
+    std::vector<float> hidden(static_cast<size_t>(5 * kHidden)), between = hidden, whole = hidden, again = hidden;
+    const auto tokens = sequence({1, 2, 3, 4, 5}, 0);
+    const auto run = [&](int first, int last, const float* from, std::vector<float>& to, std::vector<uint8_t> skips = {}) {
+        Step step;
+        step.feed(tokens, 0, 5, {}, {}, 0);
+        step.first_layer = first, step.last_layer = last, step.hidden = from, step.hidden_out = to.data();
+        step.skips = std::move(skips);
+        program.run(step);
+    };
+    run(0, -1, nullptr, whole);
+    run(0, 1, nullptr, between);
+    run(1, 2, between.data(), again);
+    require(same_bits(whole, again), "a model in two parts is another model");
+    run(0, -1, nullptr, again, {3, 3});
+    run(0, 0, nullptr, between);
+    require(same_bits(again, between), "skipped sublayers leave something");
+    Step bad;
+    require(throws([&] { program.run(bad); }), "an empty step runs");
+    bad.feed(sequence({kVocab}, 0), 0, 1, {}, {}, 1);
+    require(throws([&] { program.run(bad); }), "an id outside the vocabulary runs");
+}
+
+}  // namespace
+
+int main() {
+    for (const Isa isa : supported_isas()) {
+        for (const KVType type : {KVType::kBf16, KVType::kInt8}) {
+            auto pool = std::make_shared<ThreadPool>(3);
+            Model one(pool, kernels_for(isa), type);
+            Model two(pool, kernels_for(isa), type);
+            check(one.program, 1);
+            parts(one.program);
+            std::thread other([&] { check(two.program, 2); });
+            check(one.program, 3);
+            other.join();
+        }
+    }
+    std::puts("program: ok");
+    return 0;
+}

@@ -1,0 +1,12 @@
+# The C++ test programs: one source each; they end with 0 where all is well. Target `programs` builds them all.
+enable_testing()
+set(HEADRACE_PROGRAMS attention linear program sample threads)
+foreach(name IN LISTS HEADRACE_PROGRAMS)
+  add_executable(${name}_test EXCLUDE_FROM_ALL tests/native/${name}_test.cpp)
+  target_link_libraries(${name}_test PRIVATE headrace_kernels)
+  target_compile_options(${name}_test PRIVATE -O1 -Wall -Wextra -ffp-contract=off)
+  list(APPEND HEADRACE_PROGRAM_TARGETS ${name}_test)
+  add_test(NAME ${name} COMMAND ${name}_test)
+  set_tests_properties(${name} PROPERTIES TIMEOUT 900)
+endforeach()
+add_custom_target(programs DEPENDS ${HEADRACE_PROGRAM_TARGETS})

@@ -1,0 +1,157 @@
+// Thread pools and the turns of a step, as a program: what the sanitizers run, the thread sanitizer above all.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "check.h"
+#include "cpu.h"
+#include "program_turns.h"
+#include "threadpool.h"
+
+using namespace headrace;
+using namespace headrace::test;
+
+namespace {
+
+// What a thread wrote before a barrier every thread reads after it, without atomics.
+void barriers(int threads) {
+    ThreadPool pool(threads);
+    std::vector<int> written(static_cast<size_t>(threads));
+    std::atomic<int> wrong{0};
+    for (int job = 0; job < 20; ++job) {
+        pool.run([&](int thread) {
+            for (int round = 1; round <= 10; ++round) {
+                written[static_cast<size_t>(thread)] = job * 100 + round;
+                pool.barrier(thread);
+                for (const int value : written) wrong += value != job * 100 + round;
+                pool.barrier(thread);
+            }
+        });
+    }
+    require(wrong == 0, "a barrier lets a thread through too early");
+}
+
+// Turns: each item once, and what was done in a turn is seen in the next, also by a thread that came late.
+void turns(int threads, bool late) {
+    ThreadPool pool(threads);
+    Turns turns;
+    std::mt19937 rng(9);
+    for (int step = 0; step < 20; ++step) {
+        std::vector<int> sizes;
+        for (int i = 0; i < 8; ++i) sizes.push_back(below(rng, 3) ? below(rng, 200) : below(rng, 3));
+        std::vector<std::vector<int>> times;
+        for (const int size : sizes) times.emplace_back(size, 0);
+        std::atomic<int> wrong{0};
+        turns.begin(static_cast<int>(sizes.size()), threads);
+        pool.run([&](int thread) {
+            if (late && thread == step % threads) std::this_thread::sleep_for(std::chrono::microseconds(200));
+            for (size_t i = 0; i < sizes.size(); ++i) {
+                turns.at(static_cast<int>(i)).share(sizes[i], thread, i % 3 == 2, [&](int first, int last) {
+                    for (int item = first; item < last; ++item) ++times[i][static_cast<size_t>(item)];
+                    if (i > 0) {
+                        for (const int count : times[i - 1]) wrong += count != 1;
+                    }
+                });
+            }
+        });
+        require(wrong == 0, "a turn began before the one before it was over");
+        for (const auto& each : times) {
+            for (const int count : each) require(count == 1, "an item was not done once");
+        }
+    }
+}
+
+// Callers on several threads take turns on one pool.
+void callers() {
+    ThreadPool pool(2);
+    int inside = 0, jobs = 0;
+    std::vector<std::thread> others;
+    for (int i = 0; i < 3; ++i) {
+        others.emplace_back([&] {
+            for (int job = 0; job < 20; ++job) {
+                pool.run([&](int thread) {
+                    if (thread == 0) require(++inside == 1, "two jobs at once"), ++jobs, --inside;
+                });
+            }
+        });
+    }
+    for (std::thread& each : others) each.join();
+    require(jobs == 60, "a job was lost");
+}
+
+// Workers that sleep wake for the next job, and pools come and go.
+void sleepers() {
+    ThreadPool pool(3);
+    pool.set_spin(1);
+    for (int i = 0; i < 5; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        std::atomic<int> count{0};
+        pool.run([&](int) { ++count; });
+        require(count == 3, "a sleeping worker missed a job");
+    }
+    for (int i = 0; i < 20; ++i) ThreadPool(1 + i % 4, i % 2 == 0);
+    require(throws([] { ThreadPool none(0); }) && throws([] { ThreadPool many(1025); }), "a pool of a size that cannot be");
+}
+
+// A child says that it has no workers instead of waiting for them, and may make a pool of its own.
+void forks() {
+    auto pool = std::make_unique<ThreadPool>(2);
+    pool->run([](int) {});
+    const pid_t child = fork();
+    if (child == 0) {
+        bool said = false;
+        try {
+            pool->run([](int) {});
+        } catch (const ForkedError&) {
+            said = true;
+        }
+        pool.reset();
+        _exit(said ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked pool does not say so");
+    std::atomic<int> count{0};
+    pool->run([&](int) { ++count; });
+    require(count == 2, "a fork broke the parent's pool");
+}
+
+// Workers run where the mask lets them, and no more threads than it and the quota allow.
+void limits() {
+    const std::vector<int> allowed = allowed_cpus();
+    require(!allowed.empty(), "no CPU is allowed");
+    cpu_set_t one, before;
+    sched_getaffinity(0, sizeof before, &before);
+    CPU_ZERO(&one);
+    CPU_SET(allowed.back(), &one);
+    sched_setaffinity(0, sizeof one, &one);
+    require(allowed_cpus() == std::vector<int>{allowed.back()} && default_threads() == 1, "the affinity mask is not kept");
+    ThreadPool pinned(3, true);
+    std::atomic<int> elsewhere{0};
+    pinned.run([&](int) { elsewhere += sched_getcpu() != allowed.back(); });
+    require(elsewhere == 0, "a worker runs outside the affinity mask");
+    sched_setaffinity(0, sizeof before, &before);
+    require(default_threads() <= static_cast<int>(allowed.size()), "more threads than CPUs");
+    require(cgroup_cpus("/none", "/none") == 0, "a quota where there is none");
+}
+
+}  // namespace
+
+int main() {
+    for (const int threads : {1, 2, 3, 5}) {
+        barriers(threads);
+        turns(threads, false);
+        turns(threads, true);
+    }
+    callers();
+    sleepers();
+    forks();
+    limits();
+    std::puts("threads: ok");
+    return 0;
+}
