@@ -60,12 +60,12 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+	$(VENV)/bin/clang-format --dry-run -Werror $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
-	$(VENV)/bin/clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+	$(VENV)/bin/clang-format -i $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
 native: $(VENV)/.run
 	$(VENV)/bin/python -m pip install -v --no-deps --no-build-isolation --editable .

@@ -1,9 +1,10 @@
 // Attention and its pool, as a program: what the sanitizers run. Random feeds, draft trees and chunkings on every
 // instruction set and kind of pool, on several threads; rows must have the bits they have when fed at once.
+#include "attention.h"
+
 #include <algorithm>
 #include <numeric>
 
-#include "attention.h"
 #include "check.h"
 #include "threadpool.h"
 
@@ -26,7 +27,7 @@ struct Fed {
 
 // One sequence over one pool, fed step by step.
 class Runner {
-  public:
+public:
     Runner(const Kernels& kernels, KVType type, const Layer& layer, int tokens, ThreadPool& threads, unsigned seed)
         : layer_(layer),
           threads_(threads),
@@ -71,7 +72,7 @@ class Runner {
     KVPool& pool() { return pool_; }
     const std::vector<int32_t>& table() const { return table_; }
 
-  private:
+private:
     void run_threads(AttentionLayout& layout, const AttentionTask& task) {
         const size_t floats = step_.scratch_floats(task.heads);
         std::atomic<int> next{0};
@@ -114,7 +115,8 @@ void check(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& 
     const int known = tokens - 12;
     for (int at = 0; at < known;) {
         const int count = std::min(known - at, 1 + static_cast<int>(rng() % 70));
-        equal(chunks.run({at, count, {}, rows_of(x, width, at, count)}), wanted.data() + at * out, "a chunk has other bits");
+        equal(chunks.run({at, count, {}, rows_of(x, width, at, count)}), wanted.data() + at * out,
+              "a chunk has other bits");
         at += count;
     }
     // A tree in which nodes 1, 3, 5 ... are the true path, each with a wrong sibling before it.
@@ -135,7 +137,8 @@ void check(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& 
         moves.emplace_back(place(known + 2 * depth + 1), place(known + depth));
     }
     chunks.pool().move(moves);
-    equal(chunks.run({tokens - 1, 1, {}, rows_of(x, width, tokens - 1, 1)}), wanted.data() + (tokens - 1) * out, "a moved path has other bits");
+    equal(chunks.run({tokens - 1, 1, {}, rows_of(x, width, tokens - 1, 1)}), wanted.data() + (tokens - 1) * out,
+          "a moved path has other bits");
 }
 
 }  // namespace

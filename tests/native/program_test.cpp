@@ -1,5 +1,7 @@
 // A small model as a program, with what the sanitizers look at: sequences in one batch, in chunks and as a draft tree,
 // on several threads and from two programs that share a pool.
+#include "program.h"
+
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -7,14 +9,14 @@
 
 #include "check.h"
 #include "pack.h"
-#include "program.h"
 
 using namespace headrace;
 using namespace headrace::test;
 
 namespace {
 
-constexpr int kHidden = 96, kHeads = 3, kDim = 32, kFfn = 160, kVocab = 301, kLayers = 2, kBlock = 16, kBlocks = 24, kMax = 200;
+constexpr int kHidden = 96, kHeads = 3, kDim = 32, kFfn = 160, kVocab = 301, kLayers = 2, kBlock = 16, kBlocks = 24,
+              kMax = 200;
 constexpr int kQkv = (kHeads + 2) * kDim;
 
 class Model {
@@ -24,7 +26,8 @@ public:
           kernels_(kernels),
           program(pool_, std::make_shared<KVPool>(type, kLayers, kBlocks, kBlock, 1, kDim), kernels, kHidden, kVocab) {
         const int x = 0, qkv = program.add_buffer(BufferKind::kFloat, kQkv);
-        const int in = program.add_buffer(BufferKind::kA8, kHidden, true), attended = program.add_buffer(BufferKind::kA8, kHeads * kDim);
+        const int in = program.add_buffer(BufferKind::kA8, kHidden, true),
+                  attended = program.add_buffer(BufferKind::kA8, kHeads * kDim);
         const int wide = program.add_buffer(BufferKind::kA8, kFfn);
         const PackedTensor table = weight(kVocab, kHidden);
         const int rope = program.add_rope(some_rope());
@@ -34,19 +37,40 @@ public:
             program.begin_layer();
             program.add({QuantizePhase{norm(), {x}, in}});
             program.add({LinearPhase{PackedLinear({weight(kQkv, kHidden)}, false), in, EpilogueKind::kStore, {qkv}}});
-            program.add({AttentionPhase{layer, {kHeads, 0, true}, {qkv}, {qkv, kHeads * kDim}, {qkv, (kHeads + 1) * kDim}, {attended},
-                                        {}, {}, rope, 0.2f, 0.0f, {}}, 1});
-            program.add({LinearPhase{PackedLinear({weight(kHidden, kHeads * kDim)}, false), attended, EpilogueKind::kAdd, {x}}, 1});
+            program.add({AttentionPhase{layer,
+                                        {kHeads, 0, true},
+                                        {qkv},
+                                        {qkv, kHeads * kDim},
+                                        {qkv, (kHeads + 1) * kDim},
+                                        {attended},
+                                        {},
+                                        {},
+                                        rope,
+                                        0.2f,
+                                        0.0f,
+                                        {}},
+                         1});
+            program.add(
+                {LinearPhase{PackedLinear({weight(kHidden, kHeads * kDim)}, false), attended, EpilogueKind::kAdd, {x}},
+                 1});
             program.add({QuantizePhase{norm(), {x}, in}, 2});
             const auto [gate, up] = pair();
             program.add({LinearPhase{PackedLinear({gate, up}, true), in, EpilogueKind::kGated, {wide}}, 2});
             program.add({LinearPhase{PackedLinear({weight(kHidden, kFfn)}, false), wide, EpilogueKind::kAdd, {x}}, 2});
         }
         program.begin_head();
-        const int head = program.add_buffer(BufferKind::kA8, kHidden, true), logits = program.add_buffer(BufferKind::kFloat, kVocab);
+        const int head = program.add_buffer(BufferKind::kA8, kHidden, true),
+                  logits = program.add_buffer(BufferKind::kFloat, kVocab);
         const int maxima = program.add_buffer(BufferKind::kFloat, (kVocab + 63) / 64);
         program.add({QuantizePhase{norm(), {1}, head}});
-        program.add({LinearPhase{PackedLinear({table}, false), head, EpilogueKind::kLogits, {logits}, Activation::kSilu, 1.0f, 0.0f, maxima}});
+        program.add({LinearPhase{PackedLinear({table}, false),
+                                 head,
+                                 EpilogueKind::kLogits,
+                                 {logits},
+                                 Activation::kSilu,
+                                 1.0f,
+                                 0.0f,
+                                 maxima}});
     }
 
 private:
@@ -128,7 +152,8 @@ void check(Program& program, unsigned seed) {
         const std::vector<int32_t>& tokens = sequences[i]->history.tokens();
         const size_t end = tokens.size();
         // The last three as nodes 0, 2, 4, a wrong token beside each.
-        const std::vector<int32_t> nodes{tokens[end - 3], 1, tokens[end - 2], 2, tokens[end - 1]}, parents{-1, -1, 0, 0, 2};
+        const std::vector<int32_t> nodes{tokens[end - 3], 1, tokens[end - 2], 2, tokens[end - 1]},
+            parents{-1, -1, 0, 0, 2};
         step.clear();
         step.feed(sequences[i], static_cast<int>(end) - 4, 1, nodes, parents, 6);
         const int last = step.logits(5);
@@ -143,7 +168,8 @@ void check(Program& program, unsigned seed) {
 void parts(Program& program) {
     std::vector<float> hidden(static_cast<size_t>(5 * kHidden)), between = hidden, whole = hidden, again = hidden;
     const auto tokens = sequence({1, 2, 3, 4, 5}, 0);
-    const auto run = [&](int first, int last, const float* from, std::vector<float>& to, std::vector<uint8_t> skips = {}) {
+    const auto run = [&](int first, int last, const float* from, std::vector<float>& to,
+                         std::vector<uint8_t> skips = {}) {
         Step step;
         step.feed(tokens, 0, 5, {}, {}, 0);
         step.first_layer = first, step.last_layer = last, step.hidden = from, step.hidden_out = to.data();

@@ -51,11 +51,20 @@ void turns(int threads, bool late) {
         pool.run([&](int thread) {
             if (late && thread == step % threads) std::this_thread::sleep_for(std::chrono::microseconds(200));
             for (size_t i = 0; i < sizes.size(); ++i) {
-                turns.at(static_cast<int>(i)).share(sizes[i], thread, i % 3 == 2, [&](int first, int last) {
+                const auto work = [&](int first, int last) {
                     for (int item = first; item < last; ++item) ++times[i][static_cast<size_t>(item)];
                     if (i > 0) {
                         for (const int count : times[i - 1]) wrong += count != 1;
                     }
+                };
+                Turn turn = turns.at(static_cast<int>(i));
+                if (i % 3 != 2) {
+                    turn.share(sizes[i], thread, work);
+                    continue;
+                }
+                turn.deal(sizes[i], thread, [&](int item, int next) {
+                    wrong += next != -1 && next != item + threads;
+                    work(item, item + 1);
                 });
             }
         });
@@ -95,7 +104,8 @@ void sleepers() {
         require(count == 3, "a sleeping worker missed a job");
     }
     for (int i = 0; i < 20; ++i) ThreadPool(1 + i % 4, i % 2 == 0);
-    require(throws([] { ThreadPool none(0); }) && throws([] { ThreadPool many(1025); }), "a pool of a size that cannot be");
+    require(throws([] { ThreadPool none(0); }) && throws([] { ThreadPool many(1025); }),
+            "a pool of a size that cannot be");
 }
 
 // A child says that it has no workers instead of waiting for them, and may make a pool of its own.
@@ -130,7 +140,8 @@ void limits() {
     CPU_ZERO(&one);
     CPU_SET(allowed.back(), &one);
     sched_setaffinity(0, sizeof one, &one);
-    require(allowed_cpus() == std::vector<int>{allowed.back()} && default_threads() == 1, "the affinity mask is not kept");
+    require(allowed_cpus() == std::vector<int>{allowed.back()} && default_threads() == 1,
+            "the affinity mask is not kept");
     ThreadPool pinned(3, true);
     std::atomic<int> elsewhere{0};
     pinned.run([&](int) { elsewhere += sched_getcpu() != allowed.back(); });
