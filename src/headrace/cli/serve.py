@@ -38,8 +38,11 @@ def serve(
     """
     options.check()
     _check_installed()
+    from headrace.server.logs import use_json
     from headrace.server.settings import Limits, ServerSettings
 
+    if server.log_json:
+        use_json()
     listed: list[ModelEntry] = context.meta.get(MODELS, [])
     if not listed or listed[0].model != model:
         listed = [ModelEntry(model, preload=True), *listed]

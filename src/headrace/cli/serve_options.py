@@ -97,6 +97,7 @@ class ServerOptions:
     api_key_env: Annotated[str, _server("The environment variable that holds it, where there is no file.")] = "HEADRACE_API_KEY"
     tls_cert: Annotated[Path | None, _server("Certificate, PEM.", **FILE)] = None
     tls_key: Annotated[Path | None, _server("Its private key, PEM.", **FILE)] = None
+    log_json: Annotated[bool, _server("The log as JSON lines; with HEADRACE_LOG=info every request, in numbers.")] = False
     grace: Annotated[float, _server("Seconds to finish what runs after SIGTERM.", min=0)] = 30.0
     state: Annotated[
         Path | None,

@@ -72,6 +72,7 @@ class AsyncLLM:
         stuck_after: float = 60.0,
         **settings: Any,
     ) -> None:
+        self.engine = EngineProcess  # how the engine is run
         self.model = str(model)
         self.settings: Mapping[str, Any] = {"preset": "online", **settings}
         self.stuck_after = stuck_after
@@ -280,7 +281,7 @@ class AsyncLLM:
                 self._opened = await asyncio.to_thread(open_model, self.model)
             except (ValueError, OSError) as error:
                 raise LoadError(" ".join(str(error).split())) from error
-        self._process = await EngineProcess.start(load)
+        self._process = await self.engine.start(load)
         message = await self._process.receive()
         if isinstance(message, NotLoaded):
             raise LoadError(message.reason)

@@ -183,12 +183,16 @@ def main(fd: int) -> int:
     """Serve one web process over the socket with this descriptor; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the web process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=fd))
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    return serve(Channel(socket.socket(fileno=fd)))
+
+
+def serve(channel: Channel) -> int:
+    """Load what is asked for and run it until the other side has gone; returns the exit code."""
     try:
         message = channel.receive()
         if not isinstance(message, Load):
             return 1
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("headrace").setLevel(message.log_level)
         llm = load(message, channel)
         if llm is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from headrace.server.logs import request_ended
 from headrace.server.messages import Deltas, Ended, Loaded
 from headrace.server.tickets import Ticket
 
@@ -138,6 +139,8 @@ class Metrics:
             return
         metrics, prompt = ended.metrics, len(ticket.prompt)
         self.whole.observe(now - ticket.submitted)
+        cached = metrics.cached_tokens
+        request_ended(self._model, ended.request_id, reason, prompt, ticket.generated, cached, now - ticket.submitted)
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)
         self.cache_hits.inc(metrics.cached_tokens)

@@ -1,0 +1,41 @@
+"""Logs a machine can read: one JSON object a line. Prompts and answers are in none of them."""
+
+import json
+import logging
+import time
+from typing import Any
+
+REQUESTS = logging.getLogger("headrace.requests")
+OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """Time, level, logger, message, and what a record carries besides."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in vars(record).items() if name not in OWN}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def use_json() -> None:
+    """Write what Headrace logs as JSON lines."""
+    for handler in logging.getLogger("headrace").handlers:
+        handler.setFormatter(JsonLines())
+
+
+def request_ended(model: str, request_id: str, reason: str, prompt: int, generated: int, cached: int, seconds: float) -> None:
+    """One request, in numbers."""
+    if REQUESTS.isEnabledFor(logging.INFO):
+        said = {
+            "model": model, "request_id": request_id, "finish_reason": reason, "prompt_tokens": prompt,
+            "generated_tokens": generated, "cached_tokens": cached, "seconds": round(seconds, 4),
+        }  # fmt: skip
+        REQUESTS.info("%s: %s after %d tokens, %.3f s", request_id, reason, generated, seconds, extra=said)

@@ -1,0 +1,101 @@
+"""Figures: under vLLM's names, all of them on the dashboard; and a log without texts."""
+
+import asyncio
+import io
+import json
+import logging
+import re
+from pathlib import Path
+
+from headrace.params import SamplingParams
+from headrace.server.logs import REQUESTS, JsonLines
+from headrace.server.messages import Deltas, Ended, Loaded, Stats
+from headrace.server.metrics import Figures, Metrics
+from headrace.server.queueing import Waiting
+from headrace.server.tickets import Ticket
+from headrace.types import Delta, RequestMetrics
+from tests.server.harness import ROOT, Running
+
+# What vLLM calls them, after its prefix; `_total` and `_bucket` as Prometheus adds them.
+VLLM = (
+    "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total "
+    "num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total iteration_tokens_total_bucket "
+    "time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket request_time_per_output_token_seconds_bucket "
+    "e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_inference_time_seconds_bucket "
+    "request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_prompt_tokens_bucket "
+    "request_generation_tokens_bucket request_params_n_bucket request_params_max_tokens_bucket "
+    "spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"
+).split()
+
+
+def exposed(text: str) -> set[str]:
+    return set(re.findall(r"^headrace:(\w+)\{", text, re.MULTILINE))
+
+
+def test_a_server_has_vllms_figures_and_the_dashboard_shows_only_what_there_is(server: Running) -> None:
+    server.complete()
+    there = exposed(server.http.get("/metrics").text)
+    assert set(VLLM) - there == set()
+    board = json.loads((ROOT / "examples/grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"headrace:(\w+)", query)}
+    assert asked - there == set()
+    assert len(asked) > 20
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_figures_of_a_request() -> None:
+    """Numbers that are known beforehand."""
+    figures = Figures()
+    metrics = Metrics(figures, "m")
+    metrics.begin(Loaded(64, 4, 100, num_blocks=10, block_size=16, note=""))
+    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), Waiting(1, 100), asyncio.Event())
+    ticket.generated = 3
+    times = RequestMetrics(
+        arrival=10.0, scheduled=10.5, first_token=11.0, last_token=15.0, cached_tokens=2, drafted=8, accepted=6, preemptions=1
+    )
+    for token in range(3):
+        metrics.step(Deltas([Delta("r", 0, [token], "ab")], stats=Stats(1, 2, 5, 1, fed=7)), {"r": ticket})
+    last = Deltas([Delta("r", 0, finish_reason="stop", finished=True)], [Ended("r", times)], stats=Stats(0, 0, 0, 1))
+    metrics.step(last, {"r": ticket})
+    text = figures.text().decode()
+
+    def value(name: str) -> float:
+        return float(re.findall(rf"^headrace:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)[0])
+
+    expected = {
+        "generation_tokens_total": 3, "generation_chars_total": 6, "prompt_tokens_total": 4, "prefix_cache_queries_total": 4,
+        "prefix_cache_hits_total": 2, "num_preemptions_total": 1, "spec_decode_num_draft_tokens_total": 8,
+        "spec_decode_num_accepted_tokens_total": 6, "request_queue_time_seconds_sum": 0.5,
+        "request_prefill_time_seconds_sum": 0.5,
+        "request_decode_time_seconds_sum": 4, "request_inference_time_seconds_sum": 4.5, "inter_token_latency_seconds_count": 2,
+        "request_time_per_output_token_seconds_sum": 2, "iteration_tokens_total_sum": 21, "iteration_tokens_total_count": 3,
+        "iteration_requests_count": 4, "time_to_first_token_seconds_count": 1, "request_success_total": 1,
+    }  # fmt: skip
+    assert {name: value(name) for name in expected} == expected
+
+
+def test_the_log_tells_numbers_and_no_text(server: Running) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    root = logging.getLogger("headrace")
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    try:
+        answer = server.complete(prompt="A secret about the mill", max_tokens=4)
+        REQUESTS.error("it went wrong", exc_info=ValueError("why"))
+    finally:
+        root.removeHandler(handler)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (line,) = [line for line in lines if line.get("generated_tokens") == 4]
+    assert (line["logger"], line["level"], line["model"]) == ("headrace.requests", "info", "tiny")
+    assert line["finish_reason"] == "length"
+    assert line["prompt_tokens"] == answer.usage.prompt_tokens
+    assert "secret" not in stream.getvalue()
+    assert answer.choices[0].text.strip() not in stream.getvalue()
+    assert "ValueError: why" in lines[-1]["exception"]
+
+
+def test_the_dashboard_is_where_the_pages_say() -> None:
+    assert "examples/grafana.json" in Path(ROOT / "docs/server.md").read_text("utf-8")
