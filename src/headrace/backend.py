@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from headrace import memory, native
@@ -13,17 +14,20 @@ from headrace.loading import DTYPES, Opened, pick_dtype
 from headrace.models.registry import describe
 from headrace.native.runner import KV_DTYPES, NativeRunner, Slot, kv_block_bytes
 from headrace.native.weights import packed_bytes
-from headrace.runner.companions import Companions, ModelRunner
+from headrace.runner.companions import Companions, ModelRunner, SelfDraft
 from headrace.runner.executor import Runs
+from headrace.runner.parts import Part
 from headrace.runner.record import RecordError
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
+from headrace.text.frequent import frequent_tokens
 from headrace.types import AMATEUR, DRAFT, HIDDEN, MAX_NODES, TARGET, KVGroup
 
 log = logging.getLogger("headrace")
 
 BACKENDS = ("auto", "native", "torch")
 BLOCK_SIZE = 16
+DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
 
 
@@ -40,6 +44,7 @@ class Settings:
     max_num_seqs: int = 32
     max_model_len: int | None = None
     kv_cache_memory: int | str | None = None
+    draft_vocab: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,15 @@ class Backend:
     groups: tuple[KVGroup, ...]
 
 
-def start(opened: Opened, settings: Settings, draft: Opened | None = None, amateur: Opened | None = None) -> Backend:
-    """Load a model's weights, and those of its companions, into the back end that fits the settings.
+def start(
+    opened: Opened,
+    settings: Settings,
+    draft: Opened | None = None,
+    amateur: Opened | None = None,
+    part: Part | None = None,
+) -> Backend:
+    """Load a model's weights, and those of its companions, into the back end that fits the settings. With `part` the model
+    drafts for itself by a part of it, in place of a draft.
 
     Raises ValueError, DoesNotFit, WeightError, in one line. With backend "auto", what the native core cannot do runs in
     torch, which is logged; with "native" it is an error.
@@ -70,25 +82,25 @@ def start(opened: Opened, settings: Settings, draft: Opened | None = None, amate
         problem = _why_not(settings, opened)
         if not problem:
             try:
-                return _native(opened, settings, draft, amateur)
+                return _native(opened, settings, draft, amateur, part)
             except RecordError as error:
                 problem = str(error)
         if settings.backend == "native":
             raise ValueError(f"the native back end cannot run this: {problem}; use backend='auto'")
         if settings.device.type == "cpu":
             log.info("running in torch: %s", problem)
-    return _torch(opened, settings, draft, amateur)
+    return _torch(opened, settings, draft, amateur, part)
 
 
-def _beside(draft: Opened | None, amateur: Opened | None) -> tuple[list[Opened], tuple[KVGroup, ...], int]:
-    """The companions, the KV groups of all models, and which companion (from 1) is the amateur."""
-    companions = [each for each in (draft, amateur) if each is not None]
+def _beside(draft: Opened | None, amateur: Opened | None) -> tuple[list[Opened], tuple[KVGroup, ...]]:
+    """The companions, in the order of their numbers, and the KV groups of all models."""
     groups = [TARGET]
     if draft is not None:
         groups.append(KVGroup(DRAFT, model=1))
     if amateur is not None:
         groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded by contrast
-    return companions, (*groups, KVGroup(HIDDEN, "hidden")), len(companions) if amateur is not None else 0
+    companions = [each for each in (draft, amateur) if each is not None]
+    return companions, (*groups, KVGroup(HIDDEN, "hidden"))
 
 
 def _shortest(models: list[Opened]) -> ModelConfig:
@@ -109,8 +121,8 @@ def _why_not(settings: Settings, opened: Opened) -> str:
     return native.reason()
 
 
-def _native(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None) -> Backend:
-    companions, groups, number = _beside(draft, amateur)
+def _native(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None, part: Part | None) -> Backend:
+    companions, groups = _beside(draft, amateur)
     everyone = [opened, *companions]
     models = [describe(each.config) for each in everyone]
     quantize = settings.quantize or ""
@@ -138,13 +150,21 @@ def _native(opened: Opened, settings: Settings, draft: Opened | None, amateur: O
             threads=settings.threads or 0,
             quantize=quantize,
             slots=slots,
+            head_ids=_draft_head(each, settings) if each is draft else None,
         )
         for model, each in zip(models, everyone, strict=True)
     ]
-    return Backend("native", _together(runners, number), plan, torch.bfloat16, groups)
+    return Backend("native", _together(runners, part, amateur is not None), plan, torch.bfloat16, groups)
 
 
-def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None) -> Backend:
+def _draft_head(draft: Opened, settings: Settings) -> np.ndarray | None:
+    """The tokens that a draft chooses from; None: all of them."""
+    size = draft.config.vocab_size
+    count = DRAFT_VOCAB if settings.draft_vocab is None else settings.draft_vocab
+    return np.array(frequent_tokens(draft.tokenizer, size, count)) if 0 < count < 0.75 * size else None
+
+
+def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None, part: Part | None) -> Backend:
     if settings.quantize:
         raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
     encoder = opened.config.encoder
@@ -153,7 +173,7 @@ def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Op
     if settings.kv_dtype not in {"auto", *DTYPES}:
         raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")
     kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
-    companions, groups, number = _beside(draft, amateur)
+    companions, groups = _beside(draft, amateur)
     everyone = [opened, *companions]
     models = [each.load(dtype, settings.device) for each in everyone]
     plan = memory.plan(
@@ -168,9 +188,12 @@ def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Op
     slots = Slots()
     pools = [KVPool(each.config, plan.num_blocks, BLOCK_SIZE, kv_type, settings.device) for each in everyone]
     runners = [TorchRunner(model, pool, settings.threads, slots) for model, pool in zip(models, pools, strict=True)]
-    return Backend("torch", _together(runners, number), plan, dtype, groups)
+    return Backend("torch", _together(runners, part, amateur is not None), plan, dtype, groups)
 
 
-def _together(runners: Sequence[ModelRunner], amateur: int) -> Runs:
-    """One runner for them all."""
-    return Companions(runners[0], runners[1:], amateur) if len(runners) > 1 else runners[0]
+def _together(runners: Sequence[ModelRunner], part: Part | None, amateur: bool) -> Runs:
+    """One runner for them all; an amateur comes last."""
+    target, *companions = runners
+    if part is not None:
+        companions = [SelfDraft(target, part), *companions]
+    return Companions(target, companions, len(companions) if amateur else 0) if companions else target

@@ -1,6 +1,7 @@
 """The loop. Every decoding method, batched with every other, goes through `Engine.step`."""
 
 import itertools
+import logging
 import secrets
 import time
 from collections import deque
@@ -14,7 +15,6 @@ from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
-from headrace.drafting.base import Fed
 from headrace.drafting.speculation import Speculation
 from headrace.filing import clone, file_pooled, file_scores, pool_wants, result
 from headrace.kv.blocks import BlockManager
@@ -38,6 +38,8 @@ from headrace.types import (
 )
 
 __all__ = ["AdmissionError", "Engine"]
+
+log = logging.getLogger("headrace")
 
 
 class Engine:
@@ -202,8 +204,13 @@ class Engine:
             self.executor.submit(ahead).result()
             return self.executor.submit(StepPlan(plan.step, model, feeds=feeds)).result().feeds
 
-        works: list[Fed] = [work for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
-        speculation.fill(works, run, self.blocks.fill)
+        works = [work for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
+        try:
+            speculation.fill([*works], run, self.blocks.fill)
+        except Exception:  # a draft that fails costs time and no answer
+            log.exception("drafting failed; this step does without")
+            for work in works:
+                self.scheduler.strip(work)
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
         if request.pool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace import selfdraft
 from headrace.backend import BLOCK_SIZE, Settings, start
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
@@ -102,7 +103,7 @@ class LLM:
                 max_model_len=max_model_len,
                 kv_cache_memory=kv_cache_memory,
             ),
-            **_open_companions(self.opened, progress, draft=draft, amateur=amateur),
+            **_beside(self.opened, speculate, progress, draft=draft, amateur=amateur),
         )
         self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
@@ -297,7 +298,10 @@ class LLM:
             self.step()
 
 
-def _open_companions(target: Opened, progress: Progress | None, **names: str | Path | None) -> dict[str, Opened]:
+def _beside(target: Opened, speculate: str | None, progress: Progress | None, **names: str | Path | None) -> dict[str, Any]:
+    """What works beside the target: companions by their role, or a part of the target itself."""
+    if speculate == "self" and names["draft"] is None:
+        return {**_beside(target, None, progress, **names), "part": selfdraft.load(target.path)}
     return {role: open_companion(name, target, role, progress) for role, name in names.items() if name is not None}
 
 

@@ -144,6 +144,12 @@ class Scheduler:
         for g in self._filled_by(seq):
             seq.computed[g] = length + len(path)
 
+    def strip(self, work: Work) -> None:
+        """The feed goes without its draft; what companions hold of the sequence is not to be trusted."""
+        work.seq.draft, work.feed.nodes, work.feed.parents = None, [], []
+        for g in self._companions:
+            work.seq.computed[g] = 0
+
     def _computed(self, seq: Sequence, end: int) -> None:
         """The target's groups now reach `end`; full blocks are offered to others."""
         for g in self._filled_by(seq):

@@ -46,18 +46,19 @@ ROOMS = {
     "signals": "",
     "outputs": "params structured types",
     "loading": "memory models weights.loader weights text params config",
-    "backend": "native.runner native.weights native loading memory models runner kv.pool types config",
-    "llm": "backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text native "
-    "params types config",
+    "backend": "native.runner native.weights native loading memory models runner kv.pool text types config",
+    "selfdraft": "drafting runner weights params types",
+    "llm": "selfdraft backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text "
+    "native params types config",
     "consistency": "llm outputs params types",
     "grounding": "llm outputs params types",
-    "bench": "backend llm loading engine outputs memory scheduler runner models weights.loader weights.names kv.blocks "
-    "kv.pool weights text native ops params types config",
+    "bench": "selfdraft backend llm loading engine outputs memory scheduler runner models weights.loader weights.names "
+    "kv.blocks kv.pool weights text native ops params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",
     "server": "llm memory loading engine outputs decoding weights text params types config",
-    "cli": "server bench grounding llm loading memory outputs models weights text native params types config",
+    "cli": "server bench grounding selfdraft backend llm loading memory outputs models weights text native params types config",
     "": "",  # the package itself: its version, and names that load late
 }
 # May be imported inside any function: modules that not every platform or installation has.

@@ -7,6 +7,7 @@ import typer
 from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_local import local
 from headrace.cli.bench_peers import peers
+from headrace.cli.bench_self_draft import self_draft
 from headrace.cli.bench_serve import latency, serve
 from headrace.cli.output import print_table, say
 
@@ -21,6 +22,7 @@ def register(app: typer.Typer) -> None:
     bench.command("latency")(latency)
     bench.command("beams")(beams)
     bench.command("sharing")(sharing)
+    bench.command("self-draft")(self_draft)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 

@@ -86,7 +86,8 @@ class ModelOptions:
     draft: Annotated[str | None, _model("A smaller model of the same vocabulary that drafts for this one.")] = None
     amateur: Annotated[str | None, _model("A smaller model of the same vocabulary, for contrastive decoding.")] = None
     speculate: Annotated[
-        str, _model("How tokens are drafted: auto, ngram, suffix, lookahead, jacobi, draft or off. The output stays the same.")
+        str,
+        _model("Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, self or off. The output stays the same."),
     ] = "auto"
     draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
 

@@ -14,7 +14,7 @@ class DraftModel:
     """Fills chains that the scheduler has found room for.
 
     `model` is who runs the feeds (StepPlan.model), `group` the KV group that these fill; None where it is the target's own,
-    which the verification writes again. A chain ends early after a token less likely than `least` under the draft's own
+    which the verification writes again. A chain ends where it is less likely than `least` as a whole under the draft's own
     distribution: what follows would rarely be reached. `budget` bounds the known tokens fed in a step to catch up; a sequence
     that is not caught up then goes without a draft.
     """
@@ -41,7 +41,8 @@ class DraftModel:
                 filled(work.seq, self.group, feed.start)
         going = [(work, out) for (work, feed), out in zip(ready, outs, strict=True) if feed.wants]
         chains: dict[int, list[int]] = {id(work): [] for work in works}
-        while going := self._extend(going, chains):
+        reach: dict[int, float] = {}
+        while going := self._extend(going, chains, reach):
             outs = run(self.model, [_next(work, chains[id(work)], self._want(work.seq)) for work, _ in going])
             if self.group is not None:
                 for work, _ in going:
@@ -70,8 +71,10 @@ class DraftModel:
     def _want(self, seq: Sequence) -> Want:
         return Want(child=seq.index, logprobs=0 if self.least > 0 else None)
 
-    def _extend(self, going: list[tuple[Fed, FeedOutput]], chains: dict[int, list[int]]) -> list[tuple[Fed, FeedOutput]]:
-        """Append what was drawn; returns those whose chains go on."""
+    def _extend(
+        self, going: list[tuple[Fed, FeedOutput]], chains: dict[int, list[int]], reach: dict[int, float]
+    ) -> list[tuple[Fed, FeedOutput]]:
+        """Append what was drawn; returns those whose chains go on. `reach`: ln of the probability of the chain so far."""
         on = []
         for work, out in going:
             draft, chain = work.seq.draft, chains[id(work)]
@@ -79,8 +82,10 @@ class DraftModel:
             if out.error or not out.tokens:
                 continue
             chain.append(out.tokens[0])
-            sure = not out.logprobs or math.exp(out.logprobs[0].logprob) >= self.least
-            if sure and len(chain) < len(draft.tokens) and out.tokens[0] not in work.request.stop_ids:
+            at = id(work)
+            reach[at] = reach.get(at, 0.0) + (out.logprobs[0].logprob if out.logprobs else 0.0)
+            more = len(chain) < len(draft.tokens) and chain[-1] not in work.request.stop_ids
+            if more and math.exp(reach[at]) >= self.least:
                 on.append((work, out))
         return on
 
@@ -91,10 +96,14 @@ def _next(work: Fed, chain: list[int], want: Want) -> Feed:
 
 
 def _settle(work: Fed, chain: list[int]) -> None:
-    """The draft is this chain."""
-    draft = work.seq.draft
+    """The draft is this chain, as far as the sequence's grammar allows."""
+    draft, constraint = work.seq.draft, work.seq.constraint
     assert draft is not None
+    if constraint is not None and chain:
+        fits = constraint.fitting(chain, list(range(-1, len(chain) - 1)))
+        chain = chain[: fits.index(False)] if False in fits else chain
     work.request.metrics.drafted -= len(draft.tokens) - len(chain)
-    work.feed.nodes = chain
-    work.feed.parents = list(range(-1, len(chain) - 1))
-    work.seq.draft = Draft(chain, work.feed.parents) if chain else None
+    draft.tokens[:], draft.parents[:] = chain, range(-1, len(chain) - 1)
+    work.feed.nodes, work.feed.parents = draft.tokens, draft.parents
+    if not chain:
+        work.seq.draft = None

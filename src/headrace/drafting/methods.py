@@ -7,7 +7,7 @@ from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
 
-METHODS = ("auto", "ngram", "suffix", "lookahead", "jacobi", "draft")
+METHODS = ("auto", "ngram", "suffix", "lookahead", "jacobi", "draft", "self")
 OFF = (None, "off", "none")
 
 
@@ -39,6 +39,8 @@ def _drafters(method: str, companion: bool) -> list[Drafter]:
     match method:
         case "draft":
             return [DraftModel()]
+        case "self":  # a part of the target, as the back end has been told: it takes the draft's place
+            return [DraftModel("self", group=None)]
         case "suffix":
             return [SuffixTree()]
         case "lookahead":

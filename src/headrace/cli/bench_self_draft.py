@@ -1,0 +1,49 @@
+"""bench self-draft: choose the part of a model that drafts for it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.options import ModelName
+from headrace.cli.output import print_table, say
+
+PROMPTS = (
+    "Write a Python function that counts the vowels in a text.",
+    "Explain in three sentences how a water mill works.",
+    "List five things to check before a long walk in the mountains.",
+    "Summarise the story of Robinson Crusoe for a child.",
+)
+
+
+def self_draft(
+    model: ModelName,
+    source: Annotated[
+        Path | None, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.05, max=10, help="How long to search.")] = 5,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=8, help="Tokens of each text to agree on.")] = 48,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    keep: Annotated[bool, typer.Option(help="Save the choice where it pays, for speculate='self'.")] = True,
+) -> None:
+    """Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is saved."""
+    from headrace import selfdraft
+    from headrace.backend import BLOCK_SIZE
+    from headrace.bench.prompts import read_prompts, tokens_of
+    from headrace.cli.opening import open_llm
+    from headrace.cli.options import ModelOptions
+    from headrace.params import SamplingParams
+
+    llm = open_llm(model, ModelOptions(threads=threads, speculate="off"))
+    prompts = [tokens_of(llm, text, True) for text in (PROMPTS if source is None else read_prompts(source, 8))]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    texts = [(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
+    trial = selfdraft.Trial(llm.engine.executor.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
+    best = selfdraft.search(trial, minutes * 60, lambda rated: say(rated.said))
+    columns = ("part", "agreement", "cost of a draft step", "tokens at once", "speed-up promised")
+    row = (best.name, f"{best.alpha:.3f}", f"{best.cost:.3f}", str(best.gamma), f"{best.speedup:.2f}")
+    print_table(columns, [row])
+    if best.speedup <= 1.0:
+        say("nothing pays: plain decoding is faster, and nothing was saved")
+    elif keep:
+        say(f"saved in {selfdraft.save(llm.opened.path, best.part)}; use it with --speculate self")
