@@ -49,7 +49,10 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t a
                     dots[s] = dot<layout.wide()>(dots[s], w[j], x[m][tile].q + half * 32 + 4 * j);
                 }
             }
-            acc[m] = add_group<group, layout.has_min()>(acc[m], dots, scale, min, x[m][tile], half);
+#pragma GCC unroll 2
+            for (int s = 0; s < sub; ++s) {
+                acc[m] = add_group<group, layout.has_min()>(acc[m], dots[s], scale[s], min[s], x[m][tile], half, s);
+            }
         }
     }
 }

@@ -21,7 +21,7 @@ struct Panel {
     alignas(64) uint8_t bytes[kPanelGroups * panel_group_bytes(16, true)];
 };
 
-constexpr int kAheadBytes = 128;  // fetched of either row block at every group of 32 columns
+constexpr int kAheadBytes = 256;  // fetched of either row block at every group of 32 columns
 
 // Fills column 0 or 1 of a panel with tiles [first, last) of a row block.
 template <PackedKind kind>
@@ -69,37 +69,33 @@ template <int group, bool has_min, bool wide, int rows>
 HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shift, int half, const A8Block* const* x,
                                      F32v (*acc)[2]) {
     constexpr int sub = 32 / group;
-    I32v dots[rows][2][sub];
-#pragma GCC unroll 6
-    for (int m = 0; m < rows; ++m) {
 #pragma GCC unroll 2
-        for (int s = 0; s < sub; ++s) {
-            dots[m][0][s] = dots[m][1][s] = has_min ? set_i32(0) : start_dot<group>(*x[m], half, s, zero_shift);
-        }
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) {
-        const U8v w0 = load_u8(w + j * 128 + vector * kPartBytes),
-                  w1 = load_u8(w + j * 128 + (vector + 1) * kPartBytes);
+    for (int s = 0; s < sub; ++s) {  // one group after the other: the sums of two would not fit the registers
+        I32v dots[rows][2];
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m) {
-            const int8_t* a = x[m]->q + half * 32 + 4 * j;
-            dots[m][0][j * sub / 8] = dot<wide>(dots[m][0][j * sub / 8], w0, a);
-            dots[m][1][j * sub / 8] = dot<wide>(dots[m][1][j * sub / 8], w1, a);
+            dots[m][0] = dots[m][1] = has_min ? set_i32(0) : start_dot<group>(*x[m], half, s, zero_shift);
         }
-    }
-#pragma GCC unroll 2
-    for (int c = 0; c < 2; ++c) {
-        F32v scale[sub], min[sub];
-        const float* scales = (const float*)(w + 1024) + (vector + c) * kLanes;
-#pragma GCC unroll 2
-        for (int s = 0; s < sub; ++s) {
-            scale[s] = load_f32(scales + s * 32);
-            if (has_min) min[s] = load_f32(scales + (sub + s) * 32);
-        }
+#pragma GCC unroll 8
+        for (int j = s * 8 / sub; j < (s + 1) * 8 / sub; ++j) {
+            const U8v w0 = load_u8(w + j * 128 + vector * kPartBytes),
+                      w1 = load_u8(w + j * 128 + (vector + 1) * kPartBytes);
 #pragma GCC unroll 6
-        for (int m = 0; m < rows; ++m)
-            acc[m][c] = add_group<group, has_min>(acc[m][c], dots[m][c], scale, min, *x[m], half);
+            for (int m = 0; m < rows; ++m) {
+                const int8_t* a = x[m]->q + half * 32 + 4 * j;
+                dots[m][0] = dot<wide>(dots[m][0], w0, a);
+                dots[m][1] = dot<wide>(dots[m][1], w1, a);
+            }
+        }
+#pragma GCC unroll 2
+        for (int c = 0; c < 2; ++c) {
+            const float* scales = (const float*)(w + 1024) + s * 32 + (vector + c) * kLanes;
+            const F32v scale = load_f32(scales), min = has_min ? load_f32(scales + sub * 32) : set_f32(0.0f);
+#pragma GCC unroll 6
+            for (int m = 0; m < rows; ++m) {
+                acc[m][c] = add_group<group, has_min>(acc[m][c], dots[m][c], scale, min, *x[m], half, s);
+            }
+        }
     }
 }
 

@@ -61,20 +61,15 @@ HEADRACE_INLINE F32v load_min(const uint8_t* header, int g, int part) {
     }
 }
 
-// What a group of columns adds to one row's sums: the order of operations that linear_kernels.h states.
-// `dots`: the integer sums of the group of 32, or of its two groups of 16.
+// What group s of 32 columns (half `half` of a tile; s is 0 unless groups are of 16) adds to one row's sums: the order of
+// operations that linear_kernels.h states.
 template <int group, bool has_min>
-HEADRACE_INLINE F32v add_group(F32v acc, const I32v* dots, const F32v* scale, const F32v* min, const A8Block& x,
-                               int half) {
+HEADRACE_INLINE F32v add_group(F32v acc, I32v dot, F32v scale, F32v min, const A8Block& x, int half, int s) {
     const F32v x_scale = set_f32(x.scale[half]);
-    if constexpr (group == 32) {
-        acc = fma(to_f32(dots[0]) * x_scale, scale[0], acc);
-        if constexpr (has_min) acc = fma(min[0], set_f32(x.scaled_sum[half]), acc);
-    } else {
-        for (int s = 0; s < 2; ++s) {
-            acc = fma(to_f32(dots[s]) * x_scale, scale[s], acc);
-            if constexpr (has_min) acc = fma(to_f32(set_i32(-x.neg_sum16[2 * half + s])) * x_scale, min[s], acc);
-        }
+    acc = fma(to_f32(dot) * x_scale, scale, acc);
+    if constexpr (has_min && group == 32) acc = fma(min, set_f32(x.scaled_sum[half]), acc);
+    if constexpr (has_min && group == 16) {
+        acc = fma(to_f32(set_i32(-x.neg_sum16[2 * half + s])) * x_scale, min, acc);
     }
     return acc;
 }
