@@ -15,7 +15,7 @@ from headrace.cli import batch_output, generate
 from headrace.cli.app import main
 from headrace.cli.batch_lines import BadLine, Job, read_jobs
 from headrace.llm import LLM
-from headrace.params import SamplingParams
+from headrace.params import BeamSearchParams, SamplingParams
 from tests.cli_shell import SECONDS, Shell
 
 EXACT = ("--dtype", "float64")
@@ -41,6 +41,27 @@ def many(path: Path, count: int = 12) -> Path:
 
 def texts(records: dict[Any, dict[str, Any]]) -> dict[Any, list[str]]:
     return {key: [one["text"] for one in record["outputs"]] for key, record in records.items()}
+
+
+def test_lines_of_beams_and_best_of(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        {"id": "beams", "prompt": "The wheel", "beam_width": 3, "n": 2, "max_tokens": 6, "length_penalty": 0.5},
+        {"id": "best", "prompt": "The wheel", "best_of": 3, "max_tokens": 6, "seed": 1},
+        {"id": "wrong", "prompt": "The wheel", "length_penalty": 0.5},
+    )
+    code, _, err = shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "out.jsonl", *EXACT)
+    found = read(tmp_path / "out.jsonl")
+    assert code == 1, err
+    assert "length_penalty goes with beam_width" in found["wrong"]["error"]
+    wanted = {
+        "beams": BeamSearchParams(beam_width=3, n=2, max_tokens=6, length_penalty=0.5),
+        "best": tiny_llm.default_params(best_of=3, max_tokens=6, seed=1),
+    }
+    for name, params in wanted.items():
+        (expected,) = tiny_llm.generate("The wheel", params)
+        assert [one["text"] for one in found[name]["outputs"]] == [one.text for one in expected.outputs]
+        assert [one["score"] for one in found[name]["outputs"]] == [one.score for one in expected.outputs]
 
 
 def test_all_kinds_of_lines(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: Path) -> None:
