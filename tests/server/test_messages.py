@@ -1,6 +1,7 @@
 """The wire between the two processes: plain data that survives the trip, nothing that could become code, and the queue."""
 
 import ast
+import re
 import asyncio
 import socket
 from pathlib import Path
@@ -91,8 +92,7 @@ def test_nothing_in_the_server_can_unpickle_or_listens_by_itself() -> None:
     assert len(sources) > 10
     for name, source in sources.items():
         assert not imported(source) & UNSAFE, name
-        assert "eval(" not in source, name
-        assert "exec(" not in source, name
+        assert re.search(r"(?<!\w)(?:eval|exec)\(", source) is None, name
     assert [name for name, source in sources.items() if "create_server" in source] == ["serving.py"]
     assert imported("import pickle\nfrom multiprocessing.connection import Listener") == {"pickle", "multiprocessing"}
 

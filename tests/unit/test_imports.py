@@ -57,7 +57,7 @@ ROOMS = {
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",
-    "server": "llm memory loading engine outputs decoding weights text params types config",
+    "server": "structured llm memory loading engine outputs decoding weights text params types config",
     "cli": "server bench grounding selfdraft backend llm loading memory outputs models weights text native params types config",
     "": "",  # the package itself: its version, and names that load late
 }

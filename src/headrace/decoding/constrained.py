@@ -133,8 +133,9 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise ConstraintError(f"the constraint cannot be compiled: {_why(matcher)}")
-        if matcher.is_stopped():
-            raise ConstraintError("the constraint allows nothing but an empty output; let it say more")
+        first = Constraint(matcher.deep_copy(), self._words).masks()
+        if matcher.is_stopped() or not any(first):
+            raise ConstraintError("the constraint allows no output, or none but an empty one; let it say more")
         return matcher
 
 

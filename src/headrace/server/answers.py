@@ -36,10 +36,25 @@ class Completion(msgspec.Struct, omit_defaults=False):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class ToolFunction(msgspec.Struct, omit_defaults=True):
+    arguments: str | None = None
+    name: str | None = None
+
+
+class ToolCall(msgspec.Struct, omit_defaults=True):
+    """A call in a message, or a piece of one in a stream (then with its `index`)."""
+
+    function: ToolFunction
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+
+
 class ChatMessage(msgspec.Struct):
     content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -64,6 +79,7 @@ class Chat(msgspec.Struct):
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):

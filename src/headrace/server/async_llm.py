@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 from headrace.loading import Opened, open_model
 from headrace.params import SamplingParams
 from headrace.server.engine_client import EngineGoneError, EngineProcess
+from headrace.server.grammar_check import GrammarCheck
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
 from headrace.server.queueing import QueueFullError, Waiting
 from headrace.server.tickets import DeadlineError, EngineDownError, RequestFailedError, RequestRefusedError, Ticket, deltas
@@ -85,6 +86,7 @@ class AsyncLLM:
         self.stats = Stats()
         self.observer: Observer | None = None
         self.tickets: dict[str, Ticket] = {}
+        self.grammar_check = GrammarCheck()
         self._opened: Opened | None = None
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -237,6 +239,7 @@ class AsyncLLM:
                 await self._supervisor
             self._supervisor = None
         self._fail_all(self.detail)
+        self.grammar_check.close()
         if self._process is not None:
             await self._process.stop()
             self._process = None

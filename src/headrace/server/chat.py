@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.params import SamplingParams
+from headrace.params import SamplingParams, StructuredOutputs
 from headrace.server.answers import (
     Chat,
     ChatChoice,
@@ -16,6 +17,8 @@ from headrace.server.answers import (
     ChatChunkChoice,
     ChatDelta,
     ChatMessage,
+    ToolCall,
+    ToolFunction,
     new_id,
     now,
     usage,
@@ -27,12 +30,14 @@ from headrace.server.logprobs import chat_logprobs
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
 from headrace.server.stream import EventStream, event, unless_gone
+from headrace.server.structured import asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
+from headrace.server.tool_text import Piece, ToolText
+from headrace.server.tools import Tooling, conversation, tooling
 from headrace.types import Delta
 
 # What a template's own variables may not be called: they are ours to say.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
-NEUTRAL_FORMAT = {"type": "text"}
 
 
 @dataclass(slots=True)
@@ -42,8 +47,21 @@ class Job:
     service: Service
     request: ChatRequest
     tickets: list[Ticket]  # one
+    tools: Tooling | None = None
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=now)
+    texts: dict[int, ToolText] = field(default_factory=dict)  # by answer, where there are tools
+
+    def pieces(self, delta: Delta) -> list[Piece]:
+        """What an answer's new text is: plain text, or parts of calls."""
+        if self.tools is None:
+            return [Piece(delta.text)] if delta.text else []
+        text = self.texts.setdefault(delta.index, ToolText(self.tools.form))
+        return text.push(delta.text) + (text.close() if delta.finish_reason is not None else [])
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        called = delta.index in self.texts and self.texts[delta.index].calls
+        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not self.request.logprobs:
@@ -57,19 +75,31 @@ class Job:
 async def chat(service: Service, request: ChatRequest, http: Request, salt: bytes) -> Response | Chat:
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
     _check(request)
-    params = _params(service, request)
+    template = service.llm.opened.template.source
+    tools, form = tooling(request, template, service.llm.opened.tokenizer.control_id), asked_form(request)
+    if tools is not None and form is not None:
+        raise bad("an answer that may call tools cannot be held to a format too; leave one out", "response_format")
+    spec = tools.spec if tools is not None else form
+    params = _params(service, request, spec)
+    late: tuple[str, ...] = ()
+    if spec is not None:
+        param = "tools" if tools is not None else "response_format"
+        late = await check_form(service.llm.grammar_check, spec, streams=bool(request.stream), param=param)
+    variables = _variables(request)
+    if tools is not None and tools.told:
+        variables["tools"] = tools.tools
     prompt = await render(
         service.llm,
-        request.messages,
+        conversation(request.messages, tools, template),
         add_generation_prompt=request.add_generation_prompt is not False,
-        **_variables(request),
+        **variables,
     )
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=service.deadline(request.deadline))
-    job = Job(service, request, tickets)
+    job = Job(service, request, tickets, tools)
     if request.stream:
         return await _stream(job, http)
     try:
-        return await unless_gone(http, _whole(job))
+        return await unless_gone(http, _checked(job, spec if late else None))
     finally:
         service.llm.abort(job.tickets)
 
@@ -93,12 +123,8 @@ def _check_parts(number: int, content: Any) -> None:
 
 
 def _check(request: ChatRequest) -> None:
-    later = "is not built yet"
-    not_built(bool(request.tools), "tools", f"calling tools {later}")
-    not_built(bool(request.functions), "functions", f"calling tools {later}")
-    not_built(request.tool_choice not in (None, "none", "auto"), "tool_choice", f"calling tools {later}")
-    not_built(request.function_call not in (None, "none", "auto"), "function_call", f"calling tools {later}")
-    not_built(request.response_format not in (None, NEUTRAL_FORMAT), "response_format", f"constrained decoding {later}")
+    not_built(bool(request.functions), "functions", "they are called tools now; use tools")
+    not_built(request.function_call not in (None, "none", "auto"), "function_call", "it is called tool_choice now")
     not_built(request.modalities not in (None, ["text"]), "modalities", "this server writes text alone")
     not_built(request.audio is not None, "audio", "this server writes text alone")
     not_built(request.web_search_options is not None, "web_search_options", "this server does not search")
@@ -111,7 +137,7 @@ def _check(request: ChatRequest) -> None:
         raise bad(f"top_logprobs must be 0 or more, not {request.top_logprobs}", "top_logprobs")
 
 
-def _params(service: Service, request: ChatRequest) -> SamplingParams:
+def _params(service: Service, request: ChatRequest, spec: StructuredOutputs | None) -> SamplingParams:
     given = [value for value in (request.max_completion_tokens, request.max_tokens) if value is not None]
     if len(set(given)) > 1:
         raise bad("max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
@@ -121,6 +147,7 @@ def _params(service: Service, request: ChatRequest) -> SamplingParams:
         service.limits,
         max_tokens=given[0] if given else None,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        structured_outputs=spec,
     )
 
 
@@ -134,18 +161,53 @@ def _variables(request: ChatRequest) -> dict[str, Any]:
     return variables
 
 
+async def _checked(job: Job, spec: StructuredOutputs | None) -> Chat:
+    """The answer, and a last look at its texts where no mask could hold them to all of `spec`."""
+    answer = await _whole(job)
+    for choice in answer.choices:
+        if spec is not None and choice.finish_reason == "stop":
+            await check_text(job.service.llm.grammar_check, spec, choice.message.content or "")
+    return answer
+
+
+def _add(message: ChatMessage, piece: Piece) -> None:
+    """Put a part of a text where it belongs."""
+    if piece.call is None:
+        message.content = (message.content or "") + piece.text
+        return
+    if message.tool_calls is msgspec.UNSET:
+        message.tool_calls = []
+    if piece.name is not None:
+        message.tool_calls.append(ToolCall(ToolFunction("", piece.name), new_id("call"), "function"))
+    function = message.tool_calls[piece.call].function
+    function.arguments = (function.arguments or "") + piece.text
+
+
+def _said(piece: Piece) -> ChatDelta:
+    """A part of a text as a stream has it."""
+    if piece.call is None:
+        return ChatDelta(content=piece.text)
+    if piece.name is not None:
+        return ChatDelta(tool_calls=[ToolCall(ToolFunction("", piece.name), new_id("call"), "function", piece.call)])
+    return ChatDelta(tool_calls=[ToolCall(ToolFunction(piece.text), index=piece.call)])
+
+
 async def _whole(job: Job) -> Chat:
     choices: dict[int, ChatChoice] = {}
     async for _, delta in deltas(job.tickets):
         choice = choices.setdefault(delta.index, ChatChoice(delta.index, ChatMessage("")))
-        choice.message.content = (choice.message.content or "") + delta.text
-        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        for piece in job.pieces(delta):
+            _add(choice.message, piece)
+        choice.finish_reason, choice.stop_reason = job.finish_reason(delta), delta.stop_reason
         found = job.logprobs(delta)
         if found is not None and choice.logprobs is not None:
             choice.logprobs["content"] += found["content"]
         else:
             choice.logprobs = found
     ordered = [choices[index] for index in sorted(choices)]
+    for choice in ordered:
+        if choice.message.tool_calls is not msgspec.UNSET:
+            choice.message.content = choice.message.content or None
     counted = usage(job.tickets, job.tickets[0].generated)
     return Chat(job.id, job.created, job.service.name, ordered, counted)
 
@@ -170,9 +232,12 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
             begun.add(delta.index)
             yield job.chunk([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], **more)
         logprobs = job.logprobs(delta)
-        if delta.text or (logprobs is not None and logprobs["content"]) or delta.finish_reason is not None:
-            said = ChatDelta(content=delta.text or None)
-            choice = ChatChunkChoice(delta.index, said, logprobs, delta.finish_reason, delta.stop_reason)
-            yield job.chunk([choice], **more)
+        pieces = [_said(piece) for piece in job.pieces(delta)]
+        if not pieces and ((logprobs is not None and logprobs["content"]) or delta.finish_reason is not None):
+            pieces = [ChatDelta()]
+        for at, said in enumerate(pieces):
+            last = at == len(pieces) - 1
+            reasons = (job.finish_reason(delta), delta.stop_reason) if last else (None, None)
+            yield job.chunk([ChatChunkChoice(delta.index, said, logprobs if last else None, *reasons)], **more)
     if counted:
         yield job.chunk([], usage=usage(job.tickets, job.tickets[0].generated))

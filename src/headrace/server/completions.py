@@ -15,6 +15,7 @@ from headrace.server.logprobs import CompletionLogprobs
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
 from headrace.server.stream import EventStream, event, unless_gone
+from headrace.server.structured import asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
 from headrace.types import Delta, TokenLogprob
 
@@ -66,15 +67,23 @@ class Job:
 
 async def complete(service: Service, request: CompletionRequest, http: Request, salt: bytes) -> Response | Completion:
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
-    params = _params(service, request)
+    spec = asked_form(request)
+    params = _params(service, request).replace(structured_outputs=spec)
     _check(service, request)
+    late: tuple[str, ...] = ()
+    if spec is not None:
+        late = await check_form(service.llm.grammar_check, spec, streams=bool(request.stream), param="structured_outputs")
     prompts, texts = await _prompts(service, request)
     tickets = service.llm.submit(prompts, params, salt=salt, deadline=service.deadline(request.deadline))
     job = Job(service, request, texts, tickets)
     if request.stream:
         return await _stream(job, http)
     try:
-        return await unless_gone(http, _whole(job))
+        answer = await unless_gone(http, _whole(job))
+        for choice in answer.choices if late else []:
+            if spec is not None and choice.finish_reason == "stop":
+                await check_text(service.llm.grammar_check, spec, choice.text)
+        return answer
     finally:
         service.llm.abort(tickets)
 

@@ -10,7 +10,9 @@ import select
 import signal
 import socket
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from headrace.engine import AdmissionError
 from headrace.llm import LLM
@@ -39,6 +41,8 @@ from headrace.server.messages import (
 from headrace.types import Delta, Request
 
 log = logging.getLogger("headrace.engine")
+
+POLL = 0.002  # seconds between two looks at a grammar that is being compiled
 
 
 class Channel:
@@ -82,17 +86,24 @@ class EngineLoop:
         self.beat = beat
         self._open: dict[str, Request] = {}
         self._unscored: set[str] = set()  # requests whose prompt log-probs have not been sent
+        self._compiling: dict[str, tuple[Submit, Future[Any]]] = {}  # requests whose grammar is not ready
+        self._compiler = ThreadPoolExecutor(1, "grammars")
 
     def run(self) -> None:
         """Until the web process has gone (EOFError)."""
         while True:
-            while self.channel.waiting(0.0 if self.engine.busy else self.beat):
+            while self.channel.waiting(0.0 if self.engine.busy else POLL if self._compiling else self.beat):
                 self._take(self.channel.receive())
+            self._compiled()
             self.channel.send(self._step() if self.engine.busy else Deltas(stats=self._stats(fed=0)))
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Abort):
+            self._compiling.pop(message.request_id, None)
             self.engine.abort(message.request_id)
+        elif isinstance(message, Submit) and (spec := message.params.structured_outputs) is not None and self.engine.grammars:
+            compiling = self._compiler.submit(self.engine.grammars.constraint, spec)
+            self._compiling[message.request_id] = (message, compiling)
         elif isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Check):
@@ -105,6 +116,16 @@ class EngineLoop:
         except AssertionError as error:
             return " ".join(str(error).split()) or "an assertion failed"
         return "" if self.engine.busy or not self._open else f"{len(self._open)} requests are open and nothing runs"
+
+    def _compiled(self) -> None:
+        """Requests whose grammar was compiled meanwhile, or cannot be, go on: the engine finds it ready."""
+        for name, (message, compiling) in list(self._compiling.items()):
+            if compiling.done():
+                del self._compiling[name]
+                if (error := compiling.exception()) is not None:
+                    self.channel.send(Refused(name, str(error)))
+                else:
+                    self._submit(message)
 
     def _submit(self, message: Submit) -> None:
         try:

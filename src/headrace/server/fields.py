@@ -80,6 +80,11 @@ class Sampling(Meaningless):
     length_penalty: float | None = None
     length_rule: str | None = None
     early_stopping: bool | str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     min_tokens: Int64 | None = None
     stop_token_ids: list[TokenId] | None = None
     allowed_token_ids: list[TokenId] | None = None

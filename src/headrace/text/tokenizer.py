@@ -92,6 +92,11 @@ class Tokenizer:
         texts = [each._backend.id_to_token(token) for each in (self, other)]
         return f"token {token} is {texts[0]!r} in one and {texts[1]!r} in the other"
 
+    def control_id(self, text: str) -> int | None:
+        """The id of the control token written so, or None."""
+        token = self.id_of(text)
+        return token if token in self.special_ids else None
+
     @property
     def bos_token(self) -> str:
         """The text of BOS, empty where there is none."""

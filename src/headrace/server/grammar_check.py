@@ -1,0 +1,89 @@
+"""The server's side of grammar_worker.py: constraints are looked at where they can be stopped, not on the event loop."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from headrace.structured import ConstraintError, StructuredOutputs
+
+MODULE = "headrace.server.grammar_worker"
+SECONDS = 2.0  # CPU time of one question
+PATIENCE = 60.0  # seconds of the clock, on a busy machine
+MEMORY = 2 << 30  # bytes of address space
+REMEMBERED = 256  # answers
+KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
+
+
+class GrammarCheck:
+    """One process for all questions, one at a time; started at the first, and again after it was ended."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._known: dict[StructuredOutputs, tuple[str, ...]] = {}
+
+    async def late(self, spec: StructuredOutputs) -> tuple[str, ...]:
+        """The keywords that only a finished text can be checked against. Raises ConstraintError for what cannot be served."""
+        if spec not in self._known:
+            found = await self._ask({"spec": msgspec.to_builtins(spec)})
+            while len(self._known) >= REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[spec] = tuple(found["late"])
+        return self._known[spec]
+
+    async def broken(self, spec: StructuredOutputs, text: str) -> str:
+        """Why a finished text does not fit; empty where it does. Raises ConstraintError where that takes too much."""
+        return str((await self._ask({"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        line = json.dumps({**question, "seconds": SECONDS}).encode() + b"\n"
+        async with self._turn:
+            try:
+                reply = await asyncio.wait_for(self._exchange(line), PATIENCE)
+            except BaseException:  # also where the client has gone: an answer still on its way is nobody's
+                self.close()
+                raise
+        if not reply.endswith(b"\n"):
+            self.close()
+            raise ConstraintError("the constraint takes too much time or memory to be looked at; make it smaller")
+        answer: dict[str, Any] = json.loads(reply)
+        if "error" in answer:
+            raise ConstraintError(answer["error"])
+        return answer
+
+    async def _exchange(self, line: bytes) -> bytes:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await self._start()
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(line)
+            await process.stdin.drain()
+        return await process.stdout.readline()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-B", "-m", MODULE, str(MEMORY)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            limit=1 << 20,
+        )

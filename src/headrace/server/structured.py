@@ -1,0 +1,77 @@
+"""What a request says about the form of its answers, in OpenAI's words or in other servers'."""
+
+from typing import Any
+
+from headrace.server.errors import ApiError, bad
+from headrace.server.fields import ChatRequest, Sampling
+from headrace.server.grammar_check import GrammarCheck
+from headrace.structured import ConstraintError, StructuredOutputs
+
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def asked_form(request: Sampling) -> StructuredOutputs | None:
+    """The one constraint of a request, None where its answers are free. Raises ApiError."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if isinstance(request, ChatRequest) and (form := _response_format(request.response_format)) is not None:
+        found.append(("response_format", form))
+    if request.structured_outputs is not None:
+        found.append(("structured_outputs", request.structured_outputs))
+    for name in GUIDED:
+        value = getattr(request, name)
+        if value is not None:
+            found.append((name, {name.removeprefix("guided_"): value}))
+    if not found:
+        return None
+    name, fields = found[0]
+    if len(found) > 1:
+        raise bad(f"{name} and {found[1][0]} both say what an answer must be; give one", found[1][0])
+    try:
+        return StructuredOutputs.of(fields)
+    except ConstraintError as error:
+        raise bad(f"{name}: {error}", name) from None
+
+
+async def check_form(check: GrammarCheck, spec: StructuredOutputs, *, streams: bool, param: str) -> tuple[str, ...]:
+    """Whether answers can be held to it; what is left for a last look at the whole text. Raises ApiError."""
+    try:
+        late = await check.late(spec)
+    except ConstraintError as error:
+        raise bad(str(error), param) from None
+    if late and streams:
+        raise ApiError(
+            400,
+            f"{', '.join(late)} of the JSON schema can only be checked when an answer is whole; leave stream out",
+            param=param,
+            code="unsupported",
+        )
+    return late
+
+
+async def check_text(check: GrammarCheck, spec: StructuredOutputs, text: str) -> None:
+    """The last look. Raises ApiError where an answer does not fit."""
+    try:
+        broken = await check.broken(spec, text)
+    except ConstraintError as error:
+        raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None
+    if broken:
+        raise ApiError(422, f"{broken}; ask again, or say less in the schema", param="response_format", code="answer_unfit")
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    """OpenAI's field: text, json_object, json_schema."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            given = value.get("json_schema")
+            schema = given.get("schema") if isinstance(given, dict) else None
+            if not isinstance(schema, (dict, bool)):
+                raise bad('response_format needs {"json_schema": {"name": …, "schema": {…}}}', "response_format")
+            return {"json": schema}
+    raise bad("response_format must have the type text, json_object or json_schema", "response_format")

@@ -1,0 +1,186 @@
+"""Tools of a chat request: what the template is told, the grammar an answer is held to, how calls are found in it."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.decoding.grammar import WHITESPACE
+from headrace.decoding.json_schema.prepare import prepare
+from headrace.server.errors import ApiError, bad
+from headrace.server.fields import ChatRequest
+from headrace.server.tool_text import HERMES, CallFormat, format_of
+from headrace.structured import ConstraintError, StructuredOutputs
+
+MOST = 128  # tools
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+HOW = (
+    "You may call functions to answer. They are, one a line:\n<tools>\n{tools}\n</tools>\nTo call one, answer with its name "
+    'and its arguments as JSON between these tags:\n<tool_call>\n{{"name": "…", "arguments": {{…}}}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tooling:
+    """The tools of one request. `told`: whether the template is told of them, or a system message has to."""
+
+    tools: list[dict[str, Any]]  # those that may be called
+    form: CallFormat
+    told: bool
+    spec: StructuredOutputs
+
+
+def tooling(request: ChatRequest, template: str | None, special: Callable[[str], int | None]) -> Tooling | None:
+    """None where no tool is given or none may be called. `special` gives the id of a text that is a control token. Raises
+    ApiError."""
+    if not request.tools:
+        if request.tool_choice not in (None, "none", "auto"):
+            raise bad("tool_choice asks for a call and there are no tools; give tools", "tool_choice")
+        return None
+    tools = [_tool(number, tool) for number, tool in enumerate(request.tools)]
+    names = [tool["function"]["name"] for tool in tools]
+    if len(tools) > MOST or len(set(names)) < len(names):
+        raise bad(f"at most {MOST} tools, each with a name of its own", "tools")
+    must, chosen = _choice(request.tool_choice, names)
+    if not chosen:
+        return None
+    form = format_of(template)
+    usable = [tool for tool in tools if tool["function"]["name"] in chosen]
+    several = request.parallel_tool_calls is not False
+    grammar = _grammar(usable, form or HERMES, must, several, special((form or HERMES).opening))
+    try:
+        spec = StructuredOutputs(grammar=grammar)
+    except ConstraintError as error:
+        raise bad(f"tools: {error}", "tools") from None
+    return Tooling(usable, form or HERMES, form is not None, spec)
+
+
+def conversation(messages: list[dict[str, Any]], given: Tooling | None, template: str | None) -> list[dict[str, Any]]:
+    """Messages as the template takes them: arguments of calls as objects; where it knows no tools, all about them as text."""
+    known = format_of(template) is not None
+    made = [_with_objects(number, message) if known else _as_text(number, message) for number, message in enumerate(messages)]
+    if given is None or given.told:
+        return made
+    how = HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in given.tools))
+    if made and made[0].get("role") == "system" and isinstance(made[0].get("content"), str):
+        return [{**made[0], "content": f"{made[0]['content']}\n\n{how}"}, *made[1:]]
+    return [{"role": "system", "content": how}, *made]
+
+
+def _tool(number: int, tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise bad(f"tool {number} must be a function: {{'type': 'function', 'function': {{…}}}}", "tools")
+    if not isinstance(function.get("name"), str) or not NAME.fullmatch(function["name"]):
+        raise bad(f"tool {number} needs a name of 1 to 64 letters, digits, dots, dashes and underscores", "tools")
+    if not isinstance(function.get("description", ""), str) or not isinstance(function.get("parameters") or {}, dict):
+        raise bad(f"tool {number}: its description is text and its parameters are a JSON schema", "tools")
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
+    """Whether there must be a call, and of which tools. Raises ApiError."""
+    if choice in (None, "auto", "none", "required"):
+        return choice == "required", [] if choice == "none" else names
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        function = choice.get("function")
+        wanted, must = [function.get("name") if isinstance(function, dict) else None], True
+    elif kind == "allowed_tools" and isinstance(choice.get("allowed_tools"), dict):
+        allowed = choice["allowed_tools"]
+        listed = allowed.get("tools") if isinstance(allowed.get("tools"), list) else []
+        wanted = [
+            t["function"].get("name") if isinstance(t, dict) and isinstance(t.get("function"), dict) else None for t in listed
+        ]
+        must = allowed.get("mode") == "required"
+    else:
+        raise bad("tool_choice is none, auto, required, or names a function", "tool_choice")
+    if not wanted or any(name not in names for name in wanted):
+        raise bad("tool_choice names a function that is not among the tools; add it, or name another", "tool_choice")
+    return must, [str(name) for name in wanted]
+
+
+def _grammar(tools: list[dict[str, Any]], form: CallFormat, must: bool, several: bool, special: int | None) -> str:
+    """A Lark grammar of calls alone (`must`), or of any text and then perhaps calls; where the opening is a control token,
+    of text or calls."""
+    rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(tools)))}"]
+    for i, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": "{tool["function"]["name"]}", "{form.key}": ')
+        rules.append(f'body_{i}: {head} args_{i} "}}"')
+        rules.append(f"args_{i}: %json {json.dumps(_parameters(i, tool['function']))}")
+    opening, between = json.dumps(form.opening + ("[" if form.listed else "\n")), json.dumps(form.between)
+    more = f"({between} body)*" if several else ""
+    closing = json.dumps(form.closing)
+    if form.listed and special is not None:
+        calls = f'<[{special}]> "[" body {more} "]"'
+        start = f"TEXT | {calls}"
+    elif form.listed:
+        calls, start = f'{opening} body {more} "]"', f'TEXT | trigger "[" body {more} "]"'
+    elif not form.opening:
+        calls, start = f"body {more}", f"PLAIN | body {more}"
+    else:
+        again = f"({between} {opening} body {closing})*" if several else ""
+        calls = f"{opening} body {closing} {again}"
+        start = f'TEXT | trigger "\\n" body {closing} {again}'
+    rules.append(f"start: {calls if must else start}")
+    if not must:
+        rules.append(r"PLAIN: /[^{](.|\n)*/" if not form.opening else r"TEXT: /(.|\n)*/")
+        if form.opening and (special is None or not form.listed):
+            rules.append(f"trigger[lazy]: TEXT {json.dumps(form.opening)}")
+    return "\n".join(rules)
+
+
+def _parameters(number: int, function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, as a mask knows it. Raises ApiError."""
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    try:
+        prepared = prepare({"type": "object", **schema})
+    except ConstraintError as error:
+        raise bad(f"tool {number}: {error}", "tools") from None
+    if prepared.late and function.get("strict"):
+        message = f"tool {number}: {', '.join(prepared.late)} in its parameters cannot be held to; leave strict out"
+        raise ApiError(400, message, param="tools", code="unsupported")
+    return {**prepared.schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}}
+
+
+def _with_objects(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Templates write a call's arguments as JSON themselves."""
+    if not (calls := _calls(number, message)):
+        return message
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def _as_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """For templates that know no tools: calls and results in their tags."""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{_plain(message.get('content'))}\n</tool_response>"}
+    if not (calls := _calls(number, message)):
+        return message
+    said = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
+    texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in said]
+    return {"role": message.get("role"), "content": "\n".join(filter(None, [_plain(message.get("content")), *texts]))}
+
+
+def _plain(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _calls(number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, their arguments as objects. Raises ApiError."""
+    calls = message.get("tool_calls") if message.get("role") == "assistant" else None
+    made = []
+    for call in calls or []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"message {number}: each of its tool_calls needs a function with a name", "messages")
+        arguments = function.get("arguments", "{}")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise bad(f"message {number}: the arguments of a call are not JSON", "messages") from None
+        made.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
+    return made

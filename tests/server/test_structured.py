@@ -1,0 +1,169 @@
+"""Answers held to a form, by the openai client: JSON schemas, regexes, choices, grammars; and what strangers send instead."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+from tests.server.harness import Running
+
+TALK: Any = [{"role": "user", "content": "Tell me about the mill."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"wheel": {"enum": ["wood", "iron"]}, "turns": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["wheel", "turns"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "mill", "schema": SCHEMA, "strict": True}}
+LATE = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+
+
+def ask(server: Running, **more: Any) -> Any:
+    settings = {"model": "tiny", "messages": TALK, "temperature": 1.0, "seed": 3, "max_tokens": 60, **more}
+    return server.openai.chat.completions.create(**settings)
+
+
+def test_json_schema(server: Running) -> None:
+    answer = ask(server, response_format=FORMAT, n=3, logprobs=True)
+    for choice in answer.choices:
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        assert choice.finish_reason == "stop"
+    (free,) = ask(server).choices
+    assert not free.message.content.startswith("{")
+
+
+def test_streamed_is_the_same(server: Running) -> None:
+    whole = ask(server, response_format=FORMAT).choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in ask(server, response_format=FORMAT, stream=True)]
+    assert "".join(parts) == whole
+    assert len(parts) > 3
+
+
+def test_the_same_as_offline(server: Running, offline: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, structured_outputs={"json": SCHEMA})
+    (output,) = offline.generate("The mill", params)
+    answer = server.complete(temperature=1.0, seed=5, max_tokens=60, extra_body={"structured_outputs": {"json": SCHEMA}})
+    assert answer.choices[0].text == output.outputs[0].text
+
+
+def test_json_object(server: Running) -> None:
+    answer = ask(server, response_format={"type": "json_object"}, max_tokens=200, n=4)
+    ended = [json.loads(choice.message.content) for choice in answer.choices if choice.finish_reason == "stop"]
+    assert all(isinstance(value, dict) for value in ended)
+    assert all(choice.message.content.startswith("{") for choice in answer.choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{3}-[ab]"}, "[0-9]{3}-[ab]"),
+        ({"guided_choice": ["wood", "iron"]}, "wood|iron"),
+        ({"guided_grammar": 'start: "a" ("b" | "c")'}, "a[bc]"),
+        ({"guided_json": {"type": "boolean"}}, "true|false"),
+        ({"guided_json": '{"type": "boolean"}'}, "true|false"),
+        ({"structured_outputs": {"regex": "x[0-9]"}}, "x[0-9]"),
+    ],
+)
+def test_other_servers_fields(server: Running, fields: dict[str, Any], pattern: str) -> None:
+    assert re.fullmatch(pattern, ask(server, extra_body=fields).choices[0].message.content)
+    assert re.fullmatch(pattern, server.complete(extra_body=fields, max_tokens=30).choices[0].text)
+
+
+def test_what_no_mask_can_hold_is_checked_at_the_end(server: Running) -> None:
+    """Half of the answers have two equal items: those are errors, never a 200."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": LATE}}
+    found = set()
+    for seed in range(12):
+        asked = {"model": "tiny", "messages": TALK, "temperature": 1.0, "seed": seed, "response_format": form}
+        answer = server.post("/v1/chat/completions", asked)
+        found.add(answer.status_code)
+        if answer.status_code == 200:
+            first, second = json.loads(answer.json()["choices"][0]["message"]["content"])
+            assert first != second
+        else:
+            assert "uniqueItems" in answer.json()["error"]["message"]
+    assert found == {200, 422}
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        ask(server, response_format=form, stream=True)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "nested": {"guided_json": deep(120)},
+    "huge": {"guided_json": {"enum": ["x" * 1000] * 400}},
+    "explodes": {"guided_json": {"oneOf": [{"minimum": i, "properties": {str(i): {}}} for i in range(400)]}},
+    "allOf of anyOf": {
+        "guided_json": {"allOf": [{"anyOf": [{"required": [f"{i}-{j}"]} for j in range(9)]} for i in range(40)]},
+    },
+    "refers outside": {"guided_json": {"$ref": "https://example.com/schema"}},
+    "refers to a file": {"guided_json": {"$ref": "file:///etc/passwd"}},
+    "refers nowhere": {"guided_json": {"$ref": "#/$defs/a"}},
+    "recursive without end": {"guided_json": {"$ref": "#"}},
+    "lookahead": {"guided_regex": "(?=a)b"},
+    "regex nested": {"guided_regex": "(" * 5000 + "a" + ")" * 5000},
+    "grammar nested": {"guided_grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
+    "grammar left open": {"guided_grammar": "start: ("},
+    "ebnf nested": {"guided_grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+    "nothing fits": {"guided_json": False},
+    "no schema": {"guided_json": {"type": "nothing"}},
+    "two forms": {"guided_regex": "a", "guided_choice": ["b"]},
+    "none": {"structured_outputs": {}},
+    "unknown": {"structured_outputs": {"xml": "a"}},
+    "types": {"structured_outputs": {"regex": 5}},
+    "choice": {"guided_choice": []},
+    "format": {"response_format": {"type": "yaml"}},
+    "no format": {"response_format": {"type": "json_schema"}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_forms(server: Running, name: str) -> None:
+    """Each is answered, with an error of the client's or an output cut short, and the server goes on."""
+    answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": TALK, "max_tokens": 4, **HOSTILE[name]})
+    said = answer.json()
+    assert answer.status_code == 400, said
+    assert len(said["error"]["message"]) > 15
+    assert server.health()["status"] == "ready"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "(a|a)*(a|a)*(a|a)*b"},
+        {"guided_regex": "(x+x+)+y"},
+        {"guided_regex": ".{1,2000}(.*a){20}"},
+        {"guided_regex": "(((a{1,999}b{1,999}){1,999}c){1,999}d){1,999}|[a-z]{1000,999999}"},
+        {"guided_json": {"type": "string", "pattern": "^(a+)+$"}},
+        {
+            "guided_json": {
+                "$defs": {"t": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/t"}}, {}]}},
+                "$ref": "#/$defs/t",
+            }
+        },
+    ],
+)
+def test_costly_forms_are_bounded(server: Running, fields: dict[str, Any]) -> None:
+    """What backtracking would drown in is served, or ends in an error of its own."""
+    answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": TALK, "max_tokens": 6, **fields})
+    assert answer.status_code in (200, 400, 500)
+    assert server.complete(max_tokens=2).choices[0].text
+
+
+def test_a_late_check_that_runs_wild_is_stopped(server: Running) -> None:
+    """A pattern only Python can search, in exponential time: its process is ended, not the server."""
+    schema = {"type": "string", "minLength": 60, "maxLength": 60, "pattern": "^(?=.)(.+)+\\u0000$"}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "wild", "schema": schema}}
+    with pytest.raises(openai.UnprocessableEntityError, match="too much time"):
+        ask(server, response_format=form, max_tokens=150)
+    assert ask(server, response_format=FORMAT).choices[0].finish_reason == "stop"

@@ -1,0 +1,209 @@
+"""Tools: calls that fit their schemas whatever the model, in each family's way of writing, streamed and whole."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from headrace.server.errors import ApiError
+from headrace.server.fields import ChatRequest
+from headrace.server.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
+from headrace.server.tools import conversation, tooling
+from tests.server.harness import Running
+from tests.tiny_files import write_tiny_gguf
+
+TALK: Any = [{"role": "user", "content": "How far does the wheel turn?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"turns": {"type": "integer", "minimum": 0, "maximum": 9}, "way": {"enum": ["left", "right"]}},
+    "required": ["turns", "way"],
+    "additionalProperties": False,
+}
+TURN: Any = {"type": "function", "function": {"name": "turn_wheel", "description": "Turns it.", "parameters": PARAMETERS}}
+STOP: Any = {"type": "function", "function": {"name": "stop.now"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Its context holds what is said of tools."""
+    with Running(write_tiny_gguf(tmp_path_factory.mktemp("tools") / "tiny.gguf", context=1024)) as running:
+        yield running
+
+
+def ask(server: Running, **more: Any) -> Any:
+    settings = {
+        "model": "tiny",
+        "messages": TALK,
+        "temperature": 1.0,
+        "seed": 2,
+        "max_tokens": 120,
+        "tools": [TURN, STOP],
+        **more,
+    }
+    return server.openai.chat.completions.create(**settings)
+
+
+def check(calls: Any) -> None:
+    assert calls
+    for call in calls:
+        assert call.type == "function"
+        assert call.id.startswith("call-")
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "turn_wheel":
+            jsonschema.validate(arguments, PARAMETERS)
+        else:
+            assert call.function.name == "stop.now"
+            assert isinstance(arguments, dict)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_named_tool_is_called(server: Running, seed: int) -> None:
+    choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
+    answer = ask(server, tool_choice=choice, seed=seed, parallel_tool_calls=False).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    assert [call.function.name for call in answer.message.tool_calls] == ["turn_wheel"]
+    check(answer.message.tool_calls)
+
+
+def test_required_and_streamed(server: Running) -> None:
+    choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
+    whole = ask(server, tool_choice=choice).choices[0].message.tool_calls
+    pieces: dict[int, list[Any]] = {}
+    reasons = []
+    for chunk in ask(server, tool_choice=choice, stream=True):
+        (one,) = chunk.choices
+        assert not one.delta.content
+        reasons.append(one.finish_reason)
+        for call in one.delta.tool_calls or []:
+            pieces.setdefault(call.index, []).append(call)
+    assert reasons[-1] in ("tool_calls", "length")
+    assert [parts[0].function.name for parts in pieces.values()] == [call.function.name for call in whole]
+    texts = ["".join(part.function.arguments for part in parts) for parts in pieces.values()]
+    assert texts == [call.function.arguments for call in whole]
+    assert all(len(parts) > 3 for parts in pieces.values())
+
+
+def test_auto_may_just_answer(server: Running) -> None:
+    """The tiny model never writes an opening by itself."""
+    answer = ask(server, tool_choice="auto", max_tokens=12).choices[0]
+    free = ask(server, tools=None, tool_choice=None, max_tokens=12).choices[0]
+    assert answer.message.content
+    assert answer.message.tool_calls is None
+    assert free.message.content != answer.message.content  # the tools were told of
+
+
+def test_none_tells_of_no_tools(server: Running) -> None:
+    none = ask(server, tool_choice="none", max_tokens=8, temperature=0).choices[0].message.content
+    assert none == ask(server, tools=None, tool_choice=None, max_tokens=8, temperature=0).choices[0].message.content
+
+
+def test_results_of_calls_are_told(server: Running) -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "turn_wheel", "arguments": '{"turns": 1, "way": "left"}'}}
+    talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    talk.append({"role": "tool", "tool_call_id": "call-1", "content": "done"})
+    assert ask(server, messages=talk, max_tokens=4).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "must be a function"),
+        ({"tools": [TURN, TURN]}, "a name of its own"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "needs a name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/x"}}}]}, "not there"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}]}, "compiled"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "not among the tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "there are no tools"),
+        ({"response_format": {"type": "json_object"}}, "cannot be held to a format too"),
+        ({"functions": [{"name": "a"}]}, "use tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text alone"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, "needs a function"),
+    ],
+)
+def test_refused(server: Running, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        ask(server, **fields)
+
+
+CALLS = [("turn_wheel", {"turns": 3, "way": 'a "}{[ \\ b'}), ("stop.now", {}), ("turn_wheel", {"turns": [1, {"a": 2}]})]
+
+
+def written(form: CallFormat, calls: list[tuple[str, Any]]) -> str:
+    bodies = [json.dumps({"name": name, form.key: arguments}) for name, arguments in calls]
+    if form.listed:
+        return f"{form.opening}[{form.between.join(bodies)}]"
+    opening = form.opening + ("\n" if form.opening else "")
+    return form.between.join(f"{opening}{body}{form.closing}" for body in bodies)
+
+
+def read(form: CallFormat, parts: list[str]) -> tuple[str, list[tuple[str | None, Any]]]:
+    text = ToolText(form)
+    pieces = [piece for part in parts for piece in text.push(part)] + text.close()
+    names = [piece.name for piece in pieces if piece.name is not None]
+    arguments = ["".join(p.text for p in pieces if p.call == i) for i in range(len(names))]
+    return "".join(p.text for p in pieces if p.call is None), [
+        (name, json.loads(each)) for name, each in zip(names, arguments, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+def test_calls_are_found_however_the_text_is_cut(form: CallFormat, count: int, step: int) -> None:
+    whole = written(form, CALLS[:count])
+    parts = [whole[at : at + step] for at in range(0, len(whole), step)]
+    assert read(form, parts) == ("", CALLS[:count])
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, "A < b, <tool and <tool_cal; that is all."),
+        (LLAMA3, "Not {a call}"),
+        (MISTRAL, "[1] says [TOOL"),
+        (MISTRAL, '[{"nam'),
+    ],
+)
+def test_what_is_no_call_is_text(form: CallFormat, text: str, step: int) -> None:
+    assert read(form, [text[at : at + step] for at in range(0, len(text), step)]) == (text, [])
+
+
+def test_text_before_calls() -> None:
+    whole = "Let me see.\n" + written(HERMES, CALLS[:2])
+    assert read(HERMES, list(whole)) == ("Let me see.", CALLS[:2])
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ tools }}<tool_call>", HERMES),
+        ("{{ tools }}<|python_tag|>", LLAMA3),
+        ("{{ tools }}[TOOL_CALLS]", MISTRAL),
+        ("", None),
+    ],
+)
+def test_formats_are_told_by_the_template(template: str, form: CallFormat | None) -> None:
+    assert format_of(template) == form
+
+
+def test_templates_get_arguments_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": '{"b": 1}'}}
+    (message,) = conversation([{"role": "assistant", "tool_calls": [call]}], None, "{{ tools }}")
+    assert message["tool_calls"][0]["function"]["arguments"] == {"b": 1}
+    assert message["content"] == ""
+
+
+def test_strict_tools_are_held_to_all_or_refused() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
+    assert tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None) is not None
+    tool["function"]["strict"] = True  # type: ignore[index]
+    with pytest.raises(ApiError, match="uniqueItems"):
+        tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None)
