@@ -1,8 +1,8 @@
 """The wire between the two processes: plain data that survives the trip, nothing that could become code, and the queue."""
 
 import ast
-import re
 import asyncio
+import re
 import socket
 from pathlib import Path
 from typing import Any
