@@ -30,6 +30,9 @@ class DraftModel:
         """Room for a chain; `fill` says of which tokens, once its blocks are there."""
         return Draft([0] * most, list(range(-1, most - 1)))
 
+    def behind(self, works: list[Fed]) -> int:
+        return sum(len(work.seq.tokens) - self._start(work) for work in works)
+
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """Replace the tokens of these works' drafts; an empty draft is taken off."""
         ready = self._catch_up(works)

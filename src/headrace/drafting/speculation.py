@@ -8,7 +8,7 @@ from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Rememb
 from headrace.drafting.controller import Acceptance, Choice, Costs, choose, value
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
 
-MOST = 8  # the longest chain, unless told otherwise: what lies further is seldom reached
+MOST = 16  # the longest chain, unless told otherwise: what lies further is seldom reached
 
 
 @dataclass(slots=True)
@@ -63,13 +63,15 @@ class Speculation:
             mine = [work for work in works if work.seq.draft is not None and work.seq.draft.drafter == drafter.name]
             if not mine or not isinstance(drafter, Fills):
                 continue
+            fresh = drafter.behind(mine) <= 3 * len(mine)  # a prompt that is caught up with is no draft step
             began = time.perf_counter()
             drafter.fill(mine, run, filled)
             made = [work.seq.draft for work in mine if work.seq.draft is not None]
             for draft in made:
                 draft.drafter = drafter.name
             longest = max([len(draft.tokens) for draft in made], default=1)
-            self.costs.draft_took(len(mine), (time.perf_counter() - began) / longest)
+            if fresh:
+                self.costs.draft_took(len(mine), (time.perf_counter() - began) / longest)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long; those with prompts in them say nothing of verification."""

@@ -136,7 +136,7 @@ class SuffixTree:
         tokens = text[place : place + min(most, int(length * self.factor))]
         if SEPARATOR in tokens:
             tokens = tokens[: tokens.index(SEPARATOR)]
-        return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, trust=length) if tokens else None
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, trust=_trust(length)) if tokens else None
 
     def remember(self, request: Request, seq: Sequence) -> None:
         """Keep an output that has ended."""
@@ -148,3 +148,8 @@ class SuffixTree:
                 past.push(token)
         for token in [*seq.tokens[1 - half :], SEPARATOR]:
             past.push(token)
+
+
+def _trust(length: int) -> int:
+    """Matches of 1, 2 or 3, up to 7, and more tokens are counted apart."""
+    return min(length.bit_length(), 4)
