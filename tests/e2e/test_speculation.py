@@ -1,0 +1,213 @@
+"""Speculation leaves every output as it is: each drafter against none, on a model that writes text; and what it does to KV."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.drafting.base import Drafter
+from headrace.drafting.lookahead import Jacobi, Lookahead
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import Speculation
+from headrace.drafting.suffix import SuffixTree
+from headrace.engine import Engine
+from headrace.kv.pool import KVPool
+from headrace.llm import LLM
+from headrace.models.base import Model
+from headrace.params import SamplingParams
+from headrace.runner.executor import InProcess
+from headrace.runner.runner import TorchRunner
+from headrace.types import Draft, Request, Sequence
+from headrace.weights.loader import load_model
+from tests.models.data import data_folder
+from tests.models.llama2c import read_checkpoint
+from tests.places import default_model
+from tests.tiny import VOCAB, finish, tiny_engine, tiny_model, tokens_of
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": PromptLookup,
+    "suffix": SuffixTree,
+    "lookahead": Lookahead,
+    "jacobi": Jacobi,
+}
+SAMPLED = SamplingParams(temperature=0.8, seed=11, max_tokens=32)
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=32)
+
+
+@lru_cache(maxsize=1)
+def stories() -> Model:
+    torch.set_num_threads(1)
+    return load_model(read_checkpoint(data_folder("stories260K") / "stories260K.bin"), torch.float64)
+
+
+def play(model: Model, prompts: list[list[int]], params: SamplingParams, drafter: Drafter | None) -> list[Request]:
+    scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=256)
+    pool = KVPool(model.config, 256, 16, torch.float64)
+    speculation = None if drafter is None else Speculation([drafter], 256, gamma=6)
+    engine = Engine(
+        InProcess(TorchRunner(model, pool)),
+        EngineConfig(scheduler, CacheConfig(256, 16)),
+        vocab_size=model.config.vocab_size,
+        speculation=speculation,
+    )
+    requests = [engine.add(prompt, params.replace(seed=i)) for i, prompt in enumerate(prompts)]
+    finish(engine)
+    return requests
+
+
+def prompts_of(count: int, vocab: int) -> list[list[int]]:
+    """Beginnings of all lengths; half of them repeat themselves."""
+    generator = torch.Generator().manual_seed(count)
+    made = []
+    for number in range(count):
+        length = 1 + number % 23
+        part = torch.randint(3, vocab, (length,), generator=generator).tolist()
+        made.append([1, *part, *(part if number % 2 else [])])
+    return made
+
+
+def check(model: Model, count: int, length: int, names: tuple[str, ...] = tuple(DRAFTERS)) -> None:
+    prompts = prompts_of(count, model.config.vocab_size)
+    for params in (GREEDY.replace(max_tokens=length), SAMPLED.replace(max_tokens=length)):
+        plain = [tokens_of(request) for request in play(model, prompts, params, None)]
+        for name in names:
+            drafted = play(model, prompts, params, DRAFTERS[name]())
+            assert [tokens_of(request) for request in drafted] == plain, name
+            assert sum(request.metrics.accepted for request in drafted) > 0, name
+
+
+def test_fifty_prompts_on_stories() -> None:
+    check(stories(), 50, 32, ("suffix",))
+
+
+def test_drafts_by_the_target_on_stories() -> None:
+    check(stories(), 6, 24, ("ngram", "lookahead", "jacobi"))
+
+
+@pytest.mark.slow
+def test_a_thousand_prompts_on_stories() -> None:
+    check(stories(), 1000, 64)
+
+
+def test_a_random_model() -> None:
+    check(tiny_model(), 12, 24)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_real_weights_on_the_native_core(count: int) -> None:
+    """Rows are bitwise invariant there, so no exception is allowed."""
+    llm = LLM(default_model(), speculate=None, max_model_len=1024, max_num_seqs=8, threads=1)
+    texts = [f"Write {i + 2} short sentences about rain, then write the same sentences again." for i in range(count)]
+    prompts = [llm.render([{"role": "user", "content": text}]) for text in texts]
+    length = 64 if count > 3 else 32
+    for params in (GREEDY.replace(max_tokens=length), SAMPLED.replace(max_tokens=length)):
+        llm.engine.speculation = None
+        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        for name, make in DRAFTERS.items():
+            for gamma in (6, None) if name == "ngram" else (6,):
+                llm.engine.speculation = Speculation([make()], 1024, gamma)
+                outputs = llm.generate(prompts, params)
+                assert [output.outputs[0].token_ids for output in outputs] == plain, (name, gamma)
+    llm.close()
+
+
+# -- worked examples ---------------------------------------------------------------------------------------------------------
+
+
+class Says:
+    """Drafts what it is told to, once."""
+
+    name = "says"
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        tokens, self.tokens = self.tokens[:most], []
+        return Draft(tokens, list(range(-1, len(tokens) - 1))) if tokens else None
+
+
+def test_the_drafts_bus_is_rejected_and_the_targets_car_is_kept() -> None:
+    """W44, W45: of "in the bus" against the target's "in the car" two tokens are accepted, and the mismatch gives a third.
+
+    The rejected token is the draft's, and everything after it goes; where all match the target adds one of its own.
+    """
+    model, prompt = tiny_model(), [5, 17, 40, 3]
+    engine = tiny_engine(model)
+    request = engine.add(prompt, GREEDY.replace(max_tokens=6))
+    finish(engine)
+    target = tokens_of(request)[0]
+    first, in_, the, car = target[:4]
+    bus = (car + 1) % VOCAB
+    for tail, accepted, steps in (([in_, the, bus, 9], 2, 4), ([in_, the, car, target[4]], 4, 2)):
+        engine = tiny_engine(model, speculation=Speculation([Says(tail)], 256, gamma=4))
+        request = engine.add(prompt, GREEDY.replace(max_tokens=6))
+        deltas = []
+        while engine.busy:
+            deltas += [delta.token_ids for delta in engine.step()]
+        assert deltas[:2] == [[first], [in_, the, car] if accepted == 2 else target[1:6]]
+        assert tokens_of(request)[0] == target
+        assert (request.metrics.accepted, request.metrics.drafted, request.metrics.steps) == (accepted, 4, steps)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_kv_after_a_rollback_is_that_of_a_fresh_prefill(kept: int) -> None:
+    """Whatever was accepted of a draft, the pool then holds what computing the text anew would put there."""
+    model, prompt = tiny_model(), [7, 2, 60, 33, 8]
+    engine = tiny_engine(model)
+    request = engine.add(prompt, GREEDY.replace(max_tokens=8))
+    finish(engine)
+    target = tokens_of(request)[0]
+    # A tree whose true nodes lie behind wrong siblings, so that what is accepted has to move.
+    tokens, parents, tip = [], [], -1
+    for place in range(3):
+        right = target[1 + place] if place < kept else (target[1 + place] + 1) % VOCAB
+        tokens += [(target[1 + place] + 2) % VOCAB, right]
+        parents += [tip, tip]
+        tip = len(tokens) - 1
+
+    class Tree(Says):
+        def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+            return Draft(list(tokens), list(parents)) if len(seq.output) == 1 else None
+
+    engine = tiny_engine(model, speculation=Speculation([Tree([])], 256, gamma=6))
+    request = engine.add(prompt, GREEDY.replace(max_tokens=8))
+    while len(request.seqs[0].output) < kept + 3:
+        engine.step()
+    assert request.metrics.accepted == kept
+    seq = request.seqs[0]
+    assert not seq.moves
+    ours = kv_of(engine, seq)
+    fresh = tiny_engine(model)
+    other = fresh.add(seq.tokens, GREEDY.replace(max_tokens=2))
+    fresh.step()
+    assert torch.allclose(ours, kv_of(fresh, other.seqs[0])[:, :, : seq.computed[0]], atol=1e-12)
+
+
+def kv_of(engine: Engine, seq: Sequence) -> torch.Tensor:
+    """K and V of the computed tokens [layers, 2, tokens, heads, dim], as the tables find them."""
+    pool: KVPool = engine.executor.runner.pool  # type: ignore[attr-defined]
+    return pool.data[:, :, seq.tables[0]].flatten(2, 3)[:, :, : seq.computed[0]].clone()
+
+
+def test_jacobi_needs_no_more_steps_than_tokens() -> None:
+    """W2: verification computes many positions in one pass; the fixpoint is the greedy text, and comes no later."""
+    model = tiny_model()
+    for start in range(6):
+        request = play(model, [[start, 9, 4]], GREEDY, Jacobi(16))[0]
+        assert request.metrics.steps <= 32
+        assert tokens_of(request) == tokens_of(play(model, [[start, 9, 4]], GREEDY, None)[0])
+
+
+def test_the_rule_is_not_a_comparison_of_texts() -> None:
+    """W20, W43: with noise the target is sampled and the match is followed: the same sample as without a draft, at any
+    temperature, which neither greedy comparison nor a rejection rule would give."""
+    model = tiny_model()
+    for temperature in (0.0, 0.7, 1.5):
+        params = SamplingParams(temperature=temperature, max_tokens=20)
+        plain = play(model, prompts_of(6, VOCAB), params, None)
+        drafted = play(model, prompts_of(6, VOCAB), params, PromptLookup())
+        assert [tokens_of(request) for request in drafted] == [tokens_of(request) for request in plain]

@@ -1,0 +1,108 @@
+"""The controller: it finds the best gamma from what was measured, and leaves off what does not pay."""
+
+import random
+
+import pytest
+
+from headrace.drafting.controller import Acceptance, Choice, Costs, choose, expected
+
+
+def costs(steps: dict[int, float], draft: float = 0.0) -> Costs:
+    made = Costs()
+    for rows, seconds in steps.items():
+        made.step_took(rows, seconds)
+    if draft:
+        made.draft_took(1, draft)
+    return made
+
+
+def flat(seconds: float = 1.0) -> dict[int, float]:
+    return dict.fromkeys(range(1, 40), seconds)
+
+
+@pytest.mark.parametrize(("alpha", "c"), [(0.5, 0.1), (0.7, 0.05), (0.8, 0.2), (0.9, 0.1), (0.9, 0.2)])
+def test_it_picks_the_gamma_that_pays_most(alpha: float, c: float) -> None:
+    choice = Choice(alpha, 16, model=True)
+    choose([choice], 1, costs(flat(), c))
+    best = max(range(17), key=lambda gamma: expected(alpha, gamma) / (1 + gamma * c))
+    assert choice.gamma == best
+
+
+def test_rows_that_cost_as_much_as_steps_are_not_spent() -> None:
+    """From some batch size on verification is bound by arithmetic: nothing is gained, and the controller sees it coming."""
+    steep = {rows: float(rows) for rows in range(1, 40)}
+    choice = Choice(0.9, 8)
+    choose([choice], 1, costs(steep))
+    assert choice.gamma == 0
+    for batch in (1, 2, 4, 8, 16, 32):
+        bound = {rows: max(1.0, rows / 8) for rows in range(batch, batch + 40)}
+        choices = [Choice(0.9, 4) for _ in range(batch)]
+        choose(choices, batch, costs(bound))
+        assert (sum(one.gamma for one in choices) > 0) == (batch < 8)
+
+
+def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
+    choice = Choice(0.99, 8)
+    choose([choice], 1, Costs())
+    assert choice.gamma == 0
+
+
+def test_a_plain_step_is_measured_again_now_and_then() -> None:
+    made = costs({1: 1.0, 5: 1.0})
+    drafted = 0
+    for _ in range(200):
+        choice = Choice(0.9, 4)
+        choose([choice], 1, made)
+        drafted += choice.gamma > 0
+        made.step_took(1 + choice.gamma, 1.0)
+    assert 190 <= drafted < 200
+
+
+def test_the_likelier_draft_goes_first() -> None:
+    table = {rows: 1.0 if rows <= 4 else 10.0 for rows in range(1, 20)}
+    sure, unsure = Choice(0.9, 8), Choice(0.3, 8)
+    choose([unsure, sure], 2, costs(table))
+    assert (sure.gamma, unsure.gamma) == (2, 0)
+
+
+def test_acceptance_follows_each_request() -> None:
+    acceptance = Acceptance()
+    for _ in range(60):
+        acceptance.heard("copies", ("ngram", 3), 4, 4)
+        acceptance.heard("invents", ("ngram", 3), 0, 4)
+    assert acceptance.alpha("copies", ("ngram", 3)) > 0.95
+    assert acceptance.alpha("invents", ("ngram", 3)) < 0.05
+    assert 0.05 < acceptance.alpha("new", ("ngram", 3)) < 0.95
+    acceptance.forget("copies")
+    assert acceptance.alpha("copies", ("ngram", 3)) < 0.95
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
+def test_the_measured_acceptance_is_the_true_one(alpha: float) -> None:
+    rng = random.Random(2)
+    acceptance = Acceptance(keep=0.99)
+    for _ in range(1000):
+        accepted = next((i for i in range(4) if rng.random() >= alpha), 4)
+        acceptance.heard("r", ("ngram", 1), accepted, 4)
+    assert acceptance.alpha("r", ("ngram", 1)) == pytest.approx(alpha, abs=0.12)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("slope", [0.0, 0.2, 1.0])
+def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
+    """Whatever text and machine: 400 tokens take no longer than plain steps, but for a few steps of learning."""
+    rng = random.Random(1)
+    acceptance, made = Acceptance(), Costs()
+    seconds, tokens = 0.0, 0
+    while tokens < 400:
+        choice = Choice(acceptance.alpha("r", ("model", 0)), 8, model=True)
+        choose([choice], 1, made)
+        took = 1.0 + slope * choice.gamma
+        accepted = next((i for i in range(choice.gamma) if rng.random() >= alpha), choice.gamma)
+        if choice.gamma:
+            made.draft_took(1, 0.3)
+            acceptance.heard("r", ("model", 0), accepted, choice.gamma)
+        made.step_took(1 + choice.gamma, took)
+        seconds += took + 0.3 * choice.gamma
+        tokens += accepted + 1
+    assert seconds <= 1.03 * tokens
