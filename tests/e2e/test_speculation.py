@@ -70,12 +70,14 @@ def prompts_of(count: int, vocab: int) -> list[list[int]]:
 
 def check(model: Model, count: int, length: int, names: tuple[str, ...] = tuple(DRAFTERS)) -> None:
     prompts = prompts_of(count, model.config.vocab_size)
+    accepted = dict.fromkeys(names, 0)
     for params in (GREEDY.replace(max_tokens=length), SAMPLED.replace(max_tokens=length)):
         plain = [tokens_of(request) for request in play(model, prompts, params, None)]
         for name in names:
             drafted = play(model, prompts, params, DRAFTERS[name]())
             assert [tokens_of(request) for request in drafted] == plain, name
-            assert sum(request.metrics.accepted for request in drafted) > 0, name
+            accepted[name] += sum(request.metrics.accepted for request in drafted)
+    assert all(accepted.values()), accepted
 
 
 def test_fifty_prompts_on_stories() -> None:
