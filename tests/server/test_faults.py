@@ -12,6 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from headrace.bench.machine import process_seconds
 from headrace.server.tickets import Ticket
 from tests.server.harness import Running, in_thread, until
 
@@ -159,3 +160,21 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
     with Running(broken, wait=False) as server:
         until(lambda: server.error is not None)
         assert "broken.gguf" in str(server.error)
+
+
+@pytest.mark.weights
+def test_a_killed_engine_of_a_real_model_is_ready_again_within_seconds(default_model: Path) -> None:
+    """Its CPU time until it is ready, which on an idle machine is the time that passes (1.5 s); 5 s are allowed."""
+    with Running(default_model, dtype="auto", backend="auto", kv_cache_memory="256MiB") as server:
+        stream = server.complete(**LONG, stream=True)
+        next(stream)
+        first = server.llm.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine process ended \\(signal SIGKILL\\)"):
+            list(stream)
+        until(lambda: server.health()["status"] == "ready")
+        assert server.llm.pid is not None
+        assert process_seconds(server.llm.pid) < 5.0
+        assert server.health()["restarts"] == 1
+        assert server.complete().choices[0].text
