@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx2 as httpx
 import pytest
 
+from headrace.server.connection import Chunks, Joined
 from headrace.server.guard import Guard
 from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
 from tests.server.harness import Running
@@ -178,3 +180,61 @@ async def call(
     guard = Guard(app, settings or ServerSettings("tiny"), lambda status: None)
     await guard({"type": "http", "method": method, "path": "/v1/models", "headers": raw}, receive, send)
     return sent[0]["status"], sent[1]["body"].decode()
+
+
+def test_chunks_are_what_h11_writes() -> None:
+    """The short way of streamed answers, beside h11's own, for chunked and for counted bodies."""
+    for headers in (
+        [("Transfer-Encoding", "chunked")],
+        [("Content-Length", "10")],
+        [("Content-Length", "10"), ("Connection", "close")],
+    ):
+        sent = []
+        for made in (h11.Connection(h11.SERVER), Chunks(h11.SERVER)):
+            for number in range(2):  # the second answer of a connection that is kept
+                made.receive_data(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+                while made.next_event() not in (h11.NEED_DATA, h11.PAUSED):
+                    pass
+                events = [
+                    h11.Response(status_code=200, headers=headers),
+                    *(h11.Data(data=data) for data in (b"abc", b"", b"defghij")),
+                ]
+                sent += [made.send(event) for event in (*events, h11.EndOfMessage())]
+                if made.our_state is h11.MUST_CLOSE or number:
+                    break
+                made.start_next_cycle()
+        assert sent[: len(sent) // 2] == sent[len(sent) // 2 :]
+        assert any(b"defghij" in data for data in sent)
+
+
+def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
+    class Wire:
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+            self.closed = False
+
+        def write(self, data: bytes) -> None:
+            self.sent.append(data)
+
+        def close(self) -> None:
+            self.closed = True
+
+        def is_closing(self) -> bool:
+            return self.closed
+
+    async def main() -> None:
+        wire = Wire()
+        joined = Joined(wire, asyncio.get_running_loop())  # type: ignore[arg-type]
+        joined.write(b"a")
+        joined.write(b"b")
+        assert wire.sent == []
+        await asyncio.sleep(0)
+        assert wire.sent == [b"ab"]
+        joined.write(b"c")
+        joined.close()
+        assert wire.sent == [b"ab", b"c"]
+        joined.write(b"d")  # nobody is there any more
+        await asyncio.sleep(0)
+        assert (wire.sent, joined.is_closing()) == ([b"ab", b"c"], True)
+
+    asyncio.run(main())

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD = 64 << 10  # bytes of a request's head where nothing else is said
 
 
 class Joined:
@@ -35,6 +38,22 @@ class Joined:
         return getattr(self._transport, name)
 
 
+class Chunks(h11.Connection):
+    """h11's connection, with a short way for what a streamed answer consists of: a chunk is its length and its bytes."""
+
+    _chunked = False
+
+    def send(self, event: Any) -> Any:
+        if self._chunked and type(event) is h11.Data and event.data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        data = super().send(event)
+        if isinstance(event, h11.Response):
+            self._chunked = b"transfer-encoding: chunked" in (data or b"").lower()
+        elif isinstance(event, h11.EndOfMessage):
+            self._chunked = False
+        return data
+
+
 class Connection(H11Protocol):
     """Closes a connection whose next request does not arrive whole within `head_seconds` of its first byte, or, for the
     first request, of connecting (slow loris), and one whose client leaves what was sent unread for `send_seconds`."""
@@ -43,6 +62,10 @@ class Connection(H11Protocol):
     send_seconds = 60.0
     _clock: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: uvicorn.Config, *more: Any, **options: Any) -> None:
+        super().__init__(config, *more, **options)
+        self.conn = Chunks(h11.SERVER, config.h11_max_incomplete_event_size or HEAD)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(Joined(transport, self.loop))  # type: ignore[arg-type]
