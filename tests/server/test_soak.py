@@ -19,7 +19,8 @@ from tests.server.harness import ENGINE, Running, until
 
 ROOT = Path(__file__).parents[2]
 SHORT, LONG = 6.0, float(os.environ.get("SOAK_SECONDS", "1200"))  # seconds
-REAL = {**ENGINE, "dtype": "auto", "backend": "auto", "kv_cache_memory": "256MiB"}
+# A small KV pool: all of it has been used by the end of the warm-up, and requests are preempted.
+REAL = {**ENGINE, "dtype": "auto", "backend": "auto", "kv_cache_memory": "48MiB"}
 GROWTH = 1.05  # that the memory of a process may grow by after the warm-up
 
 
