@@ -8,6 +8,7 @@ import torch
 
 from headrace.admission import AdmissionError
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
@@ -18,6 +19,7 @@ from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
 from headrace.types import AMATEUR, HIDDEN, TARGET, KVGroup
 from tests.contrast_reference import contrastive_decoding, contrastive_search
+from tests.drafters import Replaying
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
 
 GROUPS = (TARGET, KVGroup(AMATEUR), KVGroup(HIDDEN, "hidden"))
@@ -218,3 +220,21 @@ def test_min_tokens_keeps_the_end_token_out_of_the_candidates(expert: Model, ama
     longer = outputs(engine, [(prompt, params.replace(min_tokens=6))])[0]
     assert text[2] not in longer[:5]
     assert len(longer) >= 6
+
+
+# -- with speculation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_are_verified_against_the_contrast(expert: Model, amateur: Model, temperature: float) -> None:
+    """The amateur is fed the draft's nodes too; its K and V of the accepted path stay right."""
+    params = DECODING.replace(temperature=temperature, seed=2, max_tokens=12)
+    jobs = [(prompt, params) for prompt in prompts(8, 6, 17)]
+    expected = [contrastive_decoding(expert, amateur, *job) for job in jobs]
+    answers = {(tuple(prompt), 2, 0): text for (prompt, _), text in zip(jobs, expected, strict=True)}
+    engine = engine_of(expert, amateur)
+    engine.speculation = Speculation([Replaying(answers, VOCAB)], 256, 5)
+    requests = [engine.add(*job) for job in jobs]
+    finish(engine)
+    assert [tokens_of(request)[0] for request in requests] == expected
+    assert all(request.metrics.accepted > 0 for request in requests)

@@ -19,7 +19,7 @@ class DraftModel:
     that is not caught up then goes without a draft.
     """
 
-    def __init__(self, name: str = "draft", *, model: int = 1, group: int | None = 1, least: float = 0.4, budget: int = 512):
+    def __init__(self, name: str = "draft", *, model: int = 1, group: int | None = 1, least: float = 0.7, budget: int = 512):
         self.name = name
         self.model = model
         self.group = group
