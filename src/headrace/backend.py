@@ -10,7 +10,7 @@ import torch
 from headrace import memory, native
 from headrace.config import ModelConfig
 from headrace.kv.pool import KVPool
-from headrace.loading import DTYPES, Opened, pick_dtype
+from headrace.loading import DTYPES, Opened, load, pick_dtype
 from headrace.models.registry import describe
 from headrace.native.runner import KV_DTYPES, NativeRunner, Slot, kv_block_bytes
 from headrace.native.weights import packed_bytes
@@ -175,7 +175,7 @@ def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Op
     kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
     companions, groups = _beside(draft, amateur)
     everyone = [opened, *companions]
-    models = [each.load(dtype, settings.device) for each in everyone]
+    models = [load(each, dtype, settings.device) for each in everyone]
     plan = memory.plan(
         _shortest(everyone),
         block_bytes=sum(each.config.kv_bytes_per_token(kv_type.itemsize) for each in everyone) * BLOCK_SIZE,

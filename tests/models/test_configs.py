@@ -9,7 +9,8 @@ import torch
 
 from headrace.config import RopeConfig
 from headrace.layers.rotary import frequencies
-from headrace.models.registry import read_config
+from headrace.models.configs import ARCHITECTURES
+from headrace.models.registry import MODELS, read_config
 from headrace.weights.source import WeightError
 from tests.models.zoo import MemorySource
 
@@ -241,3 +242,7 @@ def test_gguf_metadata_that_cannot_be_used_is_refused(changes: dict[str, Any], m
         read_config(gguf({**GGUF_GEMMA3, **changes}))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_architecture_whose_numbers_are_read_has_a_model() -> None:
+    assert set(MODELS) == ARCHITECTURES

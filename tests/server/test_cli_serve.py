@@ -49,6 +49,8 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.P
     said(process, r"^ready: ")
     whole = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
     engine = engine_of(process)
+    assert not loads_torch(process.pid), "the web process answers without it, and starts at once"
+    assert loads_torch(engine)
     with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
         lines = stream.iter_lines()
         first = next(lines)
@@ -72,6 +74,10 @@ def test_a_killed_server_leaves_no_engine_behind(process: "subprocess.Popen[str]
     engine = engine_of(process)
     process.kill()
     until(lambda: ended(engine))
+
+
+def loads_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def ended(pid: int) -> bool:

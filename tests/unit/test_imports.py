@@ -42,10 +42,12 @@ ROOMS = {
     "admission": "decoding params types config",
     "filing": "types",
     "engine": "admission filing scheduler kv.blocks decoding drafting runner text params types config",
-    "memory": "config",
+    "sizes": "",
+    "memory": "sizes config",
+    "opening": "models weights text config",
     "signals": "",
     "outputs": "params structured types",
-    "loading": "memory models weights.loader weights text params config",
+    "loading": "opening memory models weights.loader config",
     "backend": "native.runner native.weights native loading memory models runner kv.pool text types config",
     "selfdraft": "drafting runner weights params types",
     "llm": "selfdraft backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text "
@@ -57,7 +59,7 @@ ROOMS = {
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",
-    "server": "structured llm memory loading engine outputs decoding weights text params types config",
+    "server": "structured llm sizes opening engine outputs decoding weights text params types config",
     "cli": "server bench grounding selfdraft backend llm loading memory outputs models weights text native params types config",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -72,6 +74,8 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "lla
 # `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
 QUICK = (
     *("headrace", "headrace.cli.app", "headrace.params", "headrace.text", "headrace.native"),
+    # the web process: what computes is in the engine's
+    *("headrace.opening", "headrace.server.serving"),
     *("headrace.weights.catalog", "headrace.weights.describe", "headrace.weights.hub"),
 )
 HEAVY = {"torch", "transformers", "scipy", "pandas"}

@@ -5,14 +5,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
 from headrace.config import ModelConfig, RopeConfig
 from headrace.models.limits import MAX_LAYERS, MAX_SIZE, check_rope
-from headrace.weights.dequant import read_tensor
 from headrace.weights.source import WeightError, WeightSource
 
 ROPE_DIVISORS = "rope_freqs.weight"
+FLOATS = {"F32": "<f4", "F16": "<f2"}  # that it is stored as
 GEMMA3_PATTERN = 6  # every sixth layer is full, where the file does not say
 GEMMA3_27B_LAYERS = 62  # the one size whose queries are scaled by hidden / heads, which files do not say either
 
@@ -116,11 +116,21 @@ def _rope(read: _Reader, head_dim: int, source: WeightSource) -> RopeConfig:
     if kind == "none" and f"{read.prefix}.rope.scale_linear" not in read.metadata:
         factor = 1.0
     if ROPE_DIVISORS in source.names():
-        divisors: list[float] = read_tensor(source, ROPE_DIVISORS, torch.float64).tolist()
+        divisors = _divisors(read, source)
         return RopeConfig(**common, scaling="divisors", divisors=tuple(d * factor for d in divisors))
     if factor != 1.0:
         return RopeConfig(**common, scaling="linear", factor=factor)
     return RopeConfig(**common)
+
+
+def _divisors(read: _Reader, source: WeightSource) -> list[float]:
+    """Llama 3's frequency divisors, as they are stored."""
+    kind = source.info(ROPE_DIVISORS).kind
+    if kind not in FLOATS:
+        raise read.error(f"stores {ROPE_DIVISORS} as {kind}; known are {' and '.join(FLOATS)}")
+    stored = np.ascontiguousarray(source.raw(ROPE_DIVISORS)).reshape(-1)
+    found: list[float] = stored.view(FLOATS[kind]).astype(np.float64).tolist()
+    return found
 
 
 def _gemma_scale(hidden: int, heads: int, head_dim: int, layers: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from headrace.loading import Opened, open_model
+from headrace.opening import Opened, open_model
 from headrace.params import SamplingParams
 from headrace.server.engine_client import EngineGoneError, EngineProcess
 from headrace.server.grammar_check import GrammarCheck

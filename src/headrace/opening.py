@@ -1,0 +1,107 @@
+"""From what a caller calls a model to its open files: weights, tokenizer, template, defaults. Needs no torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.config import ModelConfig
+from headrace.models.configs import read_config
+from headrace.text.chat import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+from headrace.weights import catalog, hub
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.progress import Progress
+from headrace.weights.safetensors import SafetensorsFolder
+
+GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+@dataclass(slots=True)
+class Opened:
+    """A model's files, open; `headrace.loading.load` reads the weights."""
+
+    name: str
+    path: Path
+    source: GGUFFile | SafetensorsFolder
+    config: ModelConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    eos_ids: frozenset[int]
+    sampling: dict[str, Any] = field(default_factory=dict)  # the catalog's or the model's own settings
+    system: str | None = None
+    pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
+
+
+def open_model(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
+    """Find (or pull) a model and open it: a catalog name, a .gguf path, a folder, a hub id.
+
+    Raises HubError, WeightError, TokenizerError, TemplateError: one clear line each.
+    """
+    entries = catalog.load()
+    path = hub.resolve(str(model), entries=entries, progress=progress, download=download)
+    entry = entries.get(str(model))
+    source = SafetensorsFolder(path) if path.is_dir() else GGUFFile(path)
+    config = read_config(source)
+    if isinstance(source, GGUFFile):
+        tokenizer = Tokenizer.from_gguf(source.metadata)
+        generation: Mapping[str, Any] = {}
+    else:
+        tokenizer = Tokenizer.from_folder(path)
+        generation = _read_json(path / "generation_config.json")
+    sampling = dict(entry.sampling) if entry is not None else _own_settings(generation)
+    return Opened(
+        name=str(model),
+        path=path,
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        template=ChatTemplate.of(tokenizer),
+        eos_ids=frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id")),
+        sampling=sampling,
+        system=entry.chat.system if entry is not None else None,
+        pooling=_pooling(path) if config.encoder else "last",
+    )
+
+
+def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:
+    """Open a model that works beside another one, whose tokens it must have. Raises ValueError besides what opening does."""
+    opened = open_model(model, progress)
+    if opened.path != target.path and (difference := opened.tokenizer.differs(target.tokenizer)):
+        raise ValueError(
+            f"{model} cannot be the {role} of {target.name}: their vocabularies differ ({difference}); "
+            "choose a smaller model of the same family"
+        )
+    return opened
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name} cannot be read ({error}); repair or remove it") from None
+    return data if isinstance(data, dict) else {}
+
+
+def _pooling(folder: Path) -> str:
+    """What an encoder was trained with, as sentence-transformers writes it; the mean where nothing is said."""
+    said = _read_json(folder / "1_Pooling" / "config.json")
+    if said.get("pooling_mode_cls_token"):
+        return "first"
+    return "last" if said.get("pooling_mode_lasttoken") else "mean"
+
+
+def _own_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says of sampling; greedy where it says do_sample false."""
+    settings = {name: generation[name] for name in GENERATION_FIELDS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    return settings
+
+
+def _ids(value: object) -> frozenset[int]:
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
