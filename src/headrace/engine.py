@@ -296,6 +296,8 @@ class Engine:
         tokens = [parent.draft.tokens[node] for node in child.path] if parent.draft else []
         tokens += [] if child.token is None else [child.token]
         delta = self.stopping.extend(request, seq, tokens, child.logprobs)
+        if parent.draft is not None and not parent.draft.required:
+            delta.drafter, delta.accepted = parent.draft.drafter, min(len(child.path), len(delta.token_ids))
         if request.strategy.streams:
             self._outbox.append(delta)
 

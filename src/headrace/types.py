@@ -279,4 +279,6 @@ class Delta(msgspec.Struct):
     cumulative_logprob: float | None = None  # where the strategy keeps it: of all the output's tokens
     score: float | None = None  # what hypotheses were ranked by
     error: str | None = None
+    drafter: str = ""  # who proposed the first `accepted` of these tokens; "": nothing was drafted
+    accepted: int = 0
     finished: bool = False  # the whole request

@@ -55,7 +55,7 @@ ROOMS = {
     "consistency": "llm outputs params types",
     "grounding": "llm outputs params types",
     "bench": "selfdraft backend llm loading engine outputs memory scheduler runner models weights.loader weights.names "
-    "kv.blocks kv.pool weights text native ops params types config",
+    "kv.blocks kv.pool weights text native ops drafting params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli import bench_speculate
 from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_local import local
 from headrace.cli.bench_peers import peers
@@ -21,6 +22,7 @@ def register(app: typer.Typer) -> None:
     bench.command("serve")(serve)
     bench.command("latency")(latency)
     bench.command("beams")(beams)
+    bench_speculate.register(bench)
     bench.command("sharing")(sharing)
     bench.command("self-draft")(self_draft)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")

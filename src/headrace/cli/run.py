@@ -10,6 +10,7 @@ from headrace.cli.inputs import join_prompt
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, with_groups
+from headrace.cli.origins import Origins
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.outputs import RequestOutput
 
@@ -39,6 +40,9 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object when the answer is complete.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answer alone, no figures.")] = False,
+    show_speculation: Annotated[
+        bool, typer.Option("--show-speculation", help="Colour each token by where it came from.")
+    ] = False,
 ) -> int:
     """Answer a prompt; the answer goes to stdout as it comes, figures to stderr.
 
@@ -49,6 +53,8 @@ def run(
         raise typer.BadParameter("--raw has no roles, so it takes no --system")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs goes with --json")
+    if show_speculation and (as_json or n > 1):
+        raise typer.BadParameter("--show-speculation shows one answer as text; leave out --json and -n")
     options.check()
     sampling.changes()
     more = {**choice.changes(), "n": n, "logprobs": logprobs}
@@ -56,7 +62,8 @@ def run(
     text = join_prompt(prompt, file or [])
     llm = open_llm(model, options, quiet=quiet, max_num_seqs=widest, preset="online")
     params = sampling.bind(llm)(**more)
-    return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json=as_json, quiet=quiet)
+    origins = Origins(llm.tokenizer) if show_speculation else None
+    return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, origins)
 
 
 def _conversation(llm: Any, text: str, system: str | None) -> Any:
@@ -67,7 +74,7 @@ def _conversation(llm: Any, text: str, system: str | None) -> Any:
     return llm.render([*roles, {"role": "user", "content": text}])
 
 
-def _answer(llm: Any, prompt: str | list[int], params: Any, *, as_json: bool, quiet: bool) -> int:
+def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet: bool, origins: Origins | None) -> int:
     """Stream, then report. What was said before a Ctrl-C or an error stays."""
     from headrace.cli.report import figures, record, speeds
 
@@ -75,7 +82,9 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, *, as_json: bool, qu
     made: list[RequestOutput] = []
     with Interrupt() as interrupt:
         for delta in llm.stream(prompt, params, output=made, cancelled=interrupt):
-            if not as_json and params.n == 1:
+            if origins is not None:
+                origins.write(delta)
+            elif not as_json and params.n == 1:
                 answer.write(delta.text)
     (output,) = made
     if output.error is not None:
@@ -88,6 +97,8 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, *, as_json: bool, qu
         for one in output.outputs:
             answer.write(f"[{one.index + 1}/{params.n}]\n{one.text}")
             answer.close()
+    elif origins is not None:
+        origins.close()
     else:
         answer.close()
     if not quiet:

@@ -35,7 +35,7 @@ class Worker:
 
     def run(self, prompts: list[list[int]], new_tokens: int, fed: int = 1) -> tuple[float, float, list[int]]:
         engine = self.llm.engine
-        engine.speculation = Speculation(Wrong(self.llm), self.llm.memory_plan.max_model_len, fed - 1) if fed > 1 else None
+        engine.speculation = Speculation([Wrong(self.llm)], self.llm.memory_plan.max_model_len, fed - 1) if fed > 1 else None
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens + SLACK if new_tokens else 1, ignore_eos=True)
         first: dict[str, int] = {}
         start = time.perf_counter()
