@@ -1,0 +1,51 @@
+"""What `bench speculate` draws, and what `run --show-speculation` writes."""
+
+import io
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.console import Console
+
+from headrace.bench.speculation import Row, svg
+from headrace.cli.origins import Origins
+from headrace.types import Delta
+
+
+def row(task: str, gamma: int, measured: float) -> Row:
+    return Row(task, 1, gamma, 0.8, 2.0, 0.1, 1.2, 1.5, measured, 1.0)
+
+
+def test_the_drawing_has_a_measured_and_a_predicted_line_for_each_task() -> None:
+    drawn = ElementTree.fromstring(svg([row("edits", 0, 3.0), row("edits", 1, 1.2), row("edits", 4, 2.0), row("chat", 4, 0.9)]))
+    lines = [each for each in drawn.iter() if each.tag.endswith("polyline") and each.get("stroke-width")]
+    assert len(lines) == 4
+    heights = [float(point.split(",")[1]) for point in str(lines[0].get("points")).split()]
+    assert len(heights) == 3, "from no draft over 1 to 4"
+    assert heights == sorted(heights, reverse=True), "faster is higher"
+
+
+def test_the_controllers_own_choice_is_no_point_of_the_drawing() -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        svg([row("edits", 0, 3.0)])
+
+
+class Letters:
+    special_ids = frozenset({9})
+
+    def token_bytes(self, token: int) -> bytes:
+        return [b"a", b"b", b"c", "é".encode()[:1], "é".encode()[1:]][token]
+
+
+def test_tokens_are_shown_by_where_they_came_from() -> None:
+    out = io.StringIO()
+    origins = Origins(Letters(), Console(file=out, force_terminal=True, color_system="standard", highlight=False))
+    origins.write(Delta("r", 0, token_ids=[0]))
+    origins.write(Delta("r", 0, token_ids=[1, 3, 4, 2], drafter="ngram", accepted=3))
+    origins.write(Delta("r", 0, token_ids=[9]))
+    origins.close()
+    shown = out.getvalue()
+    assert "\x1b[32mb\x1b[0m" in shown
+    assert "\x1b[32mé\x1b[0m" in shown, "a character of two tokens"
+    assert "\x1b[31mc\x1b[0m" in shown, "in a rejected draft's place"
+    assert "ngram: 3 tokens" in shown
+    assert "plain: 2 tokens" in shown
