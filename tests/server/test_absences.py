@@ -1,8 +1,10 @@
 """What cannot happen here because the code for it does not exist. Each search finds what it looks for where it is planted."""
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +55,9 @@ def file_calls(source: str) -> set[str]:
 
 
 def code_calls(source: str) -> set[str]:
-    return (CODE | SHELL) & set(called(source))
+    tree = ast.walk(ast.parse(source))
+    plain = {node.func.id for node in tree if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return (CODE & plain) | ((SHELL | {"import_module"}) & set(called(source)))
 
 
 def test_the_server_asks_no_other_host() -> None:
@@ -119,3 +123,33 @@ def test_ids_are_only_compared(server: Running) -> None:
 def test_the_folder_of_the_state_is_private(tmp_path: Path) -> None:
     with Running("no-model", begin=False, state=tmp_path / "state"):
         assert (tmp_path / "state").stat().st_mode & 0o077 == 0
+
+
+def patterns(source: str) -> list[str]:
+    """Every regular expression that a module uses."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    uses = [call for call in calls if isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") == "re"]
+    return [ast.literal_eval(call.args[0]) for call in uses if isinstance(call.args[0], ast.Constant)]
+
+
+def nested(items: Iterable[Any], inside: bool = False) -> bool:
+    """Whether something repeated without bound holds something repeated without bound, which is how matching explodes."""
+    for kind, value in items:
+        unbounded = str(kind) in ("MAX_REPEAT", "MIN_REPEAT") and value[1] > 1000
+        if unbounded and inside:
+            return True
+        parts = value if isinstance(value, tuple | list) else (value,)
+        for part in parts:
+            inner = part if isinstance(part, list) else [part]
+            for one in inner:
+                if hasattr(one, "data") and nested(one.data, inside or unbounded):
+                    return True
+    return False
+
+
+def test_no_regular_expression_can_explode() -> None:
+    found = [pattern for source in SOURCES.values() for pattern in patterns(source)]
+    assert len(found) >= 4
+    assert [pattern for pattern in found if nested(re._parser.parse(pattern).data)] == []  # type: ignore[attr-defined]
+    for explosive in ("(a+)+b", "(?:a|b*)*c", r"(\s*x\s*)*$"):
+        assert nested(re._parser.parse(explosive).data), explosive  # type: ignore[attr-defined]

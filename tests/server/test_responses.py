@@ -1,14 +1,18 @@
 """/v1/responses through the `openai` client: what a chat says, kept and gone on from."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from openai.types.responses import Response
 
 from headrace.server.settings import Limits
 from tests.server.harness import Running
+from tests.tiny_files import write_tiny_gguf
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "Name a river.", "temperature": 0, "max_output_tokens": 8}
 
@@ -138,3 +142,56 @@ def test_an_engine_that_ends_under_a_stream_is_said(tiny: Path) -> None:
         server.openai.responses.retrieve(kept[2])
         with pytest.raises(openai.NotFoundError):  # the oldest made room
             server.openai.responses.retrieve(kept[0])
+
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"turns": {"type": "integer", "minimum": 0, "maximum": 9}, "way": {"enum": ["left", "right"]}},
+    "required": ["turns", "way"],
+    "additionalProperties": False,
+}
+CALL: dict[str, Any] = {
+    "model": "tiny",
+    "input": "Turn the wheel.",
+    "max_output_tokens": 200,
+    "tools": [{"type": "function", "name": "turn", "description": "Turns it.", "parameters": PARAMETERS, "strict": True}],
+    "tool_choice": {"type": "function", "name": "turn"},
+    "extra_body": {"seed": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Its context holds what is said of tools."""
+    with Running(write_tiny_gguf(tmp_path_factory.mktemp("tools") / "tiny.gguf", context=1024)) as running:
+        yield running
+
+
+def test_tools_are_called_whole_and_streamed_and_told_their_results(wide: Running) -> None:
+    responses = wide.openai.responses
+    whole = responses.create(**CALL)
+    (call,) = whole.output
+    assert (call.type, call.name, whole.status) == ("function_call", "turn", "completed")
+    jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+    events = list(responses.create(**CALL, stream=True))
+    (streamed,) = events[-1].response.output
+    assert streamed.arguments == call.arguments
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call.arguments
+    assert events[-1].type == "response.completed"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "it turned"}
+    after = responses.create(model="tiny", input=[result], previous_response_id=whole.id, max_output_tokens=4)
+    assert [item.type for item in responses.input_items.list(after.id, order="asc")] == [
+        "message", "function_call", "function_call_output",
+    ]  # fmt: skip
+    assert after.usage.input_tokens > len("it turned")
+
+
+def test_text_is_held_to_a_schema(wide: Running) -> None:
+    wanted: Any = {"format": {"type": "json_schema", "name": "turn", "schema": PARAMETERS, "strict": True}}
+    ask: dict[str, Any] = {"model": "tiny", "input": "Turn.", "max_output_tokens": 200, "text": wanted}
+    for stream in (False, True):
+        made = wide.openai.responses.create(**ask, stream=stream, extra_body={"seed": 4})
+        answer = list(made)[-1].response if stream else made
+        jsonschema.validate(json.loads(answer.output_text), PARAMETERS)
+        assert answer.status == "completed"
