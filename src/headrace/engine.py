@@ -113,6 +113,7 @@ class Engine:
         )
         request.width = request.strategy.width(request)
         admit(request, self.limits)
+        request.drafts = isinstance(request.strategy, Drafting)
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
         seq.computed = [0] * len(self.blocks.groups)
@@ -185,7 +186,7 @@ class Engine:
     def _propose(self) -> None:
         """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it."""
         for request in self.scheduler.requests:
-            if isinstance(request.strategy, Drafting) and not request.in_flight:
+            if request.drafts and not request.in_flight:
                 for seq in request.seqs:
                     seq.draft = request.strategy.draft(request, seq)
         if self.speculation is not None:

@@ -111,6 +111,7 @@ class Request:
     pooled: list[float] = field(default_factory=list)  # the row, or the sum of the rows so far
     pooled_until: int = 0  # prompt tokens that are in it
     speculates: bool = False  # optional drafts may be verified
+    drafts: bool = False  # the strategy has drafts of its own
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=list)
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 

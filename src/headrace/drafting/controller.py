@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 WORTH = 1.03  # a gain below this is not sought: it could be noise
+LEAST = 0.25  # a token less likely than this is not worth a row anywhere
 FRESH, FORGET = 64, 512  # steps after which a plain step is measured again, and any other forgotten
 GUESS = 0.2  # what one more row is thought to cost, in plain steps, until it has been measured
 
@@ -33,11 +34,13 @@ class Costs:
     steps: dict[int, float] = field(default_factory=dict)
     drafts: dict[int, float] = field(default_factory=dict)
     _seen: dict[int, int] = field(default_factory=dict)  # rows -> when that was measured last
+    _known: dict[int, float | None] = field(default_factory=dict)  # answers since the last measurement
     _now: int = 0
 
     def step_took(self, rows: int, seconds: float) -> None:
         """What is long past may have been an accident, so it is forgotten and tried again."""
         self._now += 1
+        self._known = {}
         _average(self.steps, rows, seconds, self.keep)
         self._seen[rows] = self._now
         old = min(self._seen, key=self._seen.__getitem__)
@@ -53,7 +56,14 @@ class Costs:
 
     def step(self, rows: int) -> float | None:
         """Seconds of a step over `rows`; None before anything was measured."""
-        return _between(self.steps, rows, GUESS)
+        if rows not in self._known:
+            self._known[rows] = _between(self.steps, rows, GUESS)
+        return self._known[rows]
+
+    @property
+    def reach(self) -> int:
+        """As many rows as may be tried: a few more than were, since a guess far beyond could be far off."""
+        return max(self.steps, default=1) + 2
 
     def draft(self, sequences: int) -> float:
         """Seconds of one draft step of so many sequences; 0 before one was measured."""
@@ -145,8 +155,10 @@ def choose(choices: list[Choice], plain: int, costs: Costs) -> None:
     Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k.
     """
     base = costs.step(plain)
-    if base is None or costs.stale(plain) or not choices:
+    choices = [one for one in choices if one.alpha >= LEAST]
+    if base is None or not choices or costs.stale(plain):
         return  # a plain step, to be measured
+    reachable = max(costs.reach, plain + 2)
     tokens, rows, deepest = float(plain), plain, 0
     best, kept = plain / base, [0] * len(choices)
     reach = [0] * len(choices)
@@ -156,7 +168,7 @@ def choose(choices: list[Choice], plain: int, costs: Costs) -> None:
         if not gains:
             break
         gain, at = max(gains)
-        if gain < 0.05:
+        if gain < 0.05 or rows == reachable:
             break
         reach[-at] += 1
         tokens, rows = tokens + gain, rows + 1

@@ -5,9 +5,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Remembers, Run
-from headrace.drafting.controller import Acceptance, Choice, Costs, choose, value
+from headrace.drafting.controller import LEAST, Acceptance, Choice, Costs, choose, value
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
 
+CROWD, REST = 4, 3  # in batches of this size a sequence that gives nothing to draft is left alone for so many steps
 MOST = 16  # the longest chain, unless told otherwise: what lies further is seldom reached
 
 
@@ -43,6 +44,9 @@ class Speculation:
         self.costs = Costs()
         self.acceptance = Acceptance()
         self._shadows: dict[int, Shadow] = {}  # by sequence
+        self._rest: dict[int, int] = {}  # by sequence: steps without a drafter
+        # Asked once: to ask a protocol takes as long as to draft.
+        self._fills = {drafter.name for drafter in drafters if isinstance(drafter, Fills)}
 
     def serves(self, request: Request) -> bool:
         """Whether a request's sequences may carry drafts: its strategy can verify them, and no processor must see every
@@ -51,7 +55,15 @@ class Speculation:
 
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
         """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
-        made = [proposal for request, seq in seqs if (proposal := self._best(request, seq, plain)) is not None]
+        made = []
+        for request, seq in seqs:
+            if self._rests(seq):
+                continue
+            proposal = self._best(request, seq, plain)
+            if proposal is not None:
+                made.append(proposal)
+            if self.gamma is None and plain >= CROWD and (proposal is None or proposal.choice.alpha < LEAST):
+                self._rest[seq.id] = REST
         if self.gamma is None:
             choose([proposal.choice for proposal in made], plain, self.costs)
         for proposal in made:
@@ -59,7 +71,7 @@ class Speculation:
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """These works' drafts have their room: drafters that run a model now say of which tokens they are."""
-        for drafter in self.drafters:
+        for drafter in self.drafters if works and self._fills else ():
             mine = [work for work in works if work.seq.draft is not None and work.seq.draft.drafter == drafter.name]
             if not mine or not isinstance(drafter, Fills):
                 continue
@@ -83,7 +95,7 @@ class Speculation:
         chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
         drafted = len(draft.tokens) if chain else max(len(out.path), 1)
         self.acceptance.heard(request.id, (draft.drafter, draft.trust), len(out.path), drafted)
-        for drafter in self.drafters:
+        for drafter in self.drafters if draft.heard else ():
             if drafter.name == draft.drafter and isinstance(drafter, Observes):
                 drafter.observe(request, seq, draft, out)
 
@@ -92,9 +104,18 @@ class Speculation:
         self.acceptance.forget(request.id)
         for seq in request.finished:
             self._shadows.pop(seq.id, None)
+            self._rest.pop(seq.id, None)
             for drafter in self.drafters:
                 if isinstance(drafter, Remembers):
                     drafter.remember(request, seq)
+
+    def _rests(self, seq: Sequence) -> bool:
+        """Whether nobody drafts for a sequence now, because it gave nothing to believe a moment ago."""
+        left = self._rest.get(seq.id, 0)
+        if left:
+            self._rest[seq.id] = left - 1
+            seq.draft = None
+        return left > 0
 
     def _room(self, request: Request, seq: Sequence) -> int:
         """How deep a draft may be: the step adds a token of its own, so it ends one before the output must."""
@@ -115,7 +136,7 @@ class Speculation:
         made = []
         for drafter in self.drafters:
             draft = drafter.draft(request, seq, most)
-            model = isinstance(drafter, Fills)
+            model = drafter.name in self._fills
             if draft is not None and seq.constraint is not None and not model:
                 draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
             if draft is None:
