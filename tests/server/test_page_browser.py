@@ -283,3 +283,13 @@ def test_chinese_dark_and_a_phone(chromium: Any, server: Running) -> None:
         page.click("#to-dashboard")
         page.wait_for_selector("#dashboard .plot")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_figures_of_several_models_are_summed_and_shares_are_not(page: Any) -> None:
+    lines = [
+        f'headrace:{name}{{model_name="{model}"}} {value}'
+        for model, value in (("a", 0.25), ("b", 0.5))
+        for name in ("x", "y_perc")
+    ]
+    code = "(text) => import('/page/figures.js').then((m) => m.parse(text).sums)"
+    assert page.evaluate(code, "\n".join(["# HELP x", *lines])) == {"x": 0.75, "y_perc": 0.5}

@@ -4,7 +4,7 @@ import { getJson, getText } from "/page/api.js";
 export const KEEP = 300; // seconds of history
 const WINDOW = 30; // seconds whose tokens a percentile is of
 
-/** One reading of /metrics: sums over labels, histograms as [upper bound, cumulative count] pairs. */
+/** One reading of /metrics: sums over labels (of shares the largest), histograms as [upper bound, cumulative count] pairs. */
 export function parse(text) {
   const sums = {};
   const buckets = {};
@@ -18,7 +18,8 @@ export function parse(text) {
       const histogram = (buckets[name.replace(/_bucket$/, "")] ??= new Map());
       const upper = bound[1] === "+Inf" ? Infinity : Number(bound[1]);
       histogram.set(upper, (histogram.get(upper) ?? 0) + value);
-    } else sums[name] = (sums[name] ?? 0) + value;
+    } else if (name.endsWith("_perc")) sums[name] = Math.max(sums[name] ?? 0, value); // of several models the fullest
+    else sums[name] = (sums[name] ?? 0) + value;
   }
   return { sums, buckets };
 }
