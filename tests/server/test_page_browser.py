@@ -257,6 +257,8 @@ def test_the_dashboard_shows_what_runs(page: Any, server: Running) -> None:
     page.wait_for_selector(".plot .line", state="attached")
     assert page.locator(".plot").count() == 6
     page.wait_for_selector(".legend b:text-matches('ms$')")
+    tops = [plot.locator(".tick.end").all_text_contents()[-2] for plot in page.locator(".plot").all()]
+    assert all(float(top.removesuffix(" %").replace(",", "")) <= 100 for top in tops if "%" in top), tops
     page.hover(".plot svg >> nth=0")
     assert page.locator(".cursor").count() == 1
 

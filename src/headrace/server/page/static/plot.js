@@ -15,11 +15,12 @@ const UNITS = {
   time: (value) => (value ? seconds(value) : "0"),
 };
 
+const LEAST = { rate: 10, count: 4, share: 0.04, time: 0.004 }; // that an axis reaches
+
 /** A round number at or above `value`, with how many steps lead there. */
 function scale(value, unit) {
-  if (unit === "share") return value > 0.5 ? [1, 4] : scale(Math.max(value, 0.04), "rate");
-  const least = unit === "count" ? 4 : unit === "time" ? 0.004 : 10;
-  const size = Math.max(value * 1.05, least);
+  if (unit === "share" && value > 0.5) return [1, 4];
+  const size = Math.max(value * 1.05, LEAST[unit]);
   const power = 10 ** Math.floor(Math.log10(size));
   for (const [factor, steps] of [[1, 4], [2, 4], [4, 4], [6, 3], [8, 4], [10, 5]]) if (factor * power >= size * 0.9999) return [factor * power, steps];
   return [10 * power, 5];
