@@ -1,0 +1,127 @@
+"""The native core and its process: instruction sets by name, several engines, forks, and Ctrl-C in the middle of a step."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.llm import LLM
+from headrace.native import core
+from headrace.params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["水渠里的水", "The water in the headrace", "turns"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+SAY = """
+import json, sys
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+llm = LLM(sys.argv[1], threads=2)
+outputs = llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+print(json.dumps([llm.backend, [output.outputs[0].token_ids for output in outputs]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_gguf: Path) -> LLM:
+    made = LLM(tiny_gguf, threads=2)
+    assert made.backend == "native"
+    return made
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def said(model: Path, isa: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HEADRACE_ISA": isa}
+    command = [sys.executable, "-c", SAY, str(model), json.dumps(PROMPTS)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.parametrize("isa", core().cpu_info()["isas"])
+def test_an_instruction_set_is_chosen_by_the_environment(isa: str, llm: LLM, tiny_gguf: Path) -> None:
+    done = said(tiny_gguf, isa)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["native", tokens(llm)]
+
+
+def test_an_unknown_instruction_set_is_refused(tiny_gguf: Path) -> None:
+    done = said(tiny_gguf, "avx1024")
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].endswith("unknown instruction set 'avx1024'; use avx512, avxvnni, avx2 or plain")
+
+
+def test_two_engines_work_at_once(llm: LLM, tiny_gguf: Path) -> None:
+    """They share the threads of the process, and take turns step by step."""
+    other, wanted = LLM(tiny_gguf, threads=2), tokens(llm)
+    found: dict[int, list[list[list[int]]]] = {}
+
+    def work(number: int, mine: LLM) -> None:
+        found[number] = [tokens(mine) for _ in range(5)]
+
+    workers = [threading.Thread(target=work, args=pair) for pair in enumerate((llm, other))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == {0: [wanted] * 5, 1: [wanted] * 5}
+
+
+def test_a_forked_child_says_what_to_do(llm: LLM) -> None:
+    wanted = tokens(llm)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        (output,) = llm.generate(PROMPTS[:1], GREEDY)
+        os.write(write, (output.error or "no error").encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        words = pipe.read()
+    os.waitpid(child, 0)
+    assert "this process was forked after the native core had started its threads" in words
+    assert "spawn or forkserver" in words
+    assert tokens(llm) == wanted
+
+
+def test_ctrl_c_inside_a_step_leaves_the_engine_whole(llm: LLM) -> None:
+    """Pressed again and again while requests run: they end early, and what follows is as if nothing had been."""
+    wanted = tokens(llm)
+
+    def until(pressed: threading.Timer) -> None:
+        pressed.start()
+        while True:
+            llm.generate(PROMPTS, GREEDY)
+
+    for delay in (0.0, 0.001, 0.003, 0.01, 0.02):
+        pressed = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            until(pressed)
+        pressed.join()
+        assert not llm.engine.busy
+        assert llm.engine.blocks.used == 0
+    assert tokens(llm) == wanted
+
+
+def test_a_signal_during_a_step_acts_after_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute, finished = llm.engine.executor.runner.execute, []  # type: ignore[attr-defined]
+
+    def interrupted(plan: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0)
+        result = execute(plan)
+        finished.append(plan)
+        return result
+
+    monkeypatch.setattr(llm.engine.executor.runner, "execute", interrupted)  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    assert finished, "the step was carried through"
