@@ -1,6 +1,7 @@
 """Outputs held to a grammar: what comes out fits, on both back ends, whatever else is asked for; in doubt nothing comes."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from headrace.cli.app import main
 from headrace.decoding.constrained import Constraint
 from headrace.engine import AdmissionError
 from headrace.llm import LLM
@@ -257,3 +259,36 @@ def test_what_cannot_be_compiled_is_refused(llm: LLM, constraint: dict[str, Any]
 def test_what_no_constraint_can_be(constraint: Any) -> None:
     with pytest.raises(ParamError, match=r".{15}"):
         SamplingParams(structured_outputs=constraint)
+
+
+@pytest.mark.parametrize("kind", ["ngram"])
+def test_with_drafts_as_without(model: Path, kind: str) -> None:
+    """Drafts are pruned by the grammar and verified under its masks: the same tokens, in fewer steps."""
+    jobs = [params({"regex": "((mill|stone) ){12}end"}, temperature=heat, seed=4, max_tokens=90) for heat in (0.0, 1.0)]
+    jobs += [params({"json": SCHEMA}, temperature=heat, seed=5, max_tokens=90) for heat in (0.0, 1.0)]
+    outputs = []
+    for speculate in ("off", kind):
+        opened = LLM(model, backend="native", threads=1, device="cpu", speculate=speculate)
+        outputs.append(opened.generate(["mill stone mill stone mill"] * len(jobs), jobs))
+        opened.close()
+    assert [one.outputs[0].token_ids for one in outputs[1]] == [one.outputs[0].token_ids for one in outputs[0]]
+    assert sum(one.metrics.drafted for one in outputs[1]) > 0
+
+
+def test_from_the_command_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    lark = tmp_path / "sum.lark"
+    lark.write_text('start: "a" ("b" | "c")')
+    for option, fits in (
+        (["--json-schema", str(schema)], is_json),
+        (["--regex", "x[0-9]y"], lambda text: re.fullmatch("x[0-9]y", text) is not None),
+        (["--grammar", str(lark)], lambda text: text in ("ab", "ac")),
+        (["--choice", "wood", "--choice", "iron"], lambda text: text in ("wood", "iron")),
+    ):
+        assert main(["run", str(model), "The mill", "-m", "150", "--threads", "1", *option]) == 0
+        assert fits(capsys.readouterr().out.strip())
+    assert main(["run", str(model), "The mill", "--regex", "a", "--choice", "b"]) != 0

@@ -54,8 +54,8 @@ ROOMS = {
     "native params types config",
     "consistency": "llm outputs params types",
     "grounding": "llm outputs params types",
-    "bench": "selfdraft backend llm loading engine outputs memory scheduler runner models weights.loader weights.names "
-    "kv.blocks kv.pool weights text native ops drafting params types config",
+    "bench": "structured decoding selfdraft backend llm loading engine outputs memory scheduler runner models "
+    "weights.loader weights.names kv.blocks kv.pool weights text native ops drafting params types config",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",

@@ -7,6 +7,7 @@ import typer
 from headrace.cli import bench_speculate
 from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_local import local
+from headrace.cli.bench_masks import masks
 from headrace.cli.bench_peers import peers
 from headrace.cli.bench_self_draft import self_draft
 from headrace.cli.bench_serve import latency, serve
@@ -25,6 +26,7 @@ def register(app: typer.Typer) -> None:
     bench_speculate.register(bench)
     bench.command("sharing")(sharing)
     bench.command("self-draft")(self_draft)
+    bench.command("masks")(masks)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 

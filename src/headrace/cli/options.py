@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from headrace.cli.models import complete_model
 from headrace.params import PRESETS, ParamError, SamplingParams, params_of
 
 MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several"
+FORM_PANEL = "Form of the answer"
 
 SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="The system prompt (default: the catalog's or the template's own).")
@@ -63,6 +65,10 @@ def _model(help: str, *names: str) -> Any:
 
 def _sampling(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=SAMPLING_PANEL)
+
+
+def _form(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=FORM_PANEL, **more)
 
 
 def _choice(help: str, *names: str) -> Any:
@@ -146,6 +152,14 @@ class SamplingOptions:
     stop_token_id: Annotated[list[int] | None, _sampling("Token that ends the answer; may be repeated.")] = None
     ignore_eos: Annotated[bool | None, _sampling("Do not end where the model would.", "--ignore-eos")] = None
     seed: Annotated[int | None, _sampling("The same seed gives the same answer.")] = None
+    json_schema: Annotated[
+        Path | None, _form("The answer is JSON that fits the schema in this file.", exists=True, dir_okay=False)
+    ] = None
+    regex: Annotated[str | None, _form("The answer matches this regular expression.")] = None
+    grammar: Annotated[
+        Path | None, _form("The answer fits the grammar (Lark or GBNF) in this file.", exists=True, dir_okay=False)
+    ] = None
+    choice: Annotated[list[str] | None, _form("The answer is this text; may be repeated: one of them.")] = None
 
     def changes(self) -> dict[str, Any]:
         """The fields of SamplingParams that were given. Raises typer.BadParameter for values that cannot be meant."""
@@ -153,6 +167,12 @@ class SamplingOptions:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {renamed.get(name, name): value for name, value in given.items() if value not in (None, [])}
         given.pop("preset", None)
+        forms = {name: given.pop(name) for name in ("json_schema", "regex", "grammar", "choice") if name in given}
+        if forms:
+            given["structured_outputs"] = {
+                name.removesuffix("_schema"): _content(value) if isinstance(value, Path) else value
+                for name, value in forms.items()
+            }
         texts = {"bad_words": given.pop("bad_word", []), "dry_breakers": given.pop("dry_breaker", [])}
         if "logit_bias" in given:
             given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
@@ -211,6 +231,13 @@ class ChoiceOptions:
         except ParamError as error:
             raise typer.BadParameter(str(error)) from None
         return given
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read as text ({error}); give another file") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

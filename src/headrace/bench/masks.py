@@ -1,0 +1,131 @@
+"""Masks against schemas with known answers: a file in the form of maskbench, a schema and instances a line.
+
+{"id": …, "schema": {…}, "tests": [{"valid": true, "data": …}, …]}. An instance is accepted when the mask lets every token of
+its JSON text through, to an end. A mask fixes the order of an object's properties, which says nothing of validity: where the
+given order does not pass, others are tried. Keywords that only a finished text can be checked against are checked so.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
+from headrace.decoding.json_schema.validate import late_keywords, why_broken
+from headrace.structured import StructuredOutputs
+from headrace.text.tokenizer import Tokenizer
+
+TRIES = 400  # pieces of text tried to find the order of one instance's properties
+
+
+@dataclass(slots=True)
+class MaskResult:
+    """Counts over a file: schemas `served` (`alone`: by the mask, without a last look), instances by what became of them."""
+
+    schemas: int = 0
+    served: int = 0
+    alone: int = 0
+    valid: int = 0
+    refused: int = 0  # valid ones that were not accepted
+    invalid: int = 0
+    accepted: int = 0  # invalid ones that were
+    compile_s: list[float] = field(default_factory=list)
+    mask_s: list[float] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)  # ids of schemas that refused or accepted wrongly
+
+
+def measure_masks(
+    path: Path, tokenizer: Tokenizer, most: int | None = None, done: Callable[[int], None] = lambda _: None
+) -> MaskResult:
+    """Run the file's first `most` schemas. Raises ValueError where it has another form."""
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars.constraint(StructuredOutputs(json_object=True))  # the vocabulary is not part of a compilation
+    result = MaskResult()
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            if most is not None and number >= most:
+                break
+            case = json.loads(line)
+            if not isinstance(case, dict) or not {"schema", "tests"} <= set(case):
+                raise ValueError(f"line {number + 1} of {path} has no schema and tests; give a file in maskbench's form")
+            _run(case, grammars, tokenizer, result)
+            done(number + 1)
+    return result
+
+
+def _run(case: dict[str, Any], grammars: Grammars, tokenizer: Tokenizer, result: MaskResult) -> None:
+    result.schemas += 1
+    began = time.perf_counter()
+    try:
+        spec = StructuredOutputs(json=json.dumps(case["schema"]))
+        start, late = grammars.constraint(spec), late_keywords(spec)
+    except ConstraintError as error:
+        result.reasons[str(error).removeprefix("the constraint cannot be compiled: ")[:60]] += 1
+        return
+    result.compile_s.append(time.perf_counter() - began)
+    result.served += 1
+    result.alone += not late
+    began = time.perf_counter()
+    start.masks()
+    result.mask_s.append(time.perf_counter() - began)
+    for test in case["tests"]:
+        taken = _Search(tokenizer, spec.json or "").accepts(start, test["data"])
+        taken = taken and not (late and why_broken(spec, json.dumps(test["data"])))
+        if test["valid"]:
+            result.valid += 1
+            result.refused += not taken
+        else:
+            result.invalid += 1
+            result.accepted += taken
+        if taken != test["valid"]:
+            result.wrong.append(str(case.get("id")))
+
+
+class _Search:
+    """Looks for a way through a grammar that spells a value; properties are tried in the schema's order first."""
+
+    def __init__(self, tokenizer: Tokenizer, schema: str) -> None:
+        self._tokenizer = tokenizer
+        self._schema = schema
+        self._left = TRIES
+
+    def accepts(self, start: Constraint, value: Any) -> bool:
+        end = self._push(start, json.dumps(value, ensure_ascii=False)) or self._value(start, value)
+        return end is not None and end.whole
+
+    def _push(self, at: Constraint, text: str) -> Constraint | None:
+        self._left -= 1
+        if self._left < 0:
+            return None
+        at = at.copy()
+        for token in self._tokenizer.encode(text, add_special=False, parse_special=False):
+            at.push(token)
+        return None if at.error else at
+
+    def _value(self, at: Constraint | None, value: Any) -> Constraint | None:
+        if at is None:
+            return None
+        if isinstance(value, dict) and value:
+            places = {name: self._schema.find(f"{json.dumps(name)}: ") for name in value}
+            return self._object(at, value, sorted(value, key=lambda name: places[name] % (1 << 30)), "{")
+        if isinstance(value, list) and value:
+            for place, item in enumerate(value):
+                at = self._push(at, ", " if place else "[") if at is not None else None
+                at = self._value(at, item)
+            return self._push(at, "]") if at is not None else None
+        return self._push(at, json.dumps(value, ensure_ascii=False))
+
+    def _object(self, at: Constraint, value: dict[str, Any], names: list[str], before: str) -> Constraint | None:
+        for name in names:
+            here = self._value(self._push(at, f"{before}{json.dumps(name, ensure_ascii=False)}: "), value[name])
+            if here is None:
+                continue
+            rest = [other for other in names if other != name]
+            end = self._object(here, value, rest, ", ") if rest else self._push(here, "}")
+            if end is not None:
+                return end
+        return None

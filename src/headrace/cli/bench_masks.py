@@ -1,0 +1,41 @@
+"""bench masks: JSON schemas with known answers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.output import print_table, say
+
+
+def masks(
+    file: Annotated[Path, typer.Argument(help="Schemas and instances, a JSON object a line (maskbench's form).", exists=True)],
+    model: Annotated[str, typer.Option(help="The model whose vocabulary is used.")],
+    most: Annotated[int | None, typer.Option(min=1, help="Only so many schemas.")] = None,
+) -> None:
+    """How many JSON schemas can be held to, whether valid instances pass and invalid ones do not, and what a mask costs."""
+    from headrace.bench.masks import measure_masks
+    from headrace.loading import open_model
+
+    result = measure_masks(
+        file, open_model(model).tokenizer, most, lambda done: say(f"{done} schemas") if done % 200 == 0 else None
+    )
+    share = lambda count, of: f"{count} of {of} ({count / max(of, 1):.1%})"  # noqa: E731
+    rows = [
+        ("schemas served", share(result.served, result.schemas)),
+        ("by the mask alone", share(result.alone, result.schemas)),
+        ("valid instances refused", share(result.refused, result.valid)),
+        ("invalid instances accepted", share(result.accepted, result.invalid)),
+        ("compilation, median and slowest", _times(result.compile_s)),
+        ("first mask, median and slowest", _times(result.mask_s)),
+    ]
+    print_table(("", ""), rows)
+    for reason, count in result.reasons.most_common():
+        print(f"not served: {count} × {reason}")
+    if result.wrong:
+        print(f"wrong: {', '.join(dict.fromkeys(result.wrong))}")
+
+
+def _times(seconds: list[float]) -> str:
+    ordered = sorted(seconds) or [0.0]
+    return f"{ordered[len(ordered) // 2] * 1e3:.2f} ms, {ordered[-1] * 1e3:.1f} ms"
