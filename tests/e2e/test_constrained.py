@@ -1,7 +1,7 @@
 """Outputs held to a grammar: what comes out fits, on both back ends, whatever else is asked for; in doubt nothing comes."""
 
+import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -278,7 +278,7 @@ def test_with_drafts_as_without(model: Path, kind: str) -> None:
 def test_from_the_command_line(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA))
     lark = tmp_path / "sum.lark"
