@@ -132,10 +132,29 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
     });
 }
 
-void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, int threads) {
+// The pages of every thread's items, as Turn::deal gives them out.
+void AttentionLayout::list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table, int threads) {
+    fetched_.resize(static_cast<size_t>(threads));
+    for (auto& pages : fetched_) pages.clear();
+    if (rows_.size() < kFetchRows || static_cast<int64_t>(page_table.size()) * kv_.page_offset(1, 0) > kFetchBytes) return;
+    for (size_t i = 0; i < items_.size(); ++i) {
+        const AttentionItem& item = items_[i];
+        const AttentionTile& tile = tiles_[static_cast<size_t>(item.tile)];
+        const int end = std::min(rows_[static_cast<size_t>(tile.row + tile.tokens - 1)].end, item.last_split * kSplit);
+        const int begin = std::max(rows_[static_cast<size_t>(tile.row)].begin, item.first_split * kSplit);
+        const auto* table = page_table.data() + feeds[static_cast<size_t>(tile.feed)].pages;
+        for (int page = begin / kPageTokens; page * kPageTokens < end; ++page) {
+            fetched_[i % static_cast<size_t>(threads)].push_back(table[page] * kv_.heads + tile.kv_head);
+        }
+    }
+}
+
+void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds,
+                            const std::vector<int32_t>& page_table, int threads) {
     see(step, feeds);
     tile(feeds);
     cut(feeds, threads);
+    list(feeds, page_table, threads);
     if (done_size_ < tiles_.size()) {
         done_size_ = tiles_.size();
         done_ = std::make_unique<std::atomic<int>[]>(done_size_);
@@ -169,11 +188,11 @@ void AttentionStep::begin(const StepFeeds& step) {
 AttentionLayout& AttentionStep::layout(const AttentionView& view) {
     for (auto& layout : layouts_) {
         if (!(layout->view() == view)) continue;
-        if (!layout->built_) layout->build(step_, feeds_, threads_);
+        if (!layout->built_) layout->build(step_, feeds_, page_table_, threads_);
         return *layout;
     }
     layouts_.push_back(std::make_unique<AttentionLayout>(view, pool_.shape()));
-    layouts_.back()->build(step_, feeds_, threads_);
+    layouts_.back()->build(step_, feeds_, page_table_, threads_);
     return *layouts_.back();
 }
 
@@ -189,16 +208,15 @@ void AttentionStep::prepare(AttentionLayout& layout, int layer, AttentionTask& t
     task.partials = aligned(layout.partials_);
 }
 
-FetchList AttentionStep::fetch_list(int layer, int thread) const {
+FetchList AttentionStep::fetch_list(const AttentionLayout& layout, int layer, int thread) const {
     FetchList list{};
-    const int64_t bytes = pool_.shape().page_offset(1, 0), pages = static_cast<int64_t>(page_table_.size());
-    if (step_.positions.size() < kFetchRows || layer >= pool_.layers() || pages * bytes > kFetchBytes) return list;
+    if (layer >= pool_.layers()) return list;
+    const std::vector<int32_t>& pages = layout.fetched_[static_cast<size_t>(thread)];
     list.base = pool_.layer(layer);
-    list.pages = page_table_.data();
-    list.page_bytes = bytes;
-    list.count = static_cast<int32_t>(pages);
-    list.step = threads_;
-    list.at = thread;
+    list.pages = pages.data();
+    list.page_bytes = pool_.shape().page_bytes;
+    list.count = static_cast<int32_t>(pages.size());
+    list.step = 1;
     return list;
 }
 

@@ -43,7 +43,8 @@ class AttentionLayout {
 public:
     AttentionLayout(const AttentionView& view, const KVShape& kv) : view_(view), kv_(kv) {}
 
-    void build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, int threads);
+    void build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table,
+               int threads);
     const AttentionView& view() const { return view_; }
     // Whether items store K and V themselves. If not, `append` must have run on all threads, and a barrier, first.
     bool fused() const { return fused_; }
@@ -55,6 +56,7 @@ private:
     void see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds);
     void tile(const std::vector<AttentionFeed>& feeds);
     void cut(const std::vector<AttentionFeed>& feeds, int threads);
+    void list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table, int threads);
     int64_t cost(const AttentionTile& tile, int first_split, int last_split) const;
 
     const AttentionView view_;
@@ -68,6 +70,7 @@ private:
     std::vector<float> partials_;
     std::unique_ptr<std::atomic<int>[]> done_;  // items of a tile that are done; 0 again when all are
     size_t done_size_ = 0;
+    std::vector<std::vector<int32_t>> fetched_;  // [threads] page * heads + head, of the items that a thread will take
 };
 
 class AttentionStep {
@@ -95,8 +98,9 @@ public:
     void append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const;
     void attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, int after,
                      float* scratch) const;
-    // K and V that a layer reads, for one thread to fetch beforehand: nothing where there is more than a cache keeps.
-    FetchList fetch_list(int layer, int thread) const;
+    // K and V that a thread's items read in a layer of this layout, to be fetched beforehand: nothing where there is more
+    // than a cache keeps, or where few rows leave no time for it.
+    FetchList fetch_list(const AttentionLayout& layout, int layer, int thread) const;
     size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
 
 private:

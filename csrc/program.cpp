@@ -175,7 +175,6 @@ void Program::work(Worker& worker, Step& step) {
     worker.rows = step.rows();
     if (!step.hidden) run_segment(embed_, 0, worker);
     const int last = step.last_layer < 0 ? layers() : step.last_layer;
-    worker.fetch = attention_.fetch_list(step.first_layer, worker.thread);
     for (int i = step.first_layer; i < last; ++i) {
         const size_t layer = static_cast<size_t>(i);
         run_segment(layers_[layer], layer < step.skips.size() ? step.skips[layer] : 0, worker);

@@ -183,7 +183,7 @@ void run(const AttentionPhase& phase, Worker& w) {
         });
     }
     w.deal(layout.items(), [&](int item, int next) { attention.attend_item(layout, task, item, next, scratch); });
-    w.fetch = attention.fetch_list(phase.layer + 1, w.thread);
+    w.fetch = attention.fetch_list(layout, phase.layer + 1, w.thread);
 }
 
 void run(const TapPhase& phase, Worker& w) {
