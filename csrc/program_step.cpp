@@ -84,11 +84,17 @@ int Step::ask(Ask ask, int rows) {
 int Step::draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu) {
     Ask made{Ask::Kind::kDraw, row, nullptr, std::move(keys), report};
     made.mu = mu;
+    made.path = path_to(row);
+    return ask(std::move(made));
+}
+
+std::vector<int32_t> Step::path_to(int row) const {
+    std::vector<int32_t> path;
     for (int node = first_head_row_ + row - last_known_ - 1; node >= 0 && node < static_cast<int>(nodes_.size());
          node = parents_[static_cast<size_t>(node)]) {
-        made.path.insert(made.path.begin(), nodes_[static_cast<size_t>(node)]);
+        path.insert(path.begin(), nodes_[static_cast<size_t>(node)]);
     }
-    return ask(std::move(made));
+    return path;
 }
 
 int Step::verify(int row, NoiseKey key, Report report, std::optional<double> mu) {
@@ -117,7 +123,8 @@ void Step::contrast(int row, std::vector<float> amateur, float alpha, float beta
     require(!sequences_.empty() && row >= 0 && first_head_row_ + row < static_cast<int>(head_rows_.size()),
             "what is contrasted must be rows of logits of the last feed");
     require(contrasts_.empty() || contrasts_.back().row < first_head_row_ + row, "rows are contrasted once, in their order");
-    contrasts_.push_back({first_head_row_ + row, std::move(amateur), alpha, beta});
+    const int place = first_head_row_ + row - last_known_;
+    contrasts_.push_back({first_head_row_ + row, std::move(amateur), alpha, beta, sequences_.back(), path_to(row), allowed_, place});
 }
 
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
@@ -136,9 +143,13 @@ void combine(const Contrast& contrast, const Logits& logits, const SampleKernels
     constexpr float kNever = -std::numeric_limits<float>::infinity();
     float* z = logits.values + (contrast.row - logits.base) * logits.stride;
     float* maxima = const_cast<float*>(logits.maxima) + (contrast.row - logits.base) * logits.maxima_stride;
-    const int blocks = (logits.vocab_size + kVocabBlock - 1) / kVocabBlock;
-    const float least = *std::max_element(maxima, maxima + blocks) + std::log(contrast.alpha);
     const int shared = std::min(logits.vocab_size, static_cast<int>(contrast.amateur.size()));
+    const size_t words = (static_cast<size_t>(logits.vocab_size) + 31) / 32, place = static_cast<size_t>(contrast.place);
+    SampleRow row{z, maxima, &contrast.sequence->params, &contrast.sequence->history, contrast.path};
+    if (contrast.place >= 0 && contrast.allowed && contrast.allowed->size() >= words * (place + 1)) {
+        row.mask = contrast.allowed->data() + place * words;
+    }
+    const float least = best_permitted(row, shared) + std::log(contrast.alpha);
     for (int i = 0; i < shared; ++i) {
         z[i] = z[i] < least ? kNever : (1.0f + contrast.beta) * z[i] - contrast.beta * contrast.amateur[static_cast<size_t>(i)];
     }

@@ -45,11 +45,15 @@ struct Ask {
 };
 
 // Contrastive decoding: head row `row` becomes (1 + beta) * expert - beta * amateur where the expert's logit is at least
-// its best + ln(alpha), and -inf elsewhere.
+// its best + ln(alpha), and -inf elsewhere. The best is that of the ids that may come, so that one of them is left.
 struct Contrast {
     int row;
     std::vector<float> amateur;
     float alpha, beta;
+    std::shared_ptr<const Sequence> sequence;
+    std::vector<int32_t> path;                             // as in an ask
+    std::shared_ptr<const std::vector<uint32_t>> allowed;
+    int place;
 };
 
 struct Answer {
@@ -103,6 +107,7 @@ class Step {
 
   private:
     int ask(Ask ask, int rows = 1);
+    std::vector<int32_t> path_to(int row) const;  // the draft tokens between the last feed's known ones and a row of it
 
     std::vector<int32_t> ids_, positions_, row_start_{0}, kv_start_, known_, tables_, head_rows_;
     std::vector<uint64_t> masks_;

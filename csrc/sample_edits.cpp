@@ -203,6 +203,22 @@ void RowEdits::allow(const SampleRow& row) {
     }
 }
 
+float best_permitted(const SampleRow& row, int size) {
+    const std::vector<int32_t> never = banned(row);
+    float best = kNever;
+    const auto look = [&](int32_t id) {
+        if (id < 0 || id >= size || !(row.logits[id] > best)) return;
+        if (row.mask && !(row.mask[id / 32] >> (id % 32) & 1)) return;
+        if (std::find(never.begin(), never.end(), id) == never.end()) best = row.logits[id];
+    };
+    if (row.params->only_allowed) {
+        std::for_each(row.params->allowed.begin(), row.params->allowed.end(), look);
+    } else {
+        for (int32_t id = 0; id < size; ++id) look(id);
+    }
+    return best;
+}
+
 void RowEdits::penalise(const SampleRow& row) {
     const SampleParams& params = *row.params;
     const auto& counts = row.history->counts();

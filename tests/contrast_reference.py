@@ -1,5 +1,7 @@
 """Contrastive decoding and contrastive search as their papers say, without a cache: everything is computed anew each step."""
 
+import math
+
 import torch
 
 from headrace.kv.pool import KVPool
@@ -8,6 +10,17 @@ from headrace.ops.context import FeedRows, build
 from headrace.ops.noise import key
 from headrace.ops.sampling import RowSpec, sample
 from headrace.params import SamplingParams
+
+
+def may_come(token: int, tokens: list[int], prompt_len: int, params: SamplingParams) -> bool:
+    """Whether a list, banned words or a rule against repetition let a token come next."""
+    if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+        return False
+    n = params.no_repeat_ngram
+    longer = [*tokens, token]
+    if n and longer[-n:] in [tokens[at : at + n] for at in range(len(tokens) - n + 1)]:
+        return False
+    return not any(longer[-len(word) :] == list(word) for word in params.bad_words or ())
 
 
 @torch.no_grad()
@@ -22,12 +35,14 @@ def forward(model: Model, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def contrastive_decoding(expert: Model, amateur: Model, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Draws from p_e * (p_e / p_a) ** beta over {p_e >= alpha * max p_e}, with the request's noise."""
+    """Draws from p_e * (p_e / p_a) ** beta over {p_e >= alpha * max p_e}, with the request's noise; the largest is that of the
+    tokens that may come."""
     tokens = list(prompt)
     beta, alpha = params.contrastive_beta or 0.0, params.contrastive_alpha
     for _ in range(params.max_tokens or 0):
         e, a = (forward(model, tokens)[0][-1].double().log_softmax(-1) for model in (expert, amateur))
-        scores = torch.where(e.exp() >= alpha * e.exp().max(), (1 + beta) * e - beta * a, -torch.inf)
+        may = [token for token in range(len(e)) if may_come(token, tokens, len(prompt), params)]
+        scores = torch.where(e >= math.log(max(alpha, 1e-300)) + e[may].max(), (1 + beta) * e - beta * a, -torch.inf)
         spec = RowSpec(params=params, keys=[key(params.seed or 0, 0)], tokens=tokens, prompt_len=len(prompt), stop_ids=[])
         (result,) = sample(scores[None], [spec])
         tokens.append(result.tokens[0])

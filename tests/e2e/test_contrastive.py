@@ -13,16 +13,14 @@ from headrace.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.params import ParamError, SamplingParams
-from headrace.runner.companions import Companions
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
-from headrace.runner.slots import Slots
-from headrace.types import AMATEUR, HIDDEN, TARGET, KVGroup
+from headrace.types import HIDDEN, TARGET, KVGroup
+from tests.contrast_engines import engine_of
 from tests.contrast_reference import contrastive_decoding, contrastive_search
 from tests.drafters import Replaying
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
 
-GROUPS = (TARGET, KVGroup(AMATEUR), KVGroup(HIDDEN, "hidden"))
 DECODING = SamplingParams(temperature=0.0, contrastive_beta=0.8, contrastive_alpha=0.1, max_tokens=10)
 SEARCH = SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=8)
 
@@ -36,15 +34,6 @@ def expert() -> Model:
 @pytest.fixture(scope="module")
 def amateur() -> Model:
     return tiny_model(tiny_config(num_layers=1, hidden_size=16), seed=5)
-
-
-def engine_of(expert: Model, amateur: Model, *, blocks: int = 96, budget: int = 64, **cache: bool) -> Engine:
-    slots = Slots()
-    runners = [TorchRunner(m, KVPool(m.config, blocks, 4, torch.float64), None, slots) for m in (expert, amateur)]
-    config = EngineConfig(
-        SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=256), CacheConfig(blocks, 4, **cache)
-    )
-    return Engine(InProcess(Companions(runners[0], runners[1:], amateur=1)), config, vocab_size=VOCAB, groups=GROUPS)
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:
@@ -92,6 +81,31 @@ def test_without_its_mask_contrast_says_something_else(expert: Model, amateur: M
     unmasked = outputs(engine_of(expert, amateur), [(prompt, strong.replace(contrastive_alpha=0.0))])[0]
     assert unmasked == contrastive_decoding(expert, amateur, prompt, strong.replace(contrastive_alpha=0.0))
     assert unmasked != contrastive_decoding(expert, amateur, prompt, strong)
+
+
+LIMITS = {
+    "a list": {"allowed_token_ids": (3, 11, 40, 41, 60, 88)},
+    "a list and words": {"allowed_token_ids": (3, 11, 40, 41, 60, 88), "bad_words": ((11,), (40, 60))},
+    "no repetition": {"no_repeat_ngram": 1},
+}
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_plausible_tokens_are_found_among_those_that_may_come(expert: Model, amateur: Model, kind: str) -> None:
+    """None of the tokens that are plausible in the whole vocabulary need be among them."""
+    jobs = [(prompt, DECODING.replace(contrastive_alpha=0.5, **LIMITS[kind])) for prompt in prompts(9, 3, 14)]
+    expected = [contrastive_decoding(expert, amateur, *job) for job in jobs]
+    assert outputs(engine_of(expert, amateur), jobs) == expected
+
+
+def test_plausible_among_all_would_leave_none(expert: Model, amateur: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the best of the whole vocabulary sets the bar."""
+    monkeypatch.setattr("headrace.runner.runner.permitted_rows", lambda feed, slot, logits: logits)
+    engine = engine_of(expert, amateur)
+    request = engine.add(prompts(9, 3)[0], DECODING.replace(contrastive_alpha=0.5, **LIMITS["a list"]))
+    while engine.busy:
+        engine.step()
+    assert request.error is not None
 
 
 def test_a_block_without_the_amateurs_keys_is_no_hit(expert: Model, amateur: Model) -> None:

@@ -117,15 +117,19 @@ def allowed_surprise(row: RowSpec) -> float:
     return 2 * row.params.mirostat_tau if row.mu is None else row.mu
 
 
-# the order of card B1: changing it changes distributions
-STAGES = (
-    Stage(lambda p: bool(p.logit_bias), lambda z, rows: penalties.bias(z, [r.params.logit_bias for r in rows])),
+# those that say which tokens may come at all
+PERMITTING = (
     Stage(
         lambda p: p.allowed_token_ids is not None,
         lambda z, rows: penalties.allow(z, [r.params.allowed_token_ids for r in rows]),
     ),
     Stage(lambda p: p.structured_outputs is not None, lambda z, rows: penalties.mask(z, [r.mask for r in rows])),
     Stage(lambda p: bool(p.bad_words or p.min_tokens or p.no_repeat_ngram), _ban),
+)
+# the order of card B1: changing it changes distributions
+STAGES = (
+    Stage(lambda p: bool(p.logit_bias), lambda z, rows: penalties.bias(z, [r.params.logit_bias for r in rows])),
+    *PERMITTING,
     Stage(lambda p: p.repetition_penalty != 1.0, _repetition),
     Stage(lambda p: bool(p.frequency_penalty or p.presence_penalty), _frequency_presence),
     Stage(lambda p: p.dry_multiplier > 0, _dry),
@@ -149,6 +153,18 @@ STAGES = (
     Stage(lambda p: not p.greedy and p.xtc_probability > 0, _xtc),
     Stage(lambda p: not p.greedy and p.mirostat_tau > 0, _mirostat),
 )
+
+
+def permitted(z: torch.Tensor, row: RowSpec) -> torch.Tensor:
+    """Logits [1, V], -inf where an allowed list, a grammar or a ban rules a token out; else as they are. A row that cannot
+    be processed is left alone: who draws from it hears why."""
+    try:
+        check_ids(row, z.shape[-1])
+    except ValueError:
+        return z
+    for stage in PERMITTING:
+        z = stage.apply(z, [row]) if stage.needed(row.params) else z
+    return z
 
 
 def needs(params: SamplingParams) -> tuple[bool, ...]:

@@ -8,6 +8,7 @@ from headrace.ops.filters import NEVER, head, log_total
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.noise import key
 from headrace.ops.penalties import TokenCounts, check_mask, mask
+from headrace.ops.processing import permitted
 from headrace.ops.sampling import RowSpec, sample
 from headrace.ops.trees import child, paths
 from headrace.runner.slots import Slot, Slots
@@ -178,6 +179,17 @@ class Answers:
 def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted) -> list[FeedOutput]:
     """Carry out the wants. `logits` [r, V] are those of `wanted.index`."""
     return Answers(plan, slots, logits, wanted).give()
+
+
+def permitted_rows(feed: Feed, slot: Slot, logits: torch.Tensor) -> torch.Tensor:
+    """Logits [1 + nodes, V] of a feed's last known token and its nodes, -inf where a token may not come."""
+    words = len(feed.masks) // (1 + len(feed.nodes))
+    rows = []
+    for place, path in enumerate([[], *paths(feed.nodes, feed.parents)]):
+        bits = feed.masks[place * words : (place + 1) * words]
+        spec = RowSpec(slot.params, [], slot.tokens, slot.prompt_len, path, slot.stop_ids, mask=bits)
+        rows.append(permitted(logits[place : place + 1], spec))
+    return torch.cat(rows)
 
 
 def _counts(slot: Slot, vocab_size: int, device: torch.device) -> TokenCounts | None:

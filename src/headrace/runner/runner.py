@@ -9,7 +9,7 @@ from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
 from headrace.ops.contrast import contrast
 from headrace.ops.registry import accumulator
-from headrace.runner.answers import Wanted, answer, rows_wanted
+from headrace.runner.answers import Wanted, answer, permitted_rows, rows_wanted
 from headrace.runner.hidden import HiddenStates
 from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.pooling import pools
@@ -107,10 +107,11 @@ class TorchRunner:
 def _contrast(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted, amateur: Rows) -> None:
     """Combine the rows of feeds that the amateur was fed too."""
     ends = [*wanted.first[1:], len(logits)]
-    for feed, start, end in zip(plan.feeds, wanted.first, ends, strict=True):
+    for feed, start, end, root in zip(plan.feeds, wanted.first, ends, wanted.roots, strict=True):
         if feed.slot in amateur.first and end > start:
             params = slots[feed.slot].params
             assert params.contrastive_beta is not None
             at = amateur.first[feed.slot]
-            other = amateur.logits[at : at + end - start]
-            logits[start:end] = contrast(logits[start:end], other, params.contrastive_alpha, params.contrastive_beta)
+            mine, other = logits[start:end], amateur.logits[at : at + end - start]
+            may = torch.cat([logits[start:root], permitted_rows(feed, slots[feed.slot], logits[root:end])])
+            logits[start:end] = contrast(mine, other, params.contrastive_alpha, params.contrastive_beta, may)
