@@ -242,12 +242,13 @@ class Engine:
         """The requests whose sequences all have logits now, with them; prompt scores are filed on the way."""
         groups: dict[Request, list[tuple[Sequence, FeedOutput]]] = {}
         for work, out in zip(flight.works, output.feeds, strict=True):
-            if out.error:
-                work.request.error = out.error
+            failed = work.seq.constraint.error if work.seq.constraint is not None else ""
+            if failed and work.request.strategy.drops_failed:
+                work.request.dropped = failed  # it brings no candidates, so it has no children
+            elif out.error or failed:
+                work.request.error = failed or out.error
             if out.pooled:
                 file_pooled(work.request, work.feed, out.pooled)
-            if work.seq.constraint is not None and work.seq.constraint.error:
-                work.request.error = work.seq.constraint.error
             if work.request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
                 file_scores(work.request, work.feed.start, out)
             if work.last and not work.request.aborted and work.request.error is None:
@@ -273,8 +274,7 @@ class Engine:
             draft, length = parent.draft, len(parent.tokens)
             for seq, child in zip(seqs, children, strict=True):
                 self._grow(request, parent, seq, child)
-                if seq.constraint is not None and seq.constraint.error:
-                    request.error = seq.constraint.error
+            seqs = [seq for seq in seqs if not self._failed(request, seq)]
             if draft is not None and seqs == [parent]:
                 out.path = list(children[0].path)  # the strategy may have walked by itself
                 self._settle(request, parent, length, out)
@@ -288,7 +288,20 @@ class Engine:
         metrics.first_token = now if metrics.first_token is None else metrics.first_token
         metrics.last_token = now
         if request.error is None and (request.strategy.done(request) or not request.seqs):
+            if request.strategy.drops_failed and not request.strategy.results(request):
+                request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
+                return  # the step's end sweeps it out
             self._end(request, None)
+
+    def _failed(self, request: Request, seq: Sequence) -> bool:
+        """Whether a sequence's grammar has failed and it is dropped; where nothing may be dropped, the request has failed."""
+        if seq.constraint is None or not seq.constraint.error:
+            return False
+        if request.strategy.drops_failed:
+            request.dropped = seq.constraint.error
+        else:
+            request.error = seq.constraint.error
+        return request.strategy.drops_failed
 
     def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child) -> None:
         """Give `seq` what its child brings, up to where the output ends."""

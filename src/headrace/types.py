@@ -107,6 +107,7 @@ class Request:
     in_flight: bool = False  # a submitted step works on it: neither scheduled nor preempted until its result is in
     aborted: bool = False
     error: str | None = None
+    dropped: str = ""  # why a sequence was given up last, where others go on without it
     pool: str = ""  # first | last | mean: what an embedding is made of; empty: none is asked for
     pooled: list[float] = field(default_factory=list)  # the row, or the sum of the rows so far
     pooled_until: int = 0  # prompt tokens that are in it

@@ -1,11 +1,13 @@
 """Beams held to a grammar: every hypothesis fits, scores stay the model's own, on both back ends."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.decoding.constrained import Constraint
 from headrace.llm import LLM
 from headrace.params import BeamSearchParams, SamplingParams
 from tests.e2e.test_constrained import CASES
@@ -99,3 +101,51 @@ def test_constrained_beams_among_others(llm: LLM) -> None:
     for one, settings in zip(together, params, strict=True):
         (alone,) = llm.generate(PROMPT, settings)
         assert [output.token_ids for output in one.outputs] == [output.token_ids for output in alone.outputs]
+
+
+# -- a grammar that fails --------------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[[int], bool]) -> list[Constraint]:
+    """Have constraints fail at the calls that `fails` names; returns those that did."""
+    real, calls, dead = getattr(Constraint, where), itertools.count(), []
+
+    def method(self: Constraint, *args: Any) -> Any:
+        found = real(self, *args)
+        if not self.done and fails(next(calls)):
+            self.error = "the grammar is worn out"
+            dead.append(self)
+        return b"" if self.error and where == "masks" else found
+
+    monkeypatch.setattr(Constraint, where, method)
+    return dead
+
+
+@pytest.mark.parametrize("where", ["push", "masks"])
+def test_a_grammar_that_fails_ends_its_hypothesis_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    settings = {"structured_outputs": CASES["regex"][0], "length_penalty": 0.0, "beam_width": 4, "n": 4}
+    dead = failing(monkeypatch, where, lambda call: call % 9 == 7)
+    found = beams(llm, **settings)
+    assert dead
+    assert found
+    fits = CASES["regex"][1]
+    assert all(fits(one.text) for one in found if one.finish_reason == "stop")
+    assert llm.engine.blocks.used == 0
+    assert len(beams(llm, max_tokens=5)) == 4
+
+
+@pytest.mark.parametrize("where", ["push", "masks"])
+def test_a_request_fails_when_no_hypothesis_is_left(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    dead = failing(monkeypatch, where, lambda call: call >= 6)
+    params = BeamSearchParams(beam_width=4, max_tokens=40, structured_outputs=CASES["regex"][0])
+    (output,) = llm.generate(PROMPT, params)
+    assert dead
+    assert output.error == "the grammar is worn out"
+    assert llm.engine.blocks.used == 0
+
+
+def test_a_sampled_output_whose_grammar_fails_fails_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes the place of an output that was asked for."""
+    failing(monkeypatch, "push", lambda call: call == 3)
+    (output,) = llm.generate(PROMPT, SamplingParams(n=2, max_tokens=40, structured_outputs=CASES["regex"][0]))
+    assert output.error == "the grammar is worn out"

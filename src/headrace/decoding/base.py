@@ -14,6 +14,9 @@ class Strategy(Protocol):
     speculates: bool
     """Whether sequences may carry optional drafts: `want` then asks to verify `seq.draft`, and `select` returns paths."""
 
+    drops_failed: bool
+    """Whether a sequence whose grammar fails is dropped while others go on; if not, it fails the request."""
+
     def width(self, request: Request) -> int:
         """The most sequences the request may hold at once; slots and blocks are admitted for that many."""
 

@@ -36,6 +36,7 @@ class BeamSearch:
 
     streams = False  # which hypothesis wins is known at the end
     speculates = False
+    drops_failed = True
 
     def __init__(self, params: BeamSearchParams) -> None:
         self.params = params

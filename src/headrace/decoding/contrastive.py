@@ -24,6 +24,7 @@ class ContrastiveSearch:
 
     streams = True
     speculates = False
+    drops_failed = False
 
     def width(self, request: Request) -> int:
         return 1

@@ -20,6 +20,7 @@ class Sampling:
 
     streams = True
     speculates = True
+    drops_failed = False
 
     def width(self, request: Request) -> int:
         return self._outputs(request)

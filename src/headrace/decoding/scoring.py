@@ -8,6 +8,7 @@ class Scoring:
 
     streams = True
     speculates = False
+    drops_failed = False
 
     def width(self, request: Request) -> int:
         return 1
