@@ -53,7 +53,7 @@ def test_argument_files_and_pipe_are_joined(
     (tmp_path / "one.txt").write_text("第一\n")
     (tmp_path / "two.txt").write_text("two\n\n")
     asked: list[str] = []
-    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, **_: asked.append(prompt) or 0)
+    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, *_: asked.append(prompt) or 0)
     files = ("--file", tmp_path / "one.txt", "-f", tmp_path / "two.txt")
     assert shell("run", "--raw", tiny_gguf, "Read:", *files, stdin="piped\n")[0] == 0
     assert shell("run", "--raw", tiny_gguf, stdin="  piped \n\n")[0] == 0
@@ -107,7 +107,7 @@ def test_sampling_flags(
     shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: dict[str, Any]
 ) -> None:
     used: list[SamplingParams] = []
-    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, **_: used.append(params) or 0)
+    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, *_: used.append(params) or 0)
     assert shell("run", "--raw", tiny_gguf, "hi", *flags.split())[0] == 0
     assert used == [SamplingParams(**{"max_tokens": None, **expected})]
 
@@ -133,7 +133,7 @@ def test_a_dry_breaker_is_the_last_token_of_a_text(
     shell: Shell, tiny_gguf: Path, tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[SamplingParams] = []
-    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, **_: used.append(params) or 0)
+    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, *_: used.append(params) or 0)
     assert shell("run", "--raw", tiny_gguf, "hi", "--dry-multiplier", "1", "--dry-breaker", "river")[0] == 0
     assert tiny_llm.tokenizer.encode("a river", add_special=False)[-1] in used[0].dry_breakers
 
