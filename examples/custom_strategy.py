@@ -19,7 +19,6 @@ class Mirostat(Strategy):
     """It says what it needs of each step, and turns what comes back into children."""
 
     streams = True  # tokens may be shown as they come
-    speculates = False  # no drafts: each token is drawn here, from what the one before left of `mu`
 
     def __init__(self, target: float = 3.0, rate: float = 0.1, k: int = 50) -> None:
         self.target = target  # bits

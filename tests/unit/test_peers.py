@@ -324,7 +324,8 @@ def test_every_version_is_pinned_and_no_address_is_named() -> None:
         assert all("==" in one for one in engine.requirements)
         assert (WORKERS / engine.worker).is_file()
         assert engine.settings
-    text = "".join(path.read_text() for path in (WORKERS.parent / "engines.py", WORKERS.parent / "peers.py", *WORKERS.glob("*.py")))
+    files = (WORKERS.parent / "engines.py", WORKERS.parent / "peers.py", *WORKERS.glob("*.py"))
+    text = "".join(path.read_text() for path in files)
     assert "://" not in text
 
 

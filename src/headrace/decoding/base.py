@@ -6,15 +6,18 @@ from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 
 class Strategy(Protocol):
-    """A decoding method inside the one loop. It sees sequences and compact outputs, never a tensor, block or slot."""
+    """A decoding method inside the one loop. It sees sequences and compact outputs, never a tensor, block or slot.
+
+    A method of a user's own inherits from it, and with it what is said here for those that say nothing.
+    """
 
     streams: bool
     """Whether an output's tokens may be shown as they come; if not, `results` has them at the end."""
 
-    speculates: bool
+    speculates: bool = False
     """Whether sequences may carry optional drafts: `want` then asks to verify `seq.draft`, and `select` returns paths."""
 
-    drops_failed: bool
+    drops_failed: bool = False
     """Whether a sequence whose grammar fails is dropped while others go on; if not, it fails the request."""
 
     def width(self, request: Request) -> int:
