@@ -16,6 +16,7 @@ from headrace.native.runner import KV_DTYPES, NativeRunner, Slot, kv_block_bytes
 from headrace.native.weights import packed_bytes
 from headrace.runner.companions import Companions, ModelRunner, SelfDraft
 from headrace.runner.executor import Runs
+from headrace.runner.hidden import HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.record import RecordError
 from headrace.runner.runner import TorchRunner
@@ -154,6 +155,7 @@ def _native(opened: Opened, settings: Settings, draft: Opened | None, amateur: O
         )
         for model, each in zip(models, everyone, strict=True)
     ]
+    _bound_hidden(runners[0].hidden, plan, settings.device)
     return Backend("native", _together(runners, part, amateur is not None), plan, torch.bfloat16, groups)
 
 
@@ -188,7 +190,13 @@ def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Op
     slots = Slots()
     pools = [KVPool(each.config, plan.num_blocks, BLOCK_SIZE, kv_type, settings.device) for each in everyone]
     runners = [TorchRunner(model, pool, settings.threads, slots) for model, pool in zip(models, pools, strict=True)]
+    _bound_hidden(runners[0].hidden, plan, settings.device)
     return Backend("torch", _together(runners, part, amateur is not None), plan, dtype, groups)
+
+
+def _bound_hidden(hidden: HiddenStates, plan: memory.MemoryPlan, device: torch.device) -> None:
+    """Have the hidden states of contrastive search checked against the memory plan when they are first needed."""
+    hidden.afford = lambda need: memory.check_hidden_fits(plan, need, memory.free_memory(device))
 
 
 def _together(runners: Sequence[ModelRunner], part: Part | None, amateur: bool) -> Runs:

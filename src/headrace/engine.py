@@ -118,6 +118,7 @@ class Engine:
         seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
         seq.computed = [0] * len(self.blocks.groups)
         seq.groups = groups_filled(params, self.blocks.groups)
+        self._reserve(params)
         self.stopping.begin(request, seq)
         seq.constraint = self._constraint(params)
         request.seqs.append(seq)
@@ -125,6 +126,13 @@ class Engine:
         self.requests[name] = request
         self.scheduler.add(request)
         return request
+
+    def _reserve(self, params: SamplingParams) -> None:
+        if params.penalty_alpha:
+            try:
+                self.executor.reserve_hidden()
+            except ValueError as error:
+                raise AdmissionError(str(error)) from None
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if params.structured_outputs is None:

@@ -18,12 +18,13 @@ class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """KV blocks and the context they allow. `said`: one line for the user."""
+    """KV blocks and the context they allow. `spare`: bytes that were free beside them. `said`: one line for the user."""
 
     num_blocks: int
     max_model_len: int
     kv_bytes: int
     said: str
+    spare: int
 
 
 def free_memory(device: torch.device) -> int:
@@ -98,7 +99,19 @@ def plan(
         context = fits
     kv_bytes = blocks * block_bytes
     said = f"KV cache {gib(kv_bytes)}: {blocks * block_size} tokens in {blocks} blocks of {block_size}, context {context}"
-    return MemoryPlan(blocks, context, kv_bytes, said)
+    return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes)
+
+
+def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:
+    """Raise unless the hidden states of contrastive search, `need` bytes, fit beside the KV blocks. `free` bytes are free now,
+    where blocks that were never written still count, so that what the plan left over bounds it too."""
+    room = max(0, min(planned.spare, free))
+    if need > room * 0.95:
+        smaller = int((planned.kv_bytes + room * 0.9) * planned.kv_bytes / (planned.kv_bytes + need))
+        raise DoesNotFit(
+            f"contrastive search keeps a hidden state of every token in the cache, {gib(need)}, and {gib(room)} are free; "
+            f"leave penalty_alpha out, or open the model with kv_cache_memory={smaller}"
+        )
 
 
 def gib(size: int) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace import native
+from headrace.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.params import SamplingParams
@@ -95,4 +96,26 @@ def test_a_grammar_leaves_something_plausible(files: tuple[Path, Path], backend:
         (output,) = llm.generate("The mill", params)
         assert output.error is None
         assert all(fits(one.text) for one in output.outputs), [one.text for one in output.outputs]
+    llm.close()
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_memory_of_hidden_states_is_taken_when_it_is_needed_and_must_fit(
+    files: tuple[Path, Path], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(files[0], backend=backend, threads=1, device="cpu")
+    params = SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=4)
+    before = llm.engine.executor.kv_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.memory.free_memory", lambda device: 1000)
+        with pytest.raises(AdmissionError, match=r"leave penalty_alpha out, or open the model with kv_cache_memory=\d+"):
+            llm.generate("The mill", params)
+        (plain,) = llm.generate("The mill", SamplingParams(max_tokens=4))
+        assert plain.error is None
+        assert llm.engine.executor.kv_bytes() == before
+    (output,) = llm.generate("The mill", params)
+    assert len(output.outputs[0].token_ids) == 4
+    width = 4 if backend == "native" else llm.dtype.itemsize
+    tokens = llm.memory_plan.num_blocks * 16
+    assert llm.engine.executor.kv_bytes() - before == tokens * llm.model_config.hidden_size * width
     llm.close()

@@ -64,3 +64,19 @@ def test_sizes(text: int | str, size: int) -> None:
 def test_what_is_no_size(text: int | str) -> None:
     with pytest.raises(ValueError, match="is not a size|must be above 0"):
         memory.parse_bytes(text)
+
+
+def test_hidden_states_are_bounded_by_what_the_plan_left_over() -> None:
+    """1 MiB of KV (128 bytes a token), hidden states of as many bytes a token."""
+    free = 2**20 + 2**19
+    whole = plan(free, kv_cache_memory=2**20)
+    assert whole.spare == 2**19
+    memory.check_hidden_fits(whole, 2**18, GIB)
+    with pytest.raises(DoesNotFit, match="leave penalty_alpha out") as caught:
+        memory.check_hidden_fits(whole, 2**20, GIB)  # blocks nobody wrote yet do not count as free
+    size = int(re.search(r"kv_cache_memory=(\d+)", str(caught.value))[1])  # type: ignore[index]
+    assert 2**19 < size < 2**20
+    smaller = plan(free, kv_cache_memory=size)
+    memory.check_hidden_fits(smaller, smaller.kv_bytes, GIB)
+    with pytest.raises(DoesNotFit):
+        memory.check_hidden_fits(smaller, smaller.kv_bytes, 2**10)  # what is free now bounds it too

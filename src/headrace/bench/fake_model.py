@@ -117,6 +117,9 @@ class Deferred:
             plan, next_ticket = self._queue.popleft()
             next_ticket.output = self.runner.execute(plan)
 
+    def reserve_hidden(self) -> None:
+        raise ValueError("a fake model has no hidden states")
+
     def kv_bytes(self) -> int:
         return 0
 

@@ -195,6 +195,9 @@ class NativeRunner:
             self.hidden.keep(plan, slots, torch.from_numpy(hidden), lambda x: torch.from_numpy(self._final.rows(x.numpy())))
         return hidden
 
+    def reserve_hidden(self) -> None:
+        self.hidden.reserve()
+
     def kv_bytes(self) -> int:
         return int(self.kv.bytes) + self.hidden.bytes
 

@@ -34,6 +34,9 @@ class ModelRunner(Protocol):
         """Feed, and answer the wants: with these slots in place of one's own, with rows combined with an amateur's, by a part
         of the model."""
 
+    def reserve_hidden(self) -> None:
+        """Take the memory of hidden states, before the first contrastive search. Raises ValueError where it does not fit."""
+
     def kv_bytes(self) -> int: ...
 
     def close(self) -> None: ...
@@ -65,6 +68,9 @@ class Companions:
             return target.run(plan)
         rows = self.models[self.amateur].rows(StepPlan(plan.step, feeds=contrasted))
         return target.run(plan, amateur=rows)
+
+    def reserve_hidden(self) -> None:
+        self.models[0].reserve_hidden()
 
     def kv_bytes(self) -> int:
         return sum(model.kv_bytes() for model in self.models)
@@ -100,6 +106,9 @@ class SelfDraft:
 
     def run(self, plan: StepPlan, slots: Any = None, amateur: Any = None, part: Part | None = None) -> StepOutput:
         return self.target.run(plan, slots, part=part or self.part)
+
+    def reserve_hidden(self) -> None:
+        """The target does."""
 
     def kv_bytes(self) -> int:
         return 0

@@ -17,6 +17,9 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> Ticket: ...
 
+    def reserve_hidden(self) -> None:
+        """Take the memory of hidden states, before the first contrastive search. Raises ValueError where it does not fit."""
+
     def kv_bytes(self) -> int:
         """Bytes the paged pool takes on the device."""
 
@@ -27,6 +30,8 @@ class Runs(Protocol):
     """What an executor drives: a runner."""
 
     def execute(self, plan: StepPlan) -> StepOutput: ...
+
+    def reserve_hidden(self) -> None: ...
 
     def kv_bytes(self) -> int: ...
 
@@ -60,6 +65,9 @@ class InProcess:
             return Done(self.runner.execute(plan), None)
         except Exception as error:  # handed over where the result is asked for
             return Done(None, error)
+
+    def reserve_hidden(self) -> None:
+        self.runner.reserve_hidden()
 
     def kv_bytes(self) -> int:
         return self.runner.kv_bytes()

@@ -11,13 +11,29 @@ from headrace.types import Feed, FeedOutput, StepPlan
 class HiddenStates:
     """The final hidden states of the tokens of requests that need them, normalised to length 1, [blocks * block size, width].
 
-    Memory is taken when the first one is stored, and the operating system fills in only pages that are written.
+    Memory is taken by `reserve`, before the first such request, once `afford` has let its size pass; on a CPU the operating
+    system fills in only pages that are written.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.block_size = block_size
         self._shape = (num_blocks * block_size, width)
+        self._dtype, self._device = dtype, device
         self._data: torch.Tensor | None = None
+        self.afford: Callable[[int], None] = lambda size: None
+
+    def reserve(self) -> None:
+        """Take the memory, where that was not done yet. Raises what `afford` does."""
+        if self._data is None:
+            self.afford(self._shape[0] * self._shape[1] * self._dtype.itemsize)
+            self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def keep(
         self, plan: StepPlan, slots: Mapping[int, Any], x: torch.Tensor, final: Callable[[torch.Tensor], torch.Tensor]
@@ -39,8 +55,7 @@ class HiddenStates:
 
     def store(self, feed: Feed, table: Sequence[int], rows: torch.Tensor) -> None:
         """Keep those of a feed's rows [count + nodes, width], nodes at consecutive KV indices as their K and V."""
-        if self._data is None:
-            self._data = torch.zeros(self._shape, dtype=rows.dtype, device=rows.device)
+        assert self._data is not None, "hidden states are reserved before they are kept"
         first, size = feed.start, self.block_size
         where = [table[i // size] * size + i % size for i in range(first, first + len(rows))]
         self._data[torch.tensor(where, device=rows.device)] = torch.nn.functional.normalize(rows, dim=-1)

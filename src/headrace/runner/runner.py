@@ -32,7 +32,9 @@ class TorchRunner:
         self.model = model
         self.pool = pool
         self.slots = Slots() if slots is None else slots
-        self.hidden = HiddenStates(pool.num_blocks, pool.block_size, model.config.hidden_size)
+        weight = next(model.parameters())
+        sizes = pool.num_blocks, pool.block_size, model.config.hidden_size
+        self.hidden = HiddenStates(*sizes, weight.dtype, weight.device)
         self.threads = threads
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -96,6 +98,9 @@ class TorchRunner:
         self.hidden.keep(plan, slots, x, self.model.final)
         wanted = rows_wanted(plan)
         return x, (self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]), wanted
+
+    def reserve_hidden(self) -> None:
+        self.hidden.reserve()
 
     def kv_bytes(self) -> int:
         return self.pool.bytes + self.hidden.bytes
