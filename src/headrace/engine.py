@@ -115,6 +115,8 @@ class Engine:
         admit(request, self.limits)
         request.drafts = isinstance(request.strategy, Drafting)
         request.speculates = self.speculation is not None and self.speculation.serves(request)
+        if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
+            raise AdmissionError(why)
         seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
         seq.computed = [0] * len(self.blocks.groups)
         seq.groups = groups_filled(params, self.blocks.groups)

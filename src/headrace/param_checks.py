@@ -8,6 +8,7 @@ MAX_STOP = 64
 DRY_LONGEST = 64  # tokens of a repetition that are counted
 # The filters, each with the value that lets all tokens through.
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0, "xtc_probability": 0.0}
+VERIFICATIONS = ("noise", "rejection", "block")
 MAX_CANDIDATES = 64  # nodes of a draft tree
 
 
@@ -86,6 +87,14 @@ def check_ranges(params: Any) -> None:
         params.logprobs_mode in ("raw", "processed"), f"logprobs_mode must be raw or processed, not {params.logprobs_mode!r}"
     )
     require(params.seed is None or 0 <= params.seed < 2**64, f"seed must be between 0 and 2**64 - 1, not {params.seed}")
+    require(
+        params.verification in VERIFICATIONS,
+        f"verification must be one of {', '.join(VERIFICATIONS)}, not {params.verification!r}",
+    )
+    require(
+        params.verification == "noise" or not params.mirostat_tau,
+        "mirostat steers by what was drawn, which a draft does not know; leave verification at noise",
+    )
     check_contrast(params)
     check_lists(params)
 
@@ -201,6 +210,7 @@ _NO_SEARCH: dict[str, tuple[object, ...]] = {
     "logprobs": (None,),
     "prompt_logprobs": (None,),
     "contrastive_beta": (None,),
+    "verification": ("noise",),
     "structured_outputs": (None,),
 }
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")

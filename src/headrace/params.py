@@ -161,6 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # None: off; k: the drawn token and the k best
     logprobs_mode: str = "raw"  # raw | processed
     prompt_logprobs: int | None = None
+    verification: str = "noise"  # of drafts: noise | rejection | block; the last two give other samples than plain decoding
     skip_special_tokens: bool = True
     priority: int = 0  # lower runs first
     beam: BeamSearchParams | None = None  # beam search in place of drawing; `BeamSearchParams.sampling` sets the rest to fit
@@ -205,6 +206,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         """Whether the draw is an argmax: temperatures below 0.01 are (W12: T = 0 is a case of its own)."""
         return self.temperature < 0.01
+
+    @property
+    def rejects(self) -> bool:
+        """Whether drafts are verified by rejection; at temperature 0 both rules are the same comparison."""
+        return self.verification != "noise" and not self.greedy
 
     @property
     def widest(self) -> int:

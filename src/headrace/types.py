@@ -21,7 +21,7 @@ class Draft(msgspec.Struct):
     tokens: list[int]
     parents: list[int]  # index of the parent node, -1 = the last known token
     required: bool = False  # a required draft waits for budget and blocks, an optional one is dropped
-    q: list[list[float]] | None = None  # the drafter's distribution at each node, for the rejection rule
+    q: list[bytes] | None = None  # what each token of a chain was drawn from: float32 rows; None: it was not drawn
     drafter: str = ""  # who proposes it
     trust: int = 0  # how sure the drafter is, by its own measure; drafts of equal trust are counted together
     heard: bool = False  # the drafter wants to know what the target draws after each node

@@ -151,6 +151,9 @@ class SamplingOptions:
     stop: Annotated[list[str] | None, _sampling("Text that ends the answer; may be repeated.")] = None
     stop_token_id: Annotated[list[int] | None, _sampling("Token that ends the answer; may be repeated.")] = None
     ignore_eos: Annotated[bool | None, _sampling("Do not end where the model would.", "--ignore-eos")] = None
+    verification: Annotated[
+        str | None, _sampling("How drafts are verified: noise (the same output), rejection or block (the same distribution).")
+    ] = None
     seed: Annotated[int | None, _sampling("The same seed gives the same answer.")] = None
     json_schema: Annotated[
         Path | None, _form("The answer is JSON that fits the schema in this file.", exists=True, dir_okay=False)

@@ -5,6 +5,7 @@ import torch
 
 from headrace.decoding.noise import key
 from headrace.decoding.processors import History, ProcessorError, apply_processors
+from headrace.decoding.rejecting import verify_by_rejection
 from headrace.ops.sampling import RowResult, RowSpec, sample
 from headrace.ops.trees import paths, walk
 from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
@@ -27,8 +28,8 @@ class Sampling:
 
     def want(self, request: Request, seq: Sequence) -> Want:
         """A sampled token for each child still to be born, the draft's verification where there is one, or whole rows where
-        the caller's processors come first."""
-        if request.processors:
+        the caller's processors come first or a draft is verified by rejection."""
+        if request.processors or (seq.draft and request.params.rejects):
             return Want(kind="logits", rows="nodes" if seq.draft else "last")
         kind, rows = ("verify", "nodes") if seq.draft else ("sample", "last")
         return Want(rows, kind, self._births(request, seq), seq.index, logprobs=self._logprobs(request), mu=seq.state)
@@ -44,7 +45,11 @@ class Sampling:
 
     def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
         """`state` is mirostat's, None where that is off."""
-        drawn = self._sample_on_host(request, seq, out) if request.processors else out
+        drawn = out
+        if seq.draft is not None and request.params.rejects:
+            drawn = verify_by_rejection(request, seq, out, self._logprobs(request))
+        elif request.processors:
+            drawn = self._sample_on_host(request, seq, out)
         mus: list[float] | list[None] = drawn.mus or [None] * len(drawn.tokens)
         if seq.draft is not None:
             return [Child(tuple(drawn.path), drawn.tokens[-1], index=seq.index, state=mus[-1], logprobs=drawn.logprobs)]

@@ -5,9 +5,23 @@ draws like it. All sequences draft together: one step of the model for each toke
 """
 
 import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
 
 from headrace.drafting.base import Fed, Filled, Run
+from headrace.ops.rejection import draw_draft, row_spec
 from headrace.types import Draft, Feed, FeedOutput, Request, Sequence, Want
+
+
+@dataclass(slots=True)
+class Chain:
+    """A draft as it grows. `q`: what each token was drawn from, for the rejection rule; `reach`: ln of its probability."""
+
+    tokens: list[int] = field(default_factory=list)
+    q: list[bytes] = field(default_factory=list)
+    reach: float = 0.0
 
 
 class DraftModel:
@@ -43,10 +57,9 @@ class DraftModel:
                 work.seq.computed[self.group] = feed.start + feed.count
                 filled(work.seq, self.group, feed.start)
         going = [(work, out) for (work, feed), out in zip(ready, outs, strict=True) if feed.wants]
-        chains: dict[int, list[int]] = {id(work): [] for work in works}
-        reach: dict[int, float] = {}
-        while going := self._extend(going, chains, reach):
-            outs = run(self.model, [_next(work, chains[id(work)], self._want(work.seq)) for work, _ in going])
+        chains: dict[int, Chain] = {id(work): Chain() for work in works}
+        while going := self._extend(going, chains):
+            outs = run(self.model, [_next(work, chains[id(work)].tokens, self._want(work)) for work, _ in going])
             if self.group is not None:
                 for work, _ in going:
                     work.seq.computed[self.group] += 1
@@ -62,7 +75,7 @@ class DraftModel:
             start, length = self._start(work), len(work.seq.tokens)
             count = min(length - start, room)
             if count > 0:
-                wants = (self._want(work.seq),) if start + count == length else ()
+                wants = (self._want(work),) if start + count == length else ()
                 feeds.append((work, Feed(work.seq.slot, start, count, work.feed.new, wants)))
                 work.feed.new = []
                 room -= count
@@ -71,26 +84,50 @@ class DraftModel:
     def _start(self, work: Fed) -> int:
         return work.feed.start if self.group is None else work.seq.computed[self.group]
 
-    def _want(self, seq: Sequence) -> Want:
-        return Want(child=seq.index, logprobs=0 if self.least > 0 else None)
+    def _want(self, work: Fed) -> Want:
+        if work.request.params.rejects:
+            return Want(kind="logits")
+        return Want(child=work.seq.index, logprobs=0 if self.least > 0 else None)
 
-    def _extend(
-        self, going: list[tuple[Fed, FeedOutput]], chains: dict[int, list[int]], reach: dict[int, float]
-    ) -> list[tuple[Fed, FeedOutput]]:
-        """Append what was drawn; returns those whose chains go on. `reach`: ln of the probability of the chain so far."""
+    def _extend(self, going: list[tuple[Fed, FeedOutput]], chains: dict[int, Chain]) -> list[tuple[Fed, FeedOutput]]:
+        """Append what was drawn; returns those whose chains go on."""
         on = []
         for work, out in going:
             draft, chain = work.seq.draft, chains[id(work)]
             assert draft is not None
-            if out.error or not out.tokens:
+            if out.error or not (_drawn(work, out, chain) if out.logits else _told(out, chain)):
                 continue
-            chain.append(out.tokens[0])
-            at = id(work)
-            reach[at] = reach.get(at, 0.0) + (out.logprobs[0].logprob if out.logprobs else 0.0)
-            more = len(chain) < len(draft.tokens) and chain[-1] not in work.request.stop_ids
-            if more and math.exp(reach[at]) >= self.least:
+            more = len(chain.tokens) < len(draft.tokens) and chain.tokens[-1] not in work.request.stop_ids
+            if more and math.exp(chain.reach) >= self.least:
                 on.append((work, out))
         return on
+
+
+def _told(out: FeedOutput, chain: Chain) -> bool:
+    """The model's token, drawn where its logits are; False: there is none."""
+    if out.tokens:
+        chain.tokens.append(out.tokens[0])
+        chain.reach += out.logprobs[0].logprob if out.logprobs else 0.0
+    return bool(out.tokens)
+
+
+def _drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
+    """A token drawn here, and what it was drawn from; False: there is none.
+
+    q is held to the grammar as p is: to take a token off after it was drawn would make q another distribution.
+    """
+    constraint, mask = work.seq.constraint, b""
+    if constraint is not None:
+        masks = constraint.masks(chain.tokens, list(range(-1, len(chain.tokens) - 1)))
+        mask = masks[len(masks) - len(masks) // (1 + len(chain.tokens)) :]
+    logits = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())
+    drawn = draw_draft(logits, row_spec(work.request, work.seq, list(chain.tokens), mask))
+    if drawn is not None:
+        token, q = drawn
+        chain.tokens.append(token)
+        chain.q.append(q.numpy().astype("<f4").tobytes())
+        chain.reach += math.log(max(float(q[token]), 1e-30))
+    return drawn is not None
 
 
 def _next(work: Fed, chain: list[int], want: Want) -> Feed:
@@ -98,15 +135,16 @@ def _next(work: Fed, chain: list[int], want: Want) -> Feed:
     return Feed(work.seq.slot, len(work.seq.tokens) + len(chain) - 1, 0, [], (want,), nodes=chain[-1:], parents=[-1])
 
 
-def _settle(work: Fed, chain: list[int]) -> None:
+def _settle(work: Fed, grown: Chain) -> None:
     """The draft is this chain, as far as the sequence's grammar allows."""
-    draft, constraint = work.seq.draft, work.seq.constraint
+    draft, constraint, chain = work.seq.draft, work.seq.constraint, grown.tokens
     assert draft is not None
-    if constraint is not None and chain:
+    if constraint is not None and chain and not grown.q:
         fits = constraint.fitting(chain, list(range(-1, len(chain) - 1)))
         chain = chain[: fits.index(False)] if False in fits else chain
     work.request.metrics.drafted -= len(draft.tokens) - len(chain)
     draft.tokens[:], draft.parents[:] = chain, range(-1, len(chain) - 1)
+    draft.q = grown.q or None
     work.feed.nodes, work.feed.parents = draft.tokens, draft.parents
     if not chain:
         work.seq.draft = None

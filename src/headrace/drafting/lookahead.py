@@ -51,6 +51,7 @@ class Lookahead:
     """
 
     name = "lookahead"
+    trees = True
 
     def __init__(self, width: int = 7, length: int = 5, guesses: int = 7, *, from_prompt: bool = False) -> None:
         nodes = (width + guesses) * (length - 1)

@@ -53,6 +53,14 @@ class Speculation:
         token in order."""
         return bool(request.strategy.speculates) and all(processor.scope != "stateful" for processor in request.processors)
 
+    def refusal(self, request: Request) -> str:
+        """Why drafts here cannot be verified as the request wants it; empty where they can."""
+        trees = [drafter.name for drafter in self.drafters if getattr(drafter, "trees", False)]
+        if not request.params.rejects or not trees:
+            return ""
+        rule = request.params.verification
+        return f"verification {rule!r} takes chains, and {', '.join(trees)} drafts trees; use noise, or another drafter"
+
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
         """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
         made = []

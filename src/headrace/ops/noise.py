@@ -66,13 +66,13 @@ def key(seed: int, child: int = 0) -> Key:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def coins(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The coins of n draws, 0 <= coin < 1, float64 [n]: the word of purpose COIN and token id 0, over 2**32.
+def coins(keys: torch.Tensor, positions: torch.Tensor, purpose: int = Purpose.COIN) -> torch.Tensor:
+    """The coins of n draws, 0 <= coin < 1, float64 [n]: the word of the purpose and token id 0, over 2**32.
 
     keys [n, 2], positions [n], both int64.
     """
     zero = torch.zeros_like(positions)
-    words = _rounds(positions, zero, zero + Purpose.COIN, zero, keys[:, 0], keys[:, 1])
+    words = _rounds(positions, zero, zero + purpose, zero, keys[:, 0], keys[:, 1])
     return words[0].double() / 2**32
 
 

@@ -3,9 +3,88 @@
 The output follows p exactly, whatever q is (Leviathan et al. 2022, Chen et al. 2023; card F1); unlike the walk it is another
 sample than plain decoding would give. p and q must have been processed alike: temperature, filters, penalties. The block
 rule (Sun et al. 2024) judges a chain as a whole: the same distribution, and never fewer tokens on average.
+
+`draw_draft` and `verify` are what the loop uses: one function says how a row of either model is processed. Their noise is that
+of a round, a draft and its verification: under the block rule a rejection tells of what was drafted behind it, so none of
+that noise may decide anything again.
 """
 
+import math
+
+import numpy as np
 import torch
+
+from headrace.ops.noise import Purpose, coins, gumbel_at, key
+from headrace.ops.processing import RowSpec
+from headrace.ops.sampling import draw, process
+from headrace.types import Request, Sequence
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring rounds get seeds far apart
+
+
+def row_spec(request: Request, seq: Sequence, path: list[int], mask: bytes = b"") -> RowSpec:
+    """How a row behind `path` is processed in this round, for p and for q alike."""
+    seed = (request.seed + len(seq.tokens) * GOLDEN) % 2**64
+    return RowSpec(
+        params=request.params,
+        keys=[key(seed, seq.index)],
+        tokens=seq.tokens,
+        prompt_len=seq.prompt_len,
+        path=path,
+        stop_ids=sorted(request.stop_ids),
+        purpose=Purpose.DRAFT,
+        mask=mask,
+    )
+
+
+def draw_draft(logits: torch.Tensor, spec: RowSpec) -> tuple[int, torch.Tensor] | None:
+    """A drafted token and the distribution q [V] (float32) it was drawn from; None where there is none to draw.
+
+    `logits` [V] are the draft model's.
+    """
+    z = process(logits[None], [spec])
+    q = torch.softmax(z.double(), -1)[0].float()
+    if not bool(q.isfinite().all()):
+        return None
+    (token,) = draw(z, torch.tensor(spec.keys), torch.tensor([spec.position]), Purpose.DRAFT).tolist()
+    return token, q
+
+
+def verify(logits: torch.Tensor, specs: list[RowSpec], chain: list[int], q: list[bytes] | None) -> tuple[int, int | None]:
+    """How many tokens of `chain` [gamma] are accepted, and the token after them; None: its row cannot be drawn from.
+
+    `logits` [gamma + 1, V] are the target's before each drafted token and after the last, `specs` say how to process them.
+    Without `q` the chain was not drawn but chosen, and each q is all on its token. A row that cannot be drawn from (broken, or
+    all masked, as behind a grammar's end) ends the chain before it.
+    """
+    z = process(logits, specs).double()
+    good = [math.isfinite(best) for best in z.amax(-1).tolist()]
+    end = min(good.index(False) if False in good else len(chain), len(chain))
+    if not good[0]:
+        return 0, None
+    p = torch.softmax(z[: end + 1], -1)
+    if not good[end]:
+        p[end] = 1.0 / p.shape[-1]
+    drafted, size = torch.tensor(chain[:end], dtype=torch.int64), p.shape[-1]
+    rule = verify_block if specs[0].params.verification == "block" else verify_tokens
+    keys = torch.tensor([spec.keys[0] for spec in specs[: end + 1]])
+    places = torch.tensor([spec.position for spec in specs[: end + 1]])
+    noise = gumbel_at(keys, places, size, Purpose.RESIDUAL).double()
+    thrown = coins(keys[:end], places[:end], Purpose.ACCEPT)
+    accepted, token = rule(p[None], _rows(q, drafted, size)[None], drafted[None], thrown[None], noise[None])
+    at = int(accepted[0])
+    return at, int(token[0]) if good[at] else None
+
+
+def _rows(q: list[bytes] | None, drafted: torch.Tensor, size: int) -> torch.Tensor:
+    """The distributions of a chain's tokens [gamma, size], float64."""
+    if q is None:
+        return torch.nn.functional.one_hot(drafted, size).double()
+    rows = torch.zeros(len(drafted), size, dtype=torch.float64)
+    for row, each in zip(rows, q, strict=False):
+        given = torch.from_numpy(np.frombuffer(each, dtype="<f4").copy())[:size]  # files may pad their vocabularies apart
+        row[: len(given)] = given
+    return rows
 
 
 def verify_tokens(

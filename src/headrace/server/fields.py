@@ -93,6 +93,7 @@ class Sampling(Meaningless):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logprobs_mode: str | None = None
+    verification: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     deadline: Deadline | None = None

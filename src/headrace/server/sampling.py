@@ -14,7 +14,7 @@ SAME = (
     "contrastive_beta contrastive_alpha penalty_alpha "
     "dry_multiplier dry_base dry_allowed_length dry_breakers dry_range "
     "min_tokens stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens "
-    "logprobs_mode priority "
+    "logprobs_mode verification priority "
     "beam_width beam_groups diversity_penalty length_penalty length_rule early_stopping"
 ).split()
 WIDTHS = ("n", "best_of", "beam_width")

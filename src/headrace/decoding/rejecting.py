@@ -1,0 +1,43 @@
+"""Verification by rejection, on whole rows of logits: the target's distribution, but not the sample of plain decoding."""
+
+import numpy as np
+import torch
+
+from headrace.decoding.processors import History, ProcessorError, apply_processors
+from headrace.ops.logprobs import token_logprobs
+from headrace.ops.processing import RowSpec
+from headrace.ops.rejection import row_spec, verify
+from headrace.ops.sampling import process
+from headrace.types import FeedOutput, Request, Sequence, TokenLogprob
+
+
+def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logprobs: int | None) -> FeedOutput:
+    """Path, tokens and log-probabilities of a chain, by the rule that the request names. Raises ProcessorError.
+
+    `out` has the target's logits at the last known token, and in `nodes` at each node of `seq.draft`.
+    """
+    draft = seq.draft
+    assert draft is not None
+    assert draft.parents == list(range(-1, len(draft.tokens) - 1)), "rejection verifies chains"
+    chain = draft.tokens
+    masks = b"" if seq.constraint is None else seq.constraint.masks(chain, draft.parents)
+    width = len(masks) // (1 + len(chain))
+    specs = [row_spec(request, seq, chain[:at], masks[at * width : (at + 1) * width]) for at in range(len(chain) + 1)]
+    raw = torch.from_numpy(np.stack([np.frombuffer(each.logits, dtype="<f4") for each in (out, *out.nodes)]))
+    before = [list(spec.path) for spec in specs]
+    z = apply_processors(request.processors, raw, History(request.prompt, seq.output), before) if request.processors else raw
+    accepted, token = verify(z, specs, chain, draft.q)
+    ends = [at for at in range(accepted) if chain[at] in request.stop_ids]
+    if token is None and not ends:
+        raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
+    tokens = chain[:accepted] if token is None else [*chain[:accepted], token]
+    drawn = FeedOutput(tokens=tokens, path=list(range(accepted)))
+    if logprobs is not None:
+        drawn.logprobs = _report(raw, z, specs, tokens, logprobs)
+    return drawn
+
+
+def _report(raw: torch.Tensor, z: torch.Tensor, specs: list[RowSpec], tokens: list[int], k: int) -> list[TokenLogprob]:
+    """What is said of each token, under the logits that the request wants it of."""
+    rows = raw if specs[0].params.logprobs_mode == "raw" else process(z, specs)
+    return token_logprobs(rows[: len(tokens)].float(), torch.tensor(tokens), k)

@@ -1,0 +1,227 @@
+"""Verification by rejection in the loop: the target's distribution, whatever the draft's is."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from headrace.admission import AdmissionError
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.decoding import rejecting
+from headrace.drafting.base import Drafter
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.lookahead import Jacobi, Lookahead
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import Speculation
+from headrace.engine import Engine
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.ops import rejection
+from headrace.ops.processing import RowSpec
+from headrace.ops.sampling import process
+from headrace.params import ParamError, SamplingParams
+from headrace.runner.companions import Companions, ModelRunner
+from headrace.runner.executor import InProcess
+from headrace.runner.runner import TorchRunner
+from headrace.runner.slots import Slots
+from headrace.types import DRAFT, TARGET, KVGroup, Want
+from tests.tiny import finish, tiny_config, tiny_model, tokens_of
+from tests.tiny_native import native_model, native_runner
+
+SIZE, COUNT = 5, 700
+PROMPT = [3, 1, 4, 1]
+ALPHA = 1e-4
+PARAMS = SamplingParams(temperature=0.9, max_tokens=4, top_p=0.95, repetition_penalty=1.2)
+
+
+@lru_cache(maxsize=1)
+def models() -> tuple[Model, Model]:
+    torch.set_num_threads(1)
+    small = tiny_config(vocab_size=SIZE)
+    return tiny_model(small), tiny_model(tiny_config(vocab_size=SIZE, num_layers=1), seed=4)
+
+
+def engine_of(runners: list[ModelRunner], drafter: Drafter | None, size: int = SIZE, block: int = 4) -> Engine:
+    model = isinstance(drafter, DraftModel)
+    return Engine(
+        InProcess(Companions(runners[0], runners[1:]) if model else runners[0]),
+        EngineConfig(
+            SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64), CacheConfig(1024, block)
+        ),
+        vocab_size=size,
+        groups=(TARGET, KVGroup(DRAFT, model=1)) if model else (TARGET,),
+        speculation=None if drafter is None else Speculation([drafter], 64, gamma=2),
+    )
+
+
+def torch_runners() -> list[ModelRunner]:
+    slots = Slots()
+    return [TorchRunner(model, KVPool(model.config, 1024, 4, torch.float64), None, slots) for model in models()]
+
+
+def play(drafter: Drafter | None, params: SamplingParams, count: int = COUNT) -> list[Any]:
+    """Many requests that differ in their seeds, all from the same prompt."""
+    engine = engine_of(torch_runners(), drafter)
+    requests = [engine.add(PROMPT, params.replace(seed=seed)) for seed in range(count)]
+    finish(engine)
+    return requests
+
+
+@lru_cache(maxsize=1)
+def truth() -> torch.Tensor:
+    """The distribution of the first three tokens [V, V, V], token by token from the model's own processed logits."""
+    target, _ = models()
+    found = torch.zeros(SIZE, SIZE, SIZE, dtype=torch.float64)
+
+    def after(path: list[int]) -> torch.Tensor:
+        runner = TorchRunner(target, KVPool(target.config, 64, 4, torch.float64))
+        engine = engine_of([runner], None)
+        tokens = [*PROMPT, *path]
+        request = engine.add(tokens, SamplingParams(temperature=0.0, max_tokens=1, logprobs=SIZE))
+        request.strategy.want = lambda *_: Want(kind="logits")  # type: ignore[method-assign]
+        seen: list[bytes] = []
+        request.strategy.select = lambda _, outputs: seen.append(outputs[0][1].logits) or [[]]  # type: ignore[method-assign]
+        engine.step()
+        logits = torch.frombuffer(bytearray(seen[0]), dtype=torch.float32)[None]
+        spec = RowSpec(PARAMS, [(0, 0)], tokens, len(PROMPT))
+        return torch.softmax(process(logits, [spec]).double(), -1)[0]
+
+    first = after([])
+    for a in range(SIZE):
+        second = after([a])
+        for b in range(SIZE):
+            found[a, b] = first[a] * second[b] * after([a, b])
+    return found
+
+
+def chance(requests: list[Any]) -> float:
+    """The p-value of the first three tokens; cells that expect less than 5 are put together."""
+    want = truth().flatten() * len(requests)
+    cells = [(t[0] * SIZE + t[1]) * SIZE + t[2] for (t,) in map(tokens_of, requests)]
+    got = torch.bincount(torch.tensor(cells), minlength=SIZE**3).double()
+    assert bool((got[want == 0] == 0).all()), "what the filters cut off never comes"
+    small = want < 5
+    want = torch.cat([want[~small], want[small].sum()[None]])
+    got = torch.cat([got[~small], got[small].sum()[None]])
+    return float(chi2.sf(float(((got - want) ** 2 / want).sum()), len(want) - 1))
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "draft": lambda: DraftModel(least=0.0),
+    "cut": lambda: DraftModel(least=0.5),  # how long a chain is depends on what was drawn
+    "ngram": PromptLookup,
+    "jacobi": lambda: Jacobi(2),
+}
+
+
+@pytest.mark.parametrize(("name", "rule"), [("draft", "rejection"), ("cut", "block"), ("ngram", "rejection")])
+def test_three_tokens_together_follow_the_target(name: str, rule: str) -> None:
+    follow(name, rule, COUNT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_many_more_of_them_do(name: str, rule: str) -> None:
+    follow(name, rule, 8000)
+
+
+def follow(name: str, rule: str, count: int) -> None:
+    requests = play(DRAFTERS[name](), PARAMS.replace(verification=rule), count)
+    accepted, drafted = (sum(getattr(request.metrics, what) for request in requests) for what in ("accepted", "drafted"))
+    assert 0.1 * drafted < accepted < 0.95 * drafted
+    assert chance(requests) > ALPHA
+
+
+def test_plain_decoding_follows_it_too() -> None:
+    assert chance(play(None, PARAMS)) > ALPHA
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------------
+
+
+def test_a_q_that_was_not_drawn_from_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q before temperature, filters and penalties: what the draft thinks, not what it was drawn from."""
+    verify = rejecting.verify
+
+    def flat(logits: Any, specs: Any, chain: Any, q: Any) -> Any:
+        rows = [0.5 * torch.frombuffer(bytearray(each), dtype=torch.float32) + 0.5 / SIZE for each in q]
+        return verify(logits, specs, chain, [row.numpy().tobytes() for row in rows])
+
+    monkeypatch.setattr(rejecting, "verify", flat)
+    assert chance(play(DraftModel(least=0.0), PARAMS.replace(verification="rejection"))) < ALPHA
+
+
+def test_drawing_from_p_after_a_rejection_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classic mistake: what the draft says too often comes too often."""
+
+    def from_p(p: torch.Tensor, q: torch.Tensor, accepted: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        return p.gather(1, accepted[:, None, None].expand(-1, 1, SIZE))[:, 0]
+
+    monkeypatch.setattr(rejection, "_left", from_p)
+    assert chance(play(DraftModel(least=0.0), PARAMS.replace(verification="rejection"))) < ALPHA
+
+
+# -- what it means for a request ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_another_sample_and_the_same_one_again() -> None:
+    """Rule 5 does not hold: a seed says something else than in plain decoding, but always the same."""
+    rule = PARAMS.replace(verification="rejection")
+    plain, first, again = (
+        [tokens_of(request) for request in play(drafter, params, 40)]
+        for drafter, params in ((None, PARAMS), (DraftModel(least=0.0), rule), (DraftModel(least=0.0), rule))
+    )
+    assert first == again
+    assert first != plain
+
+
+def test_greedy_is_the_same_under_every_rule() -> None:
+    greedy = PARAMS.replace(temperature=0.0, max_tokens=20)
+    plain = [tokens_of(request) for request in play(None, greedy, 1)]
+    for rule in ("noise", "rejection", "block"):
+        assert [tokens_of(r) for r in play(DraftModel(least=0.0), greedy.replace(verification=rule), 1)] == plain
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_outputs_and_log_probabilities_side_by_side(rule: str) -> None:
+    params = PARAMS.replace(verification=rule, n=3, logprobs=2, max_tokens=12, min_tokens=5, stop_token_ids=(2,), seed=7)
+    engine = engine_of(torch_runners(), DraftModel(least=0.0))
+    request = engine.add(PROMPT, params)
+    told: dict[int, list[int]] = {}
+    while engine.busy:
+        for delta in engine.step():
+            assert delta.error is None
+            assert [entry.token for entry in delta.logprobs] == delta.token_ids
+            told.setdefault(delta.index, []).extend(delta.token_ids)
+        engine.check()
+    assert tokens_of(request) == [told[i] for i in range(3)]
+    assert all(5 <= len(tokens) <= 12 and 2 not in tokens[:4] for tokens in told.values())
+    assert request.metrics.accepted > 0
+
+
+def test_on_the_native_core() -> None:
+    """The rule works on rows of logits, from whichever back end; with p = q nearly all is accepted."""
+    target, slots = native_model(), {}
+    runners = [native_runner(model, blocks=64, slots=slots) for model in (target, native_model(norm_eps=3e-2))]
+    engine = engine_of(runners, DraftModel(least=0.0), target.config.vocab_size, 16)
+    requests = [engine.add(PROMPT, PARAMS.replace(verification="rejection", seed=i, max_tokens=24)) for i in range(8)]
+    finish(engine)
+    drafted, accepted = (sum(getattr(r.metrics, what) for r in requests) for what in ("drafted", "accepted"))
+    assert 0.6 * drafted < accepted < drafted
+
+
+def test_what_cannot_work_is_refused() -> None:
+    engine = engine_of(torch_runners(), Lookahead())
+    with pytest.raises(AdmissionError, match="lookahead drafts trees"):
+        engine.add(PROMPT, PARAMS.replace(verification="rejection"))
+    engine.add(PROMPT, PARAMS.replace(verification="rejection", temperature=0.0))
+    with pytest.raises(ParamError, match="noise, rejection, block"):
+        SamplingParams(verification="guess")
+    with pytest.raises(ParamError, match="verification"):
+        SamplingParams(verification="block", mirostat_tau=3.0)
+    with pytest.raises(ParamError, match="verification"):
+        SamplingParams(verification="block", penalty_alpha=0.5, top_k=4)
