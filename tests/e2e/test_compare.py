@@ -74,6 +74,23 @@ def test_compare_prints_a_table_and_writes_every_answer(shell: Shell, tiny_gguf:
     assert (code, "there is no method 'nothing'" in err) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("modes", "more", "message"),
+    [
+        ("", (), "names no method"),
+        ("greedy,contrastive-decoding", (), "--amateur MODEL"),
+        ("greedy", ("--csv", "nowhere/out.csv"), "there is no folder nowhere"),
+    ],
+)
+def test_what_compare_cannot_do_is_said_before_anything_runs(
+    shell: Shell, tiny_gguf: Path, prompts: Path, modes: str, more: tuple[str, ...], message: str
+) -> None:
+    code, out, err = shell("compare", tiny_gguf, "-i", prompts, "--modes", modes, *more)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "KV cache" not in err  # the model was not opened
+
+
 def test_w8_beams_share_most_of_their_blocks(tiny_llm: LLM) -> None:
     """n beams do not take n times the memory: the seed's statement, measured."""
     prompt = list(range(5, 40))

@@ -135,3 +135,12 @@ def test_ask(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
     assert "house/boat.md" in err
     assert "works/sluice.txt" in err
     assert re.search(r"\d+% of \d+ prompt tokens were cached", err)
+
+
+def test_ask_is_greedy_and_bounded_unless_told_otherwise(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
+    question = next(iter(FACTS))
+    one, again = (shell("ask", tiny_gguf, folder, question, "--budget", "60")[1] for _ in range(2))
+    assert one == again == shell("ask", tiny_gguf, folder, question, "--budget", "60", "-t", "0", "-m", "256")[1]
+    assert one != shell("ask", tiny_gguf, folder, question, "--budget", "60", "-t", "1", "--seed", "4", "-m", "256")[1]
+    _, _, err = shell("ask", tiny_gguf, folder, question, "--budget", "60", "-m", "3")
+    assert "cut off" in err

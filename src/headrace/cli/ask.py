@@ -9,6 +9,9 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, with_groups
 from headrace.cli.output import say
 
+ANSWER = 256  # tokens of an answer, unless told otherwise
+DRAWN = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "mirostat_tau", "seed")
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -27,17 +30,21 @@ def ask(
     """Answer questions from the documents of a folder (BM25 retrieval), and say which were cited.
 
     Passages come in the order of the documents, whatever the question, so that prompts begin alike; the share of prompt tokens
-    found in the prefix cache is printed. Needs the extra `ground`.
+    found in the prefix cache is printed. Answers are greedy unless something of how to draw is given, and 256 tokens at most
+    unless --max-tokens says otherwise. Needs the extra `ground`.
     """
     from headrace.grounding import asking
     from headrace.grounding.documents import read_folder
     from headrace.grounding.retrieval import Index
 
     options.check()
-    sampling.changes()
+    given = sampling.changes()
+    own: dict[str, float] = {} if "max_tokens" in given else {"max_tokens": ANSWER}
+    if sampling.preset is None and not any(name in given for name in DRAWN):
+        own["temperature"] = 0.0  # what a document says is no matter of chance
     index = Index(read_folder(folder))
     llm = open_llm(model, options, preset="offline")
-    answers = asking.ask(llm, index, questions, sampling.bind(llm)(), budget=budget, most=passages)
+    answers = asking.ask(llm, index, questions, sampling.bind(llm)(**own), budget=budget, most=passages)
     for answer in answers:
         if len(answers) > 1:
             print(f"> {answer.question}")
@@ -45,6 +52,8 @@ def ask(
         for passage in answer.cited:
             print(f"[{answer.passages.index(passage) + 1}] {passage.source}:{passage.line}")
         print()
+        if answer.output.outputs[0].finish_reason == "length":
+            say("(the answer is cut off; --max-tokens allows more)")
     names = sorted({passage.source for answer in answers for passage in answer.passages})
     say(f"{len(index.passages)} passages; looked at {', '.join(names) or 'none'}")
     prompts = sum(len(one.output.prompt_token_ids) for one in answers)

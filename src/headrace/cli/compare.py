@@ -39,15 +39,21 @@ def compare(
     """
     from headrace.bench import strategies
     from headrace.bench.prompts import read_prompts, tokens_of
+    from headrace.params import SamplingParams
 
     options.check()
-    names = [name.strip() for name in modes.split(",") if name.strip()]
-    for name in names:
-        strategies.mode(name, max_tokens, seed)  # a wrong name must not wait for the model
+    names = _names(modes, options.amateur, max_tokens, seed)
+    if csv is not None and not csv.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--csv: there is no folder {csv.parent}; make it first")
     texts = read_prompts(source, prompts)
-    llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
+    llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline", enable_prefix_caching=False)
     chat = not raw and llm.opened.template is not None and llm.opened.template.source is not None
-    compared = strategies.compare(llm, [tokens_of(llm, text, chat) for text in texts], names, max_tokens, seed)
+    ids = [tokens_of(llm, text, chat) for text in texts]
+    llm.generate([ids[0]], SamplingParams(max_tokens=8))  # the first steps of a process are slow, and no method's fault
+    compared = []
+    for name in names:
+        say(f"{name}: {len(ids)} prompts …")
+        compared += strategies.compare(llm, ids, [name], max_tokens, seed)
     rows = [
         (
             one.mode,
@@ -64,3 +70,17 @@ def compare(
     if csv is not None:
         strategies.write_csv(csv, compared)
         say(f"{len(texts)} prompts, {len(names)} methods: {csv}")
+
+
+def _names(modes: str, amateur: str | None, max_tokens: int, seed: int) -> list[str]:
+    """The methods that were asked for; whatever is wrong with them must not wait for the model."""
+    from headrace.bench import strategies
+
+    names = [name.strip() for name in modes.split(",") if name.strip()]
+    if not names:
+        raise typer.BadParameter(f"--modes names no method; choose from {', '.join(strategies.MODES)}")
+    for name in names:
+        strategies.mode(name, max_tokens, seed)
+    if "contrastive-decoding" in names and amateur is None:
+        raise typer.BadParameter("contrastive-decoding needs a smaller model of the same vocabulary: --amateur MODEL")
+    return names
