@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from headrace.models.base import Model
 from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
-from headrace.types import Draft, Request, Sequence
+from headrace.types import Draft, FeedOutput, Request, Sequence
 from headrace.weights.loader import load_model
+from tests import tiny_files
 from tests.models.data import data_folder
 from tests.models.llama2c import read_checkpoint
 from tests.places import default_model
-from tests.tiny import VOCAB, finish, tiny_engine, tiny_model, tokens_of
+from tests.tiny import VOCAB, finish, run_alone, tiny_engine, tiny_model, tokens_of
+from tests.tiny_files import write_tiny_gguf
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": PromptLookup,
@@ -114,6 +117,60 @@ def test_real_weights_on_the_native_core(count: int) -> None:
                 outputs = llm.generate(prompts, params)
                 assert [output.outputs[0].token_ids for output in outputs] == plain, (name, gamma)
     llm.close()
+
+
+class Watched(Lookahead):
+    """Notes how much of the window came back with answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+        super().observe(request, seq, draft, out)
+        self.seen.append(seq.drafting[self.name].tips[-1] < len(out.nodes))
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_the_controller_does_not_starve_lookahead(free: bool) -> None:
+    """A tree cut short collects nothing. Where rows are free each one is verified whole, and where they are not, none is,
+    but for the one that found that out; the text is the same."""
+    model, drafter = tiny_model(), Watched()
+    engine = tiny_engine(model, budget=128, blocks=128, speculation=Speculation([drafter], 256))
+    assert engine.speculation is not None
+    took = engine.speculation.took
+    engine.speculation.took = lambda plan, _: took(plan, 1.0 if free else plan.num_tokens)  # type: ignore[method-assign]
+    request = engine.add([5, 17, 40, 3], GREEDY.replace(max_tokens=150))
+    finish(engine)
+    assert tokens_of(request)[0] == run_alone(model, [5, 17, 40, 3], GREEDY.replace(max_tokens=150))
+    assert all(drafter.seen[:-8]), "near the end of the output windows are narrow"
+    assert (len(drafter.seen) > 40) if free else (1 <= len(drafter.seen) <= 2)
+    assert request.metrics.steps < 120 if free else request.metrics.steps <= 150
+
+
+# -- who may draft -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_must_share_the_targets_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W21: a GPT-like model does not draft for T5. One id that says something else is enough; the same ids are accepted."""
+    settings = {"backend": "torch", "device": "cpu", "threads": 1}
+    target = write_tiny_gguf(tmp_path / "target.gguf")
+    draft = write_tiny_gguf(tmp_path / "draft.gguf", seed=1)
+    llm = LLM(target, draft=draft, draft_tokens=3, **settings)  # type: ignore[arg-type]
+    (output,) = llm.generate("The mill", GREEDY.replace(max_tokens=8))
+    assert output.metrics.drafted > 0
+    llm.close()
+    vocabulary = tiny_files._vocabulary()
+    names = vocabulary["tokenizer.ggml.tokens"]
+    first, second = names.index("a"), names.index("b")
+    names[first], names[second] = "b", "a"
+    monkeypatch.setattr(tiny_files, "_vocabulary", lambda: vocabulary)
+    other = write_tiny_gguf(tmp_path / "other.gguf", seed=1)
+    for role in ("draft", "amateur"):
+        with pytest.raises(
+            ValueError, match=rf"other.gguf cannot be the {role} of .* differ .token {first} is 'b' in one and 'a'"
+        ):
+            LLM(target, **{role: other}, **settings)  # type: ignore[arg-type]
 
 
 # -- worked examples ---------------------------------------------------------------------------------------------------------

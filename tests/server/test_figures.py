@@ -75,6 +75,31 @@ def test_figures_of_a_request() -> None:
     assert {name: value(name) for name in expected} == expected
 
 
+def test_drafted_and_accepted_tokens_are_counted(tiny: Path) -> None:
+    """What drafts were verified on the way is told, and the answer is that of a server that does not speculate."""
+    repeats = "rain sun wind snow " * 12
+    with Running(tiny, speculate="ngram", draft_tokens=3) as running:
+        assert running.figure("spec_decode_num_draft_tokens_total") == 0
+        answers = [running.complete(prompt=repeats, max_tokens=60, temperature=heat, seed=5) for heat in (0, 0.5)]
+        drafted, accepted = (running.figure(f"spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
+        assert 0 < accepted < drafted
+        assert accepted < running.figure("generation_tokens_total") == 120
+    with Running(tiny, speculate="off") as running:
+        plain = [running.complete(prompt=repeats, max_tokens=60, temperature=heat, seed=5) for heat in (0, 0.5)]
+        assert running.figure("spec_decode_num_draft_tokens_total") == 0
+    assert [answer.choices[0].text for answer in answers] == [answer.choices[0].text for answer in plain]
+
+
+def test_a_request_may_ask_for_the_rejection_rule(tiny: Path) -> None:
+    """A seed still says the same again; a rule that nobody has is refused."""
+    with Running(tiny, speculate="ngram", draft_tokens=3) as running:
+        ask = {"model": "tiny", "prompt": "rain sun " * 12, "max_tokens": 40, "temperature": 0.5, "seed": 3}
+        texts = [running.post("/v1/completions", {**ask, "verification": "block"}).json()["choices"] for _ in range(2)]
+        assert texts[0] == texts[1]
+        wrong = running.post("/v1/completions", {**ask, "verification": "guess"})
+        assert (wrong.status_code, "noise, rejection, block" in wrong.text) == (400, True)
+
+
 def test_the_log_tells_numbers_and_no_text(server: Running) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)

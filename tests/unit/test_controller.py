@@ -106,3 +106,39 @@ def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
         seconds += took + 0.3 * choice.gamma
         tokens += accepted + 1
     assert seconds <= 1.03 * tokens
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_is_verified_whole_or_not_at_all() -> None:
+    for cost, taken in ((0.001, True), (0.2, False)):
+        tree = Choice(0.6, 4, rows=40)
+        choose([tree], 1, costs({rows: 1 + cost * (rows - 1) for rows in (1, 20, 41)}))
+        assert tree.gamma == (4 if taken else 0)
+    hopeless = Choice(0.02, 4, rows=40)
+    choose([hopeless], 1, costs({1: 1.0, 41: 1.0}))
+    assert hopeless.gamma == 0
+
+
+def test_a_tree_larger_than_any_step_yet_is_tried_once() -> None:
+    """Nobody can guess what so many rows cost; once that is known, it decides."""
+    for seconds, again in ((1.1, True), (9.0, False)):
+        made = costs({1: 1.0, 2: 1.0})
+        first, beside = Choice(0.7, 4, rows=30), Choice(0.6, 4, rows=30)
+        choose([beside, first], 2, made)
+        assert (first.gamma, beside.gamma) == (4, 0), "one at a time"
+        made.step_took(32, seconds)
+        tree = Choice(0.7, 4, rows=30)
+        choose([tree], 2, made)
+        assert (tree.gamma > 0) == again
+    beyond = Choice(0.7, 4, rows=34)
+    choose([beyond], 2, made)
+    assert beyond.gamma == 0, "a little larger than what is known to be dear"
+
+
+def test_the_batch_takes_as_many_trees_as_pay() -> None:
+    table = {rows: max(1.0, rows / 30) for rows in (1, 4, 24, 44, 64, 84)}
+    trees = [Choice(0.6, 3, rows=20) for _ in range(4)]
+    choose(trees, 4, costs(table))
+    assert sum(tree.gamma > 0 for tree in trees) == 1

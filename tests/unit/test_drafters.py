@@ -150,6 +150,22 @@ def test_lookahead_collects_what_trajectories_passed_through() -> None:
     assert tuple(again.tokens[:2]) == latest, "what begins with the last token is verified first"
 
 
+def test_a_narrow_window_collects_too() -> None:
+    """Where few tokens may be drafted, or budget cuts the tree, the trajectories that had room go on; the others wait."""
+    for most, answered in ((2, None), (8, 5)):
+        request, seq = sequence(list(range(40)))
+        drafter = Lookahead(width=4, length=3, guesses=2)
+        draft = drafter.draft(request, seq, most)
+        assert draft is not None
+        window = seq.drafting["lookahead"]
+        before = [list(level) for level in window.levels]
+        out = FeedOutput(nodes=[FeedOutput(tokens=[100 + node]) for node in range(answered or len(draft.tokens))])
+        drafter.observe(request, seq, draft, out)
+        assert sum(map(len, window.pool.values())) == 2
+        assert window.levels[0] == [*before[1][:2], *before[0][2:]]
+        assert window.levels[1] == [*(100 + tip for tip in window.tips[:2]), *before[1][2:]]
+
+
 def test_the_pool_keeps_the_latest_guesses() -> None:
     request, seq = sequence([1, 2])
     drafter = Lookahead(width=2, length=3, guesses=2)

@@ -129,12 +129,17 @@ def _prior(kind: Kind) -> float:
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence's candidate: how sure, how long at most, and whether a model must run for each token of it."""
+    """One sequence's candidate: how sure, how long at most, and whether a model must run for each token of it.
+
+    A tree of `rows` nodes (0: a chain, a row for each token) is `most` deep and verified as a whole, or not at all: what it
+    would learn from lies anywhere in it.
+    """
 
     alpha: float
     most: int
     model: bool = False
     gamma: int = 0
+    rows: int = 0
 
 
 def value(choice: Choice, plain: int, costs: Costs) -> float:
@@ -143,6 +148,8 @@ def value(choice: Choice, plain: int, costs: Costs) -> float:
     if base is None:
         return choice.alpha
     c = costs.draft(1) if choice.model else 0.0
+    if choice.rows:
+        return (plain - 1 + expected(choice.alpha, choice.most)) / (costs.step(plain + choice.rows) or base)
     return max(
         (plain - 1 + expected(choice.alpha, gamma)) / ((costs.step(plain + gamma) or base) + gamma * c)
         for gamma in range(1, choice.most + 1)
@@ -155,9 +162,11 @@ def choose(choices: list[Choice], plain: int, costs: Costs) -> None:
     Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k.
     """
     base = costs.step(plain)
-    choices = [one for one in choices if one.alpha >= LEAST]
-    if base is None or not choices or costs.stale(plain):
+    trees = [one for one in choices if one.rows]
+    choices = [one for one in choices if one.alpha >= LEAST and not one.rows]
+    if base is None or not (choices or trees) or costs.stale(plain):
         return  # a plain step, to be measured
+    _choose_trees(trees, plain, base, costs)
     reachable = max(costs.reach, plain + 2)
     tokens, rows, deepest = float(plain), plain, 0
     best, kept = plain / base, [0] * len(choices)
@@ -180,3 +189,17 @@ def choose(choices: list[Choice], plain: int, costs: Costs) -> None:
             best, kept = rate, list(reach)
     for one, gamma in zip(choices, kept, strict=True):
         one.gamma = gamma
+
+
+def _choose_trees(trees: list[Choice], plain: int, base: float, costs: Costs) -> None:
+    """Take those trees, the best first, with which the batch still gains. One far larger than any step that was measured is
+    tried, alone: what so many rows cost cannot be guessed."""
+    tokens, rows, best = float(plain), plain, plain / base
+    for one in sorted(trees, key=lambda one: -one.alpha):
+        more = expected(one.alpha, one.most) - 1.0
+        rate = (tokens + more) / (costs.step(rows + one.rows) or base)
+        unknown = rows == plain and rows + one.rows > 1.5 * costs.reach
+        if unknown or (rate > best and rate > WORTH * plain / base):
+            one.gamma, tokens, rows, best = one.most, tokens + more, rows + one.rows, rate
+        if unknown:
+            return

@@ -71,6 +71,7 @@ class Lookahead:
         children: dict[tuple[int, int], int] = {}
         for guess in reversed(window.pool.get(seq.tokens[-1], {})):  # the latest first
             _graft(draft, guess[:most], children)
+        draft.trust = 2 if draft.tokens else 1  # without a guess little can be accepted, which says nothing of guesses
         root = -1
         window.tips = []
         for column in range(min(self.width, most)):
@@ -83,13 +84,12 @@ class Lookahead:
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """Collect what each trajectory has passed through, and move the window past the tokens that came out."""
         window: Window = seq.drafting[self.name]
-        if len(window.tips) < self.width or window.tips[-1] >= len(out.nodes):
-            return  # it was cut short
-        answers = [out.nodes[tip].tokens[0] for tip in window.tips]
+        answers = [out.nodes[tip].tokens[0] for tip in window.tips if tip < len(out.nodes)]
         for column, answer in enumerate(answers):
             self._collect(window, (*(level[column] for level in window.levels), answer))
-        shift = len(out.path)
-        moved = [*window.levels[1:], answers]
+        shift, done = len(out.path), len(answers)  # trajectories that had no room stay where they are
+        ahead = [*window.levels[1:], answers]
+        moved = [[*new[:done], *old[done:]] for new, old in zip(ahead, window.levels, strict=True)]
         window.levels = [[*level[shift:], *_noise(request, seq, min(shift, self.width))][: self.width] for level in moved]
 
     def _window(self, request: Request, seq: Sequence) -> Window:

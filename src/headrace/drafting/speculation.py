@@ -100,9 +100,9 @@ class Speculation:
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """A draft of this sequence was verified."""
-        chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
-        drafted = len(draft.tokens) if chain else max(len(out.path), 1)
-        self.acceptance.heard(request.id, (draft.drafter, draft.trust), len(out.path), drafted)
+        tip = out.path[-1] if out.path else -1
+        tried = len(out.path) + int(tip in draft.parents)  # below the tip of the path there was something, and it was wrong
+        self.acceptance.heard(request.id, (draft.drafter, draft.trust), len(out.path), tried)
         for drafter in self.drafters if draft.heard else ():
             if drafter.name == draft.drafter and isinstance(drafter, Observes):
                 drafter.observe(request, seq, draft, out)
@@ -151,7 +151,8 @@ class Speculation:
                 continue
             draft.drafter = draft.drafter or drafter.name
             alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.trust))
-            made.append(Proposal(request, seq, draft, Choice(alpha, min(len(draft.tokens), most), model)))
+            deep, rows = _shape(draft, model)
+            made.append(Proposal(request, seq, draft, Choice(alpha, min(deep, most), model, rows=rows)))
         if len(made) < 2:
             return made[0] if made else None
         return max(made, key=lambda proposal: value(proposal.choice, plain, self.costs))
@@ -161,11 +162,12 @@ class Speculation:
         if self.gamma is not None:
             seq.draft = draft
             return
-        gamma = proposal.choice.gamma
-        if gamma == 0 and not proposal.choice.model:
+        gamma, tree = proposal.choice.gamma, proposal.choice.rows > 0
+        if gamma == 0 and not proposal.choice.model and not tree:
             self._shadows[seq.id] = Shadow(len(seq.tokens), draft.tokens[0], (draft.drafter, draft.trust))
-        if gamma > 0:
+        if gamma > 0 and not tree:
             del draft.tokens[gamma:], draft.parents[gamma:]
+        if gamma > 0:
             seq.draft = draft
 
     def _settle_shadow(self, request: Request, seq: Sequence) -> None:
@@ -174,6 +176,16 @@ class Speculation:
         if shadow is not None and len(seq.tokens) > shadow.length:
             right = seq.tokens[shadow.length] == shadow.token
             self.acceptance.heard(request.id, shadow.kind, int(right), 1)
+
+
+def _shape(draft: Draft, model: bool) -> tuple[int, int]:
+    """How deep a draft is, and how many nodes it has where it is a tree; 0: a chain."""
+    if model or draft.parents == list(range(-1, len(draft.tokens) - 1)):
+        return len(draft.tokens), 0
+    depth: list[int] = []
+    for parent in draft.parents:
+        depth.append(1 + (depth[parent] if parent >= 0 else 0))
+    return max(depth), len(draft.tokens)
 
 
 def prune(draft: Draft, fits: list[bool]) -> Draft | None:
