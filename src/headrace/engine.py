@@ -321,7 +321,8 @@ class Engine:
         tokens += [] if child.token is None else [child.token]
         delta = self.stopping.extend(request, seq, tokens, child.logprobs)
         if parent.draft is not None and not parent.draft.required:
-            delta.drafter, delta.accepted = parent.draft.drafter, min(len(child.path), len(delta.token_ids))
+            delta.drafter, delta.drafted = parent.draft.drafter, len(parent.draft.tokens)
+            delta.accepted = min(len(child.path), len(delta.token_ids))
         if request.strategy.streams:
             self._outbox.append(delta)
 

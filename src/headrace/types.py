@@ -283,4 +283,5 @@ class Delta(msgspec.Struct):
     error: str | None = None
     drafter: str = ""  # who proposed the first `accepted` of these tokens; "": nothing was drafted
     accepted: int = 0
+    drafted: int = 0  # tokens the drafter proposed
     finished: bool = False  # the whole request

@@ -40,12 +40,15 @@ def test_tokens_are_shown_by_where_they_came_from() -> None:
     out = io.StringIO()
     origins = Origins(Letters(), Console(file=out, force_terminal=True, color_system="standard", highlight=False))
     origins.write(Delta("r", 0, token_ids=[0]))
-    origins.write(Delta("r", 0, token_ids=[1, 3, 4, 2], drafter="ngram", accepted=3))
+    origins.write(Delta("r", 0, token_ids=[1, 3, 4, 2], drafter="ngram", accepted=3, drafted=5))
+    origins.write(Delta("r", 0, token_ids=[1, 0], drafter="ngram", accepted=1, drafted=1))
     origins.write(Delta("r", 0, token_ids=[9]))
     origins.close()
     shown = out.getvalue()
     assert "\x1b[32mb\x1b[0m" in shown
     assert "\x1b[32mé\x1b[0m" in shown, "a character of two tokens"
     assert "\x1b[31mc\x1b[0m" in shown, "in a rejected draft's place"
-    assert "ngram: 3 tokens" in shown
+    assert "ngram: 4 tokens accepted of 6 drafted" in shown
+    assert "corrected: 1 tokens" in shown
+    assert "bonus: 1 tokens" in shown, "after a draft that was right to its end"
     assert "plain: 2 tokens" in shown

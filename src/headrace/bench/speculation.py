@@ -57,7 +57,9 @@ def measure(
     """
     ours = llm.engine.speculation
     if ours is None:
-        raise ValueError("this model does not speculate; open it with speculate='ngram', 'suffix', … or a draft model")
+        raise ValueError(
+            "this model does not speculate here; say who drafts, with speculate (--speculate ngram) or draft (--draft MODEL)"
+        )
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0)
     rows = []
     try:
@@ -69,7 +71,8 @@ def measure(
                     continue
                 for gamma in gammas:
                     made = Speculation(ours.drafters, llm.memory_plan.max_model_len, gamma or None)
-                    rows.append(_row(llm, task, batch, gamma, groups, made, params, rounds))
+                    rows.append(row := _row(llm, task, batch, gamma, groups, made, params, rounds))
+                    say(f"{task}, batch {batch}, gamma {gamma or 'auto'}: {row.measured:.2f}x")
     finally:
         llm.engine.speculation = ours
     return rows

@@ -40,11 +40,14 @@ def speculate(
     from headrace.cli.opening import open_llm
 
     batches = tuple(batch or (1,))
+    gammas = tuple(gamma or (0, 1, 2, 4, 8))
+    if plot is not None and not any(gammas):
+        raise typer.BadParameter("--plot draws gamma against speed-up; give a --gamma of 1 or more too")
+    if options.speculate in ("off", "none"):
+        raise typer.BadParameter("--speculate off leaves nothing to measure; name who drafts, as in --speculate ngram")
     llm: Any = open_llm(model, options, max_num_seqs=max(batches))
     tasks = {file.stem: [tokens_of(llm, text, True) for text in read_prompts(file, prompts)] for file in source}
-    rows = bench.measure(
-        llm, tasks, gammas=tuple(gamma or (0, 1, 2, 4, 8)), batches=batches, rounds=rounds, max_tokens=max_tokens, say=say
-    )
+    rows = bench.measure(llm, tasks, gammas=gammas, batches=batches, rounds=rounds, max_tokens=max_tokens, say=say)
     print_table(COLUMNS, [_cells(row) for row in rows])
     if plot is not None:
         plot.write_text(bench.svg(rows), "utf-8")

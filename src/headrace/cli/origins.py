@@ -1,4 +1,5 @@
-"""Where each token came from, in colours: drafted and accepted, put in a rejected draft's place, or decoded plainly."""
+"""Where each token came from, in colours: drafted and accepted, put in a rejected draft's place, a bonus after a draft that
+was right to its end, or decoded plainly."""
 
 from typing import Any
 
@@ -17,12 +18,16 @@ class Origins:
         self._console = console or Console(highlight=False)
         self._held = b""  # bytes of a character that is not complete
         self._seen: dict[str, int] = {}
+        self._drafted: dict[str, int] = {}
 
     def write(self, delta: Any) -> None:
-        """The tokens of one delta: accepted ones in their drafter's colour, the one after a draft in red, others plain."""
+        """The tokens of one delta: accepted ones in their drafter's colour, one in a wrong one's place in red."""
+        after = "bonus" if delta.accepted == delta.drafted else "corrected"
+        if delta.drafter:
+            self._drafted[delta.drafter] = self._drafted.get(delta.drafter, 0) + delta.drafted
         for place, token in enumerate(delta.token_ids):
             accepted = place < delta.accepted
-            origin = delta.drafter if accepted else "corrected" if delta.drafter else "plain"
+            origin = delta.drafter if accepted else after if delta.drafter else "plain"
             self._seen[origin] = self._seen.get(origin, 0) + 1
             if token in self._tokenizer.special_ids:
                 continue
@@ -33,9 +38,14 @@ class Origins:
     def close(self) -> None:
         """The legend: what the colours mean, and how many tokens each has."""
         self._console.print()
+        for origin in self._drafted:
+            self._seen.setdefault(origin, 0)
         for origin, count in sorted(self._seen.items()):
             style = COLOURS.get(origin, CORRECTED if origin == "corrected" else "")
-            self._console.print(Text(f"{origin}: {count} tokens", style=style))
+            drafted = f" accepted of {self._drafted[origin]} drafted" if origin in self._drafted else ""
+            self._console.print(Text(f"{origin}: {count} tokens{drafted}", style=style))
+        if not self._drafted:
+            self._console.print("nothing was drafted: speculation is off, found nothing to propose, or would not have paid")
 
 
 def _whole(data: bytes) -> tuple[str, bytes]:

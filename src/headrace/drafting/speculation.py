@@ -9,6 +9,7 @@ from headrace.drafting.controller import LEAST, Acceptance, Choice, Costs, choos
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
 
 CROWD, REST = 4, 3  # in batches of this size a sequence that gives nothing to draft is left alone for so many steps
+TREE_REST = 16  # and one whose tree does not pay, for so many: to build it takes time too
 MOST = 16  # the longest chain, unless told otherwise: what lies further is seldom reached
 
 
@@ -76,6 +77,8 @@ class Speculation:
             choose([proposal.choice for proposal in made], plain, self.costs)
         for proposal in made:
             self._decide(proposal)
+            if self.gamma is None and proposal.choice.rows and self._dear(proposal.choice, plain):
+                self._rest[proposal.seq.id] = TREE_REST
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """These works' drafts have their room: drafters that run a model now say of which tokens they are."""
@@ -116,6 +119,11 @@ class Speculation:
             for drafter in self.drafters:
                 if isinstance(drafter, Remembers):
                     drafter.remember(request, seq)
+
+    def _dear(self, choice: Choice, plain: int) -> bool:
+        """Whether a tree was left out because it would cost more than it brings."""
+        base = self.costs.step(plain)
+        return choice.gamma == 0 and base is not None and value(choice, plain, self.costs) <= plain / base
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether nobody drafts for a sequence now, because it gave nothing to believe a moment ago."""
