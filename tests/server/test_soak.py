@@ -22,6 +22,8 @@ SHORT, LONG = 6.0, float(os.environ.get("SOAK_SECONDS", "1200"))  # seconds
 # A small KV pool: all of it has been used by the end of the warm-up, and requests are preempted.
 REAL = {**ENGINE, "dtype": "auto", "backend": "auto", "kv_cache_memory": "48MiB"}
 GROWTH = 1.05  # that the memory of a process may grow by after the warm-up
+# MiB more in a short run: the web side shares the tests' process, where a large body may leave the allocator with new pages.
+SLACK = 128.0
 
 
 @dataclass
@@ -85,7 +87,7 @@ def books(server: Running) -> str:
     return asyncio.run_coroutine_threadsafe(server.llm.check(), server._loop).result(60)
 
 
-def soak(model: Path, settings: dict[str, Any], seconds: float, warm_up: float) -> None:
+def soak(model: Path, settings: dict[str, Any], seconds: float, warm_up: float, slack: float = 0.0) -> None:
     expected = jobs(model, settings, "tiny")
     with Running(model, **settings, max_queued_requests=8) as server:
         assert server.llm.pid is not None
@@ -104,11 +106,11 @@ def soak(model: Path, settings: dict[str, Any], seconds: float, warm_up: float) 
         assert server.llm.waiting.requests == server.llm.waiting.tokens == 0
         assert server.health() == {"status": "ready", "detail": "", "restarts": 0}
         for before, *after in zip(*memory.seen, strict=True):
-            assert max(after) < before * GROWTH, memory.seen
+            assert max(after) < before * GROWTH + slack, memory.seen
 
 
 def test_a_short_soak(tiny: Path) -> None:
-    soak(tiny, ENGINE, 2 * SHORT, SHORT)
+    soak(tiny, ENGINE, 2 * SHORT, SHORT, SLACK)
 
 
 @pytest.mark.slow
