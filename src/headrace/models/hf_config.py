@@ -108,10 +108,16 @@ def _decoder(architecture: str, read: _Reader) -> ModelConfig:
     )
 
 
-def _gpt2(read: _Reader) -> ModelConfig:
-    hidden, heads = read.size("n_embd"), read.size("n_head")
+def _split(read: _Reader, width: str, count: str) -> tuple[int, int]:
+    """The width of a model and its number of heads, which share it evenly."""
+    hidden, heads = read.size(width), read.size(count)
     if hidden % heads:
-        raise read.error(f"has n_embd {hidden}, no multiple of its {heads} heads")
+        raise read.error(f"has {width} {hidden}, no multiple of its {heads} heads")
+    return hidden, heads
+
+
+def _gpt2(read: _Reader) -> ModelConfig:
+    hidden, heads = _split(read, "n_embd", "n_head")
     return ModelConfig(
         architecture="gpt2",
         vocab_size=read.size("vocab_size"),
@@ -131,9 +137,7 @@ def _gpt2(read: _Reader) -> ModelConfig:
 
 
 def _bert(read: _Reader) -> ModelConfig:
-    hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    if hidden % heads:
-        raise read.error(f"has hidden_size {hidden}, no multiple of its {heads} heads")
+    hidden, heads = _split(read, "hidden_size", "num_attention_heads")
     return ModelConfig(
         architecture="bert",
         vocab_size=read.size("vocab_size"),

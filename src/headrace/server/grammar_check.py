@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import json
-import os
 import sys
 from typing import Any
 
 import msgspec
 
 from headrace.structured import ConstraintError, StructuredOutputs
+from headrace.text.template_process import worker_environment
 
 MODULE = "headrace.server.grammar_worker"
 SECONDS = 2.0  # CPU time of one question
 PATIENCE = 60.0  # seconds of the clock, on a busy machine
 MEMORY = 2 << 30  # bytes of address space
 REMEMBERED = 256  # answers
-KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
 
 
 class GrammarCheck:
@@ -75,15 +74,13 @@ class GrammarCheck:
         return await process.stdout.readline()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-B", "-m", MODULE, str(MEMORY)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env=environment,
+            env=worker_environment(),
             start_new_session=True,
             limit=1 << 20,
         )

@@ -16,6 +16,13 @@ KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTE
 PATIENCE = 60.0  # seconds of the clock, beyond the CPU limit: a start on a busy machine is no fault of the template
 
 
+def worker_environment() -> dict[str, str]:
+    """What a confined process inherits: where its libraries are, and no secrets."""
+    environment = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return environment
+
+
 class TemplateError(ValueError):
     """A chat that cannot become a prompt; one line that says what to change."""
 
@@ -36,15 +43,13 @@ class TemplateProcess:
     def __init__(self, limits: TemplateLimits) -> None:
         self.owner = os.getpid()
         self._limits = limits
-        environment = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-B", str(WORKER), str(limits.memory)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=environment,
+                env=worker_environment(),
                 start_new_session=True,  # Ctrl-C is for the program, not for this process
             )
         except OSError as error:
