@@ -59,7 +59,7 @@ class Terminal:
     """A command on a terminal of its own."""
 
     def __init__(self, *arguments: object, columns: int = 60) -> None:
-        self.seen = ""
+        self.seen, self._read = "", 0  # since the last `send`; how much of it the last `wait_for` was content with
         self._fd, inner = pty.openpty()
         script = f"import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{MAIN}"
         self._process = subprocess.Popen(
@@ -81,16 +81,18 @@ class Terminal:
         os.close(self._fd)
 
     def wait_for(self, text: str, count: int = 1) -> str:
-        """Read until `text` has been seen `count` times since the last `send`."""
+        """Read until `text` has been seen `count` times after what the last `wait_for` or `send` ended on."""
         end = time.monotonic() + SECONDS
-        while self.seen.count(text) < count:
-            ready, _, _ = select.select([self._fd], [], [], max(end - time.monotonic(), 0))
-            assert ready, f"no {text!r} in {self.seen!r}"
-            self.seen += os.read(self._fd, 65536).decode(errors="replace")
+        for _ in range(count):
+            while (at := self.seen.find(text, self._read)) < 0:
+                ready, _, _ = select.select([self._fd], [], [], max(end - time.monotonic(), 0))
+                assert ready, f"no {text!r} in {self.seen[self._read :]!r}"
+                self.seen += os.read(self._fd, 65536).decode(errors="replace")
+            self._read = at + len(text)
         return self.seen
 
     def send(self, keys: str) -> None:
-        self.seen = ""
+        self.seen, self._read = "", 0
         os.write(self._fd, keys.encode())
 
     def exit_code(self) -> int:

@@ -193,6 +193,7 @@ def test_on_a_terminal(terminal: Terminal, shell: Shell) -> None:
     assert max(len(line) for line in terminal.seen.replace("\x1b", "\n").splitlines()) <= 60
     terminal.send("\x03")
     terminal.wait_for("Ctrl-D or /exit leaves")
+    terminal.wait_for(lines.PROMPT)  # keys typed before it may meet a terminal that does not edit yet: Ctrl-D is lost there
     terminal.send("/sta\t\r")
     assert "1 turns, " in terminal.wait_for("last answer")
     terminal.wait_for(lines.PROMPT)
