@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from headrace.drafting.controller import Acceptance, Choice, Costs, choose, expected
+from headrace.drafting.controller import TRIAL, Acceptance, Choice, Costs, choose, expected
 
 
 def costs(steps: dict[int, float], draft: float = 0.0) -> Costs:
@@ -75,6 +75,25 @@ def test_acceptance_follows_each_request() -> None:
     assert 0.05 < acceptance.alpha("new", ("ngram", 3)) < 0.95
     acceptance.forget("copies")
     assert acceptance.alpha("copies", ("ngram", 3)) < 0.95
+
+
+def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None:
+    """Texts that nobody can guess turn a model off; without a trial it would never hear of those that it can."""
+    kind, acceptance = ("draft", 0), Acceptance()
+    for number in range(40):
+        acceptance.heard(f"{number}", kind, 0, 4)
+        acceptance.forget(f"{number}")
+    begins = []
+    for number in range(40, 40 + 2 * TRIAL):
+        begins.append(acceptance.alpha(f"{number}", kind))
+        acceptance.forget(f"{number}")
+    assert begins[:TRIAL] == [begins[0]] * TRIAL
+    assert begins[0] < 0.3 < begins[TRIAL], "then as if nothing were known"
+    acceptance.heard("trial", kind, 0, 4)
+    assert acceptance.alpha("next", kind) < 0.3, "one trial, not many"
+    for _ in range(4):
+        acceptance.heard("other", kind, 8, 8)
+    assert acceptance.alpha("other", kind) > 0.9
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])

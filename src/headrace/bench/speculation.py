@@ -1,14 +1,17 @@
 """What speculation gains, and why: acceptance, tokens per step, what drafting and verifying cost, predicted and measured."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
+from headrace.drafting.controller import expected
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.params import SamplingParams
+from headrace.types import Request
 
 AUTO = 0  # a gamma: the controller's own choice, step by step
 
@@ -21,7 +24,8 @@ class Row:
     batch: int
     gamma: int
     acceptance: float  # accepted / drafted
-    tokens: float  # a sequence's tokens per step
+    drafted: float  # a sequence's drafted tokens per step
+    tokens: float  # and those that came out
     c: float  # a draft step
     v: float  # a verification step, as wide as they were on average
     predicted: float  # tokens / (gamma c + v)
@@ -34,6 +38,8 @@ class Row:
 
 @dataclass(slots=True)
 class Timed:
+    """A run, from where every sequence has its first token."""
+
     seconds: float
     tokens: int
     steps: int
@@ -65,10 +71,7 @@ def measure(
     try:
         for task, prompts in tasks.items():
             for batch in batches:
-                groups = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
-                if not groups:
-                    say(f"{task}: fewer than {batch} prompts, so batch {batch} is left out")
-                    continue
+                groups = _groups(prompts, batch)
                 for gamma in gammas:
                     made = Speculation(ours.drafters, llm.memory_plan.max_model_len, gamma or None)
                     rows.append(row := _row(llm, task, batch, gamma, groups, made, params, rounds))
@@ -78,15 +81,22 @@ def measure(
     return rows
 
 
+def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
+    """All prompts in batches; where there are fewer than a batch holds, some come twice."""
+    count = max(1, len(prompts) // batch)
+    return [[prompts[(number * batch + at) % len(prompts)] for at in range(batch)] for number in range(count)]
+
+
 def _row(
     llm: LLM, task: str, batch: int, gamma: int, groups: list[Any], made: Speculation, params: SamplingParams, rounds: int
 ) -> Row:
     plain, drafted, ratios = [], [], []
     for group in groups:
-        _run(llm, group, None, params)  # prompts into the cache
+        each = [params] * len(group)
+        timed(llm, group, each, None)  # prompts into the cache
         for _ in range(rounds):
-            before, expected = _run(llm, group, None, params)
-            after, got = _run(llm, group, made, params)
+            before, expected = timed(llm, group, each, None)
+            after, got = timed(llm, group, each, made)
             if got != expected:
                 raise RuntimeError(f"{task}: speculation changed an output; please report this")
             plain.append(before)
@@ -96,7 +106,7 @@ def _row(
     sequence_steps = max(1, steps)
     drafts = sum(one.drafted for one in drafted)
     tokens = sum(one.tokens for one in drafted) / sequence_steps
-    base = statistics.median(one.seconds / (one.steps / batch) for one in plain)
+    base = median(one.seconds / (one.steps / batch) for one in plain)
     per_step = drafts / sequence_steps
     c = made.costs.draft(batch) / base
     v = (made.costs.step(batch + round(per_step * batch)) or base) / (made.costs.step(batch) or base)
@@ -105,35 +115,81 @@ def _row(
         batch,
         gamma,
         sum(one.accepted for one in drafted) / max(1, drafts),
+        per_step,
         tokens,
         c,
         v,
         tokens / (per_step * c + v),
-        statistics.median(ratios),
+        median(ratios),
         min(ratios),
     )
 
 
-def _run(
-    llm: LLM, prompts: list[Any], speculation: Speculation | None, params: SamplingParams
+def timed(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], speculation: Speculation | None
 ) -> tuple[Timed, list[list[int]]]:
-    llm.engine.speculation = speculation
+    """Decode these prompts together, with this speculation or none: what it took once each had its first token, and all
+    tokens. Raises RuntimeError where a request fails."""
+    engine = llm.engine
+    engine.speculation = speculation
+    requests = [engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    outputs: dict[str, list[int]] = {request.id: [] for request in requests}
+
+    def step() -> None:
+        for delta in engine.step():
+            if delta.error:
+                raise RuntimeError(delta.error)
+            outputs[delta.request_id] += delta.token_ids
+
+    while not all(outputs.values()):
+        step()
+    before = _counts(requests, outputs)
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params)
+    while engine.busy:
+        step()
     seconds = time.perf_counter() - began
-    metrics = [output.metrics for output in outputs]
-    tokens = [output.outputs[0].token_ids for output in outputs]
+    counts = (now - then for now, then in zip(_counts(requests, outputs), before, strict=True))
+    return Timed(seconds, *counts), list(outputs.values())
+
+
+def _counts(requests: Sequence[Request], outputs: dict[str, list[int]]) -> tuple[int, ...]:
+    """Tokens, steps of sequences, drafted and accepted tokens so far."""
+    metrics = [request.metrics for request in requests]
     totals = (sum(getattr(one, name) for one in metrics) for name in ("steps", "drafted", "accepted"))
-    return Timed(seconds, sum(map(len, tokens)), *totals), tokens
+    return sum(map(len, outputs.values())), *totals
+
+
+def theory(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """What card F2 promises of one task at one batch size: gamma and speed-up, for each gamma from 0 to the largest measured.
+
+    A share s of the steps has a draft, whose tokens are accepted with probability alpha: both are those of the least gamma that
+    was measured. A step then gives 1 + s (E(alpha, gamma) - 1) tokens and costs s gamma c + v; v as measured, and on a straight
+    line in between.
+    """
+    rows = sorted((row for row in rows if row.gamma), key=lambda row: row.gamma)
+    least, c = rows[0], median(row.c for row in rows)
+    share = min(1.0, least.drafted / least.gamma)
+    known = [(0, 1.0), *((row.gamma, row.v) for row in rows)]
+    line = [(0, 1.0)]
+    for gamma in range(1, rows[-1].gamma + 1):
+        (low, below), (high, above) = next(pair for pair in pairwise(known) if pair[1][0] >= gamma)
+        v = below + (above - below) * (gamma - low) / (high - low)
+        line.append((gamma, (1 + share * (expected(least.acceptance, gamma) - 1)) / (share * gamma * c + v)))
+    return line
 
 
 def svg(rows: Sequence[Row], width: int = 640, height: int = 360) -> str:
-    """Gamma against speed-up as a drawing: measured a line, what card F2 predicts a dashed one, per task at batch 1."""
+    """Gamma against speed-up as a drawing: what was measured and, dashed, the theory, of each task at the least batch size."""
     rows = [row for row in rows if row.gamma and row.batch == min(each.batch for each in rows)]
     if not rows:
         raise ValueError("nothing to draw: measure some gamma of 1 or more")
     most = max(row.gamma for row in rows)
-    top = max(1.5, 1.1 * max(max(row.measured, row.predicted) for row in rows))
+    tasks = {task: [row for row in rows if row.task == task] for task in dict.fromkeys(row.task for row in rows)}
+    lines = {
+        task: {"": [(0, 1.0), *sorted((row.gamma, row.measured) for row in mine)], "5 4": theory(mine)}
+        for task, mine in tasks.items()
+    }
+    top = max(1.5, 1.1 * max(gain for each in lines.values() for points in each.values() for _, gain in points))
     colours = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#bf8700", "#57606a")
 
     def at(gamma: float, gain: float) -> str:
@@ -145,7 +201,7 @@ def svg(rows: Sequence[Row], width: int = 640, height: int = 360) -> str:
         f'<polyline points="{at(0, top)} {at(0, 0)} {at(most, 0)}" fill="none" stroke="#57606a"/>',
         f'<polyline points="{at(0, 1)} {at(most, 1)}" stroke="#d0d7de" stroke-dasharray="2 3"/>',
         f'<text x="{width / 2 - 60}" y="{height - 8}">tokens drafted (gamma)</text>',
-        '<text x="8" y="18">speed-up; dashed: predicted</text>',
+        '<text x="8" y="18">speed-up; dashed: theory</text>',
     ]
     for gamma in sorted({row.gamma for row in rows}):
         x, y = at(gamma, 0).split(",")
@@ -153,11 +209,11 @@ def svg(rows: Sequence[Row], width: int = 640, height: int = 360) -> str:
     for step in range(1, int(top) + 1):
         x, y = at(0, step).split(",")
         parts.append(f'<text x="{float(x) - 8:.1f}" y="{float(y) + 4:.1f}" text-anchor="end">{step}</text>')
-    for number, task in enumerate(dict.fromkeys(row.task for row in rows)):
+    for number, (task, drawn) in enumerate(lines.items()):
         colour = colours[number % len(colours)]
-        mine = sorted((row for row in rows if row.task == task), key=lambda row: row.gamma)
-        for name, dash in (("measured", ""), ("predicted", ' stroke-dasharray="5 4"')):
-            points = " ".join([at(0, 1), *(at(row.gamma, getattr(row, name)) for row in mine)])
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        for dash, points in drawn.items():
+            dashes = f' stroke-dasharray="{dash}"' if dash else ""
+            path = " ".join(at(*point) for point in points)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
         parts.append(f'<text x="{width - 120}" y="{30 + 18 * number}" fill="{colour}">{task}</text>')
     return "\n".join([*parts, "</svg>\n"])

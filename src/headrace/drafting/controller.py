@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 WORTH = 1.03  # a gain below this is not sought: it could be noise
 LEAST = 0.25  # a token less likely than this is not worth a row anywhere
 FRESH, FORGET = 64, 512  # steps after which a plain step is measured again, and any other forgotten
+TRIAL = 16  # requests without a draft of a model's after which the next one tries it again: nothing else would tell
 GUESS = 0.2  # what one more row is thought to cost, in plain steps, until it has been measured
 
 
@@ -40,12 +41,12 @@ class Costs:
     def step_took(self, rows: int, seconds: float) -> None:
         """What is long past may have been an accident, so it is forgotten and tried again."""
         self._now += 1
-        self._known = {}
+        self._known.clear()
         _average(self.steps, rows, seconds, self.keep)
         self._seen[rows] = self._now
-        old = min(self._seen, key=self._seen.__getitem__)
-        if self._now - self._seen[old] > FORGET:
-            del self._seen[old], self.steps[old]
+        if self._now % FRESH == 0:
+            for old in [rows for rows, when in self._seen.items() if self._now - when > FORGET]:
+                del self._seen[old], self.steps[old]
 
     def stale(self, rows: int) -> bool:
         """Whether a step over `rows` should be measured again."""
@@ -99,14 +100,21 @@ Kind = tuple[str, int]  # drafter, trust
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often a drafted token is accepted: running averages of one request, which begin where all requests are."""
+    """How often a drafted token is accepted: running averages of one request, which begin where all requests are.
+
+    A model that is left alone is not heard of again, so every TRIAL requests one of them begins as if nothing were known.
+    """
 
     keep: float = 0.9
     everyone: dict[Kind, float] = field(default_factory=dict)
     requests: dict[str, dict[Kind, float]] = field(default_factory=dict)
+    _without: dict[Kind, int] = field(default_factory=dict)  # requests since one was heard of
 
     def alpha(self, request: str, kind: Kind) -> float:
-        return self.requests.get(request, {}).get(kind, self.everyone.get(kind, _prior(kind)))
+        mine = self.requests.get(request)
+        if mine is not None and kind in mine:
+            return mine[kind]
+        return _prior(kind) if self._without.get(kind, 0) >= TRIAL else self.everyone.get(kind, _prior(kind))
 
     def heard(self, request: str, kind: Kind, accepted: int, drafted: int) -> None:
         """`accepted` of a chain of `drafted` tokens; the first rejected one is the last that was tried."""
@@ -117,9 +125,12 @@ class Acceptance:
             value = self.keep * value + (1 - self.keep) * outcome
             average = 0.96 * average + 0.04 * outcome
         mine[kind], self.everyone[kind] = value, average
+        self._without[kind] = 0
 
     def forget(self, request: str) -> None:
-        self.requests.pop(request, None)
+        mine = self.requests.pop(request, {})
+        for kind in self.everyone:
+            self._without[kind] = 0 if kind in mine else self._without.get(kind, 0) + 1
 
 
 def _prior(kind: Kind) -> float:

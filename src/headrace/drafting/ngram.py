@@ -7,22 +7,27 @@ class Ngrams:
     """Where each n-gram of a sequence was last followed by a token, kept as the sequence grows."""
 
     def __init__(self, longest: int) -> None:
-        self._last: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest + 1)]  # by length: n-gram -> what follows
-        self._done = 0
+        self._after: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest + 1)]  # by length: n-gram -> what follows
+        self._read = 0  # tokens that are in it; the last n-grams too, whose followers are still to come
+        self._found = (0, 0)
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
         """The place after the latest earlier occurrence of the longest known end of `tokens`, and the length of that end;
         (0, 0) where nothing of it came before."""
-        for n in range(1, len(self._last)):
-            known = self._last[n]
-            for end in range(max(self._done, n), len(tokens)):
-                known[tuple(tokens[end - n : end])] = end
-        self._done = len(tokens)
-        for n in range(min(len(self._last) - 1, len(tokens) - 1), 0, -1):
-            at = self._last[n].get(tuple(tokens[-n:]))
-            if at is not None:
-                return at, n
-        return 0, 0
+        for end in range(self._read + 1, len(tokens) + 1):
+            self._found = self._pass(tokens, end)
+        self._read = len(tokens)
+        return self._found
+
+    def _pass(self, tokens: list[int], end: int) -> tuple[int, int]:
+        """Look up the n-grams before `end`, the longest first, and write down that `end` follows them now."""
+        at = length = 0
+        for n in range(min(len(self._after) - 1, end), 0, -1):
+            known, ngram = self._after[n], tuple(tokens[end - n : end])
+            if not length and (place := known.get(ngram)) is not None:
+                at, length = place, n
+            known[ngram] = end
+        return at, length
 
 
 class PromptLookup:
