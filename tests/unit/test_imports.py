@@ -56,11 +56,13 @@ ROOMS = {
     "grounding": "llm outputs params types",
     "bench": "structured decoding selfdraft backend llm loading engine outputs memory scheduler runner models "
     "weights.loader weights.names kv.blocks kv.pool weights text native ops drafting params types config",
+    "bench.tools": "server llm params",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",
     "server": "structured llm sizes opening engine outputs decoding weights text params types config",
-    "cli": "server bench grounding selfdraft backend llm loading memory outputs models weights text native params types config",
+    "cli": "server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native params "
+    "types config",
     "": "",  # the package itself: its version, and names that load late
 }
 # May be imported inside any function: modules that not every platform or installation has.

@@ -8,17 +8,18 @@ given order does not pass, others are tried. Keywords that only a finished text 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
-from headrace.decoding.json_schema.validate import late_keywords, why_broken
+from headrace.decoding.json_schema.prepare import prepare
+from headrace.decoding.json_schema.validate import late_keywords, read_schema, why_broken
 from headrace.structured import StructuredOutputs
 from headrace.text.tokenizer import Tokenizer
 
-TRIES = 400  # pieces of text tried to find the order of one instance's properties
+TRIES = 600  # pieces of text tried to find the order of one instance's properties
 
 
 @dataclass(slots=True)
@@ -72,8 +73,9 @@ def _run(case: dict[str, Any], grammars: Grammars, tokenizer: Tokenizer, result:
     began = time.perf_counter()
     start.masks()
     result.mask_s.append(time.perf_counter() - began)
+    orders = _orders(prepare(read_schema(spec.json or "")).schema)
     for test in case["tests"]:
-        taken = _Search(tokenizer, spec.json or "").accepts(start, test["data"])
+        taken = _Search(tokenizer, orders).accepts(start, test["data"])
         taken = taken and not (late and why_broken(spec, json.dumps(test["data"])))
         if test["valid"]:
             result.valid += 1
@@ -86,16 +88,22 @@ def _run(case: dict[str, Any], grammars: Grammars, tokenizer: Tokenizer, result:
 
 
 class _Search:
-    """Looks for a way through a grammar that spells a value; properties are tried in the schema's order first."""
+    """Looks for a way through a grammar that spells a value: an object's properties in the orders that the schema gives them
+    anywhere, those it does not name behind; failing that, in any order."""
 
-    def __init__(self, tokenizer: Tokenizer, schema: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, orders: list[list[str]]) -> None:
         self._tokenizer = tokenizer
-        self._schema = schema
+        self._orders = orders
         self._left = TRIES
+        self._thorough = False
 
     def accepts(self, start: Constraint, value: Any) -> bool:
-        end = self._push(start, json.dumps(value, ensure_ascii=False)) or self._value(start, value)
-        return end is not None and end.whole
+        for self._thorough in (False, True):
+            self._left = TRIES
+            end = self._push(start, json.dumps(value, ensure_ascii=False)) or self._value(start, value)
+            if end is not None and end.whole:
+                return True
+        return False
 
     def _push(self, at: Constraint, text: str) -> Constraint | None:
         self._left -= 1
@@ -110,8 +118,7 @@ class _Search:
         if at is None:
             return None
         if isinstance(value, dict) and value:
-            places = {name: self._schema.find(f"{json.dumps(name)}: ") for name in value}
-            return self._object(at, value, sorted(value, key=lambda name: places[name] % (1 << 30)), "{")
+            return self._object(at, value)
         if isinstance(value, list) and value:
             for place, item in enumerate(value):
                 at = self._push(at, ", " if place else "[") if at is not None else None
@@ -119,13 +126,54 @@ class _Search:
             return self._push(at, "]") if at is not None else None
         return self._push(at, json.dumps(value, ensure_ascii=False))
 
-    def _object(self, at: Constraint, value: dict[str, Any], names: list[str], before: str) -> Constraint | None:
+    def _object(self, at: Constraint, value: dict[str, Any]) -> Constraint | None:
+        tried: list[list[str]] = []
+        for order in self._orders:
+            first = [name for name in order if name in value]
+            names = first + [name for name in value if name not in first]
+            if not first or names in tried:
+                continue
+            tried.append(names)
+            end = self._in_order(at, value, names)
+            if end is not None:
+                return end
+        return self._any_order(at, value, list(value), "{") if self._thorough or not tried else None
+
+    def _in_order(self, at: Constraint, value: dict[str, Any], names: list[str]) -> Constraint | None:
+        here: Constraint | None = at
+        for place, name in enumerate(names):
+            here = self._property(here, ", " if place else "{", name, value[name])
+        return self._push(here, "}") if here is not None else None
+
+    def _any_order(self, at: Constraint, value: dict[str, Any], names: list[str], before: str) -> Constraint | None:
         for name in names:
-            here = self._value(self._push(at, f"{before}{json.dumps(name, ensure_ascii=False)}: "), value[name])
+            here = self._property(at, before, name, value[name])
             if here is None:
                 continue
             rest = [other for other in names if other != name]
-            end = self._object(here, value, rest, ", ") if rest else self._push(here, "}")
+            end = self._any_order(here, value, rest, ", ") if rest else self._push(here, "}")
             if end is not None:
                 return end
         return None
+
+    def _property(self, at: Constraint | None, before: str, name: str, value: Any) -> Constraint | None:
+        if at is None:
+            return None
+        return self._value(self._push(at, f"{before}{json.dumps(name, ensure_ascii=False)}: "), value)
+
+
+def _orders(schema: Any) -> list[list[str]]:
+    """The names under each `properties` of a schema, as it orders them, and all of them together."""
+    found = list(_named(schema))
+    return [*found, list(dict.fromkeys(name for names in found for name in names))]
+
+
+def _named(schema: Any) -> Iterator[list[str]]:
+    if isinstance(schema, dict):
+        if isinstance(schema.get("properties"), dict):
+            yield list(schema["properties"])
+        for part in schema.values():
+            yield from _named(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _named(part)

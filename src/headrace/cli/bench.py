@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import bench_speculate
+from headrace.cli import bench_speculate, bench_tools
 from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_local import local
 from headrace.cli.bench_masks import masks
@@ -27,6 +27,7 @@ def register(app: typer.Typer) -> None:
     bench.command("sharing")(sharing)
     bench.command("self-draft")(self_draft)
     bench.command("masks")(masks)
+    bench_tools.register(bench)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 

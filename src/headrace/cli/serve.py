@@ -37,7 +37,7 @@ def serve(
     finish what runs, a second one ends at once. A --config may name several models.
     """
     options.check()
-    _check_installed()
+    check_installed()
     from headrace.server.logs import use_json
     from headrace.server.settings import Limits, ServerSettings
 
@@ -87,7 +87,7 @@ def _run(
     return INTERRUPTED if ended_by == signal.SIGINT else 0
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     from importlib.util import find_spec
 
     missing = [name for name in PACKAGES if find_spec(name) is None]

@@ -1,0 +1,197 @@
+"""Tool calls against cases with known answers, in the form of the Berkeley Function Calling Leaderboard (simple_python).
+
+A case is a question and one Python function; its types are normalised to JSON Schema, and the model is asked as the server
+asks it: the tools through its chat template, the answer taken apart by the server's own parser. Each case runs twice, held
+to the call's grammar (`tool_choice: required`) and free. A call is valid when its name is the function's and its arguments
+fit the schema; right when they are, besides, among the known answers.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+from headrace.server.fields import ChatRequest
+from headrace.server.tool_text import CallFormat, ToolText
+from headrace.server.tools import Tooling, conversation, tooling
+
+TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # Python's names of JSON's types
+ANSWERS = "simple_python.answers.json"
+PUNCTUATION = str.maketrans("'", '"', " ,./-_*^")  # no difference between two texts
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One question. `answers`: argument -> the values it may have; "" among them where it may be left out."""
+
+    id: str
+    messages: list[dict[str, Any]]
+    name: str
+    tool: dict[str, Any]
+    answers: dict[str, list[Any]]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return dict(self.tool["function"]["parameters"])
+
+
+@dataclass(slots=True)
+class ToolResult:
+    """Counts of one way of asking. `cut`: answers that were not whole when their tokens ran out."""
+
+    cases: int = 0
+    called: int = 0
+    valid: int = 0
+    right: int = 0
+    cut: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    invalid: list[str] = field(default_factory=list)  # ids
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_cases(path: Path, answers: Path | None = None, most: int | None = None) -> list[Case]:
+    """The first `most` cases of a file; the known answers lie beside it unless they are named. Raises ValueError."""
+    answers = path.with_name(ANSWERS) if answers is None else answers
+    if not answers.is_file():
+        raise ValueError(f"there are no known answers at {answers}; give the file with --answers")
+    known = {line["id"]: line["ground_truth"] for line in _lines(answers, {"id", "ground_truth"})}
+    cases: list[Case] = []
+    for line in _lines(path, {"id", "question", "function"}):
+        if most is not None and len(cases) >= most:
+            break
+        (function,), (messages,) = line["function"], line["question"]
+        if line["id"] not in known:
+            raise ValueError(f"{answers} has no answer to {line['id']}; give the answers that belong to {path.name}")
+        tool = {"type": "function", "function": {**function, "parameters": json_schema(function["parameters"])}}
+        (answer,) = known[line["id"]]
+        cases.append(Case(line["id"], messages, function["name"], tool, answer[function["name"]]))
+    return cases
+
+
+def measure_tools(
+    llm: LLM, cases: list[Case], *, at_once: int = 32, max_tokens: int = 256, say: Callable[[str], None] = print
+) -> dict[str, ToolResult]:
+    """Every case held to its grammar and free, greedily, `at_once` cases in the batching loop at a time."""
+    results = {"constrained": ToolResult(), "free": ToolResult()}
+    for begin in range(0, len(cases), at_once):
+        group = [(case, *_asked(llm, case)) for case in cases[begin : begin + at_once]]
+        for way, result in results.items():
+            settings = [
+                SamplingParams(temperature=0.0, max_tokens=max_tokens, structured_outputs=given.spec if way != "free" else None)
+                for _, given, _ in group
+            ]
+            began = time.perf_counter()
+            outputs = llm.generate([prompt for _, _, prompt in group], settings)
+            result.seconds += time.perf_counter() - began
+            for (case, given, _), output in zip(group, outputs, strict=True):
+                (one,) = output.outputs
+                result.tokens += len(one.token_ids)
+                result.cut += one.finish_reason == "length"
+                _count(result, case, calls_of(given.form, one.text))
+        done = ", ".join(f"{way} {result.valid} valid, {result.right} right" for way, result in results.items())
+        say(f"{results['free'].cases} of {len(cases)}: {done}")
+    return results
+
+
+def calls_of(form: CallFormat, text: str) -> list[tuple[str, str]]:
+    """Name and arguments (their text) of each call in an answer, as the server finds them."""
+    reader = ToolText(form)
+    calls: list[tuple[str, str]] = []
+    for piece in reader.push(text) + reader.close():
+        if piece.name is not None:
+            calls.append((piece.name, ""))
+        if piece.call is not None:
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+    return calls
+
+
+def json_schema(kind: dict[str, Any]) -> dict[str, Any]:
+    """A Python function's parameters as JSON Schema: dict, float, tuple and any are the data's names of types."""
+    made = {key: value for key, value in kind.items() if key not in ("type", "optional")}
+    if kind.get("type") != "any":
+        made["type"] = TYPES.get(kind["type"], kind["type"])
+    if "properties" in made:
+        made["properties"] = {name: json_schema(each) for name, each in made["properties"].items()}
+    if "items" in made:
+        made["items"] = json_schema(made["items"])
+    return made
+
+
+def is_right(given: Any, answers: dict[str, list[Any]]) -> bool:
+    """Whether arguments are among the known answers: nothing besides them, and left out only what may be."""
+    if not isinstance(given, dict) or set(given) - set(answers):
+        return False
+    return all(_is_one_of(given[name], values) if name in given else "" in values for name, values in answers.items())
+
+
+def _is_one_of(given: Any, values: list[Any]) -> bool:
+    return any(_same(given, value) for value in values)
+
+
+def _same(given: Any, value: Any) -> bool:
+    """Case, blanks and most punctuation of texts say nothing, nor does a number's type; an object has answers of its own."""
+    match value:
+        case str():
+            return isinstance(given, str) and _plain(given) == _plain(value)
+        case bool() | None:
+            return given is value
+        case list():
+            return isinstance(given, list) and len(given) == len(value) and all(map(_same, given, value))
+        case dict():
+            return is_right(given, {name: each if isinstance(each, list) else [each] for name, each in value.items()})
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and given == value
+
+
+def _plain(text: str) -> str:
+    return text.lower().translate(PUNCTUATION)
+
+
+def _count(result: ToolResult, case: Case, calls: list[tuple[str, str]]) -> None:
+    result.cases += 1
+    result.called += bool(calls)
+    arguments = [_loaded(text) for _, text in calls]
+    valid = bool(calls) and all(
+        name == case.name and jsonschema.Draft202012Validator(case.schema).is_valid(each)
+        for (name, _), each in zip(calls, arguments, strict=True)
+    )
+    result.valid += valid
+    result.right += valid and len(calls) == 1 and is_right(arguments[0], case.answers)
+    if not valid:
+        result.invalid.append(case.id)
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None  # fits no schema of arguments: those are objects
+
+
+def _asked(llm: LLM, case: Case) -> tuple[Tooling, list[int]]:
+    """What the server makes of the case: its tools, and the prompt's token ids."""
+    request = ChatRequest(
+        model="", messages=case.messages, tools=[case.tool], tool_choice="required", parallel_tool_calls=False
+    )
+    template = llm.opened.template.source
+    given = tooling(request, template, llm.tokenizer.control_id)
+    assert given is not None
+    told: dict[str, Any] = {"tools": given.tools} if given.told else {}
+    return given, llm.render(conversation(case.messages, given, template), **told)
+
+
+def _lines(path: Path, keys: set[str]) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            case = json.loads(line)
+            if not isinstance(case, dict) or not keys <= set(case):
+                raise ValueError(f"line {number + 1} of {path} has no {', '.join(sorted(keys))}; give a file in BFCL's form")
+            yield case
