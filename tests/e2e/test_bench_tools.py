@@ -84,6 +84,13 @@ def test_what_is_right(given: Any, right: bool) -> None:
     assert is_right(given, answers) is right
 
 
+def test_a_call_without_its_tags_is_found() -> None:
+    call = [("f", '{"a": {"name": "x"}}')]
+    assert tools.loose_call('So: {"x": {1}}\n```json\n{"name": "f", "arguments": {"a": {"name": "x"}}}\n```') == call
+    assert tools.loose_call('{"name": "f", "parameters": {"a": {"name": "x"}}}') == call
+    assert tools.loose_call('{"name": "f"} and {"arguments": {}} {') == []
+
+
 def test_calls_of_a_model_that_knows_nothing_fit(tmp_path: Path, own: Path) -> None:
     """Held to the grammar, even noise is a call that fits; free it is none. The negative control: a schema nothing fits."""
     llm = LLM(write_tiny_gguf(tmp_path / "tiny.gguf", context=1024), kv_cache_memory="16MiB")

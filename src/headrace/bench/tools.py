@@ -3,7 +3,8 @@
 A case is a question and one Python function; its types are normalised to JSON Schema, and the model is asked as the server
 asks it: the tools through its chat template, the answer taken apart by the server's own parser. Each case runs twice, held
 to the call's grammar (`tool_choice: required`) and free. A call is valid when its name is the function's and its arguments
-fit the schema; right when they are, besides, among the known answers.
+fit the schema; right when they are, besides, among the known answers. Models that write a call without the tags they were
+shown are counted apart (`loose`): there the first JSON object that could be a call is taken, wherever it stands.
 """
 
 import json
@@ -16,12 +17,14 @@ from typing import Any
 import jsonschema
 
 from headrace.llm import LLM
+from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
 from headrace.server.fields import ChatRequest
 from headrace.server.tool_text import CallFormat, ToolText
 from headrace.server.tools import Tooling, conversation, tooling
 
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # Python's names of JSON's types
+WAYS = ("constrained", "free", "loose")
 ANSWERS = "simple_python.answers.json"
 PUNCTUATION = str.maketrans("'", '"', " ,./-_*^")  # no difference between two texts
 
@@ -53,6 +56,7 @@ class ToolResult:
     tokens: int = 0
     seconds: float = 0.0
     invalid: list[str] = field(default_factory=list)  # ids
+    texts: dict[str, str] = field(default_factory=dict)  # by id
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,22 +85,22 @@ def measure_tools(
     llm: LLM, cases: list[Case], *, at_once: int = 32, max_tokens: int = 256, say: Callable[[str], None] = print
 ) -> dict[str, ToolResult]:
     """Every case held to its grammar and free, greedily, `at_once` cases in the batching loop at a time."""
-    results = {"constrained": ToolResult(), "free": ToolResult()}
+    results = {way: ToolResult() for way in WAYS}
     for begin in range(0, len(cases), at_once):
         group = [(case, *_asked(llm, case)) for case in cases[begin : begin + at_once]]
-        for way, result in results.items():
+        for held in (True, False):
             settings = [
-                SamplingParams(temperature=0.0, max_tokens=max_tokens, structured_outputs=given.spec if way != "free" else None)
+                SamplingParams(temperature=0.0, max_tokens=max_tokens, structured_outputs=given.spec if held else None)
                 for _, given, _ in group
             ]
             began = time.perf_counter()
             outputs = llm.generate([prompt for _, _, prompt in group], settings)
-            result.seconds += time.perf_counter() - began
-            for (case, given, _), output in zip(group, outputs, strict=True):
-                (one,) = output.outputs
-                result.tokens += len(one.token_ids)
-                result.cut += one.finish_reason == "length"
-                _count(result, case, calls_of(given.form, one.text))
+            seconds = time.perf_counter() - began
+            for way in WAYS[:1] if held else WAYS[1:]:
+                results[way].seconds += seconds
+                for (case, given, _), output in zip(group, outputs, strict=True):
+                    text = output.outputs[0].text
+                    _count(results[way], case, output, loose_call(text) if way == "loose" else calls_of(given.form, text))
         done = ", ".join(f"{way} {result.valid} valid, {result.right} right" for way, result in results.items())
         say(f"{results['free'].cases} of {len(cases)}: {done}")
     return results
@@ -112,6 +116,20 @@ def calls_of(form: CallFormat, text: str) -> list[tuple[str, str]]:
         if piece.call is not None:
             calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
     return calls
+
+
+def loose_call(text: str) -> list[tuple[str, str]]:
+    """The first JSON object of a text that has a name and arguments, tags or none."""
+    at = text.find("{")
+    while at >= 0:
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("name"), str) and {"arguments", "parameters"} & set(found):
+            return [(found["name"], json.dumps(found.get("arguments", found.get("parameters"))))]
+        at = text.find("{", at + 1)
+    return []
 
 
 def json_schema(kind: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +173,12 @@ def _plain(text: str) -> str:
     return text.lower().translate(PUNCTUATION)
 
 
-def _count(result: ToolResult, case: Case, calls: list[tuple[str, str]]) -> None:
+def _count(result: ToolResult, case: Case, output: RequestOutput, calls: list[tuple[str, str]]) -> None:
+    (one,) = output.outputs
     result.cases += 1
+    result.tokens += len(one.token_ids)
+    result.cut += one.finish_reason == "length"
+    result.texts[case.id] = one.text
     result.called += bool(calls)
     arguments = [_loaded(text) for _, text in calls]
     valid = bool(calls) and all(

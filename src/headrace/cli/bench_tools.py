@@ -30,7 +30,7 @@ def tools(
     """How many tool calls fit their schema, and how many are right, with the calls' grammar and without.
 
     Each case is asked as the server asks it, greedily. Valid: the function's name, and arguments that fit its schema. Right:
-    these arguments are among the known answers.
+    these arguments are among the known answers. Loose: free, and a JSON object anywhere in the text counts as its call.
     """
     from headrace.cli.opening import open_llm
     from headrace.cli.serve import check_installed
