@@ -85,7 +85,7 @@ double cgroup_cpus(const std::string& membership, const std::string& root) {
     return least;
 }
 
-int default_threads() {
+int default_threads(double quota) {
     const std::vector<int> cpus = allowed_cpus();
     std::set<std::string> cores;
     for (const int cpu : cpus) {
@@ -94,7 +94,6 @@ int default_threads() {
         cores.insert(siblings.empty() ? std::to_string(cpu) : siblings);
     }
     int threads = std::max<int>(1, static_cast<int>(cores.size()));
-    const double quota = cgroup_cpus();
     if (quota > 0) threads = std::min(threads, std::max(1, static_cast<int>(std::floor(quota + 0.5))));
     return threads;
 }

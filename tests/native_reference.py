@@ -10,6 +10,7 @@ import torch
 
 from headrace.kv.pool import KVPool
 from headrace.layers.embedding import Embedding
+from headrace.layers.holder import Holder
 from headrace.layers.linear import Linear
 from headrace.models.base import Model
 from headrace.models.registry import describe
@@ -58,15 +59,19 @@ def reference_of(model: Model, weights: PackedWeights, dtype: torch.dtype = torc
     for path, holder in made.holders():
         for name in holder.params():
             setattr(holder, name, torch.nn.Parameter(getattr(holders[path], name), requires_grad=False))
-        if isinstance(holder, Linear | Embedding):
-            tensors = _tensors(weights, holders[path])
-            rows = torch.cat([torch.from_numpy(tensor.unpack()) for tensor in tensors])
-            holder.weight = torch.nn.Parameter(rows.to(dtype), requires_grad=False)
-            (form,) = weights.form(holders[path])
-            holder.method = Faked(form)
+        narrow(holder, holders[path], weights, dtype)
         if not holder.params():
             holder.create(dtype)
     return made.eval()
+
+
+def narrow(holder: Holder, packed: Holder, weights: PackedWeights, dtype: torch.dtype) -> None:
+    """Give a linear layer, or a table, what the core multiplies in place of it: the weights packed for `packed`."""
+    if isinstance(holder, Linear | Embedding):
+        rows = torch.cat([torch.from_numpy(tensor.unpack()) for tensor in _tensors(weights, packed)])
+        holder.weight = torch.nn.Parameter(rows.to(dtype), requires_grad=False)
+        (form,) = weights.form(packed)
+        holder.method = Faked(form)
 
 
 def _tensors(weights: PackedWeights, holder: Any) -> list[Any]:

@@ -1,7 +1,5 @@
-"""Speculation leaves every output as it is: each drafter against none, on a model that writes text; and what it does to KV."""
+"""Speculation leaves every output as it is: the rule by worked examples, and what it does to KV. In numbers: test_exactness."""
 
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from headrace.drafting.base import Drafter
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
-from headrace.drafting.suffix import SuffixTree
 from headrace.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
@@ -21,28 +18,12 @@ from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
 from headrace.types import Draft, FeedOutput, Request, Sequence
-from headrace.weights.loader import load_model
 from tests import tiny_files
-from tests.models.data import data_folder
-from tests.models.llama2c import read_checkpoint
-from tests.places import default_model
+from tests.e2e.test_exactness import prompts_of
 from tests.tiny import VOCAB, finish, run_alone, tiny_engine, tiny_model, tokens_of
 from tests.tiny_files import write_tiny_gguf
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": PromptLookup,
-    "suffix": SuffixTree,
-    "lookahead": Lookahead,
-    "jacobi": Jacobi,
-}
-SAMPLED = SamplingParams(temperature=0.8, seed=11, max_tokens=32)
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=32)
-
-
-@lru_cache(maxsize=1)
-def stories() -> Model:
-    torch.set_num_threads(1)
-    return load_model(read_checkpoint(data_folder("stories260K") / "stories260K.bin"), torch.float64)
 
 
 def play(model: Model, prompts: list[list[int]], params: SamplingParams, drafter: Drafter | None) -> list[Request]:
@@ -58,65 +39,6 @@ def play(model: Model, prompts: list[list[int]], params: SamplingParams, drafter
     requests = [engine.add(prompt, params.replace(seed=i)) for i, prompt in enumerate(prompts)]
     finish(engine)
     return requests
-
-
-def prompts_of(count: int, vocab: int) -> list[list[int]]:
-    """Beginnings of all lengths; half of them repeat themselves."""
-    generator = torch.Generator().manual_seed(count)
-    made = []
-    for number in range(count):
-        length = 1 + number % 23
-        part = torch.randint(3, vocab, (length,), generator=generator).tolist()
-        made.append([1, *part, *(part if number % 2 else [])])
-    return made
-
-
-def check(model: Model, count: int, length: int, names: tuple[str, ...] = tuple(DRAFTERS)) -> None:
-    prompts = prompts_of(count, model.config.vocab_size)
-    accepted = dict.fromkeys(names, 0)
-    for params in (GREEDY.replace(max_tokens=length), SAMPLED.replace(max_tokens=length)):
-        plain = [tokens_of(request) for request in play(model, prompts, params, None)]
-        for name in names:
-            drafted = play(model, prompts, params, DRAFTERS[name]())
-            assert [tokens_of(request) for request in drafted] == plain, name
-            accepted[name] += sum(request.metrics.accepted for request in drafted)
-    assert all(accepted.values()), accepted
-
-
-def test_fifty_prompts_on_stories() -> None:
-    check(stories(), 50, 32, ("suffix",))
-
-
-def test_drafts_by_the_target_on_stories() -> None:
-    check(stories(), 6, 24, ("ngram", "lookahead", "jacobi"))
-
-
-@pytest.mark.slow
-def test_a_thousand_prompts_on_stories() -> None:
-    check(stories(), 1000, 64)
-
-
-def test_a_random_model() -> None:
-    check(tiny_model(), 12, 24)
-
-
-@pytest.mark.weights
-@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
-def test_real_weights_on_the_native_core(count: int) -> None:
-    """Rows are bitwise invariant there, so no exception is allowed."""
-    llm = LLM(default_model(), speculate=None, max_model_len=1024, max_num_seqs=8, threads=1)
-    texts = [f"Write {i + 2} short sentences about rain, then write the same sentences again." for i in range(count)]
-    prompts = [llm.render([{"role": "user", "content": text}]) for text in texts]
-    length = 64 if count > 3 else 32
-    for params in (GREEDY.replace(max_tokens=length), SAMPLED.replace(max_tokens=length)):
-        llm.engine.speculation = None
-        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        for name, make in DRAFTERS.items():
-            for gamma in (6, None) if name == "ngram" else (6,):
-                llm.engine.speculation = Speculation([make()], 1024, gamma)
-                outputs = llm.generate(prompts, params)
-                assert [output.outputs[0].token_ids for output in outputs] == plain, (name, gamma)
-    llm.close()
 
 
 class Watched(Lookahead):

@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
 from headrace.native.runner import NativeRunner
-from headrace.ops.context import FeedRows, build
 from headrace.weights.source import WeightSource
 from tests.tiny_native import Feeder
 
@@ -44,17 +42,6 @@ def generate(runner: NativeRunner, prompt: list[int], count: int) -> list[int]:
         tokens.append(int(rows[-1].argmax()))
         (rows,) = Feeder(runner, [tokens]).feed((0, len(tokens) - 1, 1))
     return tokens[len(prompt) :]
-
-
-@torch.inference_mode()
-def last_rows(model: Model, tokens: list[int], count: int, dtype: torch.dtype = torch.float32) -> np.ndarray:
-    """Logits [count, vocabulary] of the last tokens of one sequence, fed whole."""
-    blocks = -(-len(tokens) // BLOCK)
-    context = build(KVPool(model.config, blocks, BLOCK, dtype), [FeedRows(tokens, list(range(blocks)), 0)])
-    x = model.embed(context)
-    for layer in range(model.config.num_layers):
-        x = model.layer(layer, x, context)
-    return np.asarray(model.head(x[-count:]).numpy())
 
 
 def log_softmax(rows: np.ndarray) -> np.ndarray:
@@ -80,6 +67,10 @@ class Agreement:
     divergences: list[float] = field(default_factory=list)  # KL(better || these), nats
 
     def add(self, rows: np.ndarray, better: np.ndarray) -> None:
+        for start in range(0, len(rows), 64):
+            self._add(rows[start : start + 64], better[start : start + 64])
+
+    def _add(self, rows: np.ndarray, better: np.ndarray) -> None:
         at = np.arange(len(rows))
         second, first = np.argpartition(better, -2, -1)[:, -2:].T
         swap = better[at, second] > better[at, first]

@@ -1,0 +1,243 @@
+"""Speculation is exact: every drafter gives the tokens that no speculation gives, greedy and at temperature 0.8 with seeds.
+
+On stories260K in float64, where no sum is near a tie, and on real weights on the native core, whose rows are bitwise invariant.
+In full, with every count printed (see docs/exactness.md):
+    pytest tests/e2e/test_exactness.py -m slow -s
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.drafting.base import Drafter
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.lookahead import Jacobi, Lookahead
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import Speculation
+from headrace.drafting.suffix import SuffixTree
+from headrace.engine import Engine
+from headrace.kv.pool import KVPool
+from headrace.llm import LLM
+from headrace.models.base import Model
+from headrace.params import SamplingParams
+from headrace.runner.companions import Companions, SelfDraft
+from headrace.runner.executor import InProcess
+from headrace.runner.parts import ATTENTION, MLP, Part
+from headrace.runner.runner import TorchRunner
+from headrace.runner.slots import Slots
+from headrace.types import DRAFT, TARGET, KVGroup, Request
+from headrace.weights.loader import load_model
+from tests.models.data import data_folder
+from tests.models.llama2c import read_checkpoint
+from tests.models.test_real_weights import PROMPTS
+from tests.places import default_model, model_file
+from tests.tiny import finish, tiny_model, tokens_of
+
+LENGTH = 64
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "temperature 0.8": SamplingParams(temperature=0.8, ignore_eos=True),
+}
+# The models beside the target, in the order in which they are its companions.
+DRAFT_MODEL, LAYERS, SKIPS = 1, 2, 3
+WAYS: dict[str, Callable[[], list[Drafter]]] = {
+    "ngram": lambda: [PromptLookup()],
+    "suffix": lambda: [SuffixTree()],
+    "lookahead": lambda: [Lookahead()],
+    "jacobi": lambda: [Jacobi()],
+    "draft": lambda: [DraftModel(model=DRAFT_MODEL, least=0.0)],
+    "self, layers": lambda: [DraftModel("self", model=LAYERS, group=None, least=0.0)],
+    "self, skips": lambda: [DraftModel("self", model=SKIPS, group=None, least=0.0)],
+}
+# How much is verified, the controller decides.
+AUTO: dict[str, Callable[[], list[Drafter]]] = {"auto": lambda: [PromptLookup(), DraftModel(model=DRAFT_MODEL)]}
+
+
+@dataclass
+class Told:
+    """What one way of drafting did, for the record."""
+
+    way: str
+    setting: str
+    tokens: int
+    drafted: int
+    accepted: int
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"  {self.way}, {self.setting}: {self.tokens} tokens equal; drafted {self.drafted}, accepted {self.accepted}, "
+            f"{self.tokens / self.steps:.2f} tokens a step, {self.seconds:.0f} s"
+        )
+
+
+Play = Callable[[SamplingParams, list[Drafter] | None, int | None], tuple[list[list[int]], list[Any]]]
+
+
+def check(play: Play, ways: dict[str, Callable[[], list[Drafter]]], length: int, perfect: tuple[str, ...] = ()) -> None:
+    """Every way under every setting against no speculation; each way's drafts are sometimes right and, but for the perfect
+    ones, sometimes wrong."""
+    told: list[Told] = []
+    for setting, params in SETTINGS.items():
+        params = params.replace(max_tokens=length)
+        plain, _ = play(params, None, None)
+        for way, make in ways.items():
+            began = time.monotonic()
+            tokens, metrics = play(params, make(), None if way in AUTO else 6)
+            assert tokens == plain, f"{way}, {setting}: prompts {[i for i, one in enumerate(tokens) if one != plain[i]]}"
+            sums = (sum(getattr(each, name) for each in metrics) for name in ("drafted", "accepted", "steps"))
+            told.append(Told(way, setting, sum(map(len, tokens)), *sums, time.monotonic() - began))
+            print(told[-1], flush=True)
+    for way in ways.keys() - AUTO.keys():
+        drafted, accepted = (sum(getattr(one, name) for one in told if one.way == way) for name in ("drafted", "accepted"))
+        assert 0 < accepted <= drafted, way
+        assert accepted < drafted or way in perfect, way
+
+
+# -- torch in float64 ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def stories() -> Model:
+    torch.set_num_threads(1)
+    return load_model(read_checkpoint(data_folder("stories260K") / "stories260K.bin"), torch.float64)
+
+
+@lru_cache(maxsize=4)
+def changed(model: Model, strength: float) -> Model:
+    """A model of the same vocabulary whose weights are these with noise: a draft that often thinks alike."""
+    twin = tiny_model(model.config)
+    noise = torch.Generator().manual_seed(9)
+    for mine, its in zip(twin.parameters(), model.parameters(), strict=True):
+        mine.copy_(its * (1 + strength * torch.randn(its.shape, generator=noise, dtype=its.dtype)))
+    return twin
+
+
+def prompts_of(count: int, vocab: int) -> list[list[int]]:
+    """Beginnings of all lengths; half of them repeat themselves."""
+    generator = torch.Generator().manual_seed(count)
+    made = []
+    for number in range(count):
+        length = 1 + number % 23
+        part = torch.randint(3, vocab, (length,), generator=generator).tolist()
+        made.append([1, *part, *(part if number % 2 else [])])
+    return made
+
+
+def in_torch(model: Model, prompts: list[list[int]], draft: Model | None = None, batch: int = 128) -> Play:
+    """Runs of the engine on torch in float64; the companions are a draft model, early layers and skipped sublayers."""
+    layers, most = model.config.num_layers, max(map(len, prompts))
+
+    def play(params: SamplingParams, drafters: list[Drafter] | None, gamma: int | None) -> tuple[list[list[int]], list[Any]]:
+        length = most + (params.max_tokens or 0)
+        blocks, slots = batch * -(-(length + 64) // 16), Slots()
+
+        def runner(of: Model) -> TorchRunner:
+            return TorchRunner(of, KVPool(of.config, blocks, 16, torch.float64), None, slots)
+
+        target = runner(model)
+        parts = Part(layers=layers - 1), Part(skips=(*[0] * (layers - 1), ATTENTION | MLP)[::-1])
+        companions = [runner(draft or changed(model, 0.1)), *(SelfDraft(target, part) for part in parts)]
+        engine = Engine(
+            InProcess(Companions(target, companions)),
+            EngineConfig(SchedulerConfig(batch, 2048, length + 1), CacheConfig(blocks, 16)),
+            vocab_size=model.config.vocab_size,
+            groups=(TARGET, KVGroup(DRAFT, model=DRAFT_MODEL)),
+            speculation=None if drafters is None else Speculation(drafters, length + 1, gamma),
+        )
+        requests: list[Request] = [engine.add(prompt, params.replace(seed=i)) for i, prompt in enumerate(prompts)]
+        finish(engine)
+        return [tokens_of(request)[0] for request in requests], [request.metrics for request in requests]
+
+    return play
+
+
+@pytest.mark.parametrize(
+    ("count", "length"),
+    [pytest.param(50, 32, id="50 x 32"), pytest.param(1000, LENGTH, id="1000 x 64", marks=pytest.mark.slow)],
+)
+def test_every_drafter_on_stories(count: int, length: int) -> None:
+    model = stories()
+    check(in_torch(model, prompts_of(count, model.config.vocab_size)), WAYS, length)
+
+
+@pytest.mark.parametrize(
+    ("count", "length"),
+    [pytest.param(12, 16, id="12 x 16"), pytest.param(1000, LENGTH, id="1000 x 64", marks=pytest.mark.slow)],
+)
+def test_a_random_model_drafts_for_stories(count: int, length: int) -> None:
+    """It is all but always wrong, so that every step rolls back."""
+    model = stories()
+    draft = tiny_model(model.config, seed=8)
+    ways = {"draft": WAYS["draft"]}
+    check(in_torch(model, prompts_of(count, model.config.vocab_size), draft), ways, length)
+
+
+def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a node is followed whose token was not drawn, and its K and V stay."""
+
+    def first(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
+        return next((at for at in range(node + 1, len(tokens)) if parents[at] == node), None)
+
+    model = stories()
+    play = in_torch(model, prompts_of(4, model.config.vocab_size))
+    monkeypatch.setattr("headrace.runner.answers.child", first)
+    with pytest.raises(AssertionError, match="draft, greedy: prompts"):
+        check(play, {"draft": WAYS["draft"]}, 16)
+
+
+# -- real weights on the native core ---------------------------------------------------------------------------------------
+
+TASKS = ("{}", "{0}\n{0}", "Write the same twice.\n\n{}", "Q: What comes next?\n\n{0}\n\nA: {0}", "1. {}\n2. ")
+TEXTS = [task.format(text) for task in TASKS for text in PROMPTS]
+
+
+def natively(llm: LLM, parts: tuple[Part, Part], texts: list[str]) -> Play:
+    """Runs of an LLM that was opened with a draft model, with parts of the target as further companions."""
+    executor: Any = llm.engine.executor
+    target, draft = executor.runner.models
+    executor.runner = Companions(target, [draft, *(SelfDraft(target, part) for part in parts)])
+
+    def play(params: SamplingParams, drafters: list[Drafter] | None, gamma: int | None) -> tuple[list[list[int]], list[Any]]:
+        limit = llm.memory_plan.max_model_len
+        llm.engine.speculation = None if drafters is None else Speculation(drafters, limit, gamma)
+        outputs = llm.generate(texts, [params.replace(seed=i) for i in range(len(texts))])
+        return [output.outputs[0].token_ids for output in outputs], [output.metrics for output in outputs]
+
+    return play
+
+
+def open_pair(target: Path, draft: Path, batch: int) -> LLM:
+    llm = LLM(target, draft=draft, backend="native", max_model_len=512, max_num_seqs=batch)
+    assert llm.backend == "native"
+    return llm
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize(
+    ("count", "length"), [pytest.param(3, 24, id="3 x 24"), pytest.param(100, LENGTH, id="100 x 64", marks=pytest.mark.slow)]
+)
+def test_every_drafter_on_smollm2(count: int, length: int) -> None:
+    """Rows are bitwise invariant there, so no exception is allowed. Its draft model is itself, which is always right."""
+    llm = open_pair(default_model(), default_model(), 8)
+    parts = Part(layers=24), Part(skips=(0,) * 20 + (ATTENTION, 0) * 4)
+    check(natively(llm, parts, TEXTS[-count:]), WAYS | AUTO, length, perfect=("draft",))
+    llm.close()
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_every_drafter_on_the_qwen_pair() -> None:
+    target, draft = (model_file(f"Qwen2.5-Coder-{size}-Instruct.Q4_K_M.gguf") for size in ("1.5B", "0.5B"))
+    llm = open_pair(target, draft, 4)
+    parts = Part(layers=24), Part(skips=(0,) * 12 + (ATTENTION, 0) * 4)
+    check(natively(llm, parts, TEXTS[:20]), WAYS | AUTO, LENGTH)
+    llm.close()

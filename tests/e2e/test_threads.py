@@ -1,0 +1,93 @@
+"""How many threads the native core takes: those of the affinity mask, and no more than the control group's quota is worth."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.llm import LLM
+from headrace.native import core
+from headrace.params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+# Membership as in /proc/self/cgroup, files below the root of the cgroup file system, CPUs' worth of time.
+GROUPS: dict[str, tuple[str, dict[str, str], float]] = {
+    "no quota": ("0::/box", {"box/cpu.max": "max 100000\n"}, 0.0),
+    "no files": ("0::/box", {}, 0.0),
+    "its own": ("0::/box", {"box/cpu.max": "150000 100000\n"}, 1.5),
+    "in a container, which sees its group as the root": ("0::/", {"cpu.max": "50000 100000\n"}, 0.5),
+    "a group above has less": (
+        "0::/slice/box/job",
+        {"slice/cpu.max": "100000 100000", "slice/box/cpu.max": "400000 100000", "slice/box/job/cpu.max": "max 100000"},
+        1.0,
+    ),
+    "a group above has more": ("0::/slice/box", {"slice/cpu.max": "max 100000", "slice/box/cpu.max": "200000 100000"}, 2.0),
+    "another group's": ("0::/box", {"other/cpu.max": "100000 100000"}, 0.0),
+    "version 1": (
+        "3:cpuset:/\n2:cpu,cpuacct:/docker/box\n0::/",
+        {"cpu/docker/box/cpu.cfs_quota_us": "300000\n", "cpu/docker/box/cpu.cfs_period_us": "100000\n"},
+        3.0,
+    ),
+    "version 1 without a quota": (
+        "1:cpu:/docker/box",
+        {"cpu/docker/box/cpu.cfs_quota_us": "-1", "cpu/docker/box/cpu.cfs_period_us": "100000"},
+        0.0,
+    ),
+    "both versions": (
+        "1:cpu:/box\n0::/box",
+        {"cpu/box/cpu.cfs_quota_us": "400000", "cpu/box/cpu.cfs_period_us": "100000", "box/cpu.max": "200000 100000"},
+        2.0,
+    ),
+    "damaged": ("0::/box\nnonsense\n", {"box/cpu.max": "much 0\n"}, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_quota_of_a_control_group_bounds_the_threads(name: str, tmp_path: Path) -> None:
+    membership, files, cpus = GROUPS[name]
+    (tmp_path / "membership").write_text(membership)
+    for path, words in files.items():
+        (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / path).write_text(words)
+    quota = core().cgroup_cpus(str(tmp_path / "membership"), str(tmp_path / "root"))
+    assert quota == cpus
+    cores = core().default_threads(0.0)
+    assert core().default_threads(quota) == (min(cores, max(1, int(cpus + 0.5))) if cpus else cores)
+
+
+def test_a_pool_of_no_stated_size_asks_for_this_process() -> None:
+    info = core().cpu_info()
+    assert info["cpus"] == len(os.sched_getaffinity(0))
+    assert info["quota"] == core().cgroup_cpus()
+    assert core().ThreadPool().size == info["threads"] == core().default_threads(info["quota"])
+    assert core().default_threads(1.0) == 1
+
+
+SAY = """
+import os, sys
+from pathlib import Path
+os.sched_setaffinity(0, {int(sys.argv[2])})  # before the core makes threads
+from headrace.llm import LLM
+from headrace.native.runner import thread_pool
+from headrace.params import SamplingParams
+llm = LLM(sys.argv[1])
+outputs = llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+masks = {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+print(llm.backend, thread_pool(0).size, sorted(map(sorted, masks)), outputs[0].outputs[0].token_ids)
+"""
+
+
+def test_an_engine_stays_on_the_cpus_it_may_use(tiny_gguf: Path) -> None:
+    """One CPU: one thread, and no thread of the process is allowed anywhere else; the tokens are the same."""
+    cpu = max(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", SAY, str(tiny_gguf), str(cpu)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    llm = LLM(tiny_gguf, threads=2)
+    (output,) = llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert done.stdout.strip() == f"native 1 [[{cpu}]] {output.outputs[0].token_ids}"

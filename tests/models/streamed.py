@@ -1,0 +1,106 @@
+"""A model that does not fit into memory in float32: all texts go through a layer before the next layer's weights are read."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from headrace.kv.pool import KVPool
+from headrace.layers.embedding import Embedding
+from headrace.layers.holder import Holder
+from headrace.layers.linear import Linear
+from headrace.models.base import Model
+from headrace.models.registry import describe, read_config
+from headrace.native.weights import PackedWeights
+from headrace.ops.context import Context, FeedRows, build
+from headrace.weights.loader import fill, plan
+from headrace.weights.source import WeightSource
+from tests.native_reference import narrow
+
+BLOCK = 16
+
+
+class OneLayer(KVPool):
+    """K and V of whichever layer runs, for texts that are fed whole."""
+
+    def __init__(self, model: Model, tokens: int, dtype: torch.dtype) -> None:
+        super().__init__(replace(model.config, num_layers=1), -(-tokens // BLOCK), BLOCK, dtype)
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().kv(0)
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().write(0, slots, k, v)
+
+    def context(self, text: Sequence[int]) -> Context:
+        return build(self, [FeedRows(list(text), list(range(-(-len(text) // BLOCK))), 0)])
+
+
+class Streamed:
+    """The dequantised weights of an open file in torch: those of tokens and head, and of one layer at a time."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype = torch.float32) -> None:
+        self.model = describe(read_config(source)).eval()
+        self.dtype = dtype
+        self._source = source
+        self._plans = plan(self.model, source)
+        self._holders = dict(self.model.holders())
+        self._make(path for path in self._holders if not path.startswith("layers."))
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[None]:
+        """While open, the layer has its weights."""
+        paths = [path for path in self._holders if path.startswith(f"layers.{number}.")]
+        self._make(paths)
+        yield
+        for path in paths:
+            for field in self._holders[path].params():
+                setattr(self._holders[path], field, None)
+
+    def contexts(self, texts: Sequence[Sequence[int]]) -> list[Context]:
+        pool = OneLayer(self.model, max(map(len, texts)), self.dtype)
+        return [pool.context(text) for text in texts]
+
+    @torch.inference_mode()
+    def logits(self, texts: Sequence[Sequence[int]], count: int) -> Iterator[np.ndarray]:
+        """Logits [count, vocabulary] that foretell the last `count` tokens of each text, one text after the other."""
+        contexts = self.contexts(texts)
+        rows = [self.model.embed(context) for context in contexts]
+        for number in range(self.model.config.num_layers):
+            with self.layer(number):
+                rows = [self.model.layer(number, x, context) for x, context in zip(rows, contexts, strict=True)]
+        for x in rows:
+            yield np.asarray(self.model.head(x[-count - 1 : -1]).numpy())
+
+    def _make(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            holder = self._holders[path]
+            holder.create(self.dtype)
+            for field in holder.params():
+                self._read(path, holder, field)
+            holder.finish()
+
+    def _read(self, path: str, holder: Holder, field: str) -> None:
+        fill(getattr(holder, field), holder.params()[field], self._plans[f"{path}.{field}"], self._source)
+
+
+class Narrowed(Streamed):
+    """The core's own arithmetic said in torch (tests.native_reference), with the weights packed for `model`."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, model: Model, weights: PackedWeights) -> None:
+        self._packed = dict(model.holders())
+        self._weights = weights
+        super().__init__(source, dtype)
+
+    def _make(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            holder = self._holders[path]
+            for field, spec in holder.params().items():
+                if field != "weight" or not isinstance(holder, Linear | Embedding):
+                    holder.allocate(field, spec, self.dtype)
+                    self._read(path, holder, field)
+            narrow(holder, self._packed[path], self._weights, self.dtype)
+            if not holder.params():
+                holder.create(self.dtype)
