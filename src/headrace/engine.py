@@ -199,7 +199,7 @@ class Engine:
             if request.drafts and not request.in_flight:
                 for seq in request.seqs:
                     seq.draft = request.strategy.draft(request, seq)
-        if self.speculation is not None:
+        if self.speculation is not None and not self.speculation.pauses():
             idle = [request for request in self.scheduler.running if not request.in_flight]
             decoding = [(request, seq) for request in idle for seq in request.seqs if seq.pending == 1]
             self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding))

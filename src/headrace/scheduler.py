@@ -269,11 +269,10 @@ class Scheduler:
 
     def _add_drafts(self, flight: Flight) -> None:
         """Optional drafts take what budget and blocks are left, but a block for each sequence to grow; the rest is cut off."""
-        reserve = sum(len(request.seqs) for request in self.running)
-        for work in flight.works:
-            seq, draft = work.seq, work.seq.draft
-            if draft is None or draft.required:
-                continue
+        works = [(work, work.seq.draft) for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
+        reserve = sum(len(request.seqs) for request in self.running) if works else 0
+        for work, draft in works:
+            seq = work.seq
             length = len(seq.tokens)
             most = min(len(draft.tokens), flight.room) if work.last else 0
             if self.blocks.need([(seq, length, length + most)]) + reserve > self.blocks.available:

@@ -5,6 +5,9 @@ import random
 import pytest
 
 from headrace.drafting.controller import TRIAL, Acceptance, Choice, Costs, choose, expected
+from headrace.drafting.speculation import Speculation
+from headrace.params import SamplingParams
+from headrace.types import Draft, Request, Sequence
 
 
 def costs(steps: dict[int, float], draft: float = 0.0) -> Costs:
@@ -161,3 +164,40 @@ def test_the_batch_takes_as_many_trees_as_pay() -> None:
     trees = [Choice(0.6, 3, rows=20) for _ in range(4)]
     choose(trees, 4, costs(table))
     assert sum(tree.gamma > 0 for tree in trees) == 1
+
+
+# -- who is asked --------------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """Proposes one token that the target will not say, and counts how often it was asked."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        self.asked += 1
+        return Draft([1], [-1], drafter=self.name, trust=1)
+
+
+@pytest.mark.parametrize(("batch", "gamma", "every"), [(1, None, 1), (8, None, 5), (32, None, 17), (8, 2, 1)])
+def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: int | None, every: int) -> None:
+    drafter = Counting()
+    speculation = Speculation([drafter], 1000, gamma)
+    pairs = []
+    for number in range(batch):
+        request = Request(str(number), [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
+        pairs.append((request, Sequence(id=number, index=0, tokens=[2, 3], prompt_len=1)))
+    asked = []
+    for _ in range(3 * every):
+        before = drafter.asked
+        speculation.costs.step_took(batch, 1.0)
+        speculation.costs.step_took(batch + 1, 9.0)  # a row too many
+        if not speculation.pauses():
+            speculation.propose(pairs, batch)
+        asked.append(drafter.asked > before)
+        for _, seq in pairs:
+            seq.tokens.append(4)
+    assert asked == [step % every == 0 for step in range(3 * every)]

@@ -39,17 +39,19 @@ class GridCell:
 
 @dataclass(slots=True)
 class Texts:
-    """Prompts of one kind, and how their answers are drawn."""
+    """Prompts of one kind, and how their answers are drawn. `endless`: they go on where the model would end."""
 
     prompts: list[list[int]]
     temperature: float = 0.0
+    endless: bool = False
 
     def batch(self, size: int, number: int) -> list[list[int]]:
         """The `number`-th batch: the prompts in turns, from the beginning again after the last."""
         return [self.prompts[(number * size + at) % len(self.prompts)] for at in range(size)]
 
     def params(self, size: int, tokens: int) -> list[SamplingParams]:
-        return [SamplingParams(temperature=self.temperature, max_tokens=tokens, seed=at) for at in range(size)]
+        params = SamplingParams(temperature=self.temperature, max_tokens=tokens, ignore_eos=self.endless)
+        return [params.replace(seed=at) for at in range(size)]
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ def cells(tasks: Sequence[str], draft: bool, patterns: str = "", batches: Sequen
 def random_texts(vocab_size: int, count: int = 32, length: int = 64) -> Texts:
     """Random tokens, answered at temperature 1: little in them comes twice."""
     rng = Random("random text")
-    return Texts([[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)], 1.0)
+    return Texts([[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)], 1.0, endless=True)
 
 
 def measure(
@@ -147,7 +149,7 @@ def measure_cell(
     """Pairs of one cell, after a run of each kind to warm up. Every second pair goes the other way round. What the controller
     has learnt of the machine it keeps from run to run, as in a server."""
     warm = timed(llm, texts.batch(cell.batch, 0), texts.params(cell.batch, LEAST_TOKENS), None)[0]
-    a_token = warm.seconds / max(1, LEAST_TOKENS - 1)
+    a_token = cell.batch / warm.speed
     pairs = Pairs(tokens=min(max(int(seconds / a_token), LEAST_TOKENS), MOST_TOKENS))
     params = texts.params(cell.batch, pairs.tokens)
     for prompts in _all_batches(texts, cell.batch, many):
@@ -175,8 +177,8 @@ def _pair(llm: LLM, cell: GridCell, texts: Texts, params: list[SamplingParams], 
     (plain, expected), (auto, got) = found[False], found[True]
     if got != expected:
         raise RuntimeError(f"{cell.name}: speculation changed an output; please report this")
-    pairs.plain.append(plain.tokens / plain.seconds)
-    pairs.auto.append(auto.tokens / auto.seconds)
+    pairs.plain.append(plain.speed)
+    pairs.auto.append(auto.speed)
     pairs.steps += auto.steps
     pairs.drafted += auto.drafted
     pairs.accepted += auto.accepted

@@ -29,7 +29,7 @@ class Row:
     c: float  # a draft step
     v: float  # a verification step, as wide as they were on average
     predicted: float  # tokens / (gamma c + v)
-    measured: float  # median over rounds of plain seconds / speculative seconds
+    measured: float  # median over rounds of the speculative tokens/s over the plain ones
     worst: float
 
     def plain(self) -> dict[str, Any]:
@@ -38,13 +38,20 @@ class Row:
 
 @dataclass(slots=True)
 class Timed:
-    """A run, from where every sequence has its first token."""
+    """A run, while its batch was whole."""
 
     seconds: float
     tokens: int
     steps: int
     drafted: int
     accepted: int
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s. Raises RuntimeError where there are none: no answer went beyond its first token."""
+        if not self.tokens:
+            raise RuntimeError("answers of one token cannot be measured; give other prompts")
+        return self.tokens / self.seconds
 
 
 def measure(
@@ -101,12 +108,12 @@ def _row(
                 raise RuntimeError(f"{task}: speculation changed an output; please report this")
             plain.append(before)
             drafted.append(after)
-            ratios.append(before.seconds / after.seconds)
+            ratios.append(after.speed / before.speed)
     steps = sum(one.steps for one in drafted)
     sequence_steps = max(1, steps)
     drafts = sum(one.drafted for one in drafted)
     tokens = sum(one.tokens for one in drafted) / sequence_steps
-    base = median(one.seconds / (one.steps / batch) for one in plain)
+    base = median(one.seconds / max(1.0, one.steps / batch) for one in plain)
     per_step = drafts / sequence_steps
     c = made.costs.draft(batch) / base
     v = (made.costs.step(batch + round(per_step * batch)) or base) / (made.costs.step(batch) or base)
@@ -128,8 +135,8 @@ def _row(
 def timed(
     llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], speculation: Speculation | None
 ) -> tuple[Timed, list[list[int]]]:
-    """Decode these prompts together, with this speculation or none: what it took once each had its first token, and all
-    tokens. Raises RuntimeError where a request fails."""
+    """Decode these prompts together, with this speculation or none: what it took while the batch was whole, from where each has
+    its first token until one of them ends; and all tokens. Raises RuntimeError where a request fails."""
     engine = llm.engine
     engine.speculation = speculation
     requests = [engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
@@ -145,10 +152,13 @@ def timed(
         step()
     before = _counts(requests, outputs)
     began = time.perf_counter()
-    while engine.busy:
+    whole = len(engine.requests) == len(requests)  # else one has ended by now, and what is left is measured
+    while engine.busy and (not whole or len(engine.requests) == len(requests)):
         step()
     seconds = time.perf_counter() - began
-    counts = (now - then for now, then in zip(_counts(requests, outputs), before, strict=True))
+    counts = [now - then for now, then in zip(_counts(requests, outputs), before, strict=True)]
+    while engine.busy:
+        step()
     return Timed(seconds, *counts), list(outputs.values())
 
 

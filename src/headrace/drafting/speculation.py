@@ -45,7 +45,9 @@ class Speculation:
         self.costs = Costs()
         self.acceptance = Acceptance()
         self._shadows: dict[int, Shadow] = {}  # by sequence
-        self._rest: dict[int, int] = {}  # by sequence: steps without a drafter
+        self._step = 0
+        self._rest: dict[int, int] = {}  # by sequence: the last step without a drafter
+        self._pause = 0  # the last step in which nobody is asked
         # Asked once: to ask a protocol takes as long as to draft.
         self._fills = {drafter.name for drafter in drafters if isinstance(drafter, Fills)}
 
@@ -62,6 +64,12 @@ class Speculation:
         rule = request.params.verification
         return f"verification {rule!r} takes chains, and {', '.join(trees)} drafts trees; use noise, or another drafter"
 
+    def pauses(self) -> bool:
+        """Whether nobody is asked for the step that begins: in a batch of which nothing paid a moment ago, to ask for each of
+        its sequences takes longer than there is to gain."""
+        self._step += 1
+        return self._step <= self._pause
+
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
         """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
         made = []
@@ -72,13 +80,15 @@ class Speculation:
             if proposal is not None:
                 made.append(proposal)
             if self.gamma is None and plain >= CROWD and (proposal is None or proposal.choice.alpha < LEAST):
-                self._rest[seq.id] = REST
+                self._rest[seq.id] = self._step + REST
         if self.gamma is None:
             choose([proposal.choice for proposal in made], plain, self.costs)
         for proposal in made:
             self._decide(proposal)
             if self.gamma is None and proposal.choice.rows and self._dear(proposal.choice, plain):
-                self._rest[proposal.seq.id] = TREE_REST
+                self._rest[proposal.seq.id] = self._step + TREE_REST
+        if self.gamma is None and not any(proposal.choice.gamma for proposal in made):
+            self._pause = self._step + plain // 2
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """These works' drafts have their room: drafters that run a model now say of which tokens they are."""
@@ -98,8 +108,9 @@ class Speculation:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long; those with prompts in them say nothing of verification."""
-        if all(feed.count == 1 for feed in plan.feeds):
-            self.costs.step_took(plan.num_tokens, seconds)
+        rows = plan.num_tokens
+        if rows == len(plan.feeds) or all(feed.count == 1 for feed in plan.feeds):
+            self.costs.step_took(rows, seconds)
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """A draft of this sequence was verified."""
@@ -127,11 +138,10 @@ class Speculation:
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether nobody drafts for a sequence now, because it gave nothing to believe a moment ago."""
-        left = self._rest.get(seq.id, 0)
-        if left:
-            self._rest[seq.id] = left - 1
+        rests = self._rest.get(seq.id, 0) >= self._step
+        if rests:
             seq.draft = None
-        return left > 0
+        return rests
 
     def _room(self, request: Request, seq: Sequence) -> int:
         """How deep a draft may be: the step adds a token of its own, so it ends one before the output must."""
