@@ -40,7 +40,7 @@ def server(model: str, *options: str) -> Iterator[tuple[Target, int]]:
     command = [
         sys.executable,
         "-m",
-        "headrace.cli.app",
+        "headrace",
         "serve",
         model,
         "--served-model-name",

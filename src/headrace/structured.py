@@ -41,7 +41,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             _require(value is None or isinstance(value, str), f"{name} must be text, not {type(value).__name__}")
             _require(
                 value is None or 0 < len(value) <= MAX_SOURCE,
-                f"{name} must have 1 to {MAX_SOURCE} characters, not {len(value or '')}; make it shorter",
+                f"{name} must have 1 to {MAX_SOURCE} characters, not {len(value or '')}; give another",
             )
         self._check_choice()
 

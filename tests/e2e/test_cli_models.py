@@ -54,7 +54,7 @@ class Shell:
         return code, out, err
 
     def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "headrace.cli.app", *arguments]
+        command = [sys.executable, "-m", "headrace", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **more}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -171,6 +171,10 @@ def test_a_wrong_hash_ends_in_one_line_and_an_empty_store(headrace: Shell, serve
         (("pull", "tinny"), 1, "did you mean tiny?"),
         (("pull", "--catalog", "/none.toml", "tiny"), 2, "/none.toml"),
         (("show", "nothing"), 1, "neither in the catalog nor installed"),
+        (("show", "./mill.gguf"), 1, "headrace inspect ./mill.gguf"),
+        (("pull", "./mill.gguf"), 1, "there is no file or folder ./mill.gguf"),
+        (("run", "./mill.gguf", "hi"), 1, "there is no file or folder ./mill.gguf"),
+        (("run", "~/no/mill", "hi"), 1, "there is no file or folder ~/no/mill"),
         (("rm", ".."), 1, "no name of a model"),
         (("inspect", "tiny"), 1, "headrace pull tiny"),
         (("inspect", "/none.gguf"), 1, "there is no file or folder"),
@@ -224,6 +228,12 @@ def test_help_and_version(headrace: Shell) -> None:
     for word in ("pull", "list", "show", "rm", "inspect", "Exit codes", "HEADRACE_HOME", "--install-completion"):
         assert word in out
     assert headrace() == (0, out, "")
+
+
+def test_the_module_is_the_command(headrace: Shell) -> None:
+    out, err = headrace.start("lits").communicate(timeout=60)
+    assert out == ""
+    assert "Did you mean 'list'?" in err
 
 
 def test_a_reader_that_goes_away_is_no_crash(headrace: Shell) -> None:

@@ -230,7 +230,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("hi --logit-bias 99999=1", 1, "logit_bias names token 99999"),
     ("hi --stop-token-id 99999", 1, "stop_token_ids names token 99999"),
     ("hi --stop-token-id -4", 2, "token ids in stop_token_ids must be"),
-    ("hi --preset wild", 2, "--preset"),
+    ("hi --preset wild", 2, "'--preset': 'wild' is not one of 'precise'"),
     ("hi --raw --system x", 2, "--raw has no roles"),
     ("hi --logprobs 1", 2, "--logprobs goes with --json"),
     ("hi --json --logprobs 1000", 1, "logprobs must be between"),

@@ -166,3 +166,4 @@ def test_the_command(bert: Path, shell: Shell) -> None:
     assert [line["text"] for line in lines] == ["the mill", "a wheel"]
     assert [line["tokens"] for line in lines] == [4, 4]
     assert all(len(line["embedding"]) == HIDDEN for line in lines)
+    assert "there is no text" in shell("embed", bert)[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.grounding import tasks
-from headrace.grounding.asking import Answer, ask, hit_rate
+from headrace.grounding.asking import Answer, ask, begin, follow, hit_rate
 from headrace.grounding.documents import Passage, read_folder, split
 from headrace.grounding.packing import pack, shown
 from headrace.grounding.retrieval import Index, words
@@ -106,8 +106,22 @@ def test_the_answer_changes_with_the_document_and_the_cache_hits(folder: Path, t
 def test_citations_are_spans_of_the_documents() -> None:
     passages = [Passage("a.md", 3, "one"), Passage("b.md", 1, "two")]
     output = RequestOutput("r", None, [1], None, [CompletionOutput(0)], RequestMetrics())
-    assert Answer("?", "It is two [2], see [2] and [7].", passages, output).cited == [passages[1]]
-    assert Answer("?", "No idea.", passages, output).cited == []
+    answer = Answer("?", passages, output)
+    assert answer.cited == []
+    output.outputs[0].text = "It is two [2], see [2] and [7]."
+    assert answer.cited == [passages[1]]
+
+
+def test_an_answer_comes_in_pieces_while_others_are_computed(folder: Path, tiny_llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    questions = list(FACTS)[:2]
+    first, second = begin(tiny_llm, Index(read_folder(folder)), questions, params, budget=60)
+    pieces = list(follow(tiny_llm, first))
+    assert len(pieces) > 1
+    assert second.text  # they are one batch
+    assert "".join(follow(tiny_llm, second)) == second.text
+    whole = ask(tiny_llm, Index(read_folder(folder)), questions, params, budget=60)
+    assert ["".join(pieces), second.text] == [answer.text for answer in whole]
 
 
 def test_the_six_tasks_have_prompts_that_begin_alike(tiny_llm: LLM) -> None:

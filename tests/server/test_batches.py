@@ -174,7 +174,7 @@ def test_a_cancelled_batch_ends_with_what_was_done(server: Running) -> None:
 def serve(tiny: Path, state: Path) -> tuple["subprocess.Popen[str]", openai.OpenAI]:
     """`headrace serve` in a process of its own."""
     command = [
-        sys.executable, "-m", "headrace.cli.app", "serve", str(tiny), "--port", "0", "--dtype", "float32", "--threads", "1",
+        sys.executable, "-m", "headrace", "serve", str(tiny), "--port", "0", "--dtype", "float32", "--threads", "1",
         "--state", str(state),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}

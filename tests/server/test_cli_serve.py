@@ -24,7 +24,7 @@ def process(tiny: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     key = tmp_path / "key"
     key.write_text(f"{KEY}\n")
     command = [
-        sys.executable, "-m", "headrace.cli.app", "serve", str(tiny), "--port", "0", "--served-model-name", "mill",
+        sys.executable, "-m", "headrace", "serve", str(tiny), "--port", "0", "--served-model-name", "mill",
         "--api-key-file", str(key), "--dtype", "float32", "--threads", "1", "--grace", "100",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}

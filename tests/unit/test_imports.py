@@ -63,6 +63,7 @@ ROOMS = {
     "server": "structured llm sizes opening engine outputs decoding weights text params types config",
     "cli": "server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native params "
     "types config",
+    "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
 # May be imported inside any function: modules that not every platform or installation has.

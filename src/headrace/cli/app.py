@@ -106,7 +106,7 @@ def _version() -> str:
 def _wrong_usage(error: typer.TyperException) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "headrace"
-    say(f"headrace: {error.format_message().rstrip('.')} ({command} --help shows the usage)")
+    say(f"headrace: {error.format_message().replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")
     return error.exit_code
 
 
@@ -122,6 +122,3 @@ def _failed(error: Exception) -> int:
         say(f"headrace: {type(error).__name__}: {text} (a bug in Headrace; HEADRACE_DEBUG=1 shows where)")
     return ERROR
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,6 +8,7 @@ import typer
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, with_groups
 from headrace.cli.output import say
+from headrace.cli.terminal import AnswerWriter
 
 ANSWER = 256  # tokens of an answer, unless told otherwise
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "mirostat_tau", "seed")
@@ -44,11 +45,14 @@ def ask(
         own["temperature"] = 0.0  # what a document says is no matter of chance
     index = Index(read_folder(folder))
     llm = open_llm(model, options, preset="offline")
-    answers = asking.ask(llm, index, questions, sampling.bind(llm)(**own), budget=budget, most=passages)
+    answers = asking.begin(llm, index, questions, sampling.bind(llm)(**own), budget=budget, most=passages)
     for answer in answers:
         if len(answers) > 1:
             print(f"> {answer.question}")
-        print(answer.text.strip())
+        writer = AnswerWriter()
+        for text in asking.follow(llm, answer):
+            writer.write(text)
+        writer.close()
         for passage in answer.cited:
             print(f"[{answer.passages.index(passage) + 1}] {passage.source}:{passage.line}")
         print()

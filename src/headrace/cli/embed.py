@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, with_groups
+from headrace.cli.options import ModelName, WeightOptions, with_groups
 
 BATCH = 256  # texts handed over at a time
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def embed(
     model: ModelName,
-    options: ModelOptions,
+    options: WeightOptions,
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, the lines of --file or stdin.")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
     pooling: Annotated[str | None, typer.Option(help="mean, last or first (default: the model's own).")] = None,
@@ -34,6 +34,8 @@ def embed(
     if texts and file:
         raise typer.BadParameter("give texts or --file, not both")
     given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
+    if not given:
+        raise ValueError("there is no text; give some as arguments, with --file, or pipe them in")
     if not all(given):
         raise ValueError("a text is empty; remove its line")
     llm = open_llm(model, options)

@@ -84,6 +84,8 @@ def list_models(catalogs: Catalogs = None) -> None:
 
 def show(name: Name, catalogs: Catalogs = None) -> None:
     """Show what the catalog says of a model and what of it is on this machine."""
+    if name.endswith(".gguf") or Path(name).expanduser().is_dir():
+        raise StoreError(f"{name} is a path; headrace inspect {name} shows what it holds")
     entry, store = catalog.load(catalogs or ()).get(name), Store()
     record = store.find(name)
     if entry is None and record is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headrace.cli.options import ModelOptions
+from headrace.cli.options import WeightOptions
 from headrace.cli.output import say
 from headrace.cli.terminal import note
 from headrace.weights import catalog
@@ -28,11 +28,10 @@ def fetch(model: str) -> Path:
         raise
 
 
-def open_llm(model: str, options: ModelOptions, *, quiet: bool = False, **more: Any) -> Any:
+def open_llm(model: str, options: WeightOptions, *, quiet: bool = False, **more: Any) -> Any:
     """The opened `headrace.llm.LLM`. `more`: further arguments of it."""
-    for each in (model, options.draft, options.amateur):
-        if each is not None:
-            fetch(each)
+    for each in (model, *options.companions()):
+        fetch(each)
     with Console(stderr=True).status(f"loading {model}"):  # shown on a terminal only
         from headrace.llm import LLM
 

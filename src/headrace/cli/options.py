@@ -76,8 +76,8 @@ def _choice(help: str, *names: str) -> Any:
 
 
 @dataclass
-class ModelOptions:
-    """How the model is opened: the arguments of `LLM`."""
+class WeightOptions:
+    """How a model is opened: the arguments of `LLM`, but for its companions."""
 
     dtype: Annotated[str, _model("auto, float64, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str, _model("auto, cpu, cuda or cuda:N.")] = "auto"
@@ -89,6 +89,23 @@ class ModelOptions:
     ] = None
     kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, or a dtype.")] = "auto"
     quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
+
+    def check(self) -> None:
+        """Raises typer.BadParameter for what no model can be opened with."""
+        for name in ("threads", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise typer.BadParameter(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+
+    def companions(self) -> list[str]:
+        """The other models that are opened with it."""
+        return []
+
+
+@dataclass
+class ModelOptions(WeightOptions):
+    """The same, and who helps a model write: speculation, contrastive decoding."""
+
     draft: Annotated[str | None, _model("A smaller model of the same vocabulary that drafts for this one.")] = None
     amateur: Annotated[str | None, _model("A smaller model of the same vocabulary, for contrastive decoding.")] = None
     speculate: Annotated[
@@ -97,12 +114,9 @@ class ModelOptions:
     ] = "auto"
     draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
 
-    def check(self) -> None:
-        """Raises typer.BadParameter for what no model can be opened with."""
-        for name in ("threads", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise typer.BadParameter(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    def companions(self) -> list[str]:
+        """The other models that are opened with it."""
+        return [name for name in (self.draft, self.amateur) if name is not None]
 
 
 @dataclass

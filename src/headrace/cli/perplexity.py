@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace.cli.inputs import read_text
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, with_groups
+from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.output import print_fields
 
 WINDOW = 512
@@ -35,7 +35,7 @@ class Window:
 
 def perplexity(
     model: ModelName,
-    options: ModelOptions,
+    options: WeightOptions,
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A text.")],
     window: Annotated[int | None, typer.Option(min=2, help="Tokens fed at once (default: 512, or the context).")] = None,
     stride: Annotated[

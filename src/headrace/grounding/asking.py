@@ -1,7 +1,7 @@
 """Questions put to a folder of documents."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.grounding.documents import Passage
@@ -17,12 +17,16 @@ BUDGET = 1024  # tokens of documents
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question's answer, the passages it was given in the order of their numbers, and the request's output."""
+    """A question, the passages it is answered from in the order of their numbers, and the request's output, which fills up."""
 
     question: str
-    text: str
     passages: list[Passage]
     output: RequestOutput
+
+    @property
+    def text(self) -> str:
+        """What was answered so far."""
+        return self.output.outputs[0].text
 
     @property
     def cited(self) -> list[Passage]:
@@ -38,15 +42,36 @@ def ask(
 
     Raises ValueError where a request fails, and TemplateError without a chat template.
     """
+    answers = begin(llm, index, questions, params, budget=budget, most=most)
+    for answer in answers:
+        for _ in follow(llm, answer):
+            pass
+    return answers
+
+
+def begin(
+    llm: LLM, index: Index, questions: Sequence[str], params: SamplingParams, *, budget: int = BUDGET, most: int = 8
+) -> list[Answer]:
+    """The same answers, still empty: their requests are queued, and `follow` runs them, all in one batch."""
     found = [pack(index.search(question, most), budget, lambda text: len(llm.tokenizer.encode(text))) for question in questions]
     prompts = [llm.render(document_qa(passages, one)) for one, passages in zip(questions, found, strict=True)]
-    outputs = llm.generate(prompts, params)
-    answers = []
-    for question, passages, output in zip(questions, found, outputs, strict=True):
-        if output.error is not None:
-            raise ValueError(output.error)
-        answers.append(Answer(question, output.outputs[0].text, passages, output))
-    return answers
+    outputs = [llm.add(prompt, params) for prompt in prompts]
+    return [Answer(*parts) for parts in zip(questions, found, outputs, strict=True)]
+
+
+def follow(llm: LLM, answer: Answer) -> Iterator[str]:
+    """The text of an answer as it comes, to its end. Raises ValueError where its request fails."""
+    said = 0
+    while True:
+        finished, text = answer.output.finished, answer.text
+        if len(text) > said:
+            yield text[said:]
+            said = len(text)
+        if finished:
+            break
+        llm.step()
+    if answer.output.error is not None:
+        raise ValueError(answer.output.error)
 
 
 def hit_rate(answers: Sequence[Answer]) -> float:

@@ -49,7 +49,7 @@ def resolve(
         return _check_local(path)
     store = store or Store()
     entry = entries.get(model)
-    record = _find(model, entry, store)
+    record = None if _is_path(model) else _find(model, entry, store)
     if record is None:
         _check_name(model, entries)
         if not download:
@@ -96,8 +96,15 @@ def _check_local(path: Path) -> Path:
     return path
 
 
+def _is_path(model: str) -> bool:
+    """Whether this can only be meant as a path; no repository's name begins so."""
+    return model.startswith((".", "/", "~"))
+
+
 def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
     """Raises HubError for what is neither in the catalog nor a repository's name."""
+    if _is_path(model):
+        raise HubError(f"there is no file or folder {model}")
     repo, file = split_name(model)
     if model in entries or (catalog.is_repo(repo) and (file or not repo.endswith(".gguf"))):
         return
