@@ -14,6 +14,7 @@ BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
+	@echo "                    $(VENV)/bin/headrace is then the command, with serve, chat and all others"
 	@echo "make test           the tests, about three minutes; those without their model or data say so"
 	@echo "make test-weights   only the tests on real weights"
 	@echo "make test-slow      the long ones"
@@ -77,7 +78,7 @@ clean:
 # The stamps: installing again only when what it depends on has changed.
 $(VENV)/.run: $(BUILD_INPUT)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Headrace needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make run PYTHON=python3.12")'
-	@$(PYTHON) tools/install.py
+	@$(PYTHON) tools/install.py serve ground
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run

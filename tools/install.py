@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Install Headrace from this folder into its own virtual environment: what `make run` and `make test` do first.
 
-    python3 tools/install.py [EXTRA]...     extras of pyproject.toml: dev, peers
+    python3 tools/install.py [EXTRA]...     extras of pyproject.toml: serve, ground, dev, peers
 
 Environment: VENV (.venv), TORCH_INDEX (where torch comes from; docs/environment.md). The install is editable: a change to a
 Python file counts at once, a change to the C++ core after this has run again. Needs the standard library alone.
@@ -121,7 +121,7 @@ def reachable(index: str) -> bool:
 
 def install_headrace(python: Path, extras: list[str], compiler: str | None) -> None:
     """Headrace itself, editable, with its libraries. Built without isolation: with the tested tools, and only what changed."""
-    say("libraries, about 60 MB" + (", and what the tests need, about 120 MB" if "dev" in extras else ""))
+    say("libraries, about 70 MB" + (", and what the tests need, about 120 MB" if "dev" in extras else ""))
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     what = f".[{','.join(extras)}]" if extras else "."
     if compiler is not None:

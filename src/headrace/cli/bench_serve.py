@@ -121,7 +121,7 @@ def _target(url: str, model: str | None, kind: str, key_file: Path | None, timeo
     from importlib.util import find_spec
 
     if find_spec("h11") is None:
-        raise ValueError("the load generator needs h11; install it with: pip install 'headrace[serve]'")
+        raise ValueError("the load generator needs h11; install it with: pip install '.[serve]' in Headrace's folder")
     from headrace.bench.load.client import Target
     from headrace.bench.load.server import first_model
 

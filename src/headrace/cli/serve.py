@@ -34,7 +34,7 @@ def serve(
     """Serve a model to OpenAI clients; it is downloaded where it is missing.
 
     On 127.0.0.1 no key is needed; any other address insists on one (HEADRACE_API_KEY or --api-key-file). SIGTERM and Ctrl-C
-    finish what runs, a second one ends at once. A --config may name several models.
+    finish what runs, a second one ends at once. A --config may name the model, or several, in MODEL's place.
     """
     options.check()
     check_installed()
@@ -92,7 +92,7 @@ def check_installed() -> None:
 
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise ValueError(f"the server needs {', '.join(missing)}; install them with: pip install 'headrace[serve]'")
+        raise ValueError(f"the server needs {', '.join(missing)}; install it with: pip install '.[serve]' in Headrace's folder")
 
 
 def served_name(model: str) -> str:

@@ -37,5 +37,5 @@ def _library() -> Any:
     try:
         import bm25s
     except ImportError:
-        raise ValueError("retrieval needs bm25s; install it with pip install 'headrace[ground]'") from None
+        raise ValueError("retrieval needs bm25s; install it with: pip install '.[ground]' in Headrace's folder") from None
     return bm25s

@@ -1,0 +1,115 @@
+"""What the README and the documents print can be typed: every piece of Python and of TOML, every command with its options."""
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer import TyperException
+from typer.main import get_command
+
+from headrace.cli.app import build
+from headrace.cli.serve_options import read_config
+from headrace.weights import catalog, hub
+from tests.server.harness import Running
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+OF_DOCS = [
+    pytest.param(code, id=f"{page.stem}-{number}")
+    for page in PAGES
+    if page.parent.name == "docs"
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
+]
+
+
+def test_the_commands_are_there() -> None:
+    named = {
+        name for row in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE) for name in re.findall(r"`(?:headrace )?(\w+)", row)
+    }
+    assert named == set(get_command(build()).commands)  # type: ignore[attr-defined]
+
+
+def typed() -> list[tuple[str, str]]:
+    """(page, command): lines of code blocks that begin with `headrace`, also behind a pipe, and what is said so in a line."""
+    found = []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for line in re.findall(r"^(?:    )?(?:[^`\n]*\| )?(headrace [^\n]*)", text, re.MULTILINE) + re.findall(
+            r"`(headrace [^`\n]+)`", text
+        ):
+            found.append((page.name, line))
+    return found
+
+
+def parse(line: str) -> None:
+    """As the command line would take it. Raises KeyError for a command, TyperException for an option that is not there."""
+    words = shlex.split(re.split(r" {3,}", line)[0], comments=True)[1:]  # what stands further to the right explains
+    command: Any = get_command(build())
+    while words and hasattr(command, "commands"):
+        name = words.pop(0)
+        if name.startswith("-") or name in ("…", "COMMAND"):
+            return
+        command = command.commands[name]
+    command.make_parser(command.make_context(command.name, [], resilient_parsing=True)).parse_args(words)
+
+
+def test_every_command_that_is_printed_parses() -> None:
+    lines = typed()
+    assert len(lines) > 40
+    wrong = []
+    for page, line in lines:
+        try:
+            parse(line)
+        except (KeyError, TyperException) as error:
+            wrong.append(f"{page}: {line}: {error}")
+    assert wrong == []
+    for line in ("headrace rnu MODEL", "headrace run MODEL --beems 4", "headrace bench speculat MODEL"):
+        with pytest.raises((KeyError, TyperException)):
+            parse(line)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_a_snippet_of_the_readme_runs(
+    number: int, default_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def resolve(model: str, **_: object) -> Path:
+        asked.append(model)
+        return default_model
+
+    monkeypatch.setattr(hub, "resolve", resolve)
+    exec(compile(SNIPPETS[number], f"README.md, piece {number}", "exec"), {})
+    assert asked == ["smollm2-135m"]
+    printed = capsys.readouterr().out
+    assert len(printed) > 50
+    assert ("The mill stands by" in printed) == (number == 0)
+
+
+@pytest.mark.parametrize("code", OF_DOCS)
+def test_a_snippet_of_the_documents_runs(code: str, tiny: Path, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    if "OpenAI" in code:  # a client of the server that the page has just started
+        code = code.replace("http://127.0.0.1:8000", server.base).replace("smollm2-135m", "tiny")
+    exec(compile(code.replace("smollm2-135m", str(tiny)), "a document", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def tables(page: str) -> list[str]:
+    return re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL)
+
+
+def test_the_settings_of_the_documents_are_settings(tmp_path: Path) -> None:
+    (table,) = tables("server.md")
+    (tmp_path / "serve.toml").write_text(table, "utf-8")
+    context: Any = SimpleNamespace(command=get_command(build()).commands["serve"], default_map=None, meta={})  # type: ignore[attr-defined]
+    read_config(context, tmp_path / "serve.toml")
+    assert context.default_map["model"] == "smollm2-135m"
+    (table,) = tables("models.md")
+    (tmp_path / "mine.toml").write_text(table.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'), "utf-8")
+    assert catalog.load([tmp_path / "mine.toml"])["my-model"].sampling == {"temperature": 0.7}
