@@ -55,7 +55,9 @@ def parse(line: str) -> None:
         if name.startswith("-") or name in ("…", "COMMAND"):
             return
         command = command.commands[name]
-    command.make_parser(command.make_context(command.name, [], resilient_parsing=True)).parse_args(words)
+    context = command.make_context(command.name, [], resilient_parsing=True)  # which forgives that arguments are missing
+    context.resilient_parsing = False
+    command.make_parser(context).parse_args(words)
 
 
 def test_every_command_that_is_printed_parses() -> None:

@@ -121,4 +121,3 @@ def _failed(error: Exception) -> int:
     else:
         say(f"headrace: {type(error).__name__}: {text} (a bug in Headrace; HEADRACE_DEBUG=1 shows where)")
     return ERROR
-
