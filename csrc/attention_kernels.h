@@ -64,6 +64,7 @@ struct AttentionTask {
     const float* k_norm;
     float norm_eps;
     RopeTable rope;
+    const float* k_shift;  // [kv heads * dim], taken off K when it is turned, or null
     float scale;
     float softcap;       // 0: none
     const float* sinks;  // [heads] or null

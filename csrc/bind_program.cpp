@@ -202,13 +202,17 @@ void bind_building(nb::class_<Program>& c) {
         .def("attention",
              [](Program& self, int layer, int heads, At q, At k, At v, At out, float scale, int rope, const NormWeights* q_norm,
                 const NormWeights* k_norm, int window, float softcap, const std::optional<FloatVector>& sinks, bool causal,
-                int sublayer, const std::string& name) {
+                const std::optional<FloatVector>& k_shift, int sublayer, const std::string& name) {
+                 const KVShape& kv = self.kv().shape();
+                 if (k_shift && k_shift->size() != static_cast<size_t>(kv.heads) * static_cast<size_t>(kv.dim)) {
+                     throw nb::value_error("k_shift holds a value for each of K's");
+                 }
                  self.add({AttentionPhase{layer, {heads, window, causal}, place(q), place(k), place(v), place(out), norm_of(q_norm),
-                                          norm_of(k_norm), rope, scale, softcap, copied(sinks)},
+                                          norm_of(k_norm), rope, scale, softcap, copied(sinks), copied(k_shift)},
                            static_cast<uint8_t>(sublayer), name});
              }, "layer"_a, "heads"_a, "q"_a, "k"_a, "v"_a, "out"_a, "scale"_a, "rope"_a = -1, "q_norm"_a.none() = nb::none(),
              "k_norm"_a.none() = nb::none(), "window"_a = 0, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true,
-             "sublayer"_a = 0, "name"_a = "");
+             "k_shift"_a = nb::none(), "sublayer"_a = 0, "name"_a = "");
 }
 
 void bind_step(nb::module_& m) {

@@ -140,6 +140,7 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
         if (slot == 0) __builtin_memset(page + kv.half_bytes, 0, (size_t)(kv.page_bytes - kv.half_bytes));
         prepare_head(task.k + row * task.stride + kv_head * kv.dim, kv, task.k_norm, task.norm_eps, task.rope,
                      task.positions[row], k);
+        for (int d = 0; task.k_shift && d < kv.dim; ++d) k[d] -= task.k_shift[kv_head * kv.dim + d];
         prepare_head(task.v + row * task.stride + kv_head * kv.dim, kv, nullptr, 0.0f, none, 0, v);
         write_token(kv, page, slot, k, v, room);
     }

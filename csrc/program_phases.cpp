@@ -169,6 +169,7 @@ void run(const AttentionPhase& phase, Worker& w) {
     task.scale = phase.scale;
     task.softcap = phase.softcap;
     task.sinks = phase.sinks.empty() ? nullptr : phase.sinks.data();
+    task.k_shift = phase.k_shift.empty() ? nullptr : phase.k_shift.data();
     if (out.kind() == BufferKind::kFloat) {
         task.out = out.floats() + phase.out.column;
         task.out_stride = out.stride();

@@ -96,6 +96,7 @@ struct AttentionPhase {
     int rope;                    // -1: none
     float scale, softcap;
     std::vector<float> sinks;
+    std::vector<float> k_shift;  // [kv heads * dim] or empty
 };
 
 // Copies the rows out where the step asks for this tap.

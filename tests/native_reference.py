@@ -1,6 +1,7 @@
 """The native core's arithmetic, said simply in torch: int8 or bfloat16 activations, K, V, queries and weights of attention in
 bfloat16, everything else in float64."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +63,19 @@ def reference_of(model: Model, weights: PackedWeights, dtype: torch.dtype = torc
         narrow(holder, holders[path], weights, dtype)
         if not holder.params():
             holder.create(dtype)
+    for number in range(made.config.num_layers):
+        centre(made, number)
     return made.eval()
+
+
+def centre(model: Model, number: int) -> None:
+    """Note what attention takes off every K of a layer: its bias in pairs that turn by a sixth at most over all positions."""
+    rope, qkv = getattr(model, "rope", None), getattr(model.layers[number], "qkv", None)
+    if rope is None or qkv is None or qkv.bias is None:
+        return
+    bias = dict(zip(dict(qkv.parts), qkv.bias.split(qkv.sizes), strict=True))["k"].view(-1, model.config.head_dim)
+    still = (rope.inv_freq * model.config.max_position * 6 <= 2 * math.pi).repeat(2)
+    rope.shifts = {**getattr(rope, "shifts", {}), number: torch.where(still, bias, 0.0)}
 
 
 def narrow(holder: Holder, packed: Holder, weights: PackedWeights, dtype: torch.dtype) -> None:
@@ -95,7 +108,10 @@ def attention(q: Any, k: Any, v: Any, ctx: Context, layer: int, **settings: Any)
         return x if settings["rope"] is None else rotate(x, settings["rope"], ctx)
 
     query = rounded(prepared(q, heads, settings["q_norm"]))
-    ctx.pool.write(layer, ctx.slots[0], rounded(prepared(k, kv_heads, settings["k_norm"])), rounded(v.view(n, kv_heads, dim)))
+    keys = prepared(k, kv_heads, settings["k_norm"])
+    if settings["k_norm"] is None:
+        keys = keys - getattr(settings["rope"], "shifts", {}).get(layer, 0.0)
+    ctx.pool.write(layer, ctx.slots[0], rounded(keys), rounded(v.view(n, kv_heads, dim)))
     scale = dim**-0.5 if settings["scale"] is None else settings["scale"]
     out = torch.zeros(n, heads, dim, dtype=q.dtype)
     for group in groups(ctx, 0, heads, settings["window"], True):

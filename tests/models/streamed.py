@@ -17,7 +17,7 @@ from headrace.native.weights import PackedWeights
 from headrace.ops.context import Context, FeedRows, build
 from headrace.weights.loader import fill, plan
 from headrace.weights.source import WeightSource
-from tests.native_reference import narrow
+from tests.native_reference import centre, narrow
 
 BLOCK = 16
 
@@ -104,3 +104,5 @@ class Narrowed(Streamed):
             narrow(holder, self._packed[path], self._weights, self.dtype)
             if not holder.params():
                 holder.create(self.dtype)
+            if path.endswith(".qkv"):
+                centre(self.model, int(path.split(".")[1]))

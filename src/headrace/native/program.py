@@ -17,6 +17,7 @@ import numpy as np
 from headrace.config import ModelConfig
 from headrace.native import core
 from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Input, Normed, Ropes, Rows
+from headrace.native.centring import k_shift
 from headrace.native.uses import Uses
 from headrace.native.weights import PackedPart, PackedWeights
 from headrace.runner.record import Node, RecordError, Recording, Segment
@@ -195,6 +196,7 @@ class Lowering:
             window=settings["window"] or 0,
             softcap=settings["softcap"] or 0.0,
             sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
+            k_shift=k_shift(self.segment, node, self.weights, config),
             causal=settings["causal"],
             **self._mark(index, "attention"),
         )

@@ -1,0 +1,46 @@
+"""K less a constant: softmax does not see it, and what is left loses less when it is rounded to bfloat16 or int8.
+
+Qwen2's keys carry biases of up to some hundreds, in pairs of values that the rotation hardly turns within the context. They
+add the same to the scores of all tokens but for that turn, and their rounding was most of the error of attention.
+"""
+
+import math
+
+import numpy as np
+
+from headrace.config import ModelConfig
+from headrace.layers.rotary import frequencies
+from headrace.native.weights import PackedWeights
+from headrace.runner.record import Node, Segment
+
+TURN = math.pi / 3  # a vector that turns by less is, less its first place, no longer than it was
+
+
+def k_shift(segment: Segment, node: Node, weights: PackedWeights, config: ModelConfig) -> np.ndarray | None:
+    """What to take off every K [kv_heads * head_dim] of an attention node once it is turned: its bias, where the rotation
+    stays below a sixth of a turn. None: there is no bias, or more than softmax sees the scores."""
+    settings = node.settings
+    rope = settings["rope"]
+    bias = _bias(segment, node.inputs["k"], weights)
+    if bias is None or rope is None or any(settings[name] is not None for name in ("k_norm", "softcap", "sinks")):
+        return None
+    still = frequencies(rope.config, rope.dim).numpy() * config.max_position <= TURN
+    pairs = np.repeat(still, 2) if rope.interleaved else np.tile(still, 2)
+    kept = np.zeros(config.head_dim, bool)
+    kept[: rope.dim] = pairs
+    shift: np.ndarray = np.where(kept, bias.reshape(-1, config.head_dim), np.float32(0)).reshape(-1)
+    return shift if shift.any() else None
+
+
+def _bias(segment: Segment, value: int, weights: PackedWeights) -> np.ndarray | None:
+    """The bias of the linear layer that makes a value."""
+    maker = next((node for node in segment.nodes if value in node.outputs), None)
+    if maker is None or maker.op != "linear":
+        return None
+    layer = maker.settings["w"]
+    bias = weights.vector(layer, "bias")
+    if bias is None or not layer.split:
+        return bias
+    part = maker.outputs.index(value)
+    start = sum(layer.sizes[:part])
+    return bias[start : start + layer.sizes[part]]
