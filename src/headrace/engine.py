@@ -333,7 +333,7 @@ class Engine:
         if seq.finish_reason is None:
             self.scheduler.accept(seq, length, tuple(out.path))
         if not draft.required and self.speculation is not None:
-            request.metrics.accepted += min(len(out.path), len(seq.tokens) - length)
+            request.metrics.accept(min(len(out.path), len(seq.tokens) - length))
             self.speculation.observe(request, seq, draft, out)
 
     def _sweep(self, flight: Flight) -> None:

@@ -153,7 +153,7 @@ def check_lists(params: Any) -> None:
     )
     for word in params.bad_words:
         require(isinstance(word, tuple), f"bad_words must be lists of token ids, not {word!r}")
-        require(bool(word), "a bad word needs at least one token; remove the empty one")
+        require(bool(word), "each of bad_words needs at least one token; remove the empty one")
     for name, ids in params.named_ids().items():
         for t in ids:
             require(

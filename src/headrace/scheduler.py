@@ -285,6 +285,7 @@ class Scheduler:
             del draft.tokens[most:], draft.parents[most:]
             work.feed.nodes, work.feed.parents = draft.tokens, draft.parents
             flight.room -= most
+            work.request.metrics.drafts += 1
             work.request.metrics.drafted += most
 
     def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:

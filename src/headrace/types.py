@@ -133,8 +133,17 @@ class RequestMetrics(msgspec.Struct):
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
-    drafted: int = 0
+    drafts: int = 0  # that were verified
+    drafted: int = 0  # tokens of these
     accepted: int = 0
+    accepted_at: list[int] = []  # how many drafts were accepted as far as their first, second, … token
+
+    def accept(self, count: int) -> None:
+        """A draft was accepted for `count` tokens."""
+        self.accepted += count
+        self.accepted_at += [0] * (count - len(self.accepted_at))
+        for place in range(count):
+            self.accepted_at[place] += 1
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):

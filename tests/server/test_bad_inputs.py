@@ -70,6 +70,8 @@ BOTH = [
     ("top_n_sigma", -1.0, "top_n_sigma must be between 0"),
     ("mirostat_tau", 200.0, "mirostat_tau must be between 0"),
     ("stream_options", {"include_usage": True}, "goes with stream: true"),
+    ("stream_options", {"include_obfuscation": True}, "stream_options.include_obfuscation"),
+    ("stream_options", {"include_more": True}, "unknown field 'stream_options.include_more'"),
     ("no_such_field", 1, "unknown field 'no_such_field'"),
     ("extra_body", {}, "unknown field 'extra_body'"),
     ("user", 5, "user: "),
@@ -110,6 +112,8 @@ CHATS = [
     ("web_search_options", {}, "does not search"),
     ("top_logprobs", 3, "goes with logprobs: true"),
     ("max_completion_tokens", 9, "differ; give one"),
+    ("messages", [{"role": "assistant", "content": "", "function_call": {"name": "f"}}], "use tool_calls"),
+    ("messages", [{"role": "assistant", "content": "", "audio": {"id": "a"}}], "reads text alone"),
     ("chat_template_kwargs", {"messages": []}, "may not set messages"),
     ("chat_template_kwargs", {"tools": []}, "may not set tools"),
 ]
@@ -121,13 +125,34 @@ def check(server: Running, path: str, body: dict[str, Any], field: str, says: st
     assert answer.status_code == 400, error
     assert says in error["message"]
     assert error["type"] == "invalid_request_error"
-    assert error["param"] in (field, None)
+    assert error["param"] == field
     assert "\n" not in error["message"]
 
 
 @pytest.mark.parametrize(("field", "value", "says"), BOTH + COMPLETIONS)
 def test_a_bad_completion_is_refused(server: Running, field: str, value: Any, says: str) -> None:
     check(server, "/v1/completions", COMPLETION | {field: value}, field, says)
+
+
+def test_limits_of_a_chat_name_the_field_that_was_given(server: Running) -> None:
+    talk = {"model": "tiny", "messages": CHAT["messages"]}
+    check(
+        server,
+        "/v1/chat/completions",
+        talk | {"max_completion_tokens": 0},
+        "max_completion_tokens",
+        "max_completion_tokens must",
+    )
+    check(
+        server, "/v1/chat/completions", talk | {"logprobs": True, "top_logprobs": 50}, "top_logprobs", "top_logprobs must be 20"
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/models?x=1", "/v1/files?prupose=batch", "/v1/batches?order=asc"])
+def test_an_unknown_parameter_of_a_query_is_refused(server: Running, path: str) -> None:
+    answer = server.http.get(path)
+    name = path.partition("?")[2].partition("=")[0]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(("field", "value", "says"), BOTH + CHATS)

@@ -24,7 +24,7 @@ VLLM = (
     "e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_inference_time_seconds_bucket "
     "request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_prompt_tokens_bucket "
     "request_generation_tokens_bucket request_params_n_bucket request_params_max_tokens_bucket "
-    "spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"
+    "spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"
 ).split()
 
 
@@ -52,8 +52,10 @@ def test_figures_of_a_request() -> None:
     ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), Waiting(1, 100), asyncio.Event())
     ticket.generated = 3
     times = RequestMetrics(
-        arrival=10.0, scheduled=10.5, first_token=11.0, last_token=15.0, cached_tokens=2, drafted=8, accepted=6, preemptions=1
+        arrival=10.0, scheduled=10.5, first_token=11.0, last_token=15.0, cached_tokens=2, drafts=3, drafted=8, preemptions=1
     )
+    for count in (3, 0, 3):
+        times.accept(count)
     for token in range(3):
         metrics.step(Deltas([Delta("r", 0, [token], "ab")], stats=Stats(1, 2, 5, 1, fed=7)), {"r": ticket})
     last = Deltas([Delta("r", 0, finish_reason="stop", finished=True)], [Ended("r", times)], stats=Stats(0, 0, 0, 1))
@@ -66,6 +68,7 @@ def test_figures_of_a_request() -> None:
     expected = {
         "generation_tokens_total": 3, "generation_chars_total": 6, "prompt_tokens_total": 4, "prefix_cache_queries_total": 4,
         "prefix_cache_hits_total": 2, "num_preemptions_total": 1, "spec_decode_num_draft_tokens_total": 8,
+        "spec_decode_num_drafts_total": 3,
         "spec_decode_num_accepted_tokens_total": 6, "request_queue_time_seconds_sum": 0.5,
         "request_prefill_time_seconds_sum": 0.5,
         "request_decode_time_seconds_sum": 4, "request_inference_time_seconds_sum": 4.5, "inter_token_latency_seconds_count": 2,
@@ -73,6 +76,10 @@ def test_figures_of_a_request() -> None:
         "iteration_requests_count": 4, "time_to_first_token_seconds_count": 1, "request_success_total": 1,
     }  # fmt: skip
     assert {name: value(name) for name in expected} == expected
+    places = re.findall(
+        r"^headrace:spec_decode_num_accepted_tokens_per_pos_total{.*position=\"(\d)\".*} (\S+)$", text, re.MULTILINE
+    )
+    assert places == [("0", "2.0"), ("1", "2.0"), ("2", "2.0")]
 
 
 def test_drafted_and_accepted_tokens_are_counted(tiny: Path) -> None:
@@ -83,6 +90,9 @@ def test_drafted_and_accepted_tokens_are_counted(tiny: Path) -> None:
         answers = [running.complete(prompt=repeats, max_tokens=60, temperature=heat, seed=5) for heat in (0, 0.5)]
         drafted, accepted = (running.figure(f"spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
         assert 0 < accepted < drafted
+        drafts = running.figure("spec_decode_num_drafts_total")
+        assert drafted / 3 <= drafts <= drafted
+        assert running.figure("spec_decode_num_accepted_tokens_per_pos_total") == accepted
         assert accepted < running.figure("generation_tokens_total") == 120
     with Running(tiny, speculate="off") as running:
         plain = [running.complete(prompt=repeats, max_tokens=60, temperature=heat, seed=5) for heat in (0, 0.5)]

@@ -121,8 +121,16 @@ def test_logprobs(server: Running) -> None:
         ({"truncation": "auto"}, "nothing is cut off"),
         ({"prompt": {"id": "x"}}, "prompt templates"),
         ({"include": ["code"]}, "include must be"),
+        ({"max_tool_calls": 1}, "max_tool_calls: there are no built-in tools"),
+        ({"reasoning": {"budget": 1}}, "unknown field reasoning.budget"),
+        ({"reasoning": {"effort": 1}}, "reasoning.effort must be text"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options goes with stream"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "unknown field 'stream_options.include_usage'"),
+        ({"tools": [{"type": "function", "name": "a", "defer_loading": True}]}, "unknown field 'defer_loading'"),
+        ({"context_management": []}, "unknown field 'context_management'"),
         ({"text": {"fromat": 1}}, "unknown field text.fromat"),
-        ({"max_output_tokens": 0}, "max_tokens must be 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be 1"),
         ({"n": 2}, "unknown field 'n'"),
         ({"metadata": {"a": "b" * 600}}, "metadata"),
         ({"model": "gpt-99"}, "is not served here"),
@@ -131,14 +139,29 @@ def test_logprobs(server: Running) -> None:
 def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], says: str) -> None:
     answer = server.post("/v1/responses", {**ASK, **change})
     assert answer.status_code in (400, 404)
-    assert says in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert error["param"] in ("model", *change)
+
+
+def test_what_asks_for_nothing_is_taken(server: Running) -> None:
+    """Reasoning items there are none, so their parts are all there; disguised sizes may be declined."""
+    made = server.openai.responses.create(
+        **ASK, include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"}
+    )
+    assert (made.status, made.max_tool_calls, made.reasoning.effort) == ("incomplete", None, "low")
+    events = list(server.openai.responses.create(**ASK, stream=True, stream_options={"include_obfuscation": False}))
+    assert events[-1].response.output_text == made.output_text
+    wrong = server.http.get(f"/v1/responses/{made.id}", params={"include[]": "message.output_text.logprobs"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "include[]")
 
 
 def test_an_engine_that_ends_under_a_stream_is_said(tiny: Path) -> None:
     with Running(tiny, limits=Limits(deadline=0.5, responses=2)) as server:
         with server.paused(), pytest.raises(openai.APIStatusError, match="deadline"):
             list(server.openai.responses.create(**ASK, stream=True))
-        kept = [server.openai.responses.create(**ASK).id for _ in range(3)]
+        patient = {**ASK, "extra_body": {**ASK.get("extra_body", {}), "deadline": 600}}
+        kept = [server.openai.responses.create(**patient).id for _ in range(3)]
         server.openai.responses.retrieve(kept[2])
         with pytest.raises(openai.NotFoundError):  # the oldest made room
             server.openai.responses.retrieve(kept[0])
@@ -185,6 +208,15 @@ def test_tools_are_called_whole_and_streamed_and_told_their_results(wide: Runnin
         "message", "function_call", "function_call_output",
     ]  # fmt: skip
     assert after.usage.input_tokens > len("it turned")
+
+
+def test_a_choice_among_some_of_the_tools(wide: Running) -> None:
+    tools = [*CALL["tools"], {"type": "function", "name": "stop", "parameters": {"type": "object", "properties": {}}}]
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "turn"}]}
+    made = wide.openai.responses.create(**{**CALL, "tools": tools, "tool_choice": allowed})
+    assert {call.name for call in made.output} == {"turn"}
+    with pytest.raises(openai.BadRequestError, match="not among the tools"):
+        wide.openai.responses.create(**{**CALL, "tool_choice": {**allowed, "tools": [{"type": "function", "name": "x"}]}})
 
 
 def test_text_is_held_to_a_schema(wide: Running) -> None:

@@ -180,6 +180,34 @@ def test_text_before_calls() -> None:
     assert read(HERMES, list(whole)) == ("Let me see.", CALLS[:2])
 
 
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("before", ["", "call"])
+def test_long_runs_of_blanks_are_not_looked_at_again_and_again(form: CallFormat, before: str) -> None:
+    """What is held, and so looked at with every piece that comes, stays short; nothing of the text is lost."""
+    text = ToolText(form)
+    call = written(form, CALLS[:1]) if before else ""
+    pieces = text.push(call)
+    for count in range(3000):
+        pieces += text.push(" \n")
+        assert len(text._held) <= 64, count
+    pieces += text.push("so.") + text.close()
+    said = "".join(piece.text for piece in pieces if piece.call is None)
+    assert (said.strip(), text.calls) == ("so.", 1 if before else 0)
+    if not before:
+        assert said == " \n" * 3000 + "so."
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=lambda form: form.name)
+def test_a_head_without_an_end_becomes_text(form: CallFormat) -> None:
+    text = ToolText(form)
+    begin = '[{"name": "' if form.listed else '{"name": "'
+    pieces = text.push(form.opening + begin)
+    for _ in range(400):
+        pieces += text.push("name: ")
+        assert len(text._held) <= 1100
+    assert "".join(piece.text for piece in pieces + text.close()).removeprefix("[") == '{"name": "' + "name: " * 400
+
+
 @pytest.mark.parametrize(
     ("template", "form"),
     [

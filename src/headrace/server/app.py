@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -24,8 +25,15 @@ from headrace.server.async_llm import (
     State,
 )
 from headrace.server.batch_worker import BatchWorker
-from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error
-from headrace.server.fields import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error, blamed
+from headrace.server.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ResponseRequest,
+    TokenizeRequest,
+)
 from headrace.server.guard import Guard
 from headrace.server.models import Models
 from headrace.server.page.routes import add_page
@@ -50,6 +58,13 @@ OURS = (
     TemplateError,
     TokenizerError,
 )
+# What a request is made of, and the field with the text that goes to the model.
+SAID: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/completions": (CompletionRequest, "prompt"),
+    "/v1/chat/completions": (ChatRequest, "messages"),
+    "/v1/embeddings": (EmbeddingRequest, "input"),
+    "/v1/responses": (ResponseRequest, "input"),
+}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -85,12 +100,16 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is read so."""
+    """A route whose body is read so, and that knows every parameter of its queries."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        known = {parameter.alias for parameter in self.dependant.query_params}
 
         async def strict(request: Request) -> Response:
+            if request.url.path.startswith("/v1/") and (unknown := sorted(set(request.query_params) - known)):
+                name = unknown[0][:100]
+                return _error(ApiError(400, f"unknown parameter {name!r}; remove it", param=name, code="unknown_parameter"))
             return await handle(StrictRequest(request.scope, request.receive))
 
         return strict
@@ -152,7 +171,11 @@ def _add_tools(app: FastAPI, models: Models) -> None:
 
 def _add_errors(app: FastAPI) -> None:
     async def ours(request: Request, error: Exception) -> Response:
-        return _error(as_api_error(error) or ApiError(500, "internal error"))
+        made = as_api_error(error) or ApiError(500, "internal error")
+        if made.param is None and made.status == 400 and request.url.path in SAID:
+            body, said = SAID[request.url.path]
+            made.param = blamed(made.message, body.model_fields, said)
+        return _error(made)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

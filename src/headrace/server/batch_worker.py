@@ -5,13 +5,14 @@ was not kept when the server ended is run again after the next start, so that ev
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import sqlite3
 from collections.abc import MutableMapping
 from typing import Any
 
-from headrace.server import batches
+from headrace.server import batches, files
 from headrace.server.answers import new_id, now
 from headrace.server.guard import App
 from headrace.server.store import Store
@@ -19,6 +20,7 @@ from headrace.server.store import Store
 log = logging.getLogger("headrace.server")
 
 WIDTH = 32  # lines under way at once
+SWEEP = 600.0  # seconds between looks for files whose time is over
 PATIENCE = 0.25  # seconds before a line is tried again that found the server busy or the engine down
 BUSY = (429, 503)
 BEHIND = 1_000_000  # the priority of lines that name none: after those that somebody waits for
@@ -64,10 +66,17 @@ class BatchWorker:
             self._news.clear()
             try:
                 if not await self._feed():
-                    await self._news.wait()
+                    await self._wait()
             except sqlite3.Error:
                 log.exception("the server's database failed; batches wait")
                 await asyncio.sleep(40 * PATIENCE)
+
+    async def _wait(self) -> None:
+        """Until there is something new; files whose time is over are deleted meanwhile."""
+        while not self._news.is_set():
+            await self._store.run(files.sweep)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), SWEEP)
 
     async def _feed(self) -> bool:
         """Begin lines while there is room, and end batches that are through; returns whether to look again at once."""

@@ -25,6 +25,7 @@ async def create(store: Store, request: BatchRequest, most: int) -> dict[str, An
         raise bad(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
     if request.completion_window != "24h":
         raise bad("completion_window must be 24h", "completion_window")
+    files.life(request.output_expires_after, "output_expires_after")
 
     def work(db: sqlite3.Connection) -> dict[str, Any]:
         content = files.read(db, request.input_file_id)
@@ -59,6 +60,7 @@ def _new(request: BatchRequest) -> dict[str, Any]:
         "created_at": now(),
         "expires_at": now() + DAY,
         **dict.fromkeys(STAMPS),
+        "output_expires_after": request.output_expires_after,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": request.metadata,
     }
@@ -167,13 +169,14 @@ def finish(db: sqlite3.Connection, batch: dict[str, Any], status: str) -> None:
     reason = {"cancelled": "batch_cancelled", "expired": "batch_expired"}.get(status, "")
     rows = db.execute("SELECT custom_id, failed, answer FROM lines WHERE batch = ? ORDER BY number", (batch["id"],)).fetchall()
     count(db, batch)
+    life = files.life(batch.get("output_expires_after"), "output_expires_after")
     parts: dict[bool, list[str]] = {False: [], True: []}
     for custom_id, failed, answer in rows:
         parts[failed != 0].append(answer or unanswered(custom_id, reason))
     for failed, name in ((False, "output"), (True, "error")):
         if parts[failed]:
             content = ("\n".join(parts[failed]) + "\n").encode()
-            batch[f"{name}_file_id"] = files.add(db, f"{batch['id']}_{name}.jsonl", "batch_output", content)["id"]
+            batch[f"{name}_file_id"] = files.add(db, f"{batch['id']}_{name}.jsonl", "batch_output", content, life)["id"]
     db.execute("DELETE FROM lines WHERE batch = ?", (batch["id"],))
     batch |= {"status": status, f"{status}_at": now()}
     keep(db, batch)

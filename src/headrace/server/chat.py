@@ -24,7 +24,7 @@ from headrace.server.answers import (
     usage,
 )
 from headrace.server.async_llm import AsyncLLM
-from headrace.server.errors import bad
+from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.sampling import not_built, sampling_params
@@ -108,6 +108,9 @@ async def render(llm: AsyncLLM, messages: list[dict[str, Any]], **variables: Any
     """Token ids of a conversation. Raises TemplateError, TokenizerError, ApiError."""
     for number, message in enumerate(messages):
         _check_parts(number, message.get("content"))
+        for name, instead in (("function_call", "use tool_calls"), ("audio", "this server reads text alone")):
+            if message.get(name) is not None:
+                raise bad(f"message {number} has {name}, which is not read here; {instead}", "messages")
     text = await asyncio.to_thread(llm.opened.template.render, messages, **variables)
     return await llm.encode(text, add_special=False)
 
@@ -141,11 +144,19 @@ def _params(service: Service, request: ChatRequest, spec: StructuredOutputs | No
     given = [value for value in (request.max_completion_tokens, request.max_tokens) if value is not None]
     if len(set(given)) > 1:
         raise bad("max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
+    try:
+        return _sampled(service, request, spec, given[0] if given else None)
+    except ApiError as error:
+        error = error.renamed("logprobs", "top_logprobs")
+        raise (error.renamed("max_tokens", "max_completion_tokens") if request.max_tokens is None else error) from None
+
+
+def _sampled(service: Service, request: ChatRequest, spec: StructuredOutputs | None, most: int | None) -> SamplingParams:
     return sampling_params(
         request,
         service.llm.opened.sampling,
         service.limits,
-        max_tokens=given[0] if given else None,
+        max_tokens=most,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         structured_outputs=spec,
     )
@@ -166,7 +177,7 @@ async def _checked(job: Job, spec: StructuredOutputs | None) -> Chat:
     answer = await _whole(job)
     for choice in answer.choices:
         if spec is not None and choice.finish_reason == "stop":
-            await check_text(job.service.llm.grammar_check, spec, choice.message.content or "")
+            await check_text(job.service, spec, choice.message.content or "")
     return answer
 
 

@@ -82,7 +82,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
         answer = await unless_gone(http, _whole(job))
         for choice in answer.choices if late else []:
             if spec is not None and choice.finish_reason == "stop":
-                await check_text(service.llm.grammar_check, spec, choice.text)
+                await check_text(service, spec, choice.text)
         return answer
     finally:
         service.llm.abort(tickets)

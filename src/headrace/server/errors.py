@@ -1,14 +1,19 @@
 """Errors as the OpenAI protocol writes them: {"error": {"message", "type", "param", "code"}}."""
 
+import re
+from collections.abc import Collection
+
 import msgspec
 
 from headrace.params import ParamError
+from headrace.server.fields import Meaningless
 from headrace.server.queueing import QueueFullError
 from headrace.server.tickets import DeadlineError, EngineDownError, RequestFailedError, RequestRefusedError
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
 RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
+OTHER_NAMES = {"groups": "beam_groups"}  # words of messages for fields of requests
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -25,6 +30,13 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
 
+    def renamed(self, name: str, known: str) -> "ApiError":
+        """The same about a field that the client knows by another name."""
+        if self.param != name:
+            return self
+        message = self.message.replace(name, known, 1)
+        return ApiError(self.status, message, param=known, code=self.code, retry_after=self.retry_after)
+
     def body(self) -> bytes:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -38,6 +50,14 @@ class ApiError(Exception):
 def bad(message: str, param: str | None = None) -> ApiError:
     """A request that says something wrong; the message says what to change."""
     return ApiError(400, message, param=param, code="invalid_value")
+
+
+def blamed(message: str, fields: Collection[str], said: str | None) -> str | None:
+    """The field that a message is about: the first one it names, else, where it tells of what was said, `said`."""
+    words = [OTHER_NAMES.get(word, word) for word in re.findall(r"[a-z_]+", message)]
+    of_text = bool({"prompt", "text", "message", "messages", "template"} & set(words[:4]))
+    named = next((word for word in words if word in fields and word not in Meaningless.model_fields), None)
+    return said if of_text else named
 
 
 def as_api_error(error: Exception) -> ApiError | None:

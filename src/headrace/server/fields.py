@@ -3,7 +3,7 @@
 Every field may be null, which means that it was not given. Fields in `MEANINGLESS` are accepted and do nothing here.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -33,9 +33,16 @@ class Meaningless(Strict):
     prediction: dict[str, Any] | None = None
 
 
-class StreamOptions(Strict):
+class Disguise(Strict):
+    """Stream options of /v1/responses. Sizes of events are not disguised here, so it may only be declined."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class StreamOptions(Disguise):
+    """Those of the others."""
+
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class Sampling(Meaningless):
@@ -153,7 +160,7 @@ class ResponseRequest(Strict):
     previous_response_id: Annotated[str, Field(max_length=200)] | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Disguise | None = None
     max_output_tokens: Int64 | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -182,10 +189,10 @@ class ResponseRequest(Strict):
     prompt: Any = None
     moderation: Any = None
     truncation: str | None = None
+    max_tool_calls: int | None = None
     # accepted for clients that send them; they change nothing here
     user: str | None = None
     reasoning: dict[str, Any] | None = None
-    max_tool_calls: int | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write."""
+"""/v1/files: what batches read and write. A file past its time is not there any more, and is deleted at the next `sweep`."""
 
 import sqlite3
 from typing import Any
@@ -15,6 +15,7 @@ from headrace.server.store import Store, listing
 PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")  # of uploads; only batches are read here
 FIELDS = ("purpose", "file", "expires_after[anchor]", "expires_after[seconds]")
 SECONDS = (3600, 2592000)  # of a file's life
+INPUT_SECONDS = SECONDS[1]  # of a batch's input, where the upload names none
 COLUMNS = "id, created, filename, purpose, bytes, expires"
 
 
@@ -32,45 +33,63 @@ async def upload(store: Store, request: Request, limits: Limits) -> dict[str, An
             raise ApiError(400, "file is missing; give it", param="file", code="missing_field")
         if purpose not in PURPOSES:
             raise bad(f"purpose must be one of {', '.join(PURPOSES)}", "purpose")
-        expires = _expires(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
+        life = _life(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
+        life = INPUT_SECONDS if life is None and purpose == "batch" else life
         content = await file.read()
         if not content:
             raise bad("the file is empty; send what it should hold", "file")
         name = (file.filename or "file").replace("\\", "/").rpartition("/")[2][:200] or "file"
-        return await store.run(lambda db: add(db, name, str(purpose), content, expires, limits.stored))
+        return await store.run(lambda db: add(db, name, str(purpose), content, life, limits.stored))
     finally:
         await form.close()
 
 
-def _expires(anchor: Any, seconds: Any) -> int | None:
+def _life(anchor: Any, seconds: Any) -> int | None:
     if anchor is None and seconds is None:
         return None
-    if anchor != "created_at" or not isinstance(seconds, str) or not seconds.isdigit() or len(seconds) > 9:
+    if not isinstance(seconds, str) or not (seconds.isascii() and seconds.isdigit()) or len(seconds) > 9:
         raise bad("expires_after has the anchor created_at, and seconds", "expires_after")
-    if not SECONDS[0] <= int(seconds) <= SECONDS[1]:
-        raise bad(f"expires_after[seconds] must be {SECONDS[0]} to {SECONDS[1]}, not {seconds}", "expires_after")
-    return now() + int(seconds)
+    return life({"anchor": anchor, "seconds": int(seconds)}, "expires_after")
+
+
+def life(policy: dict[str, Any] | None, name: str) -> int | None:
+    """Seconds that a file is kept after it was made, None for ever. Raises ApiError for a policy that is none."""
+    if policy is None:
+        return None
+    seconds = policy.get("seconds")
+    if set(policy) != {"anchor", "seconds"} or policy["anchor"] != "created_at" or type(seconds) is not int:
+        raise bad(f"{name} has the anchor created_at, and seconds", name)
+    if not SECONDS[0] <= seconds <= SECONDS[1]:
+        raise bad(f"{name}: seconds must be {SECONDS[0]} to {SECONDS[1]}, not {seconds}", name)
+    return seconds
+
+
+def sweep(db: sqlite3.Connection) -> None:
+    """Delete the files whose time is over."""
+    db.execute("DELETE FROM files WHERE expires <= ?", (now(),))
 
 
 def add(
-    db: sqlite3.Connection, name: str, purpose: str, content: bytes, expires: int | None = None, most: int | None = None
+    db: sqlite3.Connection, name: str, purpose: str, content: bytes, life: int | None = None, most: int | None = None
 ) -> dict[str, Any]:
-    """Keep a file; `most`: bytes that all files may have together. Raises ApiError."""
-    db.execute("DELETE FROM files WHERE expires < ?", (now(),))
+    """Keep a file for `life` seconds; `most`: bytes that all files may have together. Raises ApiError."""
+    sweep(db)
     if most is not None:
         (held,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
         if held + len(content) > most:
             raise ApiError(400, f"the server keeps {most} bytes of files and is full; delete some", code="storage_full")
-    row = (new_id("file"), now(), name, purpose, len(content), expires)
+    created = now()
+    row = (new_id("file"), created, name, purpose, len(content), None if life is None else created + life)
     db.execute(f"INSERT INTO files ({COLUMNS}, content) VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, content))
     return _object(row)
 
 
 async def listed(store: Store, purpose: str | None, after: str | None, limit: int, order: str) -> dict[str, Any]:
-    where = " WHERE purpose = ?" if purpose is not None else ""
+    where = " WHERE (expires IS NULL OR expires > ?)" + (" AND purpose = ?" if purpose is not None else "")
     direction = "ASC" if order == "asc" else "DESC"
     query = f"SELECT {COLUMNS} FROM files{where} ORDER BY created {direction}, rowid {direction}"
-    rows = await store.run(lambda db: db.execute(query, (purpose,) if purpose is not None else ()).fetchall())
+    given = (now(),) if purpose is None else (now(), purpose)
+    rows = await store.run(lambda db: db.execute(query, given).fetchall())
     return listing([_object(row) for row in rows], after, limit)
 
 
@@ -94,7 +113,7 @@ async def delete(store: Store, name: str) -> dict[str, Any]:
 def row_of(db: sqlite3.Connection, name: str) -> tuple[Any, ...]:
     """Raises ApiError where there is no such file."""
     row: tuple[Any, ...] | None = db.execute(f"SELECT {COLUMNS} FROM files WHERE id = ?", (name,)).fetchone()
-    if row is None or (row[5] is not None and row[5] < now()):
+    if row is None or (row[5] is not None and row[5] <= now()):
         raise ApiError(404, f"there is no file {name[:100]!r}", code="file_not_found")
     return row
 

@@ -15,6 +15,7 @@ BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 WHOLE = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 LABELS = ("model_name",)
+LOOKS = ("fit", "unfit", "unchecked")
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -76,9 +77,16 @@ class Metrics:
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Drafts that were verified.")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        by_place = "Drafts that were accepted as far as this token; 0 is the first."
+        self.accepted_at = self._figures.counter("spec_decode_num_accepted_tokens_per_pos", by_place, (*LABELS, "position"))
         self.ended = self._figures.counter("request_success", "Requests by how they ended.", (*LABELS, "finished_reason"))
+        looked = "Finished answers that were checked against what no mask could hold them to, by what came of it."
+        self.looked = self._figures.counter("late_checks", looked, (*LABELS, "result"))
+        for result in LOOKS:
+            self.looked.labels(self._model, result)
         self.generated_chars = self._counter("generation_chars", "Characters of generated text.")
 
     def _histograms(self) -> None:
@@ -144,8 +152,11 @@ class Metrics:
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)
         self.cache_hits.inc(metrics.cached_tokens)
+        self.drafts.inc(metrics.drafts)
         self.drafted.inc(metrics.drafted)
         self.accepted.inc(metrics.accepted)
+        for place, count in enumerate(metrics.accepted_at):
+            self.accepted_at.labels(self._model, str(place)).inc(count)
         self.prompt_size.observe(prompt)
         self.answer_size.observe(ticket.generated)
         self.asked_n.observe(ticket.params.n)
@@ -159,6 +170,10 @@ class Metrics:
         self.inference.observe(metrics.last_token - metrics.scheduled)
         if ticket.generated > ticket.params.n:
             self.per_token.observe((metrics.last_token - metrics.first_token) / (ticket.generated / ticket.params.n - 1))
+
+    def look(self, result: str) -> None:
+        """A finished answer was checked: it is `fit`, `unfit` (the request failed), or `unchecked` (so it failed, too)."""
+        self.looked.labels(self._model, result).inc()
 
     def begin(self, loaded: Loaded) -> None:
         """An engine process is ready."""

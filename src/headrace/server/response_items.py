@@ -84,14 +84,23 @@ def chat_tools(tools: list[Item] | None) -> list[Item] | None:
             message = f"tools of type {str(tool.get('type'))[:40]!r} do not exist here; use functions"
             raise ApiError(400, message, param="tools", code="unsupported")
     names = ("name", "description", "parameters", "strict")
+    for tool in tools or []:
+        if unknown := {name for name, value in tool.items() if value is not None} - {"type", *names}:
+            raise ApiError(
+                400, f"unknown field {min(unknown)[:40]!r} of a tool; remove it", param="tools", code="unknown_field"
+            )
     made = [{"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}} for tool in tools or []]
     return made or None
 
 
 def chat_choice(choice: Any) -> Any:
     """A tool_choice as /v1/chat/completions has it."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": list(map(chat_choice, choice["tools"]))}}
     return choice
 
 

@@ -26,7 +26,9 @@ SAME = (
     "parallel_tool_calls chat_template_kwargs cache_salt"
 ).split()
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+# What may be asked for besides; the second is of reasoning items, which no answer here has.
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
+REASONING = ("effort", "summary", "generate_summary")
 MAX_ITEMS = 10_000
 
 
@@ -41,8 +43,7 @@ async def respond(service: Service, store: Store, request: ResponseRequest, http
     try:
         answer = await chat.chat(service, asked, http, salt)
     except ApiError as error:
-        error.param = RENAMED.get(error.param or "", error.param)
-        raise
+        raise error.renamed(error.param or "", RENAMED.get(error.param or "", error.param or "")) from None
     keep = _Keeper(store, response, items, service.limits.responses) if request.store is not False else None
     if isinstance(answer, EventStream):
         events = Events(response)
@@ -62,17 +63,24 @@ def _check(request: ResponseRequest) -> None:
     not_built(request.conversation is not None, "conversation", "conversations are gone on with by previous_response_id")
     not_built(request.prompt is not None, "prompt", "there are no prompt templates here")
     not_built(request.moderation is not None, "moderation", "this server does not moderate")
+    counted = "there are no built-in tools, whose calls it would count; parallel_tool_calls: false allows one call"
+    not_built(request.max_tool_calls is not None, "max_tool_calls", counted)
     not_built(request.truncation not in (None, "disabled"), "truncation", "nothing is cut off silently")
     for name in request.include or []:
         if name not in INCLUDES:
             raise bad(f"include must be of {', '.join(INCLUDES)}, not {name[:60]!r}", "include")
+    if unknown := set(request.reasoning or {}) - set(REASONING):
+        raise bad(f"unknown field reasoning.{min(unknown)[:40]}; remove it", "reasoning")
+    if not isinstance((request.reasoning or {}).get("effort"), str | None):
+        raise bad("reasoning.effort must be text", "reasoning")
+    if request.stream_options is not None and not request.stream:
+        raise bad("stream_options goes with stream: true", "stream_options")
     if not request.input:
         raise bad("input is empty; give a text or items", "input")
 
 
 def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
     given = {name: getattr(request, name) for name in SAME}
-    effort = (request.reasoning or {}).get("effort")
     wants = request.top_logprobs is not None or "message.output_text.logprobs" in (request.include or [])
     return ChatRequest(
         **given,
@@ -86,7 +94,7 @@ def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
         tools=chat_tools(request.tools),
         tool_choice=chat_choice(request.tool_choice),
         response_format=chat_format(request.text),
-        reasoning_effort=effort if isinstance(effort, str) else None,
+        reasoning_effort=(request.reasoning or {}).get("effort"),
     )
 
 
@@ -102,6 +110,7 @@ def _new(service: Service, request: ResponseRequest) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": request.metadata or {},
         "model": service.name,
         "output": [],

@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.params import ParamError, SamplingParams, params_of
-from headrace.server.errors import ApiError, bad
+from headrace.server.errors import ApiError, bad, blamed
 from headrace.server.fields import Sampling
 from headrace.server.settings import Limits
 
@@ -38,7 +38,7 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
     try:
         params = params_of(asked, own)
     except ParamError as error:
-        raise bad(str(error)) from None
+        raise bad(str(error), blamed(str(error), type(request).model_fields, None)) from None
     if request.stream and (params.beam or params.best_of):
         name = "beam_width" if params.beam else "best_of"
         raise bad(f"{name} and stream do not go together: which answer is the best is known at the end", "stream")

@@ -27,6 +27,12 @@ UPLOAD = {
                     "properties": {
                         "purpose": {"type": "string", "enum": list(files.PURPOSES)},
                         "file": {"type": "string", "format": "binary"},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": files.SECONDS[0],
+                            "maximum": files.SECONDS[1],
+                        },
                     },
                 }
             }

@@ -5,6 +5,7 @@ from typing import Any
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
 from headrace.server.grammar_check import GrammarCheck
+from headrace.server.service import Service
 from headrace.structured import ConstraintError, StructuredOutputs
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -48,12 +49,14 @@ async def check_form(check: GrammarCheck, spec: StructuredOutputs, *, streams: b
     return late
 
 
-async def check_text(check: GrammarCheck, spec: StructuredOutputs, text: str) -> None:
-    """The last look. Raises ApiError where an answer does not fit."""
+async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:
+    """The last look, which is counted. Raises ApiError where an answer does not fit."""
     try:
-        broken = await check.broken(spec, text)
+        broken = await service.llm.grammar_check.broken(spec, text)
     except ConstraintError as error:
+        service.metrics.look("unchecked")
         raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None
+    service.metrics.look("unfit" if broken else "fit")
     if broken:
         raise ApiError(422, f"{broken}; ask again, or say less in the schema", param="response_format", code="answer_unfit")
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-MOST_HEAD = 4096  # characters within which a call must say its name
+MOST_HEAD = 1024  # characters within which a call must say its name
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 
 
@@ -47,15 +47,19 @@ class Piece:
 
 
 class ToolText:
-    """The text of one answer, taken apart while it comes. Only a text that could still be an opening is held back."""
+    """The text of one answer, taken apart while it comes, in time that grows with its length.
+
+    Only what could still be an opening is held back, and blanks, which fall away before a call.
+    """
 
     def __init__(self, form: CallFormat) -> None:
         self.form = form
         self.calls = 0
         self._held = ""
+        self._blanks: list[str] = []  # that stand before what is held
         self._state = "start"
         self._depth = 0
-        self._in_text = self._escaped = False
+        self._in_text = self._escaped = self._ended = False
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -66,12 +70,14 @@ class ToolText:
 
     def close(self) -> list[Piece]:
         """What is left when no more text comes."""
-        held, self._held = self._held, ""
+        held, self._held = "".join([*self._blanks, self._held]), ""
         return [Piece(held)] if held and self._state in ("start", "text", "head") and (self.calls == 0 or held.strip()) else []
 
     def _start(self, pieces: list[Piece]) -> bool:
         """At the beginning: an opening, a brace that is one, or text."""
         lead = self._held.lstrip()
+        self._blanks.append(self._held[: len(self._held) - len(lead)])
+        self._held = lead
         if not lead:
             return False
         for tag in LEADS.get(self.form.name, ()):
@@ -95,19 +101,23 @@ class ToolText:
 
     def _text(self, pieces: list[Piece]) -> bool:
         """Plain text up to an opening."""
-        opening = self.form.opening
-        at = self._held.find(opening) if opening else -1
-        if at >= 0:
-            if said := self._held[:at].rstrip() if self.calls == 0 else self._held[:at].strip():
-                pieces.append(Piece(said))
-            self._held, self._state = self._held[at + len(opening) :], "call" if self.form.listed else "head"
-            return True
-        keep = next((n for n in range(min(len(opening), len(self._held)), 0, -1) if self._held.endswith(opening[:n])), 0)
-        keep += len(self._held[: len(self._held) - keep]) - len(self._held[: len(self._held) - keep].rstrip()) if opening else 0
-        if said := self._held[: len(self._held) - keep]:
+        opening, held = self.form.opening, self._held
+        at = held.find(opening) if opening else -1
+        keep = next((n for n in range(min(len(opening), len(held)), 0, -1) if held.endswith(opening[:n])), 0)
+        text = held[:at] if at >= 0 else held[: len(held) - keep]
+        said = text.rstrip() if opening else text
+        if said or not opening:
+            said = "".join([*self._blanks, said])
+            self._blanks = []
+        if said := said.lstrip() if at >= 0 and self.calls else said:
             pieces.append(Piece(said))
-        self._held = self._held[len(self._held) - keep :]
-        return False
+        if at < 0:
+            self._blanks.append(text[len(text.rstrip()) :] if opening else "")
+            self._held = held[len(held) - keep :]
+            return False
+        self._blanks = []
+        self._held, self._state = held[at + len(opening) :], "call" if self.form.listed else "head"
+        return True
 
     def _call(self, pieces: list[Piece]) -> bool:
         """The bracket of a list of calls."""
@@ -119,12 +129,13 @@ class ToolText:
 
     def _head(self, pieces: list[Piece]) -> bool:
         """{"name": "…", "arguments": — nothing is shown before it is whole."""
-        found = HEAD.match(self._held)
+        found = HEAD.match(self._held) if ":" in self._held else None
         if found is None:
-            if len(self._held) > MOST_HEAD:  # no call after all
-                pieces.append(Piece(self._held))
-                self._held, self._state = "", "text"
-            return False
+            if len(self._held) <= MOST_HEAD:
+                return False
+            self._state = "text"  # no call after all
+            return True
+        self._blanks = []
         pieces.append(Piece("", self.calls, found[1]))
         self.calls += 1
         self._held, self._state, self._depth = self._held[found.end() :], "arguments", 0
@@ -154,17 +165,19 @@ class ToolText:
 
     def _tail(self, pieces: list[Piece]) -> bool:
         """The rest of a call; what follows is another one, or text."""
-        rest = re.match(r"\s*\}?\s*", self._held)
-        assert rest is not None
-        after = self._held[rest.end() :]
+        after = self._held.lstrip()
+        if not self._ended and after.startswith("}"):
+            self._ended, after = True, after[1:].lstrip()
+        self._held = after
         if self.form.opening and not self.form.listed:
             closing = self.form.closing.strip()
             if len(after) < len(closing) and closing.startswith(after):
                 return False
-            self._held, self._state = after.removeprefix(closing), "text"
+            self._held, self._state, self._ended = after.removeprefix(closing), "text", False
             return True
         if not after:
             return False
+        self._ended = False
         if after[0] in ",;":
             self._held, self._state = after[1:], "head"
             return True

@@ -59,6 +59,8 @@ def tooling(request: ChatRequest, template: str | None, special: Callable[[str],
 def conversation(messages: list[dict[str, Any]], given: Tooling | None, template: str | None) -> list[dict[str, Any]]:
     """Messages as the template takes them: arguments of calls as objects; where it knows no tools, all about them as text."""
     known = format_of(template) is not None
+    if template is None or "developer" not in template:  # its newer name, for templates that do not know it
+        messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
     made = [_with_objects(number, message) if known else _as_text(number, message) for number, message in enumerate(messages)]
     if given is None or given.told:
         return made
