@@ -10,11 +10,15 @@ from typing import Any
 import jsonschema
 import pytest
 
+from headrace import selfdraft
 from headrace.cli.app import main
 from headrace.decoding.constrained import Constraint
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.speculation import Speculation
 from headrace.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.params import ParamError, SamplingParams, StructuredOutputs
+from headrace.runner.parts import Part
 from tests.tiny_files import write_tiny_gguf
 
 SCHEMA = {
@@ -261,18 +265,51 @@ def test_what_no_constraint_can_be(constraint: Any) -> None:
         SamplingParams(structured_outputs=constraint)
 
 
-@pytest.mark.parametrize("kind", ["ngram"])
-def test_with_drafts_as_without(model: Path, kind: str) -> None:
-    """Drafts are pruned by the grammar and verified under its masks: the same tokens, in fewer steps."""
-    jobs = [params({"regex": "((mill|stone) ){12}end"}, temperature=heat, seed=4, max_tokens=90) for heat in (0.0, 1.0)]
-    jobs += [params({"json": SCHEMA}, temperature=heat, seed=5, max_tokens=90) for heat in (0.0, 1.0)]
-    outputs = []
-    for speculate in ("off", kind):
-        opened = LLM(model, backend="native", threads=1, device="cpu", speculate=speculate)
-        outputs.append(opened.generate(["mill stone mill stone mill"] * len(jobs), jobs))
+DRAFTED = [
+    params(form, temperature=heat, seed=4, max_tokens=60, ignore_eos=True)
+    for form in ({"regex": "((mill|stone) ){12}end"}, {"json": SCHEMA}, {"grammar": LARK}, {"regex": r"(.|\n)+"})
+    for heat in (0.0, 1.0)
+]
+UNSURE = {"draft": DraftModel(least=0.0), "self": DraftModel("self", group=None, least=0.0)}
+BACKENDS: dict[str, dict[str, Any]] = {"native": {}, "torch": {"dtype": "float64"}}
+
+
+def drafted(model: Path, backend: str, **more: Any) -> tuple[list[list[int]], int]:
+    """The tokens of DRAFTED's jobs, and how many were drafted."""
+    opened = LLM(model, backend=backend, threads=1, device="cpu", kv_cache_memory="16MiB", **BACKENDS[backend], **more)
+    if more["speculate"] in UNSURE:  # of a model of noise nothing is likely, and they would wait for what is
+        opened.engine.speculation = Speculation([UNSURE[more["speculate"]]], 256, 3)
+    try:
+        outputs = opened.generate(["mill stone mill stone mill"] * len(DRAFTED), DRAFTED)
+    finally:
         opened.close()
-    assert [one.outputs[0].token_ids for one in outputs[1]] == [one.outputs[0].token_ids for one in outputs[0]]
-    assert sum(one.metrics.drafted for one in outputs[1]) > 0
+    assert [one.error for one in outputs] == [None] * len(DRAFTED)
+    return [one.outputs[0].token_ids for one in outputs], sum(one.metrics.drafted for one in outputs)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def undrafted(request: pytest.FixtureRequest, model: Path) -> tuple[str, list[list[int]]]:
+    """A back end, and its tokens without drafts."""
+    tokens, drafts = drafted(model, request.param, speculate="off")
+    assert drafts == 0
+    return request.param, tokens
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "lookahead", "jacobi", "draft", "self"])
+def test_with_drafts_as_without(
+    undrafted: tuple[str, list[list[int]]], model: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are pruned by the grammar and verified under its masks: the same tokens, whoever drafts."""
+    backend, expected = undrafted
+    more: dict[str, Any] = {"speculate": kind, "draft_tokens": 3}
+    if kind == "draft":
+        more["draft"] = write_tiny_gguf(tmp_path / "draft.gguf")
+    if kind == "self":
+        monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+        selfdraft.save(model, Part(layers=1))
+    tokens, drafts = drafted(model, backend, **more)
+    assert tokens == expected
+    assert drafts > 0
 
 
 def test_from_the_command_line(

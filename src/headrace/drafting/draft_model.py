@@ -76,7 +76,8 @@ class DraftModel:
             count = min(length - start, room)
             if count > 0:
                 wants = (self._want(work),) if start + count == length else ()
-                feeds.append((work, Feed(work.seq.slot, start, count, work.feed.new, wants)))
+                masks = _mask(work, []) if wants and wants[0].kind != "logits" else b""
+                feeds.append((work, Feed(work.seq.slot, start, count, work.feed.new, wants, masks=masks)))
                 work.feed.new = []
                 room -= count
         return feeds
@@ -116,10 +117,9 @@ def _drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
 
     q is held to the grammar as p is: to take a token off after it was drawn would make q another distribution.
     """
-    constraint, mask = work.seq.constraint, b""
-    if constraint is not None:
-        masks = constraint.masks(chain.tokens, list(range(-1, len(chain.tokens) - 1)))
-        mask = masks[len(masks) - len(masks) // (1 + len(chain.tokens)) :]
+    mask = _mask(work, chain.tokens)
+    if not mask and work.seq.constraint is not None:
+        return False
     logits = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())
     drawn = draw_draft(logits, row_spec(work.request, work.seq, list(chain.tokens), mask))
     if drawn is not None:
@@ -130,9 +130,21 @@ def _drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
     return drawn is not None
 
 
+def _mask(work: Fed, chain: list[int]) -> bytes:
+    """What may follow a chain where the output is held to a grammar; empty where it is not, or where nothing may."""
+    if work.seq.constraint is None:
+        return b""
+    ahead = work.seq.constraint.copy()
+    for token in chain:
+        ahead.push(token)
+    return ahead.masks()
+
+
 def _next(work: Fed, chain: list[int], want: Want) -> Feed:
     """The feed of a chain's last token."""
-    return Feed(work.seq.slot, len(work.seq.tokens) + len(chain) - 1, 0, [], (want,), nodes=chain[-1:], parents=[-1])
+    feed = Feed(work.seq.slot, len(work.seq.tokens) + len(chain) - 1, 0, [], (want,), nodes=chain[-1:], parents=[-1])
+    feed.masks = _mask(work, chain) if want.kind != "logits" else b""
+    return feed
 
 
 def _settle(work: Fed, grown: Chain) -> None:
@@ -147,4 +159,5 @@ def _settle(work: Fed, grown: Chain) -> None:
     draft.q = grown.q or None
     work.feed.nodes, work.feed.parents = draft.tokens, draft.parents
     if not chain:
+        work.request.metrics.drafts -= 1
         work.seq.draft = None
