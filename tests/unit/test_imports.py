@@ -61,6 +61,7 @@ ROOMS = {
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",
+    "bench.workers.ours_speculation": "llm params",
     "server": "structured llm sizes opening engine outputs decoding weights text params types config",
     "cli": "server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native params "
     "types config",

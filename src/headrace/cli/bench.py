@@ -9,6 +9,7 @@ from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_local import local
 from headrace.cli.bench_masks import masks
 from headrace.cli.bench_peers import peers
+from headrace.cli.bench_peers_speculate import peers_speculate
 from headrace.cli.bench_self_draft import self_draft
 from headrace.cli.bench_serve import latency, serve
 from headrace.cli.output import print_table, say
@@ -20,6 +21,7 @@ def register(app: typer.Typer) -> None:
     bench.command("batching")(batching)
     bench.command("local")(local)
     bench.command("peers")(peers)
+    bench.command("peers-speculate")(peers_speculate)
     bench.command("serve")(serve)
     bench.command("latency")(latency)
     bench.command("beams")(beams)

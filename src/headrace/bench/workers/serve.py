@@ -8,7 +8,8 @@ The first line says what to load, and is answered when it is loaded; the others 
     {"cell": "b4", "prompts": [[…], …], "new_tokens": 32}              {"tokens_per_s": 512.3, "seconds": …, "first": […], …}
 
 `new_tokens` 0 measures prefill, up to the first token; otherwise decode, `new_tokens` after the first for every prompt. With
-"fed", which Headrace alone knows, it is `new_tokens` steps, each of so many tokens of every prompt.
+"fed", which Headrace alone knows, it is `new_tokens` steps, each of so many tokens of every prompt. "options" are more
+arguments of `worker.run`, which may say how many tokens it has made, where that is another number.
 An error is {"error": "…"}. The end of stdin ends the process. Needs the standard library alone, nothing of Headrace.
 """
 
@@ -34,7 +35,7 @@ def main(path: str) -> None:
                 worker = make(**command)
                 reply = {"about": worker.about, "load_s": time.perf_counter() - start}
             else:
-                reply = measure(worker, command["prompts"], command["new_tokens"], command.get("fed", 1))
+                reply = measure(worker, **{name: value for name, value in command.items() if name != "cell"})
         except Exception as error:  # whatever an engine raises is the answer
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps({**reply, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}) + "\n")
@@ -43,10 +44,13 @@ def main(path: str) -> None:
             return
 
 
-def measure(worker: Any, prompts: list[list[int]], new_tokens: int, fed: int) -> dict[str, Any]:
+def measure(
+    worker: Any, prompts: list[list[int]], new_tokens: int, fed: int = 1, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """One cell: `worker.run` gives seconds until every prompt had its first token, seconds after that, and those tokens."""
-    prefill_s, decode_s, first = worker.run(prompts, new_tokens, *([fed] if fed > 1 else []))
-    tokens = len(prompts) * new_tokens * fed or sum(map(len, prompts))
+    arguments = [fed] if fed > 1 else []
+    prefill_s, decode_s, first, *made = worker.run(prompts, new_tokens, *arguments, **(options or {}))
+    tokens = made[0] if made else len(prompts) * new_tokens * fed or sum(map(len, prompts))
     seconds = decode_s if new_tokens else prefill_s
     return {"tokens_per_s": tokens / seconds, "seconds": seconds, "tokens": tokens, "prefill_s": prefill_s, "first": first}
 
