@@ -79,6 +79,8 @@ def start(
         raise ValueError(f"unknown kv_dtype {settings.kv_dtype!r}; use one of {known}")
     if settings.quantize not in (None, "int8", "int4"):
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
+    if settings.draft_vocab is not None and (settings.draft_vocab < 0 or draft is None):
+        raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
     if settings.backend != "torch":
         problem = _why_not(settings, opened)
         if not problem:
@@ -169,6 +171,8 @@ def _draft_head(draft: Opened, settings: Settings) -> np.ndarray | None:
 def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None, part: Part | None) -> Backend:
     if settings.quantize:
         raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
+    if settings.draft_vocab:
+        raise ValueError("draft_vocab needs the native back end; leave it out, and the draft chooses among all tokens")
     encoder = opened.config.encoder
     exact = encoder and settings.dtype == "auto" and settings.device.type == "cpu"
     dtype = pick_dtype("float32" if exact else settings.dtype, settings.device)

@@ -61,7 +61,8 @@ class LLM:
     the same vocabulary: a model that drafts for speculation, and one that contrastive decoding is a contrast to. `speculate`
     (auto, ngram, suffix, lookahead, jacobi, draft, None) drafts tokens that the model verifies together, which changes no
     output; auto is prompt lookup on the native core, where that is certain to the bit. `draft_tokens` fixes how many at once;
-    by default what was measured decides. Raises ValueErrors of one line that say what to change.
+    by default what was measured decides. `draft_vocab`: among how many of the most frequent tokens the draft chooses (native
+    core; 0: all). Raises ValueErrors of one line that say what to change.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LLM:
         amateur: str | Path | None = None,
         speculate: str | None = "auto",
         draft_tokens: int | None = None,
+        draft_vocab: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.device, self.opened = pick_device(device), open_model(model, progress)
@@ -102,6 +104,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 kv_cache_memory=kv_cache_memory,
+                draft_vocab=draft_vocab,
             ),
             **_beside(self.opened, speculate, progress, draft=draft, amateur=amateur),
         )

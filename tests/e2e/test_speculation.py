@@ -17,8 +17,10 @@ from headrace.models.base import Model
 from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
+from headrace.text.frequent import frequent_tokens
 from headrace.types import Draft, FeedOutput, Request, Sequence
 from tests import tiny_files
+from tests.cli_shell import Shell
 from tests.e2e.test_exactness import prompts_of
 from tests.tiny import VOCAB, finish, run_alone, tiny_engine, tiny_model, tokens_of
 from tests.tiny_files import write_tiny_gguf
@@ -93,6 +95,45 @@ def test_a_draft_must_share_the_targets_vocabulary(tmp_path: Path, monkeypatch: 
             ValueError, match=rf"other.gguf cannot be the {role} of .* differ .token {first} is 'b' in one and 'a'"
         ):
             LLM(target, **{role: other}, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("most", [None, 0, 40])
+def test_a_draft_chooses_among_as_many_tokens_as_it_is_told(most: int | None, tmp_path: Path) -> None:
+    """FR-Spec: the first of the vocabulary, those of markup and the ends; what comes out is the same."""
+    path = write_tiny_gguf(tmp_path / "model.gguf")
+    plain = LLM(path, backend="native", threads=1, speculate=None)
+    llm = LLM(path, draft=path, speculate="draft", draft_tokens=3, draft_vocab=most, backend="native", threads=1)
+    assert llm.engine.speculation is not None
+    observe, drafted = llm.engine.speculation.observe, set()
+
+    def heard(request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+        drafted.update(draft.tokens)
+        observe(request, seq, draft, out)
+
+    llm.engine.speculation.observe = heard  # type: ignore[method-assign]
+    prompts = ["The mill", "In the end", "a b c"]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
+    ours, expected = ([one.outputs[0].token_ids for one in each.generate(prompts, params)] for each in (llm, plain))
+    assert ours == expected
+    allowed = set(frequent_tokens(llm.tokenizer, llm.model_config.vocab_size, most or 10**6))
+    assert drafted <= allowed
+    assert (drafted - set(frequent_tokens(llm.tokenizer, llm.model_config.vocab_size, 40)) == set()) == (most == 40)
+    llm.close()
+    plain.close()
+
+
+def test_a_part_of_the_vocabulary_is_a_drafts(tiny_gguf: Path, shell: Shell) -> None:
+    with pytest.raises(ValueError, match="draft_vocab is how many tokens a draft model chooses from"):
+        LLM(tiny_gguf, draft_vocab=100)
+    with pytest.raises(ValueError, match="0 being all"):
+        LLM(tiny_gguf, draft=tiny_gguf, draft_vocab=-1)
+    with pytest.raises(ValueError, match="draft_vocab needs the native back end"):
+        LLM(tiny_gguf, draft=tiny_gguf, draft_vocab=100, backend="torch")
+    code, _, err = shell("run", tiny_gguf, "hello", "--draft-vocab", 100)
+    assert code != 0
+    assert "name that model with draft" in err
+    command = ["run", tiny_gguf, "hello", "--draft", tiny_gguf, "--draft-vocab", 40, "-m", 4, "--threads", 1]
+    assert shell(*command)[0] == 0
 
 
 # -- worked examples ---------------------------------------------------------------------------------------------------------

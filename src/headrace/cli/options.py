@@ -113,6 +113,9 @@ class ModelOptions(WeightOptions):
         _model("Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, self or off. The output stays the same."),
     ] = "auto"
     draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
+    draft_vocab: Annotated[
+        int | None, _model("The draft chooses among so many of the most frequent tokens (default: 49152; 0: all).")
+    ] = None
 
     def companions(self) -> list[str]:
         """The other models that are opened with it."""
