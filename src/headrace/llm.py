@@ -111,9 +111,7 @@ class LLM:
         self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
         context = started.plan.max_model_len
-        scheduler = SchedulerConfig.preset(preset, context, max_num_seqs, policy)
-        if max_num_batched_tokens is not None:
-            scheduler = scheduler.with_budget(max_num_batched_tokens)
+        scheduler = _budgeted(SchedulerConfig.preset(preset, context, max_num_seqs, policy), max_num_batched_tokens)
         scheduler = scheduler.for_encoder() if self.model_config.encoder else scheduler
         cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.engine = Engine(
@@ -299,6 +297,10 @@ class LLM:
             self.engine.abort(request_id)
         while any(request_id in self._open for request_id in request_ids):
             self.step()
+
+
+def _budgeted(scheduler: SchedulerConfig, tokens: int | None) -> SchedulerConfig:
+    return scheduler if tokens is None else scheduler.with_budget(tokens)
 
 
 def _beside(target: Opened, speculate: str | None, progress: Progress | None, **names: str | Path | None) -> dict[str, Any]:
