@@ -4,7 +4,7 @@ from headrace.config import EngineConfig
 from headrace.decoding.base import Drafting
 from headrace.decoding.processors import ProcessorError, check_processors
 from headrace.params import ParamError, SamplingParams
-from headrace.types import AMATEUR, HIDDEN, TARGET, KVGroup, Request
+from headrace.types import AMATEUR, FEATURES, HIDDEN, TARGET, KVGroup, Request
 
 POOLS = ("first", "last", "mean")
 
@@ -85,7 +85,7 @@ def _check_processors(request: Request) -> None:
 
 def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
     """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group."""
-    needed = {TARGET.name}
+    needed = {TARGET.name, FEATURES}  # heads may draft for any request, if there are any
     if params.contrastive_beta is not None:
         needed.add(AMATEUR)
     if params.penalty_alpha:

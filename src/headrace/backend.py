@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +13,19 @@ from headrace.config import ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.loading import DTYPES, Opened, load, pick_dtype
 from headrace.models.registry import describe
+from headrace.native.heads import NativeHeads
 from headrace.native.runner import KV_DTYPES, NativeRunner, Slot, kv_block_bytes
 from headrace.native.weights import packed_bytes
 from headrace.runner.companions import Companions, ModelRunner, SelfDraft
 from headrace.runner.executor import Runs
+from headrace.runner.heads import FEATURE, Heads, TorchHeads
 from headrace.runner.hidden import HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.record import RecordError
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
 from headrace.text.frequent import frequent_tokens
-from headrace.types import AMATEUR, DRAFT, HIDDEN, MAX_NODES, TARGET, KVGroup
+from headrace.types import AMATEUR, DRAFT, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup
 
 log = logging.getLogger("headrace")
 
@@ -65,9 +68,10 @@ def start(
     draft: Opened | None = None,
     amateur: Opened | None = None,
     part: Part | None = None,
+    heads: Heads | None = None,
 ) -> Backend:
-    """Load a model's weights, and those of its companions, into the back end that fits the settings. With `part` the model
-    drafts for itself by a part of it, in place of a draft.
+    """Load a model's weights, and those of its companions, into the back end that fits the settings. In place of a draft the
+    model may draft for itself, by a `part` of it or by trained `heads`.
 
     Raises ValueError, DoesNotFit, WeightError, in one line. With backend "auto", what the native core cannot do runs in
     torch, which is logged; with "native" it is an error.
@@ -85,25 +89,33 @@ def start(
         problem = _why_not(settings, opened)
         if not problem:
             try:
-                return _native(opened, settings, draft, amateur, part)
+                return _native(opened, settings, draft, amateur, part, heads)
             except RecordError as error:
                 problem = str(error)
         if settings.backend == "native":
             raise ValueError(f"the native back end cannot run this: {problem}; use backend='auto'")
         if settings.device.type == "cpu":
             log.info("running in torch: %s", problem)
-    return _torch(opened, settings, draft, amateur, part)
+    return _torch(opened, settings, draft, amateur, part, heads)
 
 
-def _beside(draft: Opened | None, amateur: Opened | None) -> tuple[list[Opened], tuple[KVGroup, ...]]:
+def _beside(draft: Opened | None, amateur: Opened | None, heads: Heads | None) -> tuple[list[Opened], tuple[KVGroup, ...]]:
     """The companions, in the order of their numbers, and the KV groups of all models."""
     groups = [TARGET]
-    if draft is not None:
+    if draft is not None or (heads is not None and heads.kind == FEATURE):
         groups.append(KVGroup(DRAFT, model=1))
     if amateur is not None:
         groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded by contrast
     companions = [each for each in (draft, amateur) if each is not None]
-    return companions, (*groups, KVGroup(HIDDEN, "hidden"))
+    groups.append(KVGroup(HIDDEN, "hidden"))
+    return companions, tuple(groups) if heads is None else (*groups, KVGroup(FEATURES, "hidden"))
+
+
+def _features_bytes(heads: Heads | None, config: ModelConfig, element_bytes: int, kv_bytes: int) -> int:
+    """What heads need of each block: the target's rows, and their own K and V."""
+    if heads is None:
+        return 0
+    return BLOCK_SIZE * config.hidden_size * element_bytes + (kv_bytes if heads.kind == FEATURE else 0)
 
 
 def _shortest(models: list[Opened]) -> ModelConfig:
@@ -124,17 +136,26 @@ def _why_not(settings: Settings, opened: Opened) -> str:
     return native.reason()
 
 
-def _native(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None, part: Part | None) -> Backend:
-    companions, groups = _beside(draft, amateur)
+def _native(
+    opened: Opened,
+    settings: Settings,
+    draft: Opened | None,
+    amateur: Opened | None,
+    part: Part | None,
+    heads: Heads | None,
+) -> Backend:
+    companions, groups = _beside(draft, amateur, heads)
     everyone = [opened, *companions]
     models = [describe(each.config) for each in everyone]
     quantize = settings.quantize or ""
     need = sum(packed_bytes(model, each.source, quantize) for model, each in zip(models, everyone, strict=True))
+    own_kv = 0 if heads is None else kv_block_bytes(replace(opened.config, num_layers=1), BLOCK_SIZE, settings.kv_dtype)
     free = memory.free_memory(settings.device)
     memory.check_weights_fit(need, free, " and ".join(each.name for each in everyone))
     plan = memory.plan(
         _shortest(everyone),
-        block_bytes=sum(kv_block_bytes(each.config, BLOCK_SIZE, settings.kv_dtype) for each in everyone),
+        block_bytes=sum(kv_block_bytes(each.config, BLOCK_SIZE, settings.kv_dtype) for each in everyone)
+        + _features_bytes(heads, opened.config, 4, own_kv),
         block_size=BLOCK_SIZE,
         free=free - need,
         max_num_seqs=settings.max_num_seqs,
@@ -142,21 +163,26 @@ def _native(opened: Opened, settings: Settings, draft: Opened | None, amateur: O
         kv_cache_memory=settings.kv_cache_memory,
     )
     slots: dict[int, Slot] = {}
+    shared: dict[str, Any] = {
+        "num_blocks": plan.num_blocks,
+        "block_size": BLOCK_SIZE,
+        "max_positions": plan.max_model_len + MAX_NODES,
+        "kv_dtype": settings.kv_dtype,
+        "threads": settings.threads or 0,
+    }
     runners = [
         NativeRunner(
             model,
             each.source,
-            num_blocks=plan.num_blocks,
-            block_size=BLOCK_SIZE,
-            max_positions=plan.max_model_len + MAX_NODES,
-            kv_dtype=settings.kv_dtype,
-            threads=settings.threads or 0,
             quantize=quantize,
             slots=slots,
             head_ids=_draft_head(each, settings) if each is draft else None,
+            **shared,
         )
         for model, each in zip(models, everyone, strict=True)
     ]
+    if heads is not None:
+        runners.insert(1, NativeHeads(heads, runners[0], opened.source, **shared))
     _bound_hidden(runners[0].hidden, plan, settings.device)
     return Backend("native", _together(runners, part, amateur is not None), plan, torch.bfloat16, groups)
 
@@ -168,7 +194,14 @@ def _draft_head(draft: Opened, settings: Settings) -> np.ndarray | None:
     return np.array(frequent_tokens(draft.tokenizer, size, count)) if 0 < count < 0.75 * size else None
 
 
-def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Opened | None, part: Part | None) -> Backend:
+def _torch(
+    opened: Opened,
+    settings: Settings,
+    draft: Opened | None,
+    amateur: Opened | None,
+    part: Part | None,
+    heads: Heads | None,
+) -> Backend:
     if settings.quantize:
         raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
     if settings.draft_vocab:
@@ -179,12 +212,14 @@ def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Op
     if settings.kv_dtype not in {"auto", *DTYPES}:
         raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")
     kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
-    companions, groups = _beside(draft, amateur)
+    companions, groups = _beside(draft, amateur, heads)
     everyone = [opened, *companions]
     models = [load(each, dtype, settings.device) for each in everyone]
+    own_kv = replace(opened.config, num_layers=1).kv_bytes_per_token(kv_type.itemsize) * BLOCK_SIZE
     plan = memory.plan(
         _shortest(everyone),
-        block_bytes=sum(each.config.kv_bytes_per_token(kv_type.itemsize) for each in everyone) * BLOCK_SIZE,
+        block_bytes=sum(each.config.kv_bytes_per_token(kv_type.itemsize) for each in everyone) * BLOCK_SIZE
+        + _features_bytes(heads, opened.config, dtype.itemsize, own_kv),
         block_size=BLOCK_SIZE,
         free=memory.free_memory(settings.device),
         max_num_seqs=min(settings.max_num_seqs, ENCODER_TEXTS) if encoder else settings.max_num_seqs,
@@ -194,6 +229,8 @@ def _torch(opened: Opened, settings: Settings, draft: Opened | None, amateur: Op
     slots = Slots()
     pools = [KVPool(each.config, plan.num_blocks, BLOCK_SIZE, kv_type, settings.device) for each in everyone]
     runners = [TorchRunner(model, pool, settings.threads, slots) for model, pool in zip(models, pools, strict=True)]
+    if heads is not None:
+        runners.insert(1, TorchHeads(heads, runners[0], opened.source))
     _bound_hidden(runners[0].hidden, plan, settings.device)
     return Backend("torch", _together(runners, part, amateur is not None), plan, dtype, groups)
 

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from headrace import selfdraft
-from headrace.backend import BLOCK_SIZE, Settings, start
+from headrace.backend import BLOCK_SIZE, Backend, Settings, start
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.drafting.methods import speculation
+from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
+from headrace.heads import files as heads_files
 from headrace.loading import Opened, open_companion, open_model, pick_device
 from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
 from headrace.params import BeamSearchParams, SamplingParams
@@ -58,11 +60,12 @@ class LLM:
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16,
     int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
     `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. `draft` and `amateur` name companions of
-    the same vocabulary: a model that drafts for speculation, and one that contrastive decoding is a contrast to. `speculate`
-    (auto, ngram, suffix, lookahead, jacobi, draft, None) drafts tokens that the model verifies together, which changes no
-    output; auto is prompt lookup on the native core, where that is certain to the bit. `draft_tokens` fixes how many at once;
-    by default what was measured decides. `draft_vocab`: among how many of the most frequent tokens the draft chooses (native
-    core; 0: all). Raises ValueErrors of one line that say what to change.
+    the same vocabulary: a model that drafts for speculation (or a folder of heads trained for this model), and one that
+    contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, None) drafts
+    tokens that the model verifies together, which changes no output; auto is prompt lookup on the native core, where that is
+    certain to the bit. `draft_tokens` fixes how many at once; by default what was measured decides. `draft_vocab`: among how
+    many of the most frequent tokens the draft chooses (native core; 0: all). Raises ValueErrors of one line that say what to
+    change.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class LLM:
     ) -> None:
         self.device, self.opened = pick_device(device), open_model(model, progress)
         self.tokenizer, self.model_config = self.opened.tokenizer, self.opened.config
+        beside = _beside(self.opened, speculate, progress, draft=draft, amateur=amateur)
         started = start(
             self.opened,
             Settings(
@@ -106,12 +110,13 @@ class LLM:
                 kv_cache_memory=kv_cache_memory,
                 draft_vocab=draft_vocab,
             ),
-            **_beside(self.opened, speculate, progress, draft=draft, amateur=amateur),
+            **beside,
         )
         self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
-        context = started.plan.max_model_len
-        scheduler = _budgeted(SchedulerConfig.preset(preset, context, max_num_seqs, policy), max_num_batched_tokens)
+        scheduler = _budgeted(
+            SchedulerConfig.preset(preset, started.plan.max_model_len, max_num_seqs, policy), max_num_batched_tokens
+        )
         scheduler = scheduler.for_encoder() if self.model_config.encoder else scheduler
         cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.engine = Engine(
@@ -121,7 +126,7 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,
             groups=started.groups,
-            speculation=speculation(speculate, started.name == "native", context, draft_tokens, draft is not None),
+            speculation=_speculation(speculate, started, draft_tokens, beside),
         )
         self._open: dict[str, tuple[RequestOutput, deque[Delta]]] = {}
         self._seeds = random.Random(seed) if seed is not None else None
@@ -307,7 +312,16 @@ def _beside(target: Opened, speculate: str | None, progress: Progress | None, **
     """What works beside the target: companions by their role, or a part of the target itself."""
     if speculate == "self" and names["draft"] is None:
         return {**_beside(target, None, progress, **names), "part": selfdraft.load(target.path)}
+    if (folder := names["draft"]) is not None and heads_files.is_heads(folder):
+        return {**_beside(target, None, progress, **{**names, "draft": None}), "heads": heads_files.load(folder, target)}
     return {role: open_companion(name, target, role, progress) for role, name in names.items() if name is not None}
+
+
+def _speculation(method: str | None, started: Backend, draft_tokens: int | None, beside: dict[str, Any]) -> Speculation | None:
+    heads = beside.get("heads")
+    trained = None if heads is None else (heads.kind, heads.count)
+    limit = started.plan.max_model_len
+    return speculation(method, started.name == "native", limit, draft_tokens, "draft" in beside, trained)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -274,7 +274,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 
 TARGET = KVGroup("target")
-DRAFT, AMATEUR, HIDDEN = "draft", "amateur", "hidden"  # names of groups
+DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"  # names of groups
 
 
 class Delta(msgspec.Struct):

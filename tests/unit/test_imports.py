@@ -34,11 +34,13 @@ ROOMS = {
     "decoding": "text ops params structured types config",
     "drafting": "decoding text ops params types config",
     "runner": "models layers quant ops native weights kv.pool params types config",
+    "runner.heads": "runner weights.loader models ops weights kv.pool types config",
     "native.weights": "native weights.loader weights models layers config",
     "native.uses": "runner",
     "native.centring": "native.weights runner layers config",
     "native.program": "native.centring native.uses native.weights native runner layers config",
     "native.runner": "native.program native.weights native runner models ops weights params types config",
+    "native.heads": "native.runner native.weights native runner.heads runner models weights types",
     "scheduler": "kv.blocks params types config",
     "admission": "decoding params types config",
     "filing": "types",
@@ -49,10 +51,13 @@ ROOMS = {
     "signals": "",
     "outputs": "params structured types",
     "loading": "opening memory models weights.loader config",
-    "backend": "native.runner native.weights native loading memory models runner kv.pool text types config",
+    "backend": "native.heads native.runner native.weights native loading memory models runner.heads runner kv.pool text types "
+    "config",
     "selfdraft": "drafting runner weights params types",
-    "llm": "selfdraft backend engine loading memory outputs signals decoding drafting runner kv.pool models weights text "
-    "native params types config",
+    "heads.files": "opening runner.heads text config",
+    "heads": "heads.files llm selfdraft backend text opening models runner.heads layers weights.loader params types config",
+    "llm": "heads.files selfdraft backend engine loading memory outputs signals decoding drafting runner kv.pool models "
+    "weights text native params types config",
     "consistency": "llm outputs params types",
     "grounding": "llm outputs params types",
     "bench": "structured decoding selfdraft backend llm loading engine outputs memory scheduler runner models "
@@ -63,7 +68,7 @@ ROOMS = {
     "bench.workers.ours_beam": "llm params",
     "bench.workers.ours_speculation": "llm params",
     "server": "structured llm sizes opening engine outputs decoding weights text params types config",
-    "cli": "server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native params "
+    "cli": "heads server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native params "
     "types config",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late

@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
-from headrace.cli import ask, bench, chat, compare, embed, generate, inspect, models, perplexity, run, serve
+from headrace.cli import ask, bench, chat, compare, embed, generate, inspect, models, perplexity, run, serve, train_heads
 from headrace.cli.output import say
 
-COMMANDS = (run, chat, ask, generate, embed, serve, models, inspect, perplexity, compare, bench)
+COMMANDS = (run, chat, ask, generate, embed, serve, models, inspect, perplexity, compare, train_heads, bench)
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -106,11 +106,13 @@ class WeightOptions:
 class ModelOptions(WeightOptions):
     """The same, and who helps a model write: speculation, contrastive decoding."""
 
-    draft: Annotated[str | None, _model("A smaller model of the same vocabulary that drafts for this one.")] = None
+    draft: Annotated[
+        str | None, _model("A smaller model of the same vocabulary that drafts for this one, or a folder of trained heads.")
+    ] = None
     amateur: Annotated[str | None, _model("A smaller model of the same vocabulary, for contrastive decoding.")] = None
     speculate: Annotated[
         str,
-        _model("Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, self or off. The output stays the same."),
+        _model("Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, heads, self or off. The output stays the same."),
     ] = "auto"
     draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
     draft_vocab: Annotated[

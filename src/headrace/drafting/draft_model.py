@@ -23,20 +23,36 @@ class Chain:
     q: list[bytes] = field(default_factory=list)
     reach: float = 0.0
 
+    @property
+    def likely(self) -> float:
+        """The probability of the chain as a whole."""
+        return math.exp(self.reach)
+
 
 class DraftModel:
     """Fills chains that the scheduler has found room for.
 
     `model` is who runs the feeds (StepPlan.model), `group` the KV group that these fill; None where it is the target's own,
-    which the verification writes again. A chain ends where it is less likely than `least` as a whole under the draft's own
-    distribution: what follows would rarely be reached. `budget` bounds the known tokens fed in a step to catch up; a sequence
-    that is not caught up then goes without a draft.
+    which the verification writes again. Without `keeps` what a chain has put there is put there again once its tokens are
+    known: a feature layer then reads the target's rows in place of its own. A chain ends where it is less likely than `least`
+    as a whole under the draft's own distribution: what follows would rarely be reached. `budget` bounds the known tokens fed
+    in a step to catch up; a sequence that is not caught up then goes without a draft.
     """
 
-    def __init__(self, name: str = "draft", *, model: int = 1, group: int | None = 1, least: float = 0.7, budget: int = 512):
+    def __init__(
+        self,
+        name: str = "draft",
+        *,
+        model: int = 1,
+        group: int | None = 1,
+        keeps: bool = True,
+        least: float = 0.7,
+        budget: int = 512,
+    ) -> None:
         self.name = name
         self.model = model
         self.group = group
+        self.keeps = keeps
         self.least = least
         self.budget = budget
 
@@ -60,12 +76,12 @@ class DraftModel:
         chains: dict[int, Chain] = {id(work): Chain() for work in works}
         while going := self._extend(going, chains):
             outs = run(self.model, [_next(work, chains[id(work)].tokens, self._want(work)) for work, _ in going])
-            if self.group is not None:
+            if self.group is not None and self.keeps:
                 for work, _ in going:
                     work.seq.computed[self.group] += 1
             going = [(work, out) for (work, _), out in zip(going, outs, strict=True)]
         for work in works:
-            _settle(work, chains[id(work)])
+            settle(work, chains[id(work)])
 
     def _catch_up(self, works: list[Fed]) -> list[tuple[Fed, Feed]]:
         """Feeds of the known tokens that the model has not seen, as far as the budget goes."""
@@ -96,15 +112,15 @@ class DraftModel:
         for work, out in going:
             draft, chain = work.seq.draft, chains[id(work)]
             assert draft is not None
-            if out.error or not (_drawn(work, out, chain) if out.logits else _told(out, chain)):
+            if out.error or not (drawn(work, out, chain) if out.logits else told(out, chain)):
                 continue
             more = len(chain.tokens) < len(draft.tokens) and chain.tokens[-1] not in work.request.stop_ids
-            if more and math.exp(chain.reach) >= self.least:
+            if more and chain.likely >= self.least:
                 on.append((work, out))
         return on
 
 
-def _told(out: FeedOutput, chain: Chain) -> bool:
+def told(out: FeedOutput, chain: Chain) -> bool:
     """The model's token, drawn where its logits are; False: there is none."""
     if out.tokens:
         chain.tokens.append(out.tokens[0])
@@ -112,7 +128,7 @@ def _told(out: FeedOutput, chain: Chain) -> bool:
     return bool(out.tokens)
 
 
-def _drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
+def drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
     """A token drawn here, and what it was drawn from; False: there is none.
 
     q is held to the grammar as p is: to take a token off after it was drawn would make q another distribution.
@@ -121,13 +137,13 @@ def _drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
     if not mask and work.seq.constraint is not None:
         return False
     logits = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())
-    drawn = draw_draft(logits, row_spec(work.request, work.seq, list(chain.tokens), mask))
-    if drawn is not None:
-        token, q = drawn
+    found = draw_draft(logits, row_spec(work.request, work.seq, list(chain.tokens), mask))
+    if found is not None:
+        token, q = found
         chain.tokens.append(token)
         chain.q.append(q.numpy().astype("<f4").tobytes())
         chain.reach += math.log(max(float(q[token]), 1e-30))
-    return drawn is not None
+    return found is not None
 
 
 def _mask(work: Fed, chain: list[int]) -> bytes:
@@ -147,7 +163,7 @@ def _next(work: Fed, chain: list[int], want: Want) -> Feed:
     return feed
 
 
-def _settle(work: Fed, grown: Chain) -> None:
+def settle(work: Fed, grown: Chain) -> None:
     """The draft is this chain, as far as the sequence's grammar allows."""
     draft, constraint, chain = work.seq.draft, work.seq.constraint, grown.tokens
     assert draft is not None

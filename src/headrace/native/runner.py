@@ -16,7 +16,7 @@ from headrace.native.sampling import sample_params
 from headrace.native.weights import PackedWeights
 from headrace.ops.noise import Key, key
 from headrace.params import SamplingParams
-from headrace.runner.hidden import HiddenStates
+from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.pooling import pools
 from headrace.runner.record import record
@@ -91,7 +91,7 @@ class NativeRunner:
     `kv_dtype`: auto (bfloat16), bfloat16, int8, float32. `threads` 0: one for each core. `quantize`: "", int8, int4, for
     files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the model
     cannot be recorded, WeightError as the loader does. `slots` are shared with other runners; `head_ids` (ascending) are the
-    only tokens that get logits.
+    only tokens that get logits. Without `embeds` its steps begin with hidden rows, and it holds no table of tokens.
     """
 
     def __init__(
@@ -110,14 +110,15 @@ class NativeRunner:
         weights: PackedWeights | None = None,
         slots: dict[int, Slot] | None = None,
         head_ids: np.ndarray | None = None,
+        embeds: bool = True,
     ) -> None:
-        config = model.config
+        self.config = config = model.config
         pool = thread_pool(threads)
         self.weights = weights or PackedWeights(model, source, pool, quantize)
-        sizes = config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim
+        sizes = max(config.num_layers, 1), num_blocks, block_size, config.num_kv_heads, config.head_dim
         self.kv = core().KVPool(*sizes, KV_DTYPES[kv_dtype])
         lowered = lower(
-            record(model),
+            record(model, embeds),
             self.weights,
             config,
             pool=pool,
@@ -129,6 +130,7 @@ class NativeRunner:
         )
         self.program = lowered.program
         self.hidden = HiddenStates(num_blocks, block_size, config.hidden_size)
+        self.features = Features(num_blocks, block_size, config.hidden_size)
         self.taps: Mapping[str, int] = lowered.taps
         self._final = Final(model, self.weights)
         self.slots: dict[int, Slot] = {} if slots is None else slots
@@ -148,6 +150,7 @@ class NativeRunner:
         if plan.copies:
             self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
         self.hidden.rearrange(plan)
+        self.features.rearrange(plan)
 
     def rows(self, plan: StepPlan) -> Rows:
         """Feed, and keep the rows of logits that are wanted."""
@@ -186,11 +189,14 @@ class NativeRunner:
     def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
         """Carry out the step; returns its hidden rows, where something is made of them."""
         searched = any(slots[feed.slot].params.penalty_alpha for feed in plan.feeds)
-        if not searched and not any(True for _ in pools(plan)):
+        kept = self.features.kept and part == Part()
+        if not searched and not kept and not any(True for _ in pools(plan)):
             self.program.run(step, layers=(0, part.layers or -1), skips=list(part.skips))
             return np.empty((0, self._final.width), np.float32)
         hidden = np.empty((step.rows, self._final.width), np.float32)
         self.program.run(step, hidden_out=hidden)
+        if kept:
+            self.features.keep(plan, slots, torch.from_numpy(hidden))
         if searched:
             self.hidden.keep(plan, slots, torch.from_numpy(hidden), lambda x: torch.from_numpy(self._final.rows(x.numpy())))
         return hidden
@@ -199,7 +205,7 @@ class NativeRunner:
         self.hidden.reserve()
 
     def kv_bytes(self) -> int:
-        return int(self.kv.bytes) + self.hidden.bytes
+        return int(self.kv.bytes) + self.hidden.bytes + self.features.bytes
 
     def close(self) -> None:
         """Give the packed weights and the pool back."""

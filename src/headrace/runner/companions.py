@@ -131,11 +131,11 @@ class Chains:
     def follow(self, plan: StepPlan) -> tuple[StepPlan, Any]:
         """The plan with chains as known tokens, and the slots that it then is about."""
         slots = Overlaid(self._slots)
-        feeds = [self._extend(feed, slots) if feed.nodes else feed for feed in plan.feeds]
+        feeds = [self._extend(feed, slots) if feed.nodes and not feed.count else feed for feed in plan.feeds]
         return msgspec.structs.replace(plan, feeds=feeds), slots
 
     def _extend(self, feed: Feed, slots: "Overlaid") -> Feed:
-        assert (feed.count, len(feed.nodes)) == (0, 1), "a chain grows by one token"
+        assert len(feed.nodes) == 1, "a chain grows by one token"
         slot = self._slots[feed.slot]
         if feed.start == len(slot):
             self._scratch[feed.slot] = slot.fork()

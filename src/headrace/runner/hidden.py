@@ -1,4 +1,4 @@
-"""The `hidden` group: one vector for each token, on the same block ids as its K and V (contrastive search)."""
+"""One vector for each token, on the same block ids as its K and V: for contrastive search, and for heads that draft."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 from headrace.types import Feed, FeedOutput, StepPlan
 
 
-class HiddenStates:
-    """The final hidden states of the tokens of requests that need them, normalised to length 1, [blocks * block size, width].
+class Stored:
+    """A row for each token, [blocks * block size, width].
 
-    Memory is taken by `reserve`, before the first such request, once `afford` has let its size pass; on a CPU the operating
+    Memory is taken by `reserve`, before the first row is kept, once `afford` has let its size pass; on a CPU the operating
     system fills in only pages that are written.
     """
 
@@ -35,41 +35,15 @@ class HiddenStates:
             self.afford(self._shape[0] * self._shape[1] * self._dtype.itemsize)
             self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
-    def keep(
-        self, plan: StepPlan, slots: Mapping[int, Any], x: torch.Tensor, final: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Keep those of the requests that are decoded by contrastive search. x [n, hidden] are the rows of the step, and
-        `final` is the norm between them and the head."""
-        start = 0
-        for feed in plan.feeds:
-            end = start + feed.count + len(feed.nodes)
-            if slots[feed.slot].params.penalty_alpha:
-                self.store(feed, slots[feed.slot].table, final(x[start:end]))
-            start = end
-
-    def answer(self, plan: StepPlan, slots: Mapping[int, Any], outputs: list[FeedOutput]) -> None:
-        """Fill in what wants ask for; what the feeds brought has been kept."""
-        for feed, out in zip(plan.feeds, outputs, strict=True):
-            if any(want.closest for want in feed.wants):
-                out.closest = self.closest(feed, slots[feed.slot].table)
-
     def store(self, feed: Feed, table: Sequence[int], rows: torch.Tensor) -> None:
-        """Keep those of a feed's rows [count + nodes, width], nodes at consecutive KV indices as their K and V."""
-        assert self._data is not None, "hidden states are reserved before they are kept"
-        first, size = feed.start, self.block_size
-        where = [table[i // size] * size + i % size for i in range(first, first + len(rows))]
-        self._data[torch.tensor(where, device=rows.device)] = torch.nn.functional.normalize(rows, dim=-1)
+        """Keep a feed's rows [count + nodes, width], nodes at consecutive KV indices as their K and V."""
+        assert self._data is not None, "memory is reserved before rows are kept"
+        self._data[self._places(table, feed.start, feed.start + len(rows))] = rows
 
-    def closest(self, feed: Feed, table: Sequence[int]) -> list[float]:
-        """The degeneration penalty of contrastive search (Su et al. 2022): for each of a feed's nodes, the largest cosine of
-        its hidden state with those of all tokens before the nodes, the prompt's included."""
-        assert self._data is not None
-        count = feed.start + feed.count
-        blocks = -(-(count + len(feed.nodes)) // self.block_size)
-        index = torch.tensor(list(table[:blocks]), device=self._data.device)
-        rows = self._data.view(-1, self.block_size, self._shape[1])[index].flatten(0, 1)
-        best: list[float] = (rows[:count] @ rows[count : count + len(feed.nodes)].T).amax(0).tolist()
-        return best
+    def _places(self, table: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Where the rows of KV indices [start, end) are."""
+        size = self.block_size
+        return torch.tensor([table[i // size] * size + i % size for i in range(start, end)], device=self._device)
 
     def rearrange(self, plan: StepPlan) -> None:
         """Carry out the plan's moves and copies: every source is read before anything is written."""
@@ -86,3 +60,59 @@ class HiddenStates:
     @property
     def bytes(self) -> int:
         return 0 if self._data is None else self._data.nbytes
+
+
+class HiddenStates(Stored):
+    """The final hidden states of the tokens of requests that contrastive search decodes, normalised to length 1."""
+
+    def keep(
+        self, plan: StepPlan, slots: Mapping[int, Any], x: torch.Tensor, final: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Keep those of the requests that are decoded by contrastive search. x [n, hidden] are the rows of the step, and
+        `final` is the norm between them and the head."""
+        start = 0
+        for feed in plan.feeds:
+            end = start + feed.count + len(feed.nodes)
+            if slots[feed.slot].params.penalty_alpha:
+                rows = torch.nn.functional.normalize(final(x[start:end]), dim=-1)
+                self.store(feed, slots[feed.slot].table, rows)
+            start = end
+
+    def answer(self, plan: StepPlan, slots: Mapping[int, Any], outputs: list[FeedOutput]) -> None:
+        """Fill in what wants ask for; what the feeds brought has been kept."""
+        for feed, out in zip(plan.feeds, outputs, strict=True):
+            if any(want.closest for want in feed.wants):
+                out.closest = self.closest(feed, slots[feed.slot].table)
+
+    def closest(self, feed: Feed, table: Sequence[int]) -> list[float]:
+        """The degeneration penalty of contrastive search (Su et al. 2022): for each of a feed's nodes, the largest cosine of
+        its hidden state with those of all tokens before the nodes, the prompt's included."""
+        assert self._data is not None
+        count = feed.start + feed.count
+        blocks = -(-(count + len(feed.nodes)) // self.block_size)
+        index = torch.tensor(list(table[:blocks]), device=self._data.device)
+        rows = self._data.view(-1, self.block_size, self._shape[1])[index].flatten(0, 1)
+        best: list[float] = (rows[:count] @ rows[count : count + len(feed.nodes)].T).amax(0).tolist()
+        return best
+
+
+class Features(Stored):
+    """The rows after the last layer as they are, of all tokens, once they are reserved: heads draft from them."""
+
+    def keep(self, plan: StepPlan, slots: Mapping[int, Any], x: torch.Tensor) -> None:
+        """Keep all rows x [n, width] of a step."""
+        start = 0
+        for feed in plan.feeds:
+            end = start + feed.count + len(feed.nodes)
+            self.store(feed, slots[feed.slot].table, x[start:end])
+            start = end
+
+    def read(self, table: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """The rows [end - start, width] of KV indices [start, end)."""
+        assert self._data is not None
+        return self._data[self._places(table, start, end)]
+
+    @property
+    def kept(self) -> bool:
+        """Whether they are: heads are there."""
+        return self._data is not None

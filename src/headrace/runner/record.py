@@ -82,11 +82,12 @@ class RecordError(ValueError):
     """The model does something a recording cannot hold; it runs in torch as a whole."""
 
 
-def record(model: Model) -> Recording:
-    """Trace every segment of a model once. Raises RecordError, naming the segment."""
+def record(model: Model, embeds: bool = True) -> Recording:
+    """Trace every segment of a model once, embed only where it is needed. Raises RecordError, naming the segment."""
     embed = Segment()
     ctx = SymbolicContext(embed.new_value(), embed.new_value())
-    _trace(embed, "embed", lambda: model.embed(ctx))
+    if embeds:
+        _trace(embed, "embed", lambda: model.embed(ctx))
     layers = []
     for i in range(model.config.num_layers):
         layer = Segment(entry=0)

@@ -6,11 +6,11 @@ import torch
 
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.ops.context import FeedRows, build
+from headrace.ops.context import Context, FeedRows, build
 from headrace.ops.contrast import contrast
 from headrace.ops.registry import accumulator
 from headrace.runner.answers import Wanted, answer, permitted_rows, rows_wanted
-from headrace.runner.hidden import HiddenStates
+from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.pooling import pools
 from headrace.runner.slots import Slots
@@ -35,6 +35,7 @@ class TorchRunner:
         weight = next(model.parameters())
         sizes = pool.num_blocks, pool.block_size, model.config.hidden_size
         self.hidden = HiddenStates(*sizes, weight.dtype, weight.device)
+        self.features = Features(*sizes, weight.dtype, weight.device)
         self.threads = threads
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -52,6 +53,7 @@ class TorchRunner:
         self.pool.move([(source, to) for _, source, to in plan.moves])
         self.pool.copy_blocks([(source, to) for _, source, to in plan.copies])
         self.hidden.rearrange(plan)
+        self.features.rearrange(plan)
 
     @torch.inference_mode()
     def rows(self, plan: StepPlan) -> Rows:
@@ -91,19 +93,31 @@ class TorchRunner:
             for feed in plan.feeds
         ]
         ctx = build(self.pool, rows)
-        x = self.model.embed(ctx)
+        x = self._enter(plan, slots, ctx)
         for layer in range(part.layers or self.model.config.num_layers):
             if part.skip(layer) != ATTENTION | MLP:
                 x = self.model.layer(layer, x, ctx)
-        self.hidden.keep(plan, slots, x, self.model.final)
+        if part == Part():
+            self._leave(plan, slots, x)
         wanted = rows_wanted(plan)
         return x, (self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]), wanted
+
+    def _enter(self, plan: StepPlan, slots: Slots, ctx: Context) -> torch.Tensor:
+        """The rows that the layers take."""
+        rows: torch.Tensor = self.model.embed(ctx)
+        return rows
+
+    def _leave(self, plan: StepPlan, slots: Slots, x: torch.Tensor) -> None:
+        """Keep of the rows after the last layer what is needed later."""
+        self.hidden.keep(plan, slots, x, self.model.final)
+        if self.features.kept:
+            self.features.keep(plan, slots, x)
 
     def reserve_hidden(self) -> None:
         self.hidden.reserve()
 
     def kv_bytes(self) -> int:
-        return self.pool.bytes + self.hidden.bytes
+        return self.pool.bytes + self.hidden.bytes + self.features.bytes
 
     def close(self) -> None:
         """Nothing to give back: tensors go with the runner."""

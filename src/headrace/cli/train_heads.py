@@ -1,0 +1,75 @@
+"""train-heads: small networks that draft for a model, learnt from what it writes."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.options import ModelName
+from headrace.cli.output import print_table, say
+
+
+class Kind(StrEnum):
+    """Of heads."""
+
+    HEADS = "heads"
+    FEATURE = "feature"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="train-heads", rich_help_panel="Models")(train_heads)
+
+
+def train_heads(
+    model: ModelName,
+    out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the heads, and to go on from.")],
+    kind: Annotated[
+        Kind, typer.Option(help="heads: one for each token ahead; feature: a layer that drafts token by token.")
+    ] = Kind.FEATURE,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line (default: the model writes some)."
+        ),
+    ] = None,
+    texts: Annotated[int, typer.Option(min=32, help="Answers to learn from.")] = 2048,
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long to train, once the texts are there.")] = 45,
+    tokens: Annotated[int, typer.Option(min=1, max=8, help="Tokens drafted at once.")] = 3,
+    vocab: Annotated[int, typer.Option(min=16, help="Tokens to choose from: the most frequent ones of the texts.")] = 8192,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=8, help="Tokens of an answer at most.")] = 256,
+    rate: Annotated[float, typer.Option(min=1e-6, help="The highest rate of learning.")] = 1e-3,
+    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Train heads that draft for a model, from its own answers; then: --draft OUT. The same command goes on where it stopped.
+
+    Answers with the model's hidden rows, and the state of the training, are in OUT/work, which can be removed afterwards.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from headrace.cli.opening import fetch
+
+    path = fetch(model)
+
+    from headrace.bench.prompts import read_prompts
+    from headrace.heads.distil import Recipe, distil
+
+    prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
+    recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[remark]}"))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        tasks = {name: bar.add_task(name, total=None, remark="") for name in ("texts", "training")}
+        result = distil(
+            str(path),
+            out,
+            recipe,
+            lambda name, done, total, remark: bar.update(tasks[name], completed=done, total=total, remark=remark),
+        )
+    rows = [(str(place + 1), f"{share:.0%}") for place, share in enumerate(result.agreement)]
+    print_table(("tokens ahead", "all as the model has it"), rows)
+    say(f"held-out prompts: {result.accepted:.0%} of drafted tokens accepted, {result.tokens_per_step:.2f} tokens a step")
+    say(f"the heads are in {out}; use them with --draft {out}")

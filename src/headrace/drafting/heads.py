@@ -1,0 +1,59 @@
+"""Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target (cards F4, F10)."""
+
+from headrace.drafting.base import Fed, Filled, Run
+from headrace.drafting.draft_model import Chain, drawn, settle, told
+from headrace.types import Draft, Feed, FeedOutput, Request, Sequence, Want
+
+
+class TrainedHeads:
+    """Fills chains that the scheduler has found room for, all sequences' in one step of the heads.
+
+    There are `count` heads, and `model` runs them (StepPlan.model). The chain ends where it is less likely than `least` as a
+    whole under the heads' own distributions. Tokens are drawn with the noise of their places, as the target's will be; what
+    the sampling makes of a text (penalties) ends for heads with what is known, as none sees what the one before it said.
+    """
+
+    name = "heads"
+
+    def __init__(self, count: int, *, model: int = 1, least: float = 0.3) -> None:
+        self.count = count
+        self.model = model
+        self.least = least
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        """Room for a chain; `fill` says of which tokens."""
+        most = min(most, self.count)
+        return Draft([0] * most, list(range(-1, most - 1)))
+
+    def behind(self, works: list[Fed]) -> int:
+        """Nothing: heads read the row that the target has left."""
+        return len(works)
+
+    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
+        """Replace the tokens of these works' drafts; an empty draft is taken off."""
+        feeds = [self._feed(work) for work in works]
+        for work in works:
+            work.feed.new = []
+        for work, out in zip(works, run(self.model, feeds), strict=True):
+            settle(work, self._chain(work, [out, *out.nodes]))
+
+    def _feed(self, work: Fed) -> Feed:
+        """The last known token, and a node for each head but the first."""
+        draft, seq = work.seq.draft, work.seq
+        assert draft is not None
+        more = len(draft.tokens) - 1
+        kind, logprobs = ("logits", None) if work.request.params.rejects else ("sample", 0 if self.least > 0 else None)
+        wants: tuple[Want, ...] = (Want(rows="nodes", kind=kind, child=seq.index, logprobs=logprobs),)
+        if kind == "sample":
+            wants = (Want(child=seq.index, logprobs=logprobs), *(wants if more else ()))
+        start = len(seq.tokens) - 1
+        return Feed(seq.slot, start, 1, work.feed.new, wants, nodes=[0] * more, parents=list(range(-1, more - 1)))
+
+    def _chain(self, work: Fed, outs: list[FeedOutput]) -> Chain:
+        chain = Chain()
+        for out in outs:
+            if out.error or not (drawn(work, out, chain) if out.logits else told(out, chain)):
+                break
+            if chain.likely < self.least or chain.tokens[-1] in work.request.stop_ids:
+                break
+        return chain

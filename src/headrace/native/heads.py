@@ -1,0 +1,56 @@
+"""Trained heads on the native core: what is small is done here, the layer, the lm_head and the draws in the core."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.models.registry import describe
+from headrace.native import core
+from headrace.native.runner import NativeRunner, Slot
+from headrace.native.weights import FLOATS
+from headrace.runner.heads import FEATURE, Entrance, Heads, HeadsSource, heads_config
+from headrace.runner.parts import Part
+from headrace.types import StepPlan
+from headrace.weights.source import WeightSource
+
+
+class NativeHeads(NativeRunner):
+    """Heads on the target's slots and block ids; their matrices become int8."""
+
+    def __init__(self, heads: Heads, target: NativeRunner, source: WeightSource, **settings: Any) -> None:
+        """`settings`: num_blocks, block_size, max_positions, kv_dtype and threads as the target has them."""
+        config = heads_config(heads.kind, target.config)
+        own = HeadsSource(heads, target.config, source)
+        super().__init__(
+            describe(config),
+            own,
+            **settings,
+            quantize="int8" if any(own.info(name).kind in FLOATS for name in own.names() if name != "norm.weight") else "",
+            slots=target.slots,
+            head_ids=heads.vocab,
+            embeds=False,
+        )
+        self.target = target
+        self.entrance = Entrance(heads, target.features, target.slots)
+        self._ids = core().Step()
+        target.features.reserve()
+
+    def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
+        embedded = self._embedded(plan, slots) if self.entrance.heads.kind == FEATURE else None
+        rows = self.entrance.rows(plan, embedded).numpy()
+        out = np.empty_like(rows)
+        self.program.run(step, hidden=rows, hidden_out=out)
+        if embedded is not None:
+            self.entrance.left(plan, torch.from_numpy(out))
+        return out
+
+    def _embedded(self, plan: StepPlan, slots: Mapping[int, Slot]) -> torch.Tensor:
+        """The target's embeddings of a plan's tokens, [n, hidden]."""
+        self._ids.clear()
+        for feed in plan.feeds:
+            self._ids.feed(slots[feed.slot].sequence, feed.start, feed.count)
+        rows = np.empty((self._ids.rows, self.config.hidden_size), np.float32)
+        self.target.program.run(self._ids, layers=(0, 0), hidden_out=rows)
+        return torch.from_numpy(rows)

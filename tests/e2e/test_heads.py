@@ -1,0 +1,230 @@
+"""Drafts by trained heads change no token, greedy or sampled, on either back end; heads that were trained save steps."""
+
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.drafting.base import Drafter
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.heads import TrainedHeads
+from headrace.drafting.speculation import Speculation
+from headrace.engine import Engine
+from headrace.heads.data import Text
+from headrace.heads.networks import FeatureLayer, norm, shifted
+from headrace.heads.train import Batch, Teacher, begin, loss_of
+from headrace.kv.pool import KVPool
+from headrace.native.heads import NativeHeads
+from headrace.ops.context import FeedRows, build
+from headrace.params import SamplingParams
+from headrace.runner import answers
+from headrace.runner.companions import Companions
+from headrace.runner.executor import InProcess
+from headrace.runner.heads import FEATURE, HEADS, Entrance, Heads, TorchHeads, enter, heads_config, predict
+from headrace.types import DRAFT, FEATURES, TARGET, KVGroup
+from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
+from tests.tiny import VOCAB, finish, run_alone, tokens_of
+from tests.tiny_native import BLOCK, MAX_LEN, native_alone, native_model, native_runner, source_of
+
+COUNT = 3
+LONG = GREEDY.replace(max_tokens=40)
+
+
+@lru_cache
+def teacher() -> Teacher:
+    """Of the tiny model that both sides run: its matrices are what bfloat16 holds."""
+    model: Any = native_model()
+    table, last = model.tokens.weight.detach(), model.norm.weight.detach().float()
+    return Teacher(model.config, table.bfloat16(), last, table.bfloat16())
+
+
+@lru_cache
+def heads(kind: str, trained: bool, native: bool = False) -> Heads:
+    """Random heads, or such that know the texts the tiny model writes after `prompts()`, here or on the native core."""
+    random_ = torch.Generator().manual_seed(5)
+    tensors = {name: x + 0.05 * torch.randn(x.shape, generator=random_) for name, x in begin(kind, teacher(), COUNT).items()}
+    if trained:
+        tensors = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        adam = torch.optim.Adam(tensors.values(), lr=0.01)
+        alone = native_alone if native else run_alone
+        batch = Batch.of([text_of(prompt, alone(native_model(), prompt, LONG)) for prompt in prompts()])
+        for _ in range(120):
+            adam.zero_grad()
+            loss_of(kind, tensors, teacher(), batch, COUNT).backward()  # type: ignore[no-untyped-call]
+            adam.step()
+    made = {name: x.detach().bfloat16() for name, x in tensors.items()}
+    return Heads(kind, COUNT, made | {"vocab": torch.arange(VOCAB, dtype=torch.int32)})
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [rng.choices(range(VOCAB), k=length) for length in (4, 9, 13, 20)]
+
+
+def hidden_rows(tokens: list[int]) -> torch.Tensor:
+    """The tiny model's rows [n, hidden] after its last layer, without any engine."""
+    model, size = native_model(), 4
+    pool = KVPool(model.config, 64, size, torch.float64)
+    ctx = build(pool, [FeedRows(tokens, list(range(-(-len(tokens) // size))), 0, [], [])])
+    x = model.embed(ctx)
+    for layer in range(model.config.num_layers):
+        x = model.layer(layer, x, ctx)
+    return x.float()
+
+
+def text_of(prompt: list[int], answer: list[int]) -> Text:
+    return Text(torch.tensor(prompt + answer), len(prompt), hidden_rows(prompt + answer).bfloat16())
+
+
+@pytest.fixture(scope="module", params=[Torch, Native], ids=["torch", "native"])
+def side(request: pytest.FixtureRequest) -> Torch:
+    made: Torch = request.param()
+    made.target = native_model()
+    return made
+
+
+def engine_of(
+    side: Torch, made: Heads, *, blocks: int = 60, gamma: int = COUNT, budget: int = 64, least: float = 0.0
+) -> Engine:
+    slots, source = side.slots(), source_of(side.target)
+    target: Any = side.runner(side.target, blocks, slots)
+    settings = {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64, "threads": 1}
+    native = side.block == BLOCK
+    companion = NativeHeads(made, target, source, **settings) if native else TorchHeads(made, target, source)
+    scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=256)
+    groups = (TARGET, KVGroup(DRAFT, model=1)) if made.kind == FEATURE else (TARGET,)
+    drafter: Drafter = TrainedHeads(COUNT, least=least) if made.kind == HEADS else DraftModel(FEATURE, keeps=False, least=least)
+    return Engine(
+        InProcess(Companions(target, [companion])),
+        EngineConfig(scheduler, CacheConfig(blocks, side.block)),
+        vocab_size=VOCAB,
+        groups=(*groups, KVGroup(FEATURES, "hidden")),
+        speculation=Speculation([drafter], 256, gamma),
+    )
+
+
+def run(side: Torch, engine: Engine, jobs: list[tuple[list[int], SamplingParams]], exact: bool = True) -> list[Any]:
+    requests = [engine.add(prompt, params) for prompt, params in jobs]
+    finish(engine)
+    same = [
+        tokens_of(request) == [side.alone(prompt, params, child) for child in range(params.n)]
+        for request, (prompt, params) in zip(requests, jobs, strict=True)
+    ]
+    assert all(same) is exact
+    return requests
+
+
+@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+def test_heads_change_nothing(side: Torch, kind: str) -> None:
+    engine = engine_of(side, heads(kind, True))
+    for _ in range(2):  # the second time from the prefix cache
+        requests = run(side, engine, load(1))
+    assert sum(request.metrics.drafted for request in requests) > 20
+
+
+@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+@pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
+def test_on_tiny_pools_with_preemption(side: Torch, kind: str, trained: bool) -> None:
+    jobs = [(prompt, params.replace(max_tokens=30)) for prompt, params in [*load(1), *load(11)]]
+    engine = engine_of(side, heads(kind, trained), blocks=12 if side.block == BLOCK else 40, budget=9 if trained else 64)
+    run(side, engine, jobs)
+    assert engine.scheduler.preemptions > 0
+    assert engine.blocks.used == 0
+
+
+@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+def test_training_pays(side: Torch, kind: str) -> None:
+    """On texts that heads have learnt, much of what they draft is accepted, and a step yields more than 1.5 tokens."""
+    shares = []
+    for trained in (False, True):
+        engine = engine_of(side, heads(kind, trained, side.block == BLOCK))
+        requests = run(side, engine, [(prompt, LONG) for prompt in prompts()])
+        shares.append([sum(getattr(one.metrics, name) for one in requests) for name in ("accepted", "drafted", "steps")])
+    (guessed, _, _), (accepted, drafted, steps) = shares
+    assert guessed < accepted / 3
+    assert accepted > 0.3 * drafted
+    assert 1.5 * steps < 4 * 40
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=16)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+def test_an_uncertain_chain_ends(side: Torch, kind: str, params: SamplingParams) -> None:
+    """A chain has one token at least, and no more where that is unlikely already."""
+    engine = engine_of(side, heads(kind, False), least=1.1)
+    (request,) = run(side, engine, [(prompts()[1], params)])
+    assert request.metrics.drafted < request.metrics.steps
+
+
+def reference(made: Heads, context: list[int], chain: list[int]) -> list[int]:
+    """What heads draft after a text, by the functions they are trained with."""
+    tensors = {name: x.float() for name, x in made.tensors.items()}
+    hidden, t = hidden_rows(context)[None], teacher()
+    rows = []
+    if made.kind == HEADS:
+        rows = [predict(tensors, head, hidden[0, -2]) for head in range(len(chain))]
+    else:
+        tokens = torch.tensor([context + chain[:-1]])
+        before = torch.nn.functional.pad(hidden, (0, 0, 0, len(chain) - 1))
+        layer = FeatureLayer(tensors, heads_config(FEATURE, t.config), tokens.shape[1])
+        for place in range(len(chain)):
+            before = layer.run(enter(tensors, t.embeddings[tokens], shifted(before)))
+            rows.append(before[0, len(context) - 1 + place])
+    return [int(t.logits(norm(row, tensors["norm.weight"], t.config.norm_eps)).argmax()) for row in rows]
+
+
+def chains_of(side: Torch, made: Heads) -> list[tuple[list[int], list[int]]]:
+    """Texts and what was drafted after them, across rejections, prefix hits and preemption."""
+    chains: list[tuple[list[int], list[int]]] = []
+    engine = engine_of(side, made, blocks=24 if side.block != BLOCK else 7, budget=24)
+    engine.speculation.fill = watched(engine.speculation, chains)  # type: ignore[union-attr, method-assign]
+    for _ in range(2):
+        run(side, engine, [(prompt, GREEDY.replace(max_tokens=20)) for prompt in prompts()])
+    assert engine.scheduler.preemptions > 0
+    return chains
+
+
+@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+def test_drafts_are_what_training_says(kind: str) -> None:
+    """In float64, where nothing but the formulas can differ: every chain is the one that the networks of training give."""
+    side, made = Torch(), heads(kind, True)
+    side.target = native_model()
+    chains = chains_of(side, made)
+    assert len(chains) > 40
+    assert all(chain == reference(made, context, chain) for context, chain in chains)
+
+
+@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+def test_rows_of_another_place_would_be_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: heads that read the row one place too early draft something else; the output stays as it is."""
+    side, made = Torch(), heads(kind, True)
+    side.target = native_model()
+    before = Entrance._before
+    monkeypatch.setattr(Entrance, "_before", lambda self, slot, start, count: before(self, slot, max(start - 1, 0), count))
+    assert any(chain != reference(made, context, chain) for context, chain in chains_of(side, made))
+
+
+def test_drafts_taken_unseen_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of exactness: a verification that follows a child whatever was drawn."""
+    side = Torch()
+    side.target = native_model()
+    monkeypatch.setattr(answers, "child", lambda nodes, parents, at, token: at + 1 if at + 1 < len(nodes) else None)
+    run(side, engine_of(side, heads(FEATURE, False)), [(prompts()[0], GREEDY.replace(max_tokens=30))], exact=False)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+def test_greedy_under_the_rejection_rule(side: Torch, kind: str, rule: str) -> None:
+    engine = engine_of(side, heads(kind, True))
+    run(side, engine, [(prompt, GREEDY.replace(verification=rule)) for prompt in prompts()])
+
+
+def test_native_heads_have_no_table_of_their_own() -> None:
+    """The target's embeddings and slots serve both: only the lm_head's part and the layer are packed."""
+    side = Native()
+    target: Any = native_runner(side.target, blocks=8)
+    made = NativeHeads(heads(FEATURE, False), target, source_of(side.target), num_blocks=8, block_size=BLOCK, max_positions=320)
+    assert made.slots is target.slots
+    assert not made.weights._tables

@@ -1,0 +1,125 @@
+"""train-heads from the command line, on a tiny model: what it leaves, that it goes on, and that others' heads are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.heads import files
+from headrace.heads.data import Shards
+from headrace.llm import LLM
+from headrace.params import SamplingParams
+from tests.cli_shell import Shell
+from tests.tiny_files import write_tiny_gguf
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+QUICK = ("--texts", "34", "--max-tokens", "12", "--batch", "4", "--threads", "1", "--tokens", "2", "--vocab", "256")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(params=["heads", "feature"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    code, table, said = shell("train-heads", model, "--out", out, "--kind", kind, "--minutes", "0.01", *QUICK)
+    assert code == 0, said
+    assert "all as the model has it" in table
+    assert "of drafted tokens accepted" in said
+    state = json.loads((out / "work/checkpoint.json").read_text())
+    info = json.loads((out / "heads.json").read_text())
+    assert (info["kind"], info["count"], info["hidden_size"]) == (kind, 2, 32)
+    assert 1 <= info["trained"]["tokens_per_step"] <= 3
+    assert len(load_file(out / "heads.safetensors")["vocab"]) == 256
+    texts = Shards(out / "work/texts").read()
+    assert 30 <= len(texts) <= 34
+    assert all(text.hidden.shape == (len(text.tokens), 32) and text.answer < len(text.tokens) for text in texts)
+    # More minutes: the texts stay, the training goes on.
+    written = Shards(out / "work/texts").path(0).stat().st_mtime_ns
+    longer = ("--minutes", float(state["spent"]) / 60 + 0.01)
+    code, _, said = shell("train-heads", model, "--out", out, "--kind", kind, *longer, *QUICK)
+    assert code == 0, said
+    assert Shards(out / "work/texts").path(0).stat().st_mtime_ns == written
+    assert int(json.loads((out / "work/checkpoint.json").read_text())["steps"]) > int(state["steps"])
+    other = "heads" if kind == "feature" else "feature"
+    code, _, said = shell("train-heads", model, "--out", out, "--kind", other, *longer, *QUICK)
+    assert code == 1
+    assert "holds a training of other heads" in said
+    plain = LLM(model, speculate=None).generate(["A wheel", "Hello"], GREEDY)
+    for method in ("heads", "auto"):
+        made = LLM(model, draft=out, speculate=method, draft_tokens=2).generate(["A wheel", "Hello"], GREEDY)
+        assert [one.outputs[0].token_ids for one in made] == [one.outputs[0].token_ids for one in plain]
+        assert sum(one.metrics.drafted for one in made) > 0
+    with pytest.raises(ValueError, match="trained heads were given and speculation is off"):
+        LLM(model, draft=out, speculate=None)
+    with pytest.raises(ValueError, match="trained heads were given and suffix does not use that"):
+        LLM(model, draft=out, speculate="suffix")
+
+
+def test_prompts_come_from_a_file(shell: Shell, model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One\nTwo\nThree\n", "utf-8")
+    code, _, said = shell("train-heads", model, "--out", tmp_path / "out", "-i", prompts, "--minutes", "0.01", *QUICK)
+    assert code == 0, said
+    openings = {tuple(text.tokens[: text.answer].tolist()) for text in Shards(tmp_path / "out/work/texts").read()}
+    assert len(openings) == 3
+
+
+def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:
+    """Heads without training, some tensors changed."""
+    from headrace.heads.train import begin, read_teacher
+    from headrace.opening import open_model
+    from headrace.runner.heads import Heads
+
+    opened = open_model(model)
+    vocab = torch.arange(64, dtype=torch.int32)
+    tensors = begin("heads", read_teacher(opened, vocab.long()), 2)
+    files.save(folder, Heads("heads", 2, tensors | {"vocab": vocab}), opened, {})
+    if changes:
+        stored = load_file(folder / files.WEIGHTS)
+        save_file(stored | changes, folder / files.WEIGHTS)
+    return folder
+
+
+def test_what_does_not_fit_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    made = heads_of(model, tmp_path / "made")
+    LLM(model, draft=made).close()
+    info = json.loads((made / files.INFO).read_text())
+
+    def refused(match: str) -> None:
+        with pytest.raises(ValueError, match=match) as error:
+            LLM(model, draft=made)
+        assert "\n" not in str(error.value)
+
+    for change, match in (
+        ({"hidden_size": 64}, "64 hidden values.* has 32"),
+        ({"vocab_size": 5}, "5 tokens"),
+        ({"fits": "another"}, "is another model; train heads for it"),
+        ({"version": 2}, "unknown; train them again"),
+        ({"kind": "feature"}, "is missing or not of the shape"),
+        ({"kind": 3}, "cannot be read"),
+    ):
+        (made / files.INFO).write_text(json.dumps(info | change))
+        refused(match)
+    for name, tensor, match in (
+        ("norm.weight", torch.full((32,), torch.nan, dtype=torch.bfloat16), "NaN or infinite"),
+        ("norm.weight", torch.ones(31, dtype=torch.bfloat16), "not of the shape"),
+        ("vocab", torch.tensor([3, 2], dtype=torch.int32), "vocabulary is damaged"),
+        ("vocab", torch.tensor([3, 402], dtype=torch.int32), "vocabulary is damaged"),
+        ("more", torch.ones(3, dtype=torch.bfloat16), "should be their vocabulary"),
+    ):
+        heads_of(model, made, **{name: tensor})
+        refused(match)
+    (made / files.WEIGHTS).write_bytes(b"no such thing")
+    refused("cannot be read")
+    with pytest.raises(ValueError, match="speculation by heads needs trained ones"):
+        LLM(model, speculate="heads")
