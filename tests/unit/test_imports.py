@@ -68,8 +68,8 @@ ROOMS = {
     "bench.workers.ours_beam": "llm params",
     "bench.workers.ours_speculation": "llm params",
     "server": "structured llm sizes opening engine outputs decoding weights text params types config",
-    "cli": "heads server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native params "
-    "types config",
+    "cli": "heads server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native "
+    "params types config",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
