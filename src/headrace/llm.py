@@ -114,14 +114,12 @@ class LLM:
         )
         self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
-        scheduler = _budgeted(
-            SchedulerConfig.preset(preset, started.plan.max_model_len, max_num_seqs, policy), max_num_batched_tokens
-        )
+        limit = started.plan.max_model_len
+        scheduler = _budgeted(SchedulerConfig.preset(preset, limit, max_num_seqs, policy), max_num_batched_tokens)
         scheduler = scheduler.for_encoder() if self.model_config.encoder else scheduler
-        cache = CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.engine = Engine(
             InProcess(started.runner),
-            EngineConfig(scheduler, cache),
+            EngineConfig(scheduler, CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)),
             vocab_size=self.model_config.vocab_size,
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,
