@@ -216,7 +216,7 @@ def natively(llm: LLM, parts: tuple[Part, Part], texts: list[str]) -> Play:
 
 
 def open_pair(target: Path, draft: Path, batch: int) -> LLM:
-    llm = LLM(target, draft=draft, backend="native", max_model_len=512, max_num_seqs=batch)
+    llm = LLM(target, draft=draft, backend="native", max_model_len=512, max_num_seqs=batch, threads=1)
     assert llm.backend == "native"
     return llm
 
@@ -227,7 +227,7 @@ def open_pair(target: Path, draft: Path, batch: int) -> LLM:
 )
 def test_every_drafter_on_smollm2(count: int, length: int) -> None:
     """Rows are bitwise invariant there, so no exception is allowed. Its draft model is itself, which is always right."""
-    llm = open_pair(default_model(), default_model(), 8)
+    llm = open_pair(default_model(), default_model(), 16)
     parts = Part(layers=24), Part(skips=(0,) * 20 + (ATTENTION, 0) * 4)
     check(natively(llm, parts, TEXTS[-count:]), WAYS | AUTO, length, perfect=("draft",))
     llm.close()
@@ -237,7 +237,7 @@ def test_every_drafter_on_smollm2(count: int, length: int) -> None:
 @pytest.mark.slow
 def test_every_drafter_on_the_qwen_pair() -> None:
     target, draft = (model_file(f"Qwen2.5-Coder-{size}-Instruct.Q4_K_M.gguf") for size in ("1.5B", "0.5B"))
-    llm = open_pair(target, draft, 4)
+    llm = open_pair(target, draft, 8)
     parts = Part(layers=24), Part(skips=(0,) * 12 + (ATTENTION, 0) * 4)
     ways = {way: WAYS[way] for way in ("ngram", "suffix", "draft", "self, layers")}
     check(natively(llm, parts, TEXTS[:20]), ways | AUTO, LENGTH)
