@@ -48,7 +48,8 @@ public:
                                         rope,
                                         0.2f,
                                         0.0f,
-                                        {}},
+                                        {},
+                                        std::vector<float>(kDim, 0.5f)},
                          1});
             program.add(
                 {LinearPhase{PackedLinear({weight(kHidden, kHeads * kDim)}, false), attended, EpilogueKind::kAdd, {x}},
