@@ -1,5 +1,6 @@
 """Files and batches through the `openai` client; a batch outlives its server, and answers every line once."""
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ import pytest
 
 from headrace.llm import LLM
 from headrace.params import SamplingParams
+from headrace.server import files
+from headrace.server.batch_worker import BatchWorker
 from headrace.server.settings import Limits
 from headrace.server.store import Store, StoreError
 from tests.server.harness import PATIENCE, ROOT, Running, said, until
@@ -88,6 +91,74 @@ def test_bad_uploads_are_refused(tiny: Path) -> None:
             assert post("/v1/files", **form).status_code == 200  # type: ignore[arg-type]
         full = post("/v1/files", files={"file": ("a", b"x" * 101)}, data={"purpose": "batch"})
         assert full.json()["error"]["code"] == "storage_full"
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ({"anchor": "created_at", "seconds": 60}, "must be 3600 to 2592000"),
+        ({"anchor": "created_at", "seconds": 3e6}, "has the anchor created_at, and seconds"),
+        ({"anchor": "used_at", "seconds": 3600}, "has the anchor created_at, and seconds"),
+        ({"seconds": 3600}, "has the anchor created_at, and seconds"),
+        ({"anchor": "created_at", "seconds": 3600, "more": 1}, "has the anchor created_at, and seconds"),
+        ({"anchor": "created_at", "seconds": True}, "has the anchor created_at, and seconds"),
+    ],
+)
+def test_a_life_that_no_file_can_have_is_refused(server: Running, policy: dict[str, Any], says: str) -> None:
+    asked = {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h", "output_expires_after": policy}
+    error = server.post("/v1/batches", asked).json()["error"]
+    assert (error["param"], says in error["message"]) == ("output_expires_after", True)
+    form = {"purpose": "batch", **{f"expires_after[{name}]": str(value) for name, value in policy.items()}}
+    assert server.http.post("/v1/files", files={"file": ("a", b"x")}, data=form).status_code == 400
+
+
+def test_files_past_their_time_are_not_there_and_are_deleted(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Input of a batch is kept for 30 days, what a batch writes as long as the batch says, from when it is written."""
+    client = server.openai
+    file = client.files.create(file=("in.jsonl", lines([ASK, {**ASK, "top_k": "x"}])), purpose="batch")
+    assert file.expires_at == file.created_at + 30 * 24 * 3600
+    life: Any = {"anchor": "created_at", "seconds": 3600}
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", output_expires_after=life
+    )
+    done = end(client, batch.id)
+    written = [client.files.retrieve(name) for name in (done.output_file_id, done.error_file_id)]
+    assert [one.expires_at - one.created_at for one in written] == [3600, 3600]
+    plain = end(client, start(client, lines([ASK])).id)
+    assert client.files.retrieve(plain.output_file_id).expires_at is None
+    later = max(one.expires_at for one in written)
+    monkeypatch.setattr("headrace.server.files.now", lambda: later)
+    for call in (client.files.retrieve, client.files.content):
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            call(done.output_file_id)
+    names = [one.id for one in client.files.list()]
+    assert plain.output_file_id in names
+    assert not {one.id for one in written} & set(names)
+    other = client.files.create(file=b"x", purpose="user_data")  # a look for what is over
+    monkeypatch.undo()
+    with pytest.raises(openai.NotFoundError, match="there is no file"):  # it is gone for good
+        client.files.retrieve(done.output_file_id)
+    for name in (file.id, plain.output_file_id, plain.input_file_id, other.id):
+        client.files.delete(name)
+
+
+def test_a_waiting_worker_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nothing is to be done the files whose time is over are deleted."""
+
+    async def run() -> int:
+        store = Store(tmp_path / "state")
+        await store.run(lambda db: files.add(db, "a", "batch", b"x", -1))
+        worker = BatchWorker(None, store)  # type: ignore[arg-type]
+        worker.begin()
+        while await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone()[0]):
+            await asyncio.sleep(0.01)
+        await worker.stop()
+        await worker.close()
+        (left,) = await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone())
+        store.close()
+        return int(left)
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE)) == 0
 
 
 def test_a_batch_is_answered_line_by_line(server: Running, offline: LLM) -> None:

@@ -77,17 +77,19 @@ def test_other_servers_fields(server: Running, fields: dict[str, Any], pattern: 
 def test_what_no_mask_can_hold_is_checked_at_the_end(server: Running) -> None:
     """Half of the answers have two equal items: those are errors, never a 200."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": LATE}}
-    found = set()
+    found: list[int] = []
     for seed in range(12):
         asked = {"model": "tiny", "messages": TALK, "temperature": 1.0, "seed": seed, "response_format": form}
         answer = server.post("/v1/chat/completions", asked)
-        found.add(answer.status_code)
+        found.append(answer.status_code)
         if answer.status_code == 200:
             first, second = json.loads(answer.json()["choices"][0]["message"]["content"])
             assert first != second
         else:
             assert "uniqueItems" in answer.json()["error"]["message"]
-    assert found == {200, 422}
+    assert set(found) == {200, 422}
+    counted = re.findall(r'late_checks_total\{.*result="(\w+)"\} (\S+)', server.http.get("/metrics").text)
+    assert dict(counted) == {"fit": f"{found.count(200)}.0", "unfit": f"{found.count(422)}.0", "unchecked": "0.0"}
     with pytest.raises(openai.BadRequestError, match="leave stream out"):
         ask(server, response_format=form, stream=True)
 
@@ -166,4 +168,5 @@ def test_a_late_check_that_runs_wild_is_stopped(server: Running) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "wild", "schema": schema}}
     with pytest.raises(openai.UnprocessableEntityError, match="too much time"):
         ask(server, response_format=form, max_tokens=150)
+    assert 'result="unchecked"} 1.0' in server.http.get("/metrics").text
     assert ask(server, response_format=FORMAT).choices[0].finish_reason == "stop"

@@ -28,7 +28,7 @@ async def create(store: Store, request: BatchRequest, most: int) -> dict[str, An
     files.life(request.output_expires_after, "output_expires_after")
 
     def work(db: sqlite3.Connection) -> dict[str, Any]:
-        content = files.read(db, request.input_file_id)
+        content = files.read(db, request.input_file_id, "input_file_id")
         lines, errors = read_lines(content, request.endpoint, most)
         batch = _new(request)
         if errors:

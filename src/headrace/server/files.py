@@ -110,16 +110,17 @@ async def delete(store: Store, name: str) -> dict[str, Any]:
     return {"id": name, "object": "file", "deleted": True}
 
 
-def row_of(db: sqlite3.Connection, name: str) -> tuple[Any, ...]:
+def row_of(db: sqlite3.Connection, name: str, param: str | None = None) -> tuple[Any, ...]:
     """Raises ApiError where there is no such file."""
     row: tuple[Any, ...] | None = db.execute(f"SELECT {COLUMNS} FROM files WHERE id = ?", (name,)).fetchone()
     if row is None or (row[5] is not None and row[5] <= now()):
-        raise ApiError(404, f"there is no file {name[:100]!r}", code="file_not_found")
+        raise ApiError(404, f"there is no file {name[:100]!r}", param=param, code="file_not_found")
     return row
 
 
-def read(db: sqlite3.Connection, name: str) -> bytes:
-    row_of(db, name)
+def read(db: sqlite3.Connection, name: str, param: str | None = None) -> bytes:
+    """A file's bytes. Raises ApiError, which says what field (`param`) has named the file."""
+    row_of(db, name, param)
     (data,) = db.execute("SELECT content FROM files WHERE id = ?", (name,)).fetchone()
     return bytes(data)
 

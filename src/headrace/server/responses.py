@@ -170,15 +170,15 @@ async def _history(store: Store, name: str | None) -> list[Item]:
     """The items before a request that goes on from another."""
     if name is None:
         return []
-    response, items = await _load(store, name)
+    response, items = await _load(store, name, "previous_response_id")
     return [*items, *response["output"]]
 
 
-async def _load(store: Store, name: str) -> tuple[dict[str, Any], list[Item]]:
+async def _load(store: Store, name: str, param: str | None = None) -> tuple[dict[str, Any], list[Item]]:
     query = "SELECT object, input FROM responses WHERE id = ?"
     row = await store.run(lambda db: db.execute(query, (name,)).fetchone())
     if row is None:
-        raise ApiError(404, f"there is no response {name[:100]!r}; was it stored?", code="response_not_found")
+        raise ApiError(404, f"there is no response {name[:100]!r}; was it stored?", param=param, code="response_not_found")
     return json.loads(row[0]), json.loads(row[1])
 
 
