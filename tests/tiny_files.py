@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.unit.vocabularies import byte_level
+from tests.unit.vocabularies import CONTROL, byte_level
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 32, 2, 4, 2, 48
 TEMPLATE = (
@@ -29,9 +29,11 @@ def write_tiny_gguf(
     context: int = 256,
     template: str | None = TEMPLATE,
     seed: int = 0,
+    control: str | None = None,
     edit: Callable[[Tensors], object] = lambda tensors: None,
 ) -> Path:
-    """The file, with a context of `context` tokens; without a chat template where `template` is None.
+    """The file, with a context of `context` tokens; without a chat template where `template` is None; with a control token
+    `control`, the last of the vocabulary.
 
     `edit` may change the tensors (float32, by name) before they are written.
     """
@@ -44,7 +46,7 @@ def write_tiny_gguf(
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    _add_vocabulary(writer, template)
+    _add_vocabulary(writer, template, control)
     tensors = _tensors(seed)
     edit(tensors)
     for name, tensor in tensors.items():
@@ -61,8 +63,12 @@ def _vocabulary() -> dict[str, Any]:
     return byte_level()
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None) -> None:
+def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None, control: str | None) -> None:
     vocabulary = _vocabulary()
+    if control is not None:
+        kinds = [*vocabulary["tokenizer.ggml.token_type"][:-1], CONTROL]
+        tokens = [*vocabulary["tokenizer.ggml.tokens"][:-1], control]
+        vocabulary = {**vocabulary, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(kinds)}
     writer.add_tokenizer_model(vocabulary["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(vocabulary["tokenizer.ggml.pre"])
     writer.add_token_list(vocabulary["tokenizer.ggml.tokens"])

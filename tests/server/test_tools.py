@@ -8,12 +8,15 @@ import jsonschema
 import openai
 import pytest
 
+from headrace.decoding.constrained import Grammars
 from headrace.server.errors import ApiError
 from headrace.server.fields import ChatRequest
 from headrace.server.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
 from headrace.server.tools import conversation, tooling
+from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import Running
 from tests.tiny_files import write_tiny_gguf
+from tests.unit.vocabularies import byte_level
 
 TALK: Any = [{"role": "user", "content": "How far does the wheel turn?"}]
 PARAMETERS = {
@@ -206,6 +209,84 @@ def test_a_head_without_an_end_becomes_text(form: CallFormat) -> None:
         pieces += text.push("name: ")
         assert len(text._held) <= 1100
     assert "".join(piece.text for piece in pieces + text.close()).removeprefix("[") == '{"name": "' + "name: " * 400
+
+
+MISTRALS = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model that opens calls with a control token, as Mistral's do."""
+    file = tmp_path_factory.mktemp("mistral") / "tiny.gguf"
+    with Running(write_tiny_gguf(file, context=1024, template=MISTRALS, control=MISTRAL.opening)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_after_a_control_token(mistral: Running, choice: str, stream: bool) -> None:
+    """With `auto` the model has the choice, and a bias makes it; what follows is held to the schema all the same."""
+    special = mistral.llm.opened.tokenizer.control_id(MISTRAL.opening)
+    assert special is not None
+    more = {"logit_bias": {str(special): 100}} if choice == "auto" else {}
+    answer = ask(mistral, tool_choice=choice, tools=[TURN], stream=stream, **more)
+    calls: dict[int, list[str]] = {}
+    if stream:
+        for chunk in answer:
+            assert not chunk.choices[0].delta.content
+            for call in chunk.choices[0].delta.tool_calls or []:
+                calls.setdefault(call.index, []).append(call.function.arguments)
+    else:
+        message = answer.choices[0].message
+        assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+        assert {call.function.name for call in message.tool_calls} == {"turn_wheel"}
+        calls = {at: [call.function.arguments] for at, call in enumerate(message.tool_calls)}
+    assert calls
+    for parts in calls.values():
+        jsonschema.validate(json.loads("".join(parts)), PARAMETERS)
+    talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]
+    assert ask(mistral, messages=[*talk, {"role": "tool", "tool_call_id": "call-1", "content": "done"}], max_tokens=3).choices
+
+
+CALLED = {"id": "call-1", "type": "function", "function": {"name": "turn_wheel", "arguments": '{"turns": 1, "way": "left"}'}}
+UNFIT = '{"name": "turn_wheel", "arguments": {"turns": 99'
+LLAMA_UNFIT = UNFIT.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "may"),
+    [
+        ("{{ tools }}<tool_call>", "Well, <tool_call>\n" + UNFIT[:-1], True),
+        ("{{ tools }}<tool_call>", "Well, <tool_call>\n" + UNFIT, False),
+        ("{{ tools }}<tool_call>", "<tool_call>\n" + UNFIT, False),
+        (MISTRALS, f"[{UNFIT}", False),
+        (MISTRALS, f" [ {UNFIT}", False),
+        (MISTRALS, f"[TOOL_CALLS][{UNFIT}", False),
+        (MISTRALS, f"[TOOL_CALLS][{UNFIT[:-1]}", True),
+        (MISTRALS, f"So: [TOOL_CALLS][{UNFIT}", False),
+        (MISTRALS, "[1] says [TOOL", True),
+        (MISTRALS, "[a](b) {c}", True),
+        ("{{ tools }}<|python_tag|>", LLAMA_UNFIT, False),
+        ("{{ tools }}<|python_tag|>", LLAMA_UNFIT[:-1], True),
+        ("{{ tools }}<|python_tag|>", "\n " + LLAMA_UNFIT, False),
+        ("{{ tools }}<|python_tag|>", "<|python_tag|>" + LLAMA_UNFIT, False),
+        ("{{ tools }}<|python_tag|>", "So: {", True),
+    ],
+)
+@pytest.mark.parametrize("control", [False, True])
+def test_what_reads_as_a_call_is_held_to_its_schema(template: str, text: str, may: bool, control: bool) -> None:
+    """Whatever a text begins with, under `auto`: arguments that do not fit (99 turns) cannot come."""
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    request = ChatRequest(model="x", messages=[], tools=[TURN])
+    given = tooling(request, template, lambda text: 401 if control and text else None)
+    assert given is not None
+    constraint = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).constraint(given.spec)
+    for token in tokenizer.encode(text, add_special=False, parse_special=False):
+        constraint.push(token)
+    assert (not constraint.error) is may, constraint.error
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,11 @@ from headrace.structured import ConstraintError, StructuredOutputs
 
 MOST = 128  # tools
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# What a text may not begin with, since its reader would take that for a call that nothing holds to a schema.
+NO_CALL = {
+    "mistral": r" & ~/[ \t\r\n]*\[[ \t\r\n]*\{(.|\n)*/",
+    "llama3_json": r" & ~/[ \t\r\n]*(<\|python_tag\|>[ \t\r\n]*)?(\{(.|\n)*)?/",
+}
 HOW = (
     "You may call functions to answer. They are, one a line:\n<tools>\n{tools}\n</tools>\nTo call one, answer with its name "
     'and its arguments as JSON between these tags:\n<tool_call>\n{{"name": "…", "arguments": {{…}}}}\n</tool_call>'
@@ -114,11 +119,11 @@ def _grammar(tools: list[dict[str, Any]], form: CallFormat, must: bool, several:
     opening, between = json.dumps(form.opening + ("[" if form.listed else "\n")), json.dumps(form.between)
     more = f"({between} body)*" if several else ""
     closing = json.dumps(form.closing)
-    if form.listed and special is not None:
-        calls = f'<[{special}]> "[" body {more} "]"'
-        start = f"TEXT | {calls}"
-    elif form.listed:
+    if form.listed:
         calls, start = f'{opening} body {more} "]"', f'TEXT | trigger "[" body {more} "]"'
+        if special is not None:
+            calls = f'<[{special}]> "[" body {more} "]"'
+            start += f" | {calls}"
     elif not form.opening:
         calls, start = f"body {more}", f"PLAIN | body {more}"
     else:
@@ -127,8 +132,8 @@ def _grammar(tools: list[dict[str, Any]], form: CallFormat, must: bool, several:
         start = f'TEXT | trigger "\\n" body {closing} {again}'
     rules.append(f"start: {calls if must else start}")
     if not must:
-        rules.append(r"PLAIN: /[^{](.|\n)*/" if not form.opening else r"TEXT: /(.|\n)*/")
-        if form.opening and (special is None or not form.listed):
+        rules.append(f"{'TEXT' if form.opening else 'PLAIN'}: /(.|\\n)*/{NO_CALL.get(form.name, '')}")
+        if form.opening:
             rules.append(f"trigger[lazy]: TEXT {json.dumps(form.opening)}")
     return "\n".join(rules)
 
