@@ -4,6 +4,9 @@
 
 #include "linear_tile.inl"
 
+// Whether products of all rows take turns, so that none waits for the one before: where registers hold that many sums.
+constexpr bool kInterleaved = HEADRACE_IS(avx512);
+
 // `later`: not to be read so soon that it should take room in L1.
 template <int bytes, bool later>
 HEADRACE_INLINE void fetch(const uint8_t* from) {
@@ -16,7 +19,7 @@ template <PackedKind kind, int rows>
 HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t ahead, U8v table,
                               const A8Block* const* x, F32v* acc) {
     constexpr Layout layout = layout_of(kind);
-    constexpr int group = layout.group(), sub = 32 / group;
+    constexpr int group = layout.group(), sub = 32 / group, together = kInterleaved ? rows : 1;
     const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
     const int inner = tile % layout.tiles();
     const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes() + part * kPartBytes;
@@ -31,27 +34,32 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t a
     for (int half = 0; half < 2; ++half) {
         U8v w[8];
         load_group<kind>(integers + half * layout.group_bytes(), table, w);
-        F32v scale[sub], min[sub];
 #pragma GCC unroll 2
         for (int s = 0; s < sub; ++s) {
             const int g = (inner * 2 + half) * sub + s;
-            scale[s] = load_scale<kind>(block, g, part);
-            if constexpr (layout.has_min()) min[s] = load_min<kind>(block, g, part);
-        }
+            const F32v scale = load_scale<kind>(block, g, part);
+            F32v min = set_f32(0.0f);
+            if constexpr (layout.has_min()) min = load_min<kind>(block, g, part);
 #pragma GCC unroll 8
-        for (int m = 0; m < rows; ++m) {
-            I32v dots[sub];
-#pragma GCC unroll 2
-            for (int s = 0; s < sub; ++s) {
-                dots[s] = layout.has_min() ? set_i32(0) : start_dot<group>(x[m][tile], half, s, log2_of(layout.zero));
+            for (int first = 0; first < rows; first += together) {
+                I32v dots[together];
+#pragma GCC unroll 8
+                for (int i = 0; i < together; ++i) {
+                    const A8Block& row = x[first + i][tile];
+                    dots[i] = layout.has_min() ? set_i32(0) : start_dot<group>(row, half, s, log2_of(layout.zero));
+                }
 #pragma GCC unroll 8
                 for (int j = s * 8 / sub; j < (s + 1) * 8 / sub; ++j) {
-                    dots[s] = dot<layout.wide()>(dots[s], w[j], x[m][tile].q + half * 32 + 4 * j);
+#pragma GCC unroll 8
+                    for (int i = 0; i < together; ++i) {
+                        dots[i] = dot<layout.wide()>(dots[i], w[j], x[first + i][tile].q + half * 32 + 4 * j);
+                    }
                 }
-            }
-#pragma GCC unroll 2
-            for (int s = 0; s < sub; ++s) {
-                acc[m] = add_group<group, layout.has_min()>(acc[m], dots[s], scale[s], min[s], x[m][tile], half, s);
+#pragma GCC unroll 8
+                for (int i = 0; i < together; ++i) {
+                    const int m = first + i;
+                    acc[m] = add_group<group, layout.has_min()>(acc[m], dots[i], scale, min, x[m][tile], half, s);
+                }
             }
         }
     }
