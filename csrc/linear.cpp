@@ -117,6 +117,17 @@ void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void
 
 int linear_items(const LinearWork& work) { return WorkSplit(work).items; }
 
+int linear_grain(const LinearWork& work) {
+    constexpr double kBytes = 30e3, kProducts = 300e3;  // in a microsecond: of weights read, and multiplied
+    const PackedLinear& linear = *work.linear;
+    const WorkSplit split(work);
+    double bytes = 0;
+    for (const PackedTensor& part : linear.parts()) bytes += static_cast<double>(row_block_bytes(part.kind, part.k)) * part.row_blocks();
+    const double products = static_cast<double>(linear.n()) * linear.k() * (linear.gated() ? 2 : 1) * work.rows;
+    const double microseconds = std::max(bytes / kBytes, products / kProducts);
+    return std::max(1, static_cast<int>(split.items / std::max(1.0, microseconds)));
+}
+
 void run_linear_items(const LinearWork& work, int first, int last, void* scratch) {
     run_items(work, WorkSplit(work), first, last, scratch);
 }

@@ -53,6 +53,8 @@ void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void
 // The same for callers that deal the work out themselves: into how many items it is cut, and items [first, last) on one
 // thread. Any thread may take any item.
 int linear_items(const LinearWork& work);
+// How many items take about a microsecond.
+int linear_grain(const LinearWork& work);
 void run_linear_items(const LinearWork& work, int first, int last, void* scratch);
 
 }  // namespace headrace

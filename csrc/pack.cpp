@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "program_turns.h"
+
 namespace headrace {
 namespace {
 
@@ -36,17 +38,16 @@ void check(const PackRequest& request) {
     source_row_bytes(request.source.kind, request.k);
 }
 
-// Row blocks go to the threads in small turns, so that none waits long for another.
+// Every thread takes row blocks that follow each other, so that no two of them meet in a page of new memory: the system
+// would clear it for both.
 void fill(const PackRequest& request, const PackedTensor& tensor, uint8_t* data, const Kernels& kernels,
           ThreadPool& pool) {
-    constexpr int kTurn = 4;
-    std::atomic<int> next{0};
-    pool.run([&](int) {
-        for (;;) {
-            const int first = next.fetch_add(kTurn);
-            if (first >= tensor.row_blocks()) return;
-            kernels.pack->pack(request.source, tensor, data, first, std::min(first + kTurn, tensor.row_blocks()));
-        }
+    Turns turns;
+    turns.begin(1, pool.size());
+    pool.run([&](int thread) {
+        turns.at(0).share(tensor.row_blocks(), thread, [&](int first, int last) {
+            kernels.pack->pack(request.source, tensor, data, first, last);
+        });
     });
 }
 

@@ -105,7 +105,7 @@ void run(const LinearPhase& phase, Worker& w) {
         if (owed) quantize(*owed, w, 0, w.rows);
         owed = nullptr;
         run_linear_items(work, first, last, w.scratch);
-    });
+    }, linear_grain(work));
 }
 
 void run(const ActPhase& phase, Worker& w) {

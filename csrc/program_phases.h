@@ -153,8 +153,8 @@ struct Worker {
 
     // f(first, last) for this thread's share of `items`. What was shared before is done.
     template <class F>
-    void share(int items, F f) {
-        run.turns.at(turn++).share(items, thread, f);
+    void share(int items, F f, int grain = 1) {
+        run.turns.at(turn++).share(items, thread, f, grain);
     }
     // f(item, next) where items differ much.
     template <class F>

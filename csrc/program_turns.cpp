@@ -20,12 +20,9 @@ void Turn::yield() { std::this_thread::yield(); }
 
 void Turns::begin(int turns, int threads) {
     threads_ = threads;
-    const size_t lines = static_cast<size_t>(turns) * static_cast<size_t>(threads + 1);
+    const size_t lines = static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one to look ahead to
     if (lines_.size() < lines) lines_ = std::vector<Turn::Line>(lines);
-    for (size_t i = 0; i < lines; ++i) {
-        lines_[i].first.store(0, std::memory_order_relaxed);
-        lines_[i].second.store(0, std::memory_order_relaxed);
-    }
+    for (size_t i = 0; i < lines; ++i) lines_[i].count.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace headrace

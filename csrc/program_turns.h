@@ -15,17 +15,22 @@ namespace headrace {
 class Turn {
 public:
     struct alignas(64) Line {
-        std::atomic<int> first{0}, second{0};
+        std::atomic<int> count{0};
     };
+    // Of a turn: what is left for all, what is done, and the threads' queues.
+    static constexpr int lines(int threads) { return 2 + threads; }
 
     Turn(Line* lines, int threads) : lines_(lines), threads_(threads) {}
 
     // f(first, last) for this thread's share of `items`, in any order; returns when all of them are done by whichever
-    // thread, and what they wrote can be seen.
+    // thread, and what they wrote can be seen. `grain`: so many items at a time, where fewer are not worth a look at what
+    // is left: it may lie in another core's cache.
     template <class F>
-    void share(int items, int thread, F f) {
+    void share(int items, int thread, F f, int grain = 1) {
+        grain = std::clamp(items / (4 * threads_), 1, grain);
         const int part = items * 4 / 5 / threads_, dealt = part * threads_;
-        const int piece = std::max(1, part / 4), turn = std::max(1, (items - dealt) / (8 * threads_));
+        const int piece = std::max(grain, part / 4), turn = std::max(grain, (items - dealt) / (8 * threads_));
+        fetch_next(thread);
         int count = take(queue(thread), thread * part, part, piece, f);
         count += take(rest(), dealt, items - dealt, turn, f);
         finish(count);
@@ -45,6 +50,7 @@ public:
     // have not come to. `next`: the item that the thread will come to next, or -1.
     template <class F>
     void deal(int items, int thread, F f) {
+        fetch_next(thread);
         int count = 0;
         for (int i = 0; i < threads_; ++i) {
             const int owner = (thread + i) % threads_;
@@ -61,12 +67,15 @@ public:
 private:
     static constexpr int kLooks = 1000;  // some ten microseconds
 
-    std::atomic<int>& queue(int thread) { return lines_[1 + thread].first; }
-    std::atomic<int>& rest() { return lines_[0].first; }
-    bool over(int items) const { return lines_[0].second.load(std::memory_order_acquire) >= items; }
+    std::atomic<int>& rest() { return lines_[0].count; }
+    std::atomic<int>& done() { return lines_[1].count; }
+    std::atomic<int>& queue(int thread) { return lines_[2 + thread].count; }
+    bool over(int items) { return done().load(std::memory_order_acquire) >= items; }
     void finish(int count) {
-        if (count > 0) lines_[0].second.fetch_add(count, std::memory_order_acq_rel);
+        if (count > 0) done().fetch_add(count, std::memory_order_acq_rel);
     }
+    // The thread's queue in the next turn, which another thread has cleared.
+    void fetch_next(int thread) const { __builtin_prefetch(lines_ + lines(threads_) + 2 + thread, 1); }
 
     // Pieces of [start, start + size) as long as there are any; how many items that was.
     template <class F>
@@ -93,7 +102,7 @@ private:
 class Turns {
 public:
     void begin(int turns, int threads);
-    Turn at(int turn) { return Turn(lines_.data() + turn * (threads_ + 1), threads_); }
+    Turn at(int turn) { return Turn(lines_.data() + turn * Turn::lines(threads_), threads_); }
 
 private:
     std::vector<Turn::Line> lines_;
