@@ -11,7 +11,11 @@ import pytest
 # Before torch is imported: tests run side by side, and each on one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
 from tests import places
+
+THREADS = torch.get_num_threads()
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +43,12 @@ def default_model() -> Path:
 def pytest_sessionstart() -> None:
     """A runner that was started in the background hands on an ignored SIGINT; the tests of Ctrl-C need the usual one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> None:
+    """A model sets torch's threads for its process; the test after it must not notice."""
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True)

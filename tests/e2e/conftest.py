@@ -1,10 +1,8 @@
 """What the tests of the command line share: a shell, and a tiny model on the disk."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from headrace.llm import LLM
 from tests.cli_shell import Shell
@@ -24,13 +22,5 @@ def tiny_llm(tiny_gguf: Path) -> LLM:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None) -> Shell:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(tmp_path, monkeypatch, capsys)

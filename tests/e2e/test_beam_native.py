@@ -9,7 +9,7 @@ from headrace.decoding.beam import BeamSearchParams
 from headrace.engine import Engine
 from headrace.models.base import Model
 from headrace.params import SamplingParams
-from tests.e2e.test_beam import CASES, EOS, beams, fork_after_free, mixed, no_copy_on_write
+from tests.beams import CASES, EOS, beams, fork_after_free, mixed, no_copy_on_write
 from tests.tiny import finish
 
 if not native.available():

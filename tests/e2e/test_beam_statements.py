@@ -8,13 +8,8 @@ import torch
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from headrace.params import ParamError, SamplingParams
 from headrace.types import Child, FeedOutput, Request, Sequence
-from tests.e2e.test_beam import EOS, beams, score_of
+from tests.beams import EOS, beams, score_of
 from tests.tiny import tiny_config, tiny_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_w7_beam_search_is_not_the_exact_maximum() -> None:

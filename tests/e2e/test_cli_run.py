@@ -15,7 +15,7 @@ from headrace.llm import LLM
 from headrace.params import BeamSearchParams, SamplingParams
 from tests.cli_shell import SECONDS, Shell
 from tests.hub_server import HubServer, sha256
-from tests.models.data import model_file
+from tests.places import model_file
 from tests.tiny_files import write_tiny_gguf
 
 EXACT = ("--dtype", "float64")

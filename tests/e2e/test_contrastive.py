@@ -27,7 +27,6 @@ SEARCH = SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def expert() -> Model:
-    torch.set_num_threads(1)
     return tiny_model()
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace import native
 from headrace.engine import AdmissionError
@@ -28,7 +27,6 @@ from tests.tiny_native import as_bfloat16, native_model, packed
 
 @pytest.fixture(scope="module")
 def expert() -> Model:
-    torch.set_num_threads(1)
     return native_model("llama")
 
 

@@ -46,7 +46,6 @@ class Torch:
     block = 4
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)
         self.target = tiny_model()
         self.drafts = {"near": near(self.target), "other": tiny_model(tiny_config(num_layers=1), seed=8)}
 

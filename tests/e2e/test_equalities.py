@@ -7,7 +7,6 @@ import itertools
 import random
 
 import pytest
-import torch
 
 from headrace.models.base import Model
 from headrace.ops.noise import key
@@ -27,7 +26,6 @@ SETTINGS = (
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest) -> Model:
-    torch.set_num_threads(1)
     return tiny_model(tiny_config(request.param))
 
 

@@ -34,10 +34,9 @@ from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
 from headrace.types import DRAFT, TARGET, KVGroup, Request
 from headrace.weights.loader import load_model
-from tests.models.data import data_folder
 from tests.models.llama2c import read_checkpoint
-from tests.models.test_real_weights import PROMPTS
-from tests.places import default_model, model_file
+from tests.models.real import PROMPTS
+from tests.places import data_path, default_model, model_file
 from tests.tiny import finish, tiny_model, tokens_of
 
 LENGTH = 64
@@ -107,8 +106,7 @@ def check(play: Play, ways: dict[str, Callable[[], list[Drafter]]], length: int,
 
 @lru_cache(maxsize=1)
 def stories() -> Model:
-    torch.set_num_threads(1)
-    return load_model(read_checkpoint(data_folder("stories260K") / "stories260K.bin"), torch.float64)
+    return load_model(read_checkpoint(data_path("stories260K") / "stories260K.bin"), torch.float64)
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.data import model_file
+from tests.places import model_file
 from tests.tiny_files import write_tiny_gguf
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -22,7 +22,7 @@ def test_all_of_them_are_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+def test_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = said_by(name, write_tiny_gguf(tmp_path / "tiny.gguf", context=1024), capsys)
     check(name, said)
 

@@ -39,7 +39,6 @@ PARAMS = SamplingParams(temperature=0.9, max_tokens=4, top_p=0.95, repetition_pe
 
 @lru_cache(maxsize=1)
 def models() -> tuple[Model, Model]:
-    torch.set_num_threads(1)
     small = tiny_config(vocab_size=SIZE)
     return tiny_model(small), tiny_model(tiny_config(vocab_size=SIZE, num_layers=1), seed=4)
 

@@ -26,7 +26,6 @@ Asks = list[tuple[list[int], SamplingParams, dict[str, Any]]]
 
 
 def on_torch(architecture: str) -> Make:
-    torch.set_num_threads(1)
     model = tiny_model(tiny_config(architecture))
     return lambda **settings: tiny_engine(model, **settings)
 

@@ -12,11 +12,6 @@ from tests.models.zoo import CONFIGS, hf_source, largest_gap, loaded, oracle, or
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(name: str) -> None:
     """Whole, in uneven chunks (chunks and single tokens mixed in one step) and token by token, several sequences at once."""

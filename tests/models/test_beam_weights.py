@@ -1,6 +1,5 @@
 """Beam search on real weights: hypotheses and scores of `transformers`, in float32 on the torch back end."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,20 +9,12 @@ from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
-from tests.models.data import model_file
-from tests.models.test_real_weights import PROMPTS, transformers_model
+from tests.models.real import PROMPTS, transformers_model
+from tests.places import model_file
 from tests.tiny import finish, tiny_engine
 
 WIDTH, COUNT = 4, 24
 NEAR = 2e-4  # two hypotheses with scores this close may change places in float32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def ours(model: Any, prompts: list[list[int]], count: int, eos: int) -> list[list[tuple[list[int], float]]]:

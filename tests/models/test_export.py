@@ -22,11 +22,6 @@ TRANSLATED += ["qwen2-tied", "qwen2-mqa", "qwen3", "qwen3-biases-tied"]
 OTHERS = {"gemma3-one-kv-head": "gemma3_text", "gpt2": "gpt2", "llama-rope-llama3": "rotary", "mistral-window": "sliding"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_the_folder_is_the_model_to_transformers(name: str, tmp_path: Path) -> None:
     theirs = oracle(name).bfloat16()  # weights that bfloat16 holds exactly

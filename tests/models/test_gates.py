@@ -17,11 +17,11 @@ from headrace.native.runner import NativeRunner
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from tests.models import gates
-from tests.models.data import data_folder, model_file
 from tests.models.gates import Agreement, LlamaCpp, runner_of
+from tests.models.real import PROMPTS
 from tests.models.streamed import Narrowed, Streamed
-from tests.models.test_real_weights import PROMPTS
 from tests.native_reference import bfloat16_attention
+from tests.places import data_path, model_file
 from tests.tiny_native import Feeder
 
 COUNT = 64
@@ -213,7 +213,7 @@ def test_other_arithmetic_is_noticed(without: str, monkeypatch: pytest.MonkeyPat
 
 def check_perplexity(path: Path, limit: int, tolerance: float, llama_cpp: bool = False) -> None:
     """Windows of 512 tokens of wikitext-2, the second half of each scored; and how far the logits there are from float32's."""
-    text = (data_folder("wikitext2") / "valid.txt").read_text("utf-8")
+    text = (data_path("wikitext2") / "valid.txt").read_text("utf-8")
     scores: dict[str, list[float]] = {"headrace": [], "float32": [], "llama.cpp": []}
     found = Divergence()
     with GGUFFile(path) as source, ExitStack() as stack:

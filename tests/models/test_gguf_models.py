@@ -24,11 +24,6 @@ NOT_IN_LLAMA_CPP = {"mistral-window", "qwen3-biases-tied"}
 WRITTEN = [name for name in CONFIGS if name not in NOT_IN_GGUF]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("name", WRITTEN)
 def test_gguf_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = oracle(name)

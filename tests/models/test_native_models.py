@@ -7,10 +7,10 @@ import pytest
 
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
-from tests.models.data import data_folder, model_file
 from tests.models.gates import generate, runner_of
 from tests.models.llama2c import read_checkpoint, read_pieces
-from tests.models.test_real_weights import PROMPTS
+from tests.models.real import PROMPTS
+from tests.places import data_path, model_file
 from tests.tiny_native import Feeder
 
 NAMES = (
@@ -22,7 +22,7 @@ NAMES = (
 
 def test_stories_tells_its_golden_text() -> None:
     """Head size 8, FFN 172, float32 weights held as bfloat16: the 200 tokens are those of float32."""
-    folder = data_folder("stories260K")
+    folder = data_path("stories260K")
     source = read_checkpoint(folder / "stories260K.bin")
     tokens = generate(runner_of(source, threads=1), [1], 200)
     pieces = read_pieces(folder / "tok512.bin", 512)

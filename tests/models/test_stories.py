@@ -1,18 +1,15 @@
 """stories260K: a real model of 260 thousand parameters reproduces its golden greedy text."""
 
-import torch
-
 from headrace.weights.loader import load_model
-from tests.models.data import data_folder
 from tests.models.feeding import greedy
 from tests.models.llama2c import read_checkpoint, read_pieces
+from tests.places import data_path
 
 BOS = 1
 
 
 def test_golden_text_of_200_tokens() -> None:
-    torch.set_num_threads(1)
-    folder = data_folder("stories260K")
+    folder = data_path("stories260K")
     source = read_checkpoint(folder / "stories260K.bin")
     model = load_model(source)
     assert (model.config.head_dim, model.config.ffn_size, model.config.num_kv_heads) == (8, 172, 4)

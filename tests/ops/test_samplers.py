@@ -11,23 +11,22 @@ from headrace.ops.noise import Purpose, coins, key, reference_philox
 from headrace.ops.penalties import dry
 from headrace.ops.sampling import RowSpec, process, sample
 from headrace.params import ParamError, SamplingParams
-from tests.ops.sampling_reference import distribution, dry_costs, edited, filtered, keep, softmax, without_top
-from tests.ops.test_sampling_statistics import ALPHA, LOGITS, SEEDS, N, p_value
+from tests.ops.sampling_reference import (
+    ALPHA,
+    LOGITS,
+    SEEDS,
+    N,
+    distribution,
+    dry_costs,
+    edited,
+    filtered,
+    keep,
+    p_value,
+    softmax,
+    without_top,
+)
 
 NEVER = float("-inf")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def keys():
-    return {seed: [key(seed, child) for child in range(N)] for seed in SEEDS}
 
 
 def kept(z: torch.Tensor) -> list[int]:

@@ -18,14 +18,6 @@ NEVER = float("-inf")
 VOCAB = 150
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def spec(prompt=(0,), output=(), n=1, seed=0, stop_ids=(), counts=None, path=(), **changes) -> RowSpec:
     keys = [key(seed, child) for child in range(n)]
     tokens = [*prompt, *output]

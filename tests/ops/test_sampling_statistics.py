@@ -3,49 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from headrace.ops.noise import key
 from headrace.ops.sampling import RowSpec, draw, sample
 from headrace.params import SamplingParams
-from tests.ops.sampling_reference import distribution, keep, prefix, softmax
-
-ALPHA = 1e-4
-N = 200_000
-SEEDS = (0, 1, 2)
-# sixteen tokens whose rarest still comes often enough at temperature 0.5
-LOGITS = np.float32([2.0, -0.5, 1.0, 0.3, 1.9, 0.0, -0.2, 1.4, 0.7, -0.4, 0.9, 1.1, 0.2, -0.1, 0.5, 1.6])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def keys():
-    return {seed: [key(seed, child) for child in range(N)] for seed in SEEDS}
+from tests.ops.sampling_reference import ALPHA, LOGITS, SEEDS, N, distribution, keep, p_value, prefix, softmax
 
 
 def frequencies(params: SamplingParams, keys: list, logits=LOGITS) -> np.ndarray:
     """How often each token came in one draw per key."""
     (result,) = sample(torch.from_numpy(logits)[None], [RowSpec(params, keys, tokens=[0, 4], prompt_len=1)])
     return np.bincount(result.tokens, minlength=len(logits))
-
-
-def p_value(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Chi-square of counts against probabilities; 0 where something came that cannot."""
-    possible = expected > 0
-    if observed[~possible].any():
-        return 0.0
-    cells = expected[possible] * observed.sum()
-    assert cells.min() >= 5, "too few expected in a cell"
-    if len(cells) == 1:
-        return 1.0
-    return float(stats.chisquare(observed[possible], cells).pvalue)
 
 
 def uniform_top_k(params):

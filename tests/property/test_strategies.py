@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
-import torch
 
 from headrace import native
 from headrace.admission import blocks_needed
@@ -19,9 +18,9 @@ from headrace.engine import Engine
 from headrace.models.base import Model
 from headrace.params import BeamSearchParams, SamplingParams
 from headrace.types import FeedOutput, Request, StepPlan
+from tests.beams import fork_after_free, no_copy_on_write, reference
 from tests.contrast_engines import engine_of, native_engine_of
 from tests.contrast_reference import contrastive_decoding, contrastive_search
-from tests.e2e.test_beam import fork_after_free, no_copy_on_write, reference
 from tests.tiny import VOCAB, run_alone, tiny_config, tiny_model, tokens_of
 
 STOPS = frozenset(range(80, VOCAB))
@@ -42,7 +41,6 @@ BACKENDS = [
 
 @lru_cache
 def models(backend: str) -> tuple[Model, Model]:
-    torch.set_num_threads(1)
     if backend == "torch":
         return tiny_model(), tiny_model(tiny_config(num_layers=1, hidden_size=16), seed=5)
     from tests.tiny_native import as_bfloat16, native_model

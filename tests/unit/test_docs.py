@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace import types
+
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -46,6 +48,24 @@ def test_every_environment_variable_is_documented() -> None:
     assert {"HEADRACE_HOME", "HEADRACE_LOG", "HEADRACE_ISA"} <= read
     page = (ROOT / "docs/environment.md").read_text("utf-8")
     assert [name for name in sorted(read) if f"`{name}`" not in page] == []
+
+
+def test_the_plan_of_the_house_is_the_houses() -> None:
+    """Every room of src/headrace is in the layout, and what the data are said to hold is a field of theirs."""
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    layout = page[page.index("## Layout") :]
+    rooms = {path.name for path in (ROOT / "src/headrace").iterdir() if path.name[0] != "_" and path.suffix in ("", ".py")}
+    assert {"llm.py", "kv", "drafting"} <= rooms
+    assert [name for name in sorted(rooms) if not re.search(rf"\b{re.escape(name)}\b", layout)] == []
+    data = page[page.index("## Data") : page.index("## Interfaces")]
+    wrong = []
+    for name, text in re.findall(r"^([A-Z]\w+) +(.*(?:\n {8,}.*)*)", data[: data.rindex("```")], re.MULTILINE):
+        fields = set(dir(getattr(types, name))) | set(getattr(types, name).__annotations__)
+        said = re.split(r" {3,}", text.replace("\n            ", " "))[0]
+        said = re.sub(r"\([^)]*\)|\[\w\]", "", said).partition(":")[0]
+        named = [re.match(r" *(\w*)", part)[1] for part in re.split(r" · |, (?=\w+ ·)", said)]  # type: ignore[index]
+        wrong += [f"{name}: {one}" for one in named if one and one not in fields]
+    assert wrong == []
 
 
 def test_both_readmes_show_the_same_code() -> None:

@@ -11,14 +11,6 @@ from headrace.decoding import noise
 from headrace.ops.noise import GUMBEL_MAX, GUMBEL_MIN, REACH, Purpose
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def bits(x) -> list[str]:
     return [f"{word:08x}" for word in np.asarray(x, dtype=np.float32).view(np.uint32).reshape(-1)]
 
