@@ -29,7 +29,7 @@ OF_DOCS = [
 
 def test_the_commands_are_there() -> None:
     named = {
-        name for row in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE) for name in re.findall(r"`(?:headrace )?(\w+)", row)
+        name for row in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE) for name in re.findall(r"`(?:headrace )?([\w-]+)", row)
     }
     assert named == set(get_command(build()).commands)  # type: ignore[attr-defined]
 
