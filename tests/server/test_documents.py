@@ -28,9 +28,8 @@ OF_DOCS = [
 
 
 def test_the_commands_are_there() -> None:
-    named = {
-        name for row in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE) for name in re.findall(r"`(?:headrace )?([\w-]+)", row)
-    }
+    rows = re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(?:headrace )?([\w-]+)", row)}
     assert named == set(get_command(build()).commands)  # type: ignore[attr-defined]
 
 
