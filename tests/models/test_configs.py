@@ -1,6 +1,9 @@
 """ModelConfig from config.json as it is published, and from GGUF metadata; what is not built is refused in one line."""
 
+import json
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,10 @@ from headrace.config import RopeConfig
 from headrace.layers.rotary import frequencies
 from headrace.models.configs import ARCHITECTURES
 from headrace.models.registry import MODELS, read_config
+from headrace.opening import open_model
 from headrace.weights.source import WeightError
 from tests.models.zoo import MemorySource
+from tests.tiny_bert import write_tiny_bert
 
 LLAMA31_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -220,6 +225,30 @@ def test_what_is_not_built_is_refused(settings: dict[str, Any], message: str) ->
         read_config(hf(settings))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
+    """Settings that make other libraries import a file of the folder, or fetch one, are settings like others here."""
+    folder, ran = write_tiny_bert(tmp_path / "model"), tmp_path / "ran"
+    before = sorted(sys.modules)
+    for name in ("evil.py", "modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "conftest.py", "__init__.py"):
+        (folder / name).write_text(f"open({str(ran)!r}, 'w').close()\n")
+    classes = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    more = {
+        "auto_map": dict.fromkeys(classes, "evil.Evil"),
+        "_attn_implementation": "evil/repository",
+        "_attn_implementation_internal": "evil/repository",
+        "trust_remote_code": True,
+        "custom_pipelines": {"evil": {"impl": "evil.Evil"}},
+    }
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        file = folder / name
+        file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **more}))
+    opened = open_model(folder)
+    assert opened.config.encoder
+    assert opened.tokenizer.encode("the water")
+    assert not ran.exists()
+    assert [name for name in sys.modules if "evil" in name and name not in before] == []
 
 
 @pytest.mark.parametrize(
