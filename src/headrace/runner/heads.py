@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from headrace.config import ModelConfig, RopeConfig
 from headrace.kv.pool import KVPool
@@ -86,8 +86,7 @@ def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, .
 
 def unit(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Rows x [..., width] scaled to a mean square of 1, float32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return rms_norm(x.float(), x.shape[-1:], eps=eps)
 
 
 def predict(tensors: Tensors, head: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -146,7 +145,12 @@ class Entrance:
 
     def __init__(self, heads: Heads, features: Features, slots: Mapping[int, Any]) -> None:
         self.heads = heads
-        self.tensors = {name: x.float() if x.is_floating_point() else x for name, x in heads.tensors.items()}
+        self.tensors = {name: x.float() for name, x in heads.tensors.items() if not name.startswith(LAYER)}
+        if heads.kind == HEADS:
+            self._ups, self._downs = (
+                torch.stack([self.tensors[f"heads.{head}.{name}.weight"].t() for head in range(heads.count)])
+                for name in ("up", "down")
+            )
         self.features = features
         self.slots = slots
         self._tips: dict[int, torch.Tensor] = {}  # by slot: the row that the feature layer left last
@@ -157,11 +161,11 @@ class Entrance:
             return enter(
                 self.tensors, embedded, torch.cat([self._before(feed.slot, feed.start, feed.count) for feed in plan.feeds])
             )
-        made = []
-        for feed in plan.feeds:
-            hidden = self._before(feed.slot, feed.start, 1)
-            made += [predict(self.tensors, head, hidden) for head in range(1 + len(feed.nodes))]
-        return torch.cat(made)
+        counts = [1 + len(feed.nodes) for feed in plan.feeds]
+        x = unit(torch.cat([self._before(feed.slot, feed.start, 1) for feed in plan.feeds]))
+        most = max(counts)
+        made = x + torch.bmm(silu(x @ self._ups[:most]), self._downs[:most])  # [heads, feeds, hidden]
+        return torch.cat([made[:count, at] for at, count in enumerate(counts)])
 
     def left(self, plan: StepPlan, x: torch.Tensor) -> None:
         """The feature layer has left rows x [n, hidden]; the last of each feed is where its chain goes on."""

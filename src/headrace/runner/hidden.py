@@ -1,6 +1,6 @@
 """One vector for each token, on the same block ids as its K and V: for contrastive search, and for heads that draft."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,18 @@ class Stored:
     def store(self, feed: Feed, table: Sequence[int], rows: torch.Tensor) -> None:
         """Keep a feed's rows [count + nodes, width], nodes at consecutive KV indices as their K and V."""
         assert self._data is not None, "memory is reserved before rows are kept"
-        self._data[self._places(table, feed.start, feed.start + len(rows))] = rows
+        at = 0
+        for place, count in self._runs(table, feed.start, feed.start + len(rows)):
+            self._data[place : place + count] = rows[at : at + count]
+            at += count
 
-    def _places(self, table: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Where the rows of KV indices [start, end) are."""
+    def _runs(self, table: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Where the rows of KV indices [start, end) are, block by block: the first's place, and how many."""
         size = self.block_size
-        return torch.tensor([table[i // size] * size + i % size for i in range(start, end)], device=self._device)
+        while start < end:
+            count = min(end - start, size - start % size)
+            yield table[start // size] * size + start % size, count
+            start += count
 
     def rearrange(self, plan: StepPlan) -> None:
         """Carry out the plan's moves and copies: every source is read before anything is written."""
@@ -110,7 +116,8 @@ class Features(Stored):
     def read(self, table: Sequence[int], start: int, end: int) -> torch.Tensor:
         """The rows [end - start, width] of KV indices [start, end)."""
         assert self._data is not None
-        return self._data[self._places(table, start, end)]
+        parts = [self._data[place : place + count] for place, count in self._runs(table, start, end)]
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     @property
     def kept(self) -> bool:
