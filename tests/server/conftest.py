@@ -23,6 +23,19 @@ def server(tiny: Path) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers (ENDLESS) outlast every test: what is to happen in the middle of one does."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("endless") / "endless.gguf", context=100_000)
+
+
+@pytest.fixture(scope="session")
+def long_server(endless: Path) -> Iterator[Running]:
+    """Shared by tests that end what they began."""
+    with Running(endless) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def offline(tiny: Path) -> Iterator[LLM]:
     """What the server must be equal to."""
     llm = LLM(tiny, **ENGINE)

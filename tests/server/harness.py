@@ -9,9 +9,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2 as httpx
 import openai
@@ -21,8 +21,11 @@ from headrace.server.models import Models
 from headrace.server.serving import Server, listen, run, single
 from headrace.server.settings import ServerSettings
 
+T = TypeVar("T")
 PATIENCE = 120.0  # seconds until a test gives up; no result depends on it
+LOOK = 0.01  # seconds between two looks
 ROOT = Path(__file__).parents[2]
+ENDLESS: dict[str, Any] = {"max_tokens": 90_000, "extra_body": {"ignore_eos": True}}  # of a model with room for it
 ENGINE: dict[str, Any] = {"dtype": "float64", "threads": 1, "device": "cpu", "backend": "torch"}
 
 
@@ -120,6 +123,32 @@ class Running:
             **{"model": "tiny", "prompt": "The mill", "temperature": 0, "max_tokens": 8, **more}
         )
 
+    def on_loop(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the server's event loop."""
+        assert self._loop is not None
+
+        async def call() -> T:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(PATIENCE)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While entered, the server's event loop does nothing: what clients do meanwhile is there at once when it goes on."""
+        go_on, held = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            go_on.wait(PATIENCE)
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(hold)
+        assert held.wait(PATIENCE)
+        try:
+            yield
+        finally:
+            go_on.set()
+
     def paused(self) -> "Paused":
         """While entered, the engine process does nothing."""
         return self.paused_of(None)
@@ -158,11 +187,12 @@ def said(process: "subprocess.Popen[str]", pattern: str) -> "re.Match[str]":
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for what must come."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "what was waited for did not come"
-        time.sleep(0.01)
+    """Wait for what must come: so many looks, as a machine that stood still has not given it the time."""
+    for _ in range(int(PATIENCE / LOOK)):
+        if condition():
+            return
+        time.sleep(LOOK)
+    raise AssertionError("what was waited for did not come")
 
 
 def in_thread(work: Callable[[], Any]) -> "Promise":

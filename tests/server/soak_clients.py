@@ -1,7 +1,7 @@
 """Clients of the soak test: `python -m tests.server.soak_clients SPEC` does to a server, for a while, what clients do.
 
-SPEC is JSON: port, model, seconds, seed, and jobs with the texts they must give. The report is JSON on stdout: how often each
-thing was done, which statuses came, and what was wrong.
+SPEC is JSON: port, model, seconds, seed, pause (mean seconds of a client between two exchanges), and jobs with the texts they
+must give. The report is JSON on stdout: how often each thing was done (once at least), which statuses came, and what was wrong.
 """
 
 import asyncio
@@ -11,11 +11,12 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 WORKERS = 10
 BIG = 5 << 20  # bytes: above the limit on bodies
-PATIENCE = 120.0  # seconds for one exchange
+PATIENCE = 120  # seconds for one exchange
 FINE = {200}
 BUSY = {429, 503}  # allowed of anything, with Retry-After
 
@@ -46,25 +47,34 @@ class Clients:
         self.statuses: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.end = time.monotonic() + spec["seconds"]
+        self.todo = self._kinds()
 
     async def run(self) -> dict[str, Any]:
         await asyncio.gather(self._watch_health(), *(self._worker() for _ in range(WORKERS)))
         return {"done": self.done, "statuses": self.statuses, "wrong": self.wrong[:20]}
 
-    async def _worker(self) -> None:
+    def _kinds(self) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
+        """What to do next: everything in ever new orders, until the time is over."""
         answers, leaving = [self.same, self.same, self.streamed, self.chat], [self.leave, self.leave_early, self.slow]
         kinds = [*answers, *leaving, self.bad, self.bad_field, self.too_big, self.odd_path, self.small]
-        while time.monotonic() < self.end:
-            kind = self.rng.choice(kinds)
+        first = True
+        while first or time.monotonic() < self.end:
+            for kind in self.rng.sample(kinds, len(kinds)):
+                if first or time.monotonic() < self.end:
+                    yield kind
+            first = False
+
+    async def _worker(self) -> None:
+        for kind in self.todo:
             try:
-                async with asyncio.timeout(PATIENCE):
-                    await kind()
+                await patiently(kind())
             except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
                 self.wrong.append(f"{kind.__name__}: {error!r}")
             self.done[kind.__name__] += 1
+            await asyncio.sleep(2 * self.spec["pause"] * self.rng.random())
 
     async def _watch_health(self) -> None:
-        while time.monotonic() < self.end:
+        while not self.done["health"] or time.monotonic() < self.end:
             status, _, body = await self.ask("GET", "/health")
             if status != 200 or json.loads(body)["status"] != "ready":
                 self.wrong.append(f"health: {status} {body!r}")
@@ -221,6 +231,16 @@ class Clients:
         transport = writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
+
+
+async def patiently(work: Coroutine[Any, Any, None]) -> None:
+    """Raises TimeoutError when the work has not ended after PATIENCE looks; a machine that slept costs one of them."""
+    task = asyncio.ensure_future(work)
+    for _ in range(PATIENCE):
+        if (await asyncio.wait({task}, timeout=1.0))[0]:
+            return task.result()
+    task.cancel()
+    raise TimeoutError
 
 
 def unchunked(data: bytes) -> bytes:

@@ -28,7 +28,7 @@ def test_a_sweep_gives_every_figure(server: Running, shell: Shell, tmp_path: Pat
         assert (load["requests"], load["failed"], load["output_tokens"], load["slo"]["share"]) == (4, 0, 24, 1.0)
         for name in ("ttft", "itl", "tpot", "e2e"):
             assert 0 <= load[name]["p50"] <= load[name]["p99"] <= load[name]["max"]
-        assert load["ttft"]["p50"] < load["e2e"]["p50"]
+        assert load["ttft"]["p50"] <= load["e2e"]["p50"]  # equal where a busy machine read an answer in one piece
     assert server.figure("generation_tokens_total") - before == 48 + 6
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"ttft.svg", "itl.svg", "e2e.svg", "load.svg"}
     assert "goodput, requests/s" in out
@@ -60,7 +60,8 @@ def test_first_tokens_and_sampling(server: Running, shell: Shell, tmp_path: Path
     assert "W6: at once" in out
     told = json.loads((tmp_path / "x.json").read_text())
     assert set(told["ttft"]) == {"4", "32"}
-    assert told["greedy"]["1"] > 0
+    assert told["ttft"]["4"] > 0
+    assert set(told["greedy"]) == set(told["sampled"]) == {"1"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A file of settings, several models in one server, deadlines, clients that do not read."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ from headrace.cli import serve as command
 from headrace.cli.app import main
 from headrace.server.serving import Chosen, house
 from headrace.server.settings import Limits, ServerSettings
-from tests.server.harness import ENGINE, Running, in_thread, until
+from tests.server.harness import ENDLESS, ENGINE, Running, in_thread, until
 from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
 
@@ -169,12 +170,25 @@ def embed(server: Running, deadline: float) -> Any:
     return server.openai.embeddings.create(model="tiny", input="a", extra_body={"deadline": deadline})
 
 
-def test_a_stream_ends_at_the_servers_deadline(tiny: Path) -> None:
-    with Running(tiny, limits=Limits(deadline=0.3)) as server:
-        stream = server.complete(stream=True, **LONG)
+def test_a_stream_ends_at_the_servers_deadline(endless: Path) -> None:
+    """Its clock is set to the server's deadline; here it strikes when the stream is under way, not after so many seconds."""
+    with Running(endless, limits=Limits(deadline=3600)) as server:
+        stream = server.complete(stream=True, **ENDLESS)
         next(stream)
-        with server.paused(), pytest.raises(openai.APIError, match="deadline"):
+        (ticket,) = server.llm.tickets.values()
+        assert ticket.timer is not None
+        assert 0 < ticket.timer.when() - server.on_loop(lambda: asyncio.get_running_loop().time()) <= 3600
+        server.on_loop(lambda: strike(ticket.timer))
+        with pytest.raises(openai.APIError, match="deadline of 3600 s"):
             list(stream)
+        until(lambda: server.figure("num_requests_running") == 0)
+
+
+def strike(timer: asyncio.TimerHandle) -> None:
+    """What a timer does at its time, now."""
+    callback, arguments = timer._callback, timer._args  # type: ignore[attr-defined]
+    timer.cancel()
+    callback(*arguments)
 
 
 def test_a_client_that_does_not_read_is_let_go(tiny: Path) -> None:
@@ -186,9 +200,8 @@ def test_a_client_that_does_not_read_is_let_go(tiny: Path) -> None:
             sock.connect(("127.0.0.1", server.port))
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            me = sock.getsockname()
-            there = server.server.server_state.connections
-            until(lambda: any(one.client == me for one in list(there)))
+            sock.recv(1)  # the answer has begun
+            me, there = sock.getsockname(), server.server.server_state.connections
             until(lambda: not any(one.client == me for one in list(there)))
             assert b"[DONE]" not in everything(sock)
         until(lambda: server.figure("num_requests_running") == 0)

@@ -1,6 +1,5 @@
 """Figures: under vLLM's names, all of them on the dashboard; and a log without texts."""
 
-import asyncio
 import io
 import json
 import logging
@@ -12,7 +11,7 @@ from headrace.server.logs import REQUESTS, JsonLines
 from headrace.server.messages import Deltas, Ended, Loaded, Stats
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.queueing import Waiting
-from headrace.server.tickets import Ticket
+from headrace.server.tickets import News, Ticket
 from headrace.types import Delta, RequestMetrics
 from tests.server.harness import ROOT, Running
 
@@ -49,7 +48,7 @@ def test_figures_of_a_request() -> None:
     figures = Figures()
     metrics = Metrics(figures, "m")
     metrics.begin(Loaded(64, 4, 100, num_blocks=10, block_size=16, note=""))
-    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), Waiting(1, 100), asyncio.Event())
+    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), Waiting(1, 100), News())
     ticket.generated = 3
     times = RequestMetrics(
         arrival=10.0, scheduled=10.5, first_token=11.0, last_token=15.0, cached_tokens=2, drafts=3, drafted=8, preemptions=1

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h11
 import httpx2 as httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
-from headrace.server.connection import Chunks, Joined
+from headrace.server.connection import CHUNK, Joined, Turn, connection
 from headrace.server.guard import Guard
 from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
-from tests.server.harness import Running
+from tests.server.harness import PATIENCE, Running
 
 KEY = "a-long-enough-key"
 ROUTES = [
@@ -34,8 +35,14 @@ ROUTES = [
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Running]:
-    limits = Limits(body=2000, body_seconds=0.2, header=4096, header_seconds=0.2)
-    with Running("no-model", begin=False, key=KEY, limits=limits) as running:
+    with Running("no-model", begin=False, key=KEY, limits=Limits(body=2000, header=4096)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Running]:
+    """Waits for nobody: only for what is there at once (`exchange`)."""
+    with Running("no-model", begin=False, key=KEY, limits=Limits(body_seconds=0.2, header_seconds=0.2)) as running:
         yield running
 
 
@@ -114,15 +121,15 @@ def test_more_requests_than_connections_get_a_503() -> None:
     assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
 
 
-def test_a_body_that_does_not_come_ends_the_request(locked: Running) -> None:
+def test_a_body_that_does_not_come_ends_the_request(hasty: Running) -> None:
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-    assert exchange(locked, f"{head}Content-Length: 100\r\n\r\n{{".encode()).startswith(b"HTTP/1.1 408")
+    assert exchange(hasty, f"{head}Content-Length: 100\r\n\r\n{{".encode()).startswith(b"HTTP/1.1 408")
 
 
-def test_a_head_that_does_not_come_ends_the_connection(locked: Running) -> None:
-    assert exchange(locked, b"") == b""
-    assert exchange(locked, b"GET /health HTTP/1.1\r\nHost: x\r\nA: ") == b""
-    first = exchange(locked, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHo")
+def test_a_head_that_does_not_come_ends_the_connection(hasty: Running) -> None:
+    assert exchange(hasty, b"") == b""
+    assert exchange(hasty, b"GET /health HTTP/1.1\r\nHost: x\r\nA: ") == b""
+    first = exchange(hasty, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHo")
     assert first.startswith(b"HTTP/1.1 503")
     assert first.count(b"HTTP/1.1") == 1
 
@@ -149,9 +156,12 @@ def test_tls() -> None:
 
 
 def exchange(server: Running, data: bytes) -> bytes:
-    """All the server sends after these bytes, until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
-        sock.sendall(data)
+    """All the server sends after these bytes, which are there when it sees the connection, until it closes that."""
+    with socket.socket() as sock:
+        sock.settimeout(PATIENCE)
+        with server.held():
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(data)
         parts = b""
         while part := sock.recv(65536):
             parts += part
@@ -182,49 +192,64 @@ async def call(
     return sent[0]["status"], sent[1]["body"].decode()
 
 
-def test_chunks_are_what_h11_writes() -> None:
-    """The short way of streamed answers, beside h11's own, for chunked and for counted bodies."""
-    for headers in (
-        [("Transfer-Encoding", "chunked")],
-        [("Content-Length", "10")],
-        [("Content-Length", "10"), ("Connection", "close")],
-    ):
-        sent = []
-        for made in (h11.Connection(h11.SERVER), Chunks(h11.SERVER)):
-            for number in range(2):  # the second answer of a connection that is kept
-                made.receive_data(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-                while made.next_event() not in (h11.NEED_DATA, h11.PAUSED):
-                    pass
-                events = [
-                    h11.Response(status_code=200, headers=headers),
-                    *(h11.Data(data=data) for data in (b"abc", b"", b"defghij")),
-                ]
-                sent += [made.send(event) for event in (*events, h11.EndOfMessage())]
-                if made.our_state is h11.MUST_CLOSE or number:
-                    break
-                made.start_next_cycle()
-        assert sent[: len(sent) // 2] == sent[len(sent) // 2 :]
-        assert any(b"defghij" in data for data in sent)
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_extra_info(self, name: str) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"10")], [(b"content-length", b"10"), (b"connection", b"close")]])
+def test_the_short_way_sends_what_the_long_one_does(headers: list[tuple[bytes, bytes]]) -> None:
+    """Streamed answers in chunks go past h11; counted ones cannot. Two answers on one connection, where it is kept."""
+    long, short = (asyncio.run(written(headers, way)) for way in (False, True))
+    assert short == long
+    assert b"defghij" in long
+
+
+async def written(headers: list[tuple[bytes, bytes]], short_way: bool) -> bytes:
+    taken: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for data in (b"abc", b"defghij"):
+            taken.append(short_way and scope["state"][CHUNK](data))
+            if not taken[-1]:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    config = uvicorn.Config(app, http=connection(60, 60), log_config=None, server_header=False, date_header=False)
+    config.load()
+    made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[operator]
+    wire = Wire()
+    made.connection_made(wire)
+    for _ in range(1 if headers[1:] else 2):
+        made.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.gather(*made.tasks)
+        await asyncio.sleep(0)
+    made.connection_lost(None)
+    assert all(taken) == (short_way and not headers)
+    return b"".join(wire.sent)
 
 
 def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
-    class Wire:
-        def __init__(self) -> None:
-            self.sent: list[bytes] = []
-            self.closed = False
-
-        def write(self, data: bytes) -> None:
-            self.sent.append(data)
-
-        def close(self) -> None:
-            self.closed = True
-
-        def is_closing(self) -> bool:
-            return self.closed
-
     async def main() -> None:
         wire = Wire()
-        joined = Joined(wire, asyncio.get_running_loop())  # type: ignore[arg-type]
+        joined = Joined(wire, Turn())  # type: ignore[arg-type]
         joined.write(b"a")
         joined.write(b"b")
         assert wire.sent == []

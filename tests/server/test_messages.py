@@ -34,8 +34,9 @@ from headrace.server.messages import (
     read_to_engine,
 )
 from headrace.server.queueing import QueueFullError, Waiting
-from headrace.server.tickets import RequestFailedError, Ticket, deltas
+from headrace.server.tickets import EngineDownError, News, RequestFailedError, Ticket, deltas
 from headrace.types import Delta, RequestMetrics, TokenLogprob
+from tests.server.harness import PATIENCE
 
 SERVER = Path(headrace.server.__file__).parent
 UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "zmq"}
@@ -147,7 +148,7 @@ def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
     async def main() -> None:
         waiting = Waiting(9, 99)
         waiting.enter([1, 1])
-        news = asyncio.Event()
+        news = News()
         bad, good = (Ticket(name, [1], SamplingParams(), waiting, news) for name in ("bad", "good"))
         llm = AsyncLLM("none")
         llm.tickets = {"bad": bad, "good": good}
@@ -160,5 +161,44 @@ def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
         assert "secret" not in str(error.value)
         assert not llm.tickets
         assert waiting.requests == 0
+
+    asyncio.run(main())
+
+
+def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
+    async def main() -> None:
+        waiting = Waiting(9, 99)
+        waiting.enter([1])
+        ticket = Ticket("a", [1], SamplingParams(), waiting, News())
+        heard = deltas([ticket])
+        ticket.put(Delta("a", 0, [5], "x"))
+        assert (await anext(heard))[1].text == "x"
+        ticket.put(Delta("a", 0, [5], "y"))
+        ticket.fail(EngineDownError("gone"))
+        assert (await anext(heard))[1].text == "y"
+        with pytest.raises(EngineDownError, match="gone"):
+            await asyncio.wait_for(anext(heard), PATIENCE)
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_news_is_woken_once_for_each() -> None:
+    async def main() -> None:
+        news = News()
+        news.set()
+        await news.wait()  # what came before is not lost
+        for _ in range(3):
+            waiter = asyncio.create_task(news.wait())
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            news.set()
+            news.set()
+            await asyncio.wait_for(waiter, PATIENCE)
+        waiter = asyncio.create_task(news.wait())
+        await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        news.set()  # nobody waits any more
+        await asyncio.wait_for(news.wait(), PATIENCE)
 
     asyncio.run(main())

@@ -113,7 +113,7 @@ def latency(
 
 
 def _compared(one: Any) -> tuple[str, ...]:
-    ratios = (f"{one.sampled / one.greedy:.3f}", f"{min(one.ratios):.3f}", f"{max(one.ratios):.3f}")
+    ratios = (f"{one.ratio:.3f}", f"{min(one.ratios):.3f}", f"{max(one.ratios):.3f}")
     return (str(one.at_once), _ms(one.greedy), _ms(one.sampled), *ratios)
 
 
@@ -180,7 +180,7 @@ def _plot(folder: Path, made: dict[str, Any]) -> None:
     for name, title in {"ttft": "Time to first token", "itl": "Time between events", "e2e": "Time to the end"}.items():
         lines = distribution({load: values[name] for load, (_, values) in made.items()})
         plot(folder / f"{name}.svg", title, "ms", "% of all", lines)
-    loads = [told for told, _ in made.values() if told["ttft"]]
+    loads = [told for told, _ in made.values() if told["ttft"] and told["itl"]]
     if len(loads) > 1:
         speed = [one["output_tokens_per_s"] for one in loads]
         lines = [(f"TTFT {share}", speed, [one["ttft"][share] * 1000 for one in loads]) for share in ("p50", "p99")]

@@ -17,7 +17,15 @@ from headrace.server.engine_client import EngineGoneError, EngineProcess
 from headrace.server.grammar_check import GrammarCheck
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
 from headrace.server.queueing import QueueFullError, Waiting
-from headrace.server.tickets import DeadlineError, EngineDownError, RequestFailedError, RequestRefusedError, Ticket, deltas
+from headrace.server.tickets import (
+    DeadlineError,
+    EngineDownError,
+    News,
+    RequestFailedError,
+    RequestRefusedError,
+    Ticket,
+    deltas,
+)
 from headrace.types import Delta
 
 __all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "RequestFailedError", "RequestRefusedError", "State"]
@@ -187,7 +195,7 @@ class AsyncLLM:
                 )
         self.waiting.enter([len(ids) for ids in prompts])
         tickets = []
-        news = asyncio.Event()
+        news = News()
         for ids in prompts:
             ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, news)
             self.tickets[ticket.request_id] = ticket

@@ -1,6 +1,6 @@
 """/v1/completions: prompts as texts or token ids, continued as they are."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,8 @@ class Job:
     def choice(self, place: int, delta: Delta) -> CompletionChoice:
         """What a delta adds to its answer; the first brings the prompt where it is echoed."""
         index = place * (self.request.n or 1) + delta.index
-        text, tokens, entries = delta.text, list(delta.token_ids), list[TokenLogprob | None](delta.logprobs)
+        text, tokens = delta.text, delta.token_ids
+        entries: Sequence[TokenLogprob | None] = delta.logprobs
         finish = delta.finish_reason
         if self.request.max_tokens == 0:  # one token was drawn, for the protocol's sake
             text, tokens, entries, finish = "", [], [], "length"
@@ -52,13 +53,15 @@ class Job:
         logprobs = self._logprobs(index, place, tokens, entries)
         return CompletionChoice(index, text, logprobs, finish, delta.stop_reason)
 
-    def _logprobs(self, index: int, place: int, tokens: list[int], entries: list[TokenLogprob | None]) -> dict[str, Any] | None:
-        top, tokenizer = self.request.logprobs, self.service.llm.opened.tokenizer
+    def _logprobs(
+        self, index: int, place: int, tokens: list[int], entries: Sequence[TokenLogprob | None]
+    ) -> dict[str, Any] | None:
+        top = self.request.logprobs
         if top is None:
             return None
         if index not in self.logprobs:
             prompt = self.tickets[place].prompt
-            self.logprobs[index] = CompletionLogprobs(tokenizer, top, prompt, bool(self.request.echo))
+            self.logprobs[index] = CompletionLogprobs(self.service.llm.opened.tokenizer, top, prompt, bool(self.request.echo))
         return self.logprobs[index].lists(tokens, entries)
 
     def answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:

@@ -8,28 +8,46 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+CHUNK = "chunk"  # where a request's state has the connection's short way
 HEAD = 64 << 10  # bytes of a request's head where nothing else is said
+
+
+class Turn:
+    """What was written in this turn of the event loop; it is sent at its end, all connections in one go."""
+
+    def __init__(self) -> None:
+        self._written: list[Joined] = []
+
+    def add(self, joined: "Joined") -> None:
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._written.append(joined)
+
+    def _end(self) -> None:
+        written, self._written = self._written, []
+        for joined in written:
+            joined.flush()
 
 
 class Joined:
     """A transport that sends what is written in one turn of the event loop in one piece: of a streamed answer several events,
     its last one and the end. Everything else is the transport's own."""
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, transport: asyncio.Transport, turn: Turn) -> None:
         self._transport = transport
-        self._loop = loop
+        self._turn = turn
         self._parts: list[bytes] = []
 
     def write(self, data: bytes) -> None:
         if not self._parts:
-            self._loop.call_soon(self._flush)
+            self._turn.add(self)
         self._parts.append(data)
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._parts and not self._transport.is_closing():
             self._transport.write(b"".join(self._parts))
         self._parts.clear()
@@ -39,18 +57,16 @@ class Joined:
 
 
 class Chunks(h11.Connection):
-    """h11's connection, with a short way for what a streamed answer consists of: a chunk is its length and its bytes."""
+    """h11's connection, which knows whether an answer is being sent in chunks."""
 
-    _chunked = False
+    chunked = False
 
     def send(self, event: Any) -> Any:
-        if self._chunked and type(event) is h11.Data and event.data:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         data = super().send(event)
         if isinstance(event, h11.Response):
-            self._chunked = b"transfer-encoding: chunked" in (data or b"").lower()
+            self.chunked = b"transfer-encoding: chunked" in (data or b"").lower()
         elif isinstance(event, h11.EndOfMessage):
-            self._chunked = False
+            self.chunked = False
         return data
 
 
@@ -60,16 +76,26 @@ class Connection(H11Protocol):
 
     head_seconds = 10.0
     send_seconds = 60.0
+    turn = Turn()
     _clock: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
 
     def __init__(self, config: uvicorn.Config, *more: Any, **options: Any) -> None:
         super().__init__(config, *more, **options)
-        self.conn = Chunks(h11.SERVER, config.h11_max_incomplete_event_size or HEAD)
+        self.conn: Chunks = Chunks(h11.SERVER, config.h11_max_incomplete_event_size or HEAD)
+        self.app_state = {**self.app_state, CHUNK: self.chunk}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(Joined(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(Joined(transport, self.turn))  # type: ignore[arg-type]
         self._start()
+
+    def chunk(self, data: bytes) -> bool:
+        """Send a part of a streamed answer, past the layers that would pass it on unchanged: a chunk is its length and its
+        bytes. False, and nothing is sent, where the answer is in no chunks or the client has to be waited for."""
+        if not self.conn.chunked or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -118,4 +144,5 @@ class Connection(H11Protocol):
 
 def connection(head_seconds: float, send_seconds: float) -> Callable[..., Any]:
     """The protocol class with these limits."""
-    return type("Connection", (Connection,), {"head_seconds": head_seconds, "send_seconds": send_seconds})
+    limits = {"head_seconds": head_seconds, "send_seconds": send_seconds, "turn": Turn()}
+    return type("Connection", (Connection,), limits)

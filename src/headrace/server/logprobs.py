@@ -1,6 +1,6 @@
 """Log-probabilities as the two kinds of completion write them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -50,7 +50,7 @@ class CompletionLogprobs:
         self._detokenizer = IncrementalDetokenizer(tokenizer, [] if echo else prompt)
         self._offset = 0
 
-    def lists(self, tokens: list[int], entries: list[TokenLogprob | None]) -> dict[str, Any]:
+    def lists(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """The next tokens' lists; a token without an entry (the first of a prompt) has null."""
         made: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip_longest(tokens, entries):

@@ -1,10 +1,15 @@
 """Figures for Prometheus. Names are vLLM's with the prefix `headrace:`, so that dashboards carry over."""
 
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from headrace.server.logs import request_ended
 from headrace.server.messages import Deltas, Ended, Loaded
@@ -19,12 +24,45 @@ LOOKS = ("fit", "unfit", "unchecked")
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+class Tally:
+    """How often values fell into each bucket."""
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self._bounds = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Take in the same value `count` times."""
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+
+class Often(Collector):
+    """A histogram by model for what comes with every token: equal values are counted at once."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._buckets = name, text, buckets
+        self._tallies: dict[str, Tally] = {}
+        registry.register(self)
+
+    def of(self, model: str) -> Tally:
+        return self._tallies.setdefault(model, Tally(self._buckets))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=LABELS)
+        names = [*map(floatToGoString, self._buckets), "+Inf"]
+        for model, tally in self._tallies.items():
+            family.add_metric([model], list(zip(names, accumulate(tally.counts), strict=True)), tally.sum)
+        yield family
+
+
 class Figures:
     """What all models of a server share: one registry, in which each has its own label."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._made: dict[str, Gauge | Counter | Histogram] = {}
+        self._made: dict[str, Gauge | Counter | Histogram | Often] = {}
         ProcessCollector(registry=self.registry)
         self._responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
 
@@ -44,6 +82,9 @@ class Figures:
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return self._once(name, lambda: Histogram(f"headrace:{name}", text, LABELS, registry=self.registry, buckets=buckets))
+
+    def often(self, name: str, text: str, buckets: tuple[float, ...]) -> Often:
+        return self._once(name, lambda: Often(f"headrace:{name}", text, buckets, self.registry))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -91,7 +132,9 @@ class Metrics:
 
     def _histograms(self) -> None:
         self.first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token.", FIRST)
-        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN)
+        self.between = self._figures.often("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN).of(
+            self._model
+        )
         self.per_token = self._histogram("request_time_per_output_token_seconds", "Mean over an answer's tokens.", BETWEEN)
         self.whole = self._histogram("e2e_request_latency_seconds", "From submission to the end.", WHOLE)
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", WHOLE)
@@ -124,19 +167,21 @@ class Metrics:
             self._end(ended, tickets.get(ended.request_id), now)
 
     def _tokens(self, message: Deltas, tickets: Mapping[str, Ticket], now: float) -> None:
+        gaps: dict[float, int] = {}  # by when the token before came, which was for most answers at the last step
         for delta in message.deltas:
             key = (delta.request_id, delta.index)
             if delta.token_ids:
                 last = self._last.get(key)
-                ticket = tickets.get(delta.request_id)
                 if last is not None:
-                    self.between.observe(now - last)
-                elif ticket is not None and delta.index == 0:
+                    gaps[last] = gaps.get(last, 0) + 1
+                elif delta.index == 0 and (ticket := tickets.get(delta.request_id)) is not None:
                     self.first_token.observe(now - ticket.submitted)
                 self._last[key] = now
             if delta.finish_reason is not None:
                 self._last.pop(key, None)
                 self._reasons[delta.request_id] = delta.finish_reason
+        for last, count in gaps.items():
+            self.between.observe(now - last, count)
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta in message.deltas))
         self.generated_chars.inc(sum(len(delta.text) for delta in message.deltas))
 

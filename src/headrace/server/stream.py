@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headrace.server.connection import CHUNK
 from headrace.server.errors import ApiError, as_api_error
 
 log = logging.getLogger("headrace.server")
@@ -78,16 +79,17 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientGoneError):
-                await _race(self._send(send), receive)
+                await _race(self._send(send, scope.get("state", {}).get(CHUNK, _no_short_way)), receive)
         finally:
             self.on_end()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, short: Callable[[bytes], bool]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await _part(send, self._first)
         try:
             async for data in self._events:
-                await _part(send, data)
+                if not short(data):
+                    await _part(send, data)
         except Exception as error:
             await _part(send, b"data: " + self._last_word(error) + b"\n\n")
         if self._done:
@@ -100,6 +102,10 @@ class EventStream(Response):
             log.error("a stream failed", exc_info=error)
             known = ApiError(500, "the server made a mistake; its log says more", code="internal_error")
         return known.body()
+
+
+def _no_short_way(data: bytes) -> bool:
+    return False
 
 
 async def _part(send: Send, data: bytes) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.params import SamplingParams
@@ -29,12 +28,35 @@ class DeadlineError(RuntimeError):
     """The request was not answered within its time."""
 
 
+class News:
+    """Wakes the one task that waits for tickets. An asyncio.Event for a single waiter, as every token passes here."""
+
+    __slots__ = ("_new", "_waiter")
+
+    def __init__(self) -> None:
+        self._new = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._new = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return when something has come since the last time."""
+        if not self._new:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._new = False
+
+
 class Ticket:
     """One request. `news` is set whenever something came; tickets submitted together share it."""
 
-    def __init__(
-        self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Waiting, news: asyncio.Event
-    ) -> None:
+    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Waiting, news: News) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
@@ -46,7 +68,7 @@ class Ticket:
         self.generated = 0  # tokens
         self.timer: asyncio.TimerHandle | None = None  # that ends it at its deadline
         self._waiting: Waiting | None = waiting
-        self._deltas: deque[Delta] = deque()
+        self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._done = False
 
@@ -57,15 +79,15 @@ class Ticket:
 
     def take(self) -> list[Delta]:
         """What has come since. Raises what ended it, once all before that was taken."""
-        deltas = list(self._deltas)
-        self._deltas.clear()
+        deltas, self._deltas = self._deltas, []
         if not deltas and self._error is not None:
             raise self._error
         return deltas
 
     # -- the engine's side ---------------------------------------------------------------------------------------------
     def put(self, delta: Delta) -> None:
-        self._begin()
+        if self._waiting is not None:
+            self._begin()
         if delta.error is not None:
             log.error("request %s failed: %s", self.request_id, delta.error)
             self._error = RequestFailedError("the request failed in the engine; the server's log says how")
@@ -99,12 +121,12 @@ class Ticket:
 
 async def deltas(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Delta]]:
     """Deltas of tickets submitted together as they come, each with its ticket's place. Raises what a ticket raises."""
-    news = tickets[0].news
-    while True:
-        news.clear()
-        for place, ticket in enumerate(tickets):
-            for delta in ticket.take():
-                yield place, delta
-        if all(ticket.finished for ticket in tickets):
-            return
-        await news.wait()
+    left = list(enumerate(tickets))
+    while left:
+        for place, ticket in left:
+            while new := ticket.take():  # and once more: what ended it may have come together with the last
+                for delta in new:
+                    yield place, delta
+        left = [one for one in left if not one[1].finished]
+        if left:
+            await tickets[0].news.wait()

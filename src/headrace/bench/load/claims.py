@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from statistics import median
 
 from headrace.bench.load.client import Answer, Target
@@ -23,8 +24,8 @@ class First:
 
     @property
     def steps(self) -> float:
-        """How many tokens of an answer the first one costs."""
-        return self.ttft / self.step
+        """How many tokens of an answer the first one costs; NaN where answers came in one piece."""
+        return _ratio(self.ttft, self.step)
 
 
 def first_tokens(target: Target, lengths: Sequence[int], rounds: int, say: Callable[[str], None]) -> list[First]:
@@ -47,6 +48,11 @@ class Compared:
     sampled: float
     ratios: tuple[float, ...]
 
+    @property
+    def ratio(self) -> float:
+        """Of the medians."""
+        return _ratio(self.sampled, self.greedy)
+
 
 def greedy_and_sampling(target: Target, at_once: int, output: int, rounds: int) -> Compared:
     """The same prompts greedy and sampled in turns; the prompts' own time is not counted. Raises ValueError."""
@@ -60,7 +66,12 @@ def greedy_and_sampling(target: Target, at_once: int, output: int, rounds: int) 
             speed[mode is GREEDY] = median(times(_good(drive(asked, jobs, at_once=at_once).answers))["tpot"])
         pairs.append((speed[True], speed[False]))
     greedy, sampled = (median(pair[side] for pair in pairs) for side in (0, 1))
-    return Compared(at_once, greedy, sampled, tuple(b / a for a, b in pairs))
+    return Compared(at_once, greedy, sampled, tuple(_ratio(b, a) for a, b in pairs))
+
+
+def _ratio(one: float, other: float) -> float:
+    """NaN where there was no time between tokens to divide by: this client read whole answers at once."""
+    return one / other if other else nan
 
 
 def _good(answers: Sequence[Answer]) -> Sequence[Answer]:

@@ -19,6 +19,7 @@ class Markdown {
 
   set(text) {
     this.text = text;
+    this.settle();
     if (!this.busy && text !== this.shown) this.render();
   }
 
@@ -35,9 +36,15 @@ class Markdown {
       this.plain(text);
     }
     this.shown = text;
+    this.settle();
     await new Promise((resolve) => setTimeout(resolve, Math.max(PAUSE, 3 * (performance.now() - begun))));
     this.busy = false;
     if (!this.closed && this.text !== this.shown) this.render();
+  }
+
+  /** Whether all of the text is shown. */
+  settle() {
+    this.node.toggleAttribute("data-settled", this.text === this.shown);
   }
 
   put(nodes) {

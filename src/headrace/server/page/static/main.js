@@ -62,12 +62,12 @@ function panel(open) {
 // -- the server -------------------------------------------------------------------------------------------------------
 async function showState(now, health, error) {
   const before = state;
+  if ((now === "ready" && before !== "ready") || !model) await findModels(); // first: whoever sees it ready may write, and a message names its model
   state = now;
   $("#status").dataset.state = now;
   $("#status span").textContent = t(now);
   $("#status").title = health.detail || t(now);
   if (now === "locked" && before !== "locked") askKey(!!key());
-  if ((now === "ready" && before !== "ready") || !model) await findModels();
 }
 
 async function findModels() {

@@ -1,0 +1,128 @@
+"""A server under mixed traffic for a while: `python -m tests.server.soak SPEC` is one, and says what was wrong.
+
+SPEC is JSON, the fields of Soak. It runs in a process of its own, so that the memory that is looked at is the server's alone.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.server.harness import ROOT, Running, until
+
+LOOKS = 60  # at the memory, in the time after the warm-up
+GROWTH = 1.05  # that the memory of a process may grow by in that time
+TIDY = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}  # of glibc
+DONE = "same streamed chat leave leave_early slow bad bad_field too_big odd_path small health".split()
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What is served, the jobs with their offline answers, and for how long. Seconds; `pause`: see soak_clients.py."""
+
+    model: str
+    settings: dict[str, Any]
+    jobs: list[dict[str, Any]]
+    seconds: float
+    warm_up: float
+    pause: float = 0.0
+    tidy: bool = False  # let the C library give back at once what is freed, so that what is seen is what is held
+
+    def run(self) -> dict[str, Any]:
+        """What was done, and `wrong`: what was, line by line."""
+        with Running(self.model, **self.settings, max_queued_requests=8) as server:
+            assert server.llm.pid is not None
+            memory = Memory([os.getpid(), server.llm.pid])
+            first = clients(server, self._spec(1, self.warm_up), self.warm_up, lambda: None)
+            report = clients(server, self._spec(2, self.seconds - self.warm_up), self.seconds - self.warm_up, memory.look)
+            wrong = [*first["wrong"], *report["wrong"], *(f"nothing of {name}" for name in DONE if not report["done"][name])]
+            wrong += [*at_rest(server), *memory.grown()]
+            return {**report, "wrong": wrong, "memory": memory.seen}
+
+    def in_a_process(self) -> dict[str, Any]:
+        """The same, run in a process of its own."""
+        command = [sys.executable, "-m", "tests.server.soak", json.dumps(asdict(self))]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment() | (TIDY if self.tidy else {}), stdout=subprocess.PIPE, text=True, check=True
+        )
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
+
+    def _spec(self, seed: int, seconds: float) -> dict[str, Any]:
+        return {"seed": seed, "seconds": seconds, "jobs": self.jobs, "pause": self.pause}
+
+
+@dataclass
+class Memory:
+    """Resident memory of the web process and of the engine process, in MiB."""
+
+    pids: list[int]
+    seen: list[list[float]] = field(default_factory=list)
+
+    def look(self) -> None:
+        gc.collect()  # an error holds its frames in a circle, and those hold a long prompt
+        self.seen.append([rss(pid) for pid in self.pids])
+
+    def grown(self) -> list[str]:
+        """What has grown: the median of the last third of the looks beside that of the first. Large bodies and long texts that
+        are under way come and go; what is never given back stays."""
+        third = len(self.seen) // 3
+        wrong = []
+        for name, looks in zip(("web", "engine"), zip(*self.seen, strict=True), strict=True):
+            before, after = median(looks[:third]), median(looks[-third:])
+            if after > before * GROWTH:
+                wrong.append(f"the memory of the {name} process grew from {before:.1f} to {after:.1f} MiB")
+        return wrong
+
+
+def rss(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+
+
+def clients(server: Running, spec: dict[str, Any], seconds: float, look: Callable[[], None]) -> dict[str, Any]:
+    """What clients in a process of their own report; meanwhile `look` is called from time to time."""
+    command = [sys.executable, "-m", "tests.server.soak_clients", json.dumps({"port": server.port, "model": "tiny", **spec})]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds / LOOKS)
+        look()
+    assert process.returncode == 0
+    report: dict[str, Any] = json.loads(process.stdout.read())
+    return report
+
+
+def at_rest(server: Running) -> list[str]:
+    """What is wrong with a server that has nothing to do any more."""
+    llm = server.llm
+    until(lambda: not llm.tickets and llm.stats.running == llm.stats.waiting == llm.stats.blocks_used == 0)
+    health, expected = server.health(), {"status": "ready", "detail": "", "restarts": 0}
+    found = {
+        "the engine's books": books(server),
+        "the queue": "" if llm.waiting.requests == llm.waiting.tokens == 0 else str(llm.waiting),
+        "health": "" if health == expected else str(health),
+    }
+    return [f"{name}: {problem}" for name, problem in found.items() if problem]
+
+
+def books(server: Running) -> str:
+    """What the engine process finds wrong with itself."""
+    assert server._loop is not None
+    return asyncio.run_coroutine_threadsafe(server.llm.check(), server._loop).result(60)
+
+
+if __name__ == "__main__":
+    print(json.dumps(Soak(**json.loads(sys.argv[1])).run()))
