@@ -92,7 +92,8 @@ def saturation(model: str, requests: int, prompt: int, answer: int, rounds: int)
 def interference(model: str, chunks: list[int], prompt: int, answer: int) -> None:
     """p99 of the time between tokens of 8 answers, without and with a prompt of 4,000 tokens that arrives amid them."""
     for chunk in chunks:
-        with contextlib.closing(LLM(model, preset="online", max_num_batched_tokens=chunk)) as llm:
+        beside = chunk - STREAMS  # what a step has left for the prompt when all answers take their token
+        with contextlib.closing(LLM(model, preset="online", max_num_batched_tokens=beside)) as llm:
             alone = steps(llm, Job(0.0, prompt, 1, seed=1).ids())
         with server(model, "--max-num-batched-tokens", str(chunk)) as (target, _):
             between(target, 8, None, seed=50)
@@ -102,7 +103,7 @@ def interference(model: str, chunks: list[int], prompt: int, answer: int) -> Non
         print(
             f"chunk {chunk}: p99 {before:.1f} ms ({len(quiet)} times) without, {after:.1f} ms ({len(loud)}) with, "
             f"risen by {after - before:.1f} ms; "
-            f"a chunk alone takes {np.mean(alone) * 1000:.1f} ms, the slowest {max(alone) * 1000:.1f}",
+            f"a chunk of {beside} alone takes {np.mean(alone) * 1000:.1f} ms, the slowest {max(alone) * 1000:.1f}",
             flush=True,
         )
 
