@@ -30,8 +30,9 @@ NAMES = (
     "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
     "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
 )
-# Of a row's spread: sums in float32; what is more than that; and the most that a value rounded to the next number does.
-NEAR, OTHER, ROUNDED = 1e-5, 1e-3, 0.2
+# Of a row's spread: sums in float32; what is more than that; and the most that values rounded to the next number do: one of the
+# head's input moves a logit by largest / 127 * weight, at most a few times 1 / 127, and several meet in a layer.
+NEAR, OTHER, ROUNDED, ROUNDED_LOGIT = 1e-5, 1e-3, 0.2, 0.05
 
 
 def answered(source: GGUFFile, runner: NativeRunner, prompts: list[str], count: int = COUNT) -> list[list[int]]:
@@ -187,7 +188,7 @@ def check_layers(path: Path, prompts: list[str], patch: pytest.MonkeyPatch, coun
     # Where a value is rounded otherwise, it is as often and as far as between two precisions of torch.
     assert core.rounded < 1.5 * torch32.rounded
     assert core.layers.max() < ROUNDED
-    assert core.logits.max() < ROUNDED
+    assert core.logits.max() < ROUNDED_LOGIT
 
 
 @pytest.mark.weights
