@@ -294,6 +294,54 @@ def test_chinese_dark_and_a_phone(chromium: Any, server: Running) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_the_keys_alone_are_enough(page: Any) -> None:
+    """Help, focus, sending, editing the last message, asking again, the panel, the dashboard and back, a new conversation."""
+    page.wait_for_selector("#status[data-state=ready]")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    page.wait_for_selector("#help-dialog[open]")
+    assert page.locator("#keys dt").count() >= 8
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#help-dialog:not([open])", state="attached")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    ask(page, "The mill")
+    page.keyboard.press("ArrowUp")
+    page.wait_for_selector(".user textarea:focus")
+    page.keyboard.press("Escape")
+    assert page.locator(".user .body").all_inner_texts() == ["The mill"]
+    for view, again in (("#dashboard", "Alt+D"), ("#panel", "Alt+S")):
+        shown = page.locator(view).is_visible()
+        for wanted in (not shown, shown):
+            page.keyboard.press(again)
+            page.wait_for_selector(view, state="visible" if wanted else "hidden")
+    with page.expect_request("**/v1/chat/completions"):
+        page.keyboard.press("Alt+R")
+    page.wait_for_selector("#send:not([hidden])")
+    page.keyboard.press("Alt+N")
+    page.wait_for_selector("#empty h2")
+    assert page.locator("#messages > li").count() == 0
+
+
+def test_a_conversation_on_a_dark_phone(chromium: Any, server: Running) -> None:
+    """Wide code scrolls by itself; the page never gets wider than the screen, and what is touched is large enough."""
+    wide = "```python\n" + "x = 1  # wide " * 20 + "\n```\n\n| a | b |\n|---|---|\n| " + "long" * 60 + " | 2 |\n\n" + "w" * 300
+    phone = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True, "color_scheme": "dark"}
+    for page in opened(chromium, server, **phone):
+        page.wait_for_selector("#status[data-state=ready]")
+        body = sse({"role": "assistant", "content": wide})
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))  # noqa: B023
+        page.fill("#prompt", "Show me")
+        page.tap("#send")
+        page.wait_for_selector(".assistant .body pre")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.evaluate("(p => p.scrollWidth > p.clientWidth)(document.querySelector('.assistant pre'))")
+        box = page.locator("#send").bounding_box()
+        assert min(box["width"], box["height"]) >= 32
+        assert box["x"] + box["width"] <= 390
+
+
 def test_figures_of_several_models_are_summed_and_shares_are_not(page: Any) -> None:
     lines = [
         f'headrace:{name}{{model_name="{model}"}} {value}'
