@@ -59,6 +59,9 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
         made = LLM(model, draft=out, speculate=method, draft_tokens=2).generate(["A wheel", "Hello"], GREEDY)
         assert [one.outputs[0].token_ids for one in made] == [one.outputs[0].token_ids for one in plain]
         assert sum(one.metrics.drafted for one in made) > 0
+    code, shown, said = shell("run", model, "Hello", "--raw", "--draft", out, "-t", "0", "-m", "24", "--quiet")
+    assert code == 0, said
+    assert shown == shell("run", model, "Hello", "--raw", "-t", "0", "-m", "24", "--quiet")[1]
     with pytest.raises(ValueError, match="trained heads were given and speculation is off"):
         LLM(model, draft=out, speculate=None)
     with pytest.raises(ValueError, match="trained heads were given and suffix does not use that"):

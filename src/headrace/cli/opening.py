@@ -15,7 +15,9 @@ from headrace.weights.store import Store
 
 
 def fetch(model: str) -> Path:
-    """The model's file or folder on this machine, downloaded first where it is missing."""
+    """The model's file or folder on this machine, downloaded first where it is missing. Trained heads are what they are."""
+    if (Path(model) / "heads.json").is_file():
+        return Path(model)
     from headrace.weights.hub import resolve
 
     entries = catalog.load()

@@ -8,12 +8,29 @@ import torch
 
 from headrace.models.registry import describe
 from headrace.native import core
-from headrace.native.runner import NativeRunner, Slot
+from headrace.native.runner import NativeRunner, Slot, thread_pool
 from headrace.native.weights import FLOATS
 from headrace.runner.heads import FEATURE, Entrance, Heads, HeadsSource, heads_config
 from headrace.runner.parts import Part
 from headrace.types import StepPlan
 from headrace.weights.source import WeightSource
+
+
+class Packed(Entrance):
+    """Matrices as the core multiplies them, int8: as they are they would be read from memory, and by one thread."""
+
+    def __init__(self, heads: Heads, target: NativeRunner, pool: Any) -> None:
+        super().__init__(heads, target.features, target.slots)
+        self._pool, self._arena = pool, core().Arena()
+        self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
+
+    def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(core().linear(self._packed[name], x.contiguous().numpy(), self._pool))
+
+    def _pack(self, x: torch.Tensor) -> Any:
+        rows = x.numpy().view(np.uint8)
+        tensor = core().pack(rows, "F32", *x.shape, self._arena, self._pool, quantize="int8")
+        return core().PackedLinear([tensor])
 
 
 class NativeHeads(NativeRunner):
@@ -33,7 +50,7 @@ class NativeHeads(NativeRunner):
             embeds=False,
         )
         self.target = target
-        self.entrance = Entrance(heads, target.features, target.slots)
+        self.entrance = Packed(heads, target, thread_pool(settings.get("threads", 0)))
         self._ids = core().Step()
         target.features.reserve()
 

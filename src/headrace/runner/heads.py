@@ -7,7 +7,7 @@ Both read rows after the target's last layer, scaled to length, and end in a nor
 which they may have a part: the tokens they choose from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ HEADS, FEATURE = "heads", "feature"
 LAYER = "layers.0."
 
 Tensors = dict[str, torch.Tensor]
+Product = Callable[[str, torch.Tensor], torch.Tensor]  # rows by the matrix of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +90,16 @@ def unit(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return rms_norm(x.float(), x.shape[-1:], eps=eps)
 
 
-def predict(tensors: Tensors, head: int, hidden: torch.Tensor) -> torch.Tensor:
+def predict(tensors: Tensors, head: int, hidden: torch.Tensor, product: Product | None = None) -> torch.Tensor:
     """What the norm and the lm_head take of head `head`: [..., hidden], from the target's rows of the same shape."""
-    x = unit(hidden)
-    return x + silu(x @ tensors[f"heads.{head}.up.weight"].t()) @ tensors[f"heads.{head}.down.weight"].t()
+    x, by = unit(hidden), product or (lambda name, x: x @ tensors[name].t())
+    return x + by(f"heads.{head}.down.weight", silu(by(f"heads.{head}.up.weight", x)))
 
 
-def enter(tensors: Tensors, embedded: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def enter(tensors: Tensors, embedded: torch.Tensor, before: torch.Tensor, product: Product | None = None) -> torch.Tensor:
     """What the feature layer takes: of tokens' embeddings and the hidden rows before them, [..., hidden] each."""
-    return tensors["embed.weight"] * unit(embedded) + unit(before) @ tensors["hidden.weight"].t()
+    by = product or (lambda name, x: x @ tensors[name].t())
+    return tensors["embed.weight"] * unit(embedded) + by("hidden.weight", unit(before))
 
 
 class HeadsSource:
@@ -146,11 +148,6 @@ class Entrance:
     def __init__(self, heads: Heads, features: Features, slots: Mapping[int, Any]) -> None:
         self.heads = heads
         self.tensors = {name: x.float() for name, x in heads.tensors.items() if not name.startswith(LAYER)}
-        if heads.kind == HEADS:
-            self._ups, self._downs = (
-                torch.stack([self.tensors[f"heads.{head}.{name}.weight"].t() for head in range(heads.count)])
-                for name in ("up", "down")
-            )
         self.features = features
         self.slots = slots
         self._tips: dict[int, torch.Tensor] = {}  # by slot: the row that the feature layer left last
@@ -158,14 +155,16 @@ class Entrance:
     def rows(self, plan: StepPlan, embedded: torch.Tensor | None) -> torch.Tensor:
         """Rows [n, hidden] for a plan's feeds; `embedded`: their tokens' embeddings, which the feature layer needs."""
         if embedded is not None:
-            return enter(
-                self.tensors, embedded, torch.cat([self._before(feed.slot, feed.start, feed.count) for feed in plan.feeds])
-            )
+            before = torch.cat([self._before(feed.slot, feed.start, feed.count) for feed in plan.feeds])
+            return enter(self.tensors, embedded, before, self.product)
         counts = [1 + len(feed.nodes) for feed in plan.feeds]
-        x = unit(torch.cat([self._before(feed.slot, feed.start, 1) for feed in plan.feeds]))
-        most = max(counts)
-        made = x + torch.bmm(silu(x @ self._ups[:most]), self._downs[:most])  # [heads, feeds, hidden]
-        return torch.cat([made[:count, at] for at, count in enumerate(counts)])
+        hidden = torch.cat([self._before(feed.slot, feed.start, 1) for feed in plan.feeds])
+        made = [predict(self.tensors, head, hidden, self.product) for head in range(max(counts))]
+        return torch.cat([torch.stack([made[head][at] for head in range(count)]) for at, count in enumerate(counts)])
+
+    def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Rows x [n, hidden] by one of the heads' matrices."""
+        return x @ self.tensors[name].t()
 
     def left(self, plan: StepPlan, x: torch.Tensor) -> None:
         """The feature layer has left rows x [n, hidden]; the last of each feed is where its chain goes on."""
