@@ -42,7 +42,13 @@ HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float
     const int half = rope.dim / 2, step = rope.interleaved ? 2 : 1, apart = rope.interleaved ? 1 : half;
     const float* c = rope.cos + (int64_t)position * half;
     const float* s = rope.sin + (int64_t)position * half;
-    for (int i = 0; i < half; ++i) {
+    int i = 0;
+    for (; !rope.interleaved && i + kLanes <= half; i += kLanes) {
+        const F32v x0 = load_f32(out + i), x1 = load_f32(out + half + i), cos = load_f32(c + i), sin = load_f32(s + i);
+        store_f32(out + i, x0 * cos - x1 * sin);
+        store_f32(out + half + i, x1 * cos + x0 * sin);
+    }
+    for (; i < half; ++i) {
         float *a = out + i * step, *b = a + apart;
         const float x0 = *a, x1 = *b;
         *a = x0 * c[i] - x1 * s[i];
@@ -72,11 +78,17 @@ static void write_token(const KVShape& kv, uint8_t* page, int slot, const float*
     uint8_t* values = page + kv.half_bytes;
     const int dp = kv.padded;
     if (kv.type == KVType::kBf16) {
-        uint16_t *rounded = (uint16_t*)room, *to_v = (uint16_t*)values + slot / 2 * 2 * dp + slot % 2;
+        uint16_t* rounded = (uint16_t*)room;
         round_to_bf16(k, dp, rounded);
         round_to_bf16(v, dp, rounded + dp);
         for (int d = 0; d < dp; d += 2) __builtin_memcpy(page + 32 * d + 4 * slot, rounded + d, 4);
-        for (int d = 0; d < dp; ++d) to_v[2 * d] = rounded[dp + d];
+        // Whole lines of V, so that the loads that follow find them in one piece.
+        const bool odd = slot % 2;
+        int32_t* line = (int32_t*)(values + slot / 2 * 4 * dp);
+        for (int d = 0; d < dp; d += kLanes) {
+            const I32v high = as_i32(load_bf16(rounded + dp + d)), low = high >> 16 & 0xffff, old = load_i32(line + d);
+            store_f32((float*)line + d, as_f32(odd ? high | (old & 0xffff) : low | (old & ~0xffff)));
+        }
     } else if (kv.type == KVType::kF32) {
         float *to_k = (float*)page + slot, *to_v = (float*)values + slot * dp;
         for (int d = 0; d < dp; ++d) to_k[16 * d] = k[d], to_v[d] = v[d];
