@@ -54,18 +54,20 @@ HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int 
 // y: the gate's sums; up: the other's.
 static void finish_gated(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
                          const float* up) {
-    for (int m = 0; m < rows; ++m) {
-        float value[32] = {};
-        for (int b = 0; b < blocks; ++b) {
+    // All activations, then all that follows: either way values that do not wait for each other stand next to each other.
+    alignas(64) float value[kDirectRows][32];
+    if (blocks < 2) __builtin_memset(value, 0, sizeof value);
+    for (int b = 0; b < blocks; ++b) {
+        for (int m = 0; m < rows; ++m) {
             for (int part = 0; part < kParts; ++part) {
                 const int at = (b * rows + m) * 16 + part * kLanes, block = 2 * unit + b;
                 const F32v g = with_bias(*task.weight, block, part, load_f32(y + at));
                 const F32v u = with_bias(*task.up, block, part, load_f32(up + at));
-                store_f32(value + b * 16 + part * kLanes, activate(task.epilogue.act, g) * u);
+                store_f32(value[m] + b * 16 + part * kLanes, activate(task.epilogue.act, g) * u);
             }
         }
-        put_gated(task.epilogue, unit, row + m, task.weight->n, value);
     }
+    for (int m = 0; m < rows; ++m) put_gated(task.epilogue, unit, row + m, task.weight->n, value[m]);
 }
 
 static void finish_logits(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y) {
