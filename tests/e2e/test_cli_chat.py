@@ -107,7 +107,7 @@ def test_stats_help_and_what_is_unknown(shell: Shell, tiny_gguf: Path) -> None:
     assert code == 0
     assert len(out.splitlines()) == 2
     assert "0 turns, 0 of 512 tokens of context, 0 tokens answered" in err
-    assert "1 turns, " in err
+    assert "1 turn, " in err
     assert "last answer: " in err
     assert "TTFT" in err
     for name in ("/system", "/set", "/clear", "/retry", "/save", "/load", "/stats", "/help", '"""', "backslash", "Ctrl-C"):
@@ -140,7 +140,7 @@ def test_an_answer_up_to_the_limit_and_a_message_beyond_it(shell: Shell, tmp_pat
     assert len(out.splitlines()) == 2
     assert "(cut: the context is full)" in err
     assert "the context holds 96, the answer included; shorten the prompt" in err
-    assert "1 turns" in err, "what cannot be answered does not stay, and the turn before it had to go"
+    assert "1 turn," in err, "what cannot be answered does not stay, and the turn before it had to go"
 
 
 def test_a_model_without_a_template_cannot_chat(shell: Shell, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_on_a_terminal(terminal: Terminal, shell: Shell) -> None:
     terminal.wait_for("Ctrl-D or /exit leaves")
     terminal.wait_for(lines.PROMPT)  # keys typed before it may meet a terminal that does not edit yet: Ctrl-D is lost there
     terminal.send("/sta\t\r")
-    assert "1 turns, " in terminal.wait_for("last answer")
+    assert "1 turn, " in terminal.wait_for("last answer")
     terminal.wait_for(lines.PROMPT)
     terminal.send("\x04")
     assert terminal.exit_code() == 0

@@ -34,7 +34,9 @@ def register(app: typer.Typer) -> None:
 
 
 def batching(
-    model: Annotated[str | None, typer.Argument(help="A model to run a part of the trace on, besides the fake one.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A model to run a part of the trace on, besides the fake one.")
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 200,
     on_model: Annotated[int, typer.Option(min=1, help="How many of them run on MODEL.")] = 32,
     seqs: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 16,
@@ -44,23 +46,25 @@ def batching(
     from headrace.bench import batching as bench
 
     jobs = bench.trace(requests, seed)
-    rows = [_row("fake model", bench.on_fake_model(jobs, policy, seqs)) for policy in bench.POLICIES]
+    rows = [_row(None, bench.on_fake_model(jobs, policy, seqs)) for policy in bench.POLICIES]
     if model is not None:
         say(f"running {min(on_model, requests)} requests on {model} under each policy")
         rows += [_row(model, bench.on_model(model, jobs[:on_model], policy, seqs)) for policy in bench.POLICIES]
-    print_table(("model", "policy", "steps", "tokens", "tokens/s", "KV waste"), rows)
+    print_table(("model", "policy", "steps", "tokens", "tokens/step", "tokens/s", "KV waste"), rows)
     print()
     table = bench.memory_table(jobs, seqs * bench.MAX_LEN)
     columns = ("KV memory", "steps", "used", "reserved", "internal", "external", "waste")
     print_table(columns, [_shares(name, shares) for name, shares in table.items()])
 
 
-def _row(model: str, result: object) -> tuple[str, ...]:
+def _row(model: str | None, result: object) -> tuple[str, ...]:
+    """Without a model the steps cost nothing, so that their speed says nothing."""
     from headrace.bench.batching import Result
 
     assert isinstance(result, Result)
-    speed = f"{result.tokens_per_second:.1f}"
-    return (model, result.policy, str(result.steps), str(result.tokens), speed, f"{result.waste:.1%}")
+    speed = f"{result.tokens_per_second:.1f}" if model else "-"
+    counts = (str(result.steps), str(result.tokens), f"{result.tokens / result.steps:.2f}")
+    return (model or "fake model", result.policy, *counts, speed, f"{result.waste:.1%}")
 
 
 def _shares(name: str, shares: object) -> tuple[str, ...]:

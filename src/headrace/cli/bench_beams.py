@@ -10,7 +10,7 @@ from headrace.cli.output import print_table, say
 
 
 def beams(
-    model: Annotated[str, typer.Argument(help="A GGUF file, or a catalog name that has one.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, or a catalog name that has one.")],
     width: Annotated[int, typer.Option(min=2, max=16, help="Beams of each request.")] = 4,
     peer: Annotated[bool, typer.Option(help="Beside OpenVINO GenAI's beam search.")] = True,
     install: Annotated[bool, typer.Option("--install", help="Install it, in its own environment.")] = False,
@@ -41,7 +41,7 @@ def _row(cell: str, found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def sharing(
-    model: Annotated[str, typer.Argument(help="A catalog name, a GGUF file, a folder, a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, a hub id.")],
     source: Annotated[Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line.")],
     prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 16,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,

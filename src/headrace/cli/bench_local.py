@@ -10,7 +10,7 @@ from headrace.cli.output import print_table, say
 
 
 def local(
-    model: Annotated[str, typer.Argument(help="A catalog name, a GGUF file, a folder, a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, a hub id.")],
     cells: Annotated[str, typer.Option(help="What to measure, as pp512,b1; every cell where not given.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of every cell, after one to warm up.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; every core where not given.")] = None,

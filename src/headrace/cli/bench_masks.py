@@ -9,7 +9,10 @@ from headrace.cli.output import print_table, say
 
 
 def masks(
-    file: Annotated[Path, typer.Argument(help="Schemas and instances, a JSON object a line (maskbench's form).", exists=True)],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Schemas and instances, a JSON object a line (maskbench's form).", exists=True),
+    ],
     model: Annotated[str, typer.Option(help="The model whose vocabulary is used.")],
     most: Annotated[int | None, typer.Option(min=1, help="Only so many schemas.")] = None,
 ) -> None:

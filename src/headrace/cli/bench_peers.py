@@ -12,7 +12,7 @@ QUIET = 0.05  # share of the cores that other processes may use before a cell is
 
 
 def peers(
-    model: Annotated[str, typer.Argument(help="A GGUF file, or a catalog name that has one.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, or a catalog name that has one.")],
     engines: Annotated[str, typer.Option(help="Beside whom: llama.cpp, ort, openvino, vllm.")] = "llama.cpp,ort,openvino",
     install: Annotated[bool, typer.Option("--install", help="Install missing engines, each in its own environment.")] = False,
     cells: Annotated[str, typer.Option(help="What to measure, as pp512,b1; every cell where not given.")] = "",

@@ -10,7 +10,7 @@ from headrace.cli.output import print_table, say
 
 
 def peers_speculate(
-    model: Annotated[str, typer.Argument(help="A GGUF file, or a catalog name that has one.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, or a catalog name that has one.")],
     draft: Annotated[str, typer.Option(help="A smaller model of the same vocabulary, in GGUF.")],
     source: Annotated[
         list[Path], typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line: a task each file.")

@@ -199,21 +199,25 @@ class Chat:
         self.conversation.ask(before[0]["content"])
         self._answer(before)
 
+    def _turns(self) -> str:
+        count = len(self.conversation.turns)
+        return "1 turn" if count == 1 else f"{count} turns"
+
     def _do_save(self, text: str) -> None:
         path = _path(text, "/save")
         self.conversation.save(path, self.llm.opened.name)
-        note(f"{len(self.conversation.turns)} turns saved to {path}")
+        note(f"{self._turns()} saved to {path}")
 
     def _do_load(self, text: str) -> None:
         path = _path(text, "/load")
         self.conversation = load(path)
-        note(f"{len(self.conversation.turns)} turns loaded from {path}")
+        note(f"{self._turns()} loaded from {path}")
 
     def _do_stats(self, _: str) -> None:
         from headrace.cli.report import figures
 
         used = len(self.llm.render(self.conversation.messages)) if self.conversation.turns else 0
-        note(f"{len(self.conversation.turns)} turns, {used} of {self.limit} tokens of context, {self.tokens} tokens answered")
+        note(f"{self._turns()}, {used} of {self.limit} tokens of context, {self.tokens} tokens answered")
         if self.last is not None:
             note(f"last answer: {figures(self.last)}")
 

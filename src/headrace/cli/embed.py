@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
 def embed(
     model: ModelName,
     options: WeightOptions,
-    texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, the lines of --file or stdin.")] = None,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts; without any, the lines of --file or stdin.")
+    ] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
     pooling: Annotated[str | None, typer.Option(help="mean, last or first (default: the model's own).")] = None,
     dimensions: Annotated[int | None, typer.Option(min=1, help="Keep that many leading numbers.")] = None,

@@ -29,7 +29,7 @@ from headrace.server.fields import ChatRequest
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
-from headrace.server.stream import EventStream, event, unless_gone
+from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
 from headrace.server.tool_text import Piece, ToolText
@@ -97,7 +97,7 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=service.deadline(request.deadline))
     job = Job(service, request, tickets, tools)
     if request.stream:
-        return await _stream(job, http)
+        return await begun(_events(job), http, lambda: job.service.llm.abort(job.tickets))
     try:
         return await unless_gone(http, _checked(job, spec if late else None))
     finally:
@@ -221,16 +221,6 @@ async def _whole(job: Job) -> Chat:
             choice.message.content = choice.message.content or None
     counted = usage(job.tickets, job.tickets[0].generated)
     return Chat(job.id, job.created, job.service.name, ordered, counted)
-
-
-async def _stream(job: Job, http: Request) -> EventStream:
-    events = _events(job)
-    try:
-        first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
-    except BaseException:
-        job.service.llm.abort(job.tickets)
-        raise
-    return EventStream(first, events, lambda: job.service.llm.abort(job.tickets))
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:

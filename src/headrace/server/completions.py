@@ -14,7 +14,7 @@ from headrace.server.fields import CompletionRequest
 from headrace.server.logprobs import CompletionLogprobs
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
-from headrace.server.stream import EventStream, event, unless_gone
+from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
 from headrace.types import Delta, TokenLogprob
@@ -80,7 +80,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
     tickets = service.llm.submit(prompts, params, salt=salt, deadline=service.deadline(request.deadline))
     job = Job(service, request, texts, tickets)
     if request.stream:
-        return await _stream(job, http)
+        return await begun(_events(job), http, lambda: job.service.llm.abort(job.tickets))
     try:
         answer = await unless_gone(http, _whole(job))
         for choice in answer.choices if late else []:
@@ -148,16 +148,6 @@ async def _whole(job: Job) -> Completion:
                 for name, values in new.logprobs.items():
                     old.logprobs[name] += values
     return job.answer([choices[index] for index in sorted(choices)], usage=usage(job.tickets, job.generated))
-
-
-async def _stream(job: Job, http: Request) -> EventStream:
-    events = _events(job)
-    try:
-        first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
-    except BaseException:
-        job.service.llm.abort(job.tickets)
-        raise
-    return EventStream(first, events, lambda: job.service.llm.abort(job.tickets))
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:

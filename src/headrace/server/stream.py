@@ -108,5 +108,15 @@ def _no_short_way(data: bytes) -> bool:
     return False
 
 
+async def begun(events: AsyncIterator[bytes], http: Request, on_end: Callable[[], None]) -> EventStream:
+    """A stream whose first event is there. Raises what `events` raises before that, or ClientGoneError, after `on_end`."""
+    try:
+        first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
+    except BaseException:
+        on_end()
+        raise
+    return EventStream(first, events, on_end)
+
+
 async def _part(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
