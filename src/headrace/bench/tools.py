@@ -82,17 +82,24 @@ def read_cases(path: Path, answers: Path | None = None, most: int | None = None)
 
 
 def measure_tools(
-    llm: LLM, cases: list[Case], *, at_once: int = 32, max_tokens: int = 256, say: Callable[[str], None] = print
+    llm: LLM,
+    cases: list[Case],
+    *,
+    at_once: int = 32,
+    max_tokens: int = 1024,
+    penalty: float = 1.0,
+    say: Callable[[str], None] = print,
 ) -> dict[str, ToolResult]:
-    """Every case held to its grammar and free, greedily, `at_once` cases in the batching loop at a time."""
+    """Every case held to its grammar and free, greedily with a repetition `penalty`, `at_once` cases at a time in the loop.
+
+    No grammar ends a list whose schema sets no bound: an answer that is cut (`ToolResult.cut`) is not valid.
+    """
+    asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, repetition_penalty=penalty)
     results = {way: ToolResult() for way in WAYS}
     for begin in range(0, len(cases), at_once):
         group = [(case, *_asked(llm, case)) for case in cases[begin : begin + at_once]]
         for held in (True, False):
-            settings = [
-                SamplingParams(temperature=0.0, max_tokens=max_tokens, structured_outputs=given.spec if held else None)
-                for _, given, _ in group
-            ]
+            settings = [asked.replace(structured_outputs=given.spec) if held else asked for _, given, _ in group]
             began = time.perf_counter()
             outputs = llm.generate([prompt for _, _, prompt in group], settings)
             seconds = time.perf_counter() - began

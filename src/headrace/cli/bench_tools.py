@@ -24,7 +24,8 @@ def tools(
     ] = None,
     most: Annotated[int | None, typer.Option(min=1, help="Only so many cases.")] = None,
     at_once: Annotated[int, typer.Option(min=1, max=256, help="Cases in the batching loop at a time.")] = 32,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of each answer at most.")] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of each answer at most.")] = 1024,
+    penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 ends lists that repeat for ever.")] = 1.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """How many tool calls fit their schema, and how many are right, with the calls' grammar and without.
@@ -40,7 +41,7 @@ def tools(
 
     cases = read_cases(data, answers, most)
     llm: Any = open_llm(model, options, max_num_seqs=at_once)
-    results = measure_tools(llm, cases, at_once=at_once, max_tokens=max_tokens, say=say)
+    results = measure_tools(llm, cases, at_once=at_once, max_tokens=max_tokens, penalty=penalty, say=say)
     print_table(
         ("", "called", "valid", "right", "cut off", "tokens", "tokens/s"), [_row(way, one) for way, one in results.items()]
     )
