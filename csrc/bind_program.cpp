@@ -248,6 +248,18 @@ void bind_step(nb::module_& m) {
              [](Step& self, int row, Key key, int logprobs, bool processed, std::optional<double> mu) {
                  return self.verify(row, {key.first, key.second}, {logprobs, processed}, mu);
              }, "row"_a, "key"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
+        .def("reject",
+             [](Step& self, int row, Key key, const std::vector<nb::bytes>& q, bool block, int logprobs, bool processed) {
+                 std::vector<std::vector<float>> rows;
+                 for (const nb::bytes& each : q) {
+                     rows.emplace_back(each.size() / sizeof(float));
+                     std::memcpy(rows.back().data(), each.c_str(), rows.back().size() * sizeof(float));
+                 }
+                 return self.reject(row, {key.first, key.second}, std::move(rows), block, {logprobs, processed});
+             }, "row"_a, "key"_a, "q"_a, "block"_a = false, "logprobs"_a = -1, "processed"_a = false,
+             "Verify a chain by rejection. q: float32 bytes for each drafted token; empty: they were chosen, not drawn.")
+        .def("propose", [](Step& self, int row, Key key) { return self.propose(row, {key.first, key.second}); }, "row"_a, "key"_a,
+             "A token for a draft; its row of logits are then the probabilities it was drawn from.")
         .def("top", &Step::top, "row"_a, "k"_a)
         .def("score",
              [](Step& self, int row, int k) {

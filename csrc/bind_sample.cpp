@@ -101,6 +101,38 @@ public:
         return {std::move(walk.path), std::move(walk.reports), std::move(error)};
     }
 
+    std::tuple<std::vector<int32_t>, std::vector<TokenReport>, std::string> reject(
+        const Rows& logits, const SampleParams& params, const History& history, std::pair<uint32_t, uint32_t> key,
+        const std::vector<int32_t>& tokens, const std::optional<ConstRows>& q, bool block, int logprobs, bool processed) {
+        check(logits.shape(1) == static_cast<size_t>(size_) && logits.shape(0) == tokens.size() + 1,
+              "logits must have one value per token, and one row more than the chain has tokens");
+        std::vector<std::vector<float>> rows;
+        if (q) {
+            check(q->shape(0) == tokens.size(), "every drafted token needs a row of q");
+            for (size_t i = 0; i < tokens.size(); ++i) {
+                const float* row = q->data() + i * q->shape(1);
+                rows.emplace_back(row, row + q->shape(1));
+            }
+        }
+        const SampleRow row{logits.data(), nullptr, &params, &history};
+        Walk walk;
+        const nb::gil_scoped_release unlocked;
+        std::string error = sampler_.reject(row, {tokens, rows, block}, {static_cast<ptrdiff_t>(size_), 0, 0},
+                                            {key.first, key.second}, {logprobs, processed}, walk);
+        return {std::move(walk.path), std::move(walk.reports), std::move(error)};
+    }
+
+    std::tuple<int32_t, std::vector<float>, std::string> propose(const Row& logits, const SampleParams& params,
+                                                                 const History& history, std::pair<uint32_t, uint32_t> key,
+                                                                 const std::vector<int32_t>& path) {
+        check(logits.size() == static_cast<size_t>(size_), "logits must have one value per token");
+        const SampleRow row{logits.data(), nullptr, &params, &history, path};
+        int32_t token = -1;
+        std::vector<float> q;
+        std::string error = sampler_.propose(row, {key.first, key.second}, token, q);
+        return {token, std::move(q), std::move(error)};
+    }
+
     std::pair<TokenReport, std::string> top(const Row& logits, int k, const SampleParams* params,
                                             const History* history, const std::optional<ConstRow>& maxima) {
         check(logits.size() == static_cast<size_t>(size_), "logits must have one value per token");
@@ -224,6 +256,11 @@ void bind_sample(nb::module_& m) {
              "parents"_a, "logprobs"_a = -1, "processed"_a = false, "maxima"_a = nb::none(), "masks"_a = nb::none(),
              "mu"_a = nb::none(),
              "Walk a draft tree: logits [1 + nodes, V] -> (path, reports of the drawn tokens, error).")
+        .def("reject", &PySampler::reject, "logits"_a.noconvert(), "params"_a, "history"_a, "key"_a, "tokens"_a,
+             "q"_a = nb::none(), "block"_a = false, "logprobs"_a = -1, "processed"_a = false,
+             "Verify a chain by rejection: logits [1 + tokens, V], q [tokens, V] -> (path, reports of the tokens, error).")
+        .def("propose", &PySampler::propose, "logits"_a.noconvert(), "params"_a, "history"_a, "key"_a,
+             "path"_a = std::vector<int32_t>{}, "A drafted token from logits [V], and what from -> (token, q [V], error).")
         .def("top", &PySampler::top, "logits"_a.noconvert(), "k"_a, "params"_a.none() = nb::none(),
              "history"_a.none() = nb::none(), "maxima"_a = nb::none(),
              "The k best tokens of logits [V] after biases, bans and penalties -> (report, error).")

@@ -27,6 +27,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/sample.cpp
   csrc/sample_edits.cpp
   csrc/sample_filters.cpp
+  csrc/sample_reject.cpp
   csrc/threadpool.cpp
 )
 

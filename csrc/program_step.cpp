@@ -105,6 +105,23 @@ int Step::verify(int row, NoiseKey key, Report report, std::optional<double> mu)
     return ask(std::move(made), 1 + static_cast<int>(nodes_.size()));
 }
 
+int Step::reject(int row, NoiseKey key, std::vector<std::vector<float>> q, bool block, Report report) {
+    for (size_t i = 0; i < parents_.size(); ++i) {
+        require(parents_[i] == static_cast<int32_t>(i) - 1, "rejection verifies chains");
+    }
+    require(q.empty() || q.size() == nodes_.size(), "every drafted token needs what it was drawn from");
+    const int number = verify(row, key, report, {});
+    Ask& made = asks_.back();
+    made.kind = Ask::Kind::kReject, made.q = std::move(q), made.block = block;
+    return number;
+}
+
+int Step::propose(int row, NoiseKey key) {
+    Ask made{Ask::Kind::kPropose, row, nullptr, {key}};
+    made.path = path_to(row);
+    return ask(std::move(made));
+}
+
 int Step::top(int row, int k) { return ask({Ask::Kind::kTop, row, nullptr, {}, {}, k}); }
 
 int Step::score(int row, int k, int& count) {
@@ -186,6 +203,19 @@ void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits)
             out.reports = std::move(walk.reports);
             return;
         }
+        case Ask::Kind::kReject: {
+            Walk walk;
+            const RowStrides strides{logits.stride, logits.maxima_stride, row.mask ? static_cast<ptrdiff_t>(words) : 0};
+            out.error = sampler.reject(row, {ask.nodes, ask.q, ask.block}, strides, ask.keys.front(), ask.report, walk);
+            out.path = std::move(walk.path);
+            out.reports = std::move(walk.reports);
+            return;
+        }
+        case Ask::Kind::kPropose:
+            row.path = ask.path;
+            out.reports.resize(1);
+            out.error = sampler.propose(row, ask.keys.front(), out.reports.front().id, out.logits);
+            return;
         case Ask::Kind::kTop:
             row.params = &neutral, row.history = &nothing;
             out.reports.resize(1);

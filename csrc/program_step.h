@@ -26,7 +26,7 @@ struct Sequence {
 
 // A question about rows of logits; rows are counted over all rows of the step that go through the head.
 struct Ask {
-    enum class Kind { kDraw, kVerify, kTop, kScore, kLogits };
+    enum class Kind { kDraw, kVerify, kReject, kPropose, kTop, kScore, kLogits };
 
     Kind kind;
     int row;
@@ -39,7 +39,9 @@ struct Ask {
     std::optional<double> mu{};               // kDraw, kVerify: mirostat's state
     std::shared_ptr<const std::vector<uint32_t>> allowed{};  // bits of the ids that may come after its feed's rows; or null
     int place = 0;                                           // of `row` among them: 0 = the last known token's
-    std::vector<int32_t> path{};              // kDraw: the draft tokens between the known ones and this row
+    std::vector<std::vector<float>> q{};      // kReject: what the chain was drawn from, or nothing
+    bool block = false;                       // kReject: by the block rule
+    std::vector<int32_t> path{};              // kDraw, kPropose: the draft tokens between the known ones and this row
 
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
@@ -59,7 +61,7 @@ struct Contrast {
 struct Answer {
     std::vector<TokenReport> reports;
     std::vector<int32_t> path;  // kVerify
-    std::vector<float> logits;  // kLogits
+    std::vector<float> logits;  // kLogits; kPropose: what the token was drawn from
     std::string error;
 };
 
@@ -81,6 +83,9 @@ class Step {
     // its (first) answer.
     int draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu);  // at a node: after its path
     int verify(int row, NoiseKey key, Report report, std::optional<double> mu);
+    // The draft must be a chain. `q`: a row for each of its tokens, or none.
+    int reject(int row, NoiseKey key, std::vector<std::vector<float>> q, bool block, Report report);
+    int propose(int row, NoiseKey key);
     int top(int row, int k);
     // Every row from `row` on scores the known token after it: one answer each, `count` of them.
     int score(int row, int k, int& count);

@@ -17,7 +17,15 @@ const char* kNothing =
 // The logarithm of a sum of shares, relative to the best logit.
 double log_of(int64_t total) { return std::log(static_cast<double>(total) / kPoint); }
 
-// One word of Philox4x32-10 as a number in [0, 1): headrace.ops.noise.coin.
+int argmax(const SampleKernels& kernels, const LogitRow& row) {
+    const int blocks = (row.size + kVocabBlock - 1) / kVocabBlock;
+    const int first = kernels.argmax(row.maxima, blocks) * kVocabBlock;
+    return first + kernels.argmax(row.z + first, std::min(kVocabBlock, row.size - first));
+}
+
+}  // namespace
+
+// One word of Philox4x32-10.
 double coin(NoiseKey key, uint32_t position, uint32_t purpose) {
     uint32_t c[4] = {position, 0, purpose, 0};
     for (int round = 0; round < 10; ++round) {
@@ -29,14 +37,6 @@ double coin(NoiseKey key, uint32_t position, uint32_t purpose) {
     }
     return c[0] * 0x1p-32;
 }
-
-int argmax(const SampleKernels& kernels, const LogitRow& row) {
-    const int blocks = (row.size + kVocabBlock - 1) / kVocabBlock;
-    const int first = kernels.argmax(row.maxima, blocks) * kVocabBlock;
-    return first + kernels.argmax(row.z + first, std::min(kVocabBlock, row.size - first));
-}
-
-}  // namespace
 
 float Sampler::best_of(const LogitRow& row) const {
     const int blocks = (row.size + kVocabBlock - 1) / kVocabBlock;
@@ -62,6 +62,14 @@ std::string Sampler::choose(const SampleRow& row) {
     }
     kept_.reset(edited, best);
     if (!greedy_) kept_.filter(*row.params);
+    return "";
+}
+
+std::string Sampler::choose_with_coin(const SampleRow& row, NoiseKey key) {
+    std::string error = choose(row);
+    if (!error.empty() || greedy_ || !(row.params->xtc_probability > 0)) return error;
+    const double thrown = coin(key, static_cast<uint32_t>(row.position()), kCoin);
+    if (thrown < row.params->xtc_probability) kept_.exclude_top(row.params->xtc_threshold);
     return "";
 }
 

@@ -48,6 +48,25 @@ struct RowStrides {
     ptrdiff_t logits = 0, maxima = 0, mask = 0;
 };
 
+// A number in [0, 1) of a key, position and purpose: headrace.ops.noise.coin.
+double coin(NoiseKey key, uint32_t position, uint32_t purpose);
+
+// The probabilities a row's token is drawn with: ids ascending, those that may not come left out.
+struct Distribution {
+    std::vector<int32_t> ids;
+    std::vector<double> shares;
+
+    double of(int32_t token) const;
+};
+
+// A chain of drafted tokens, and what each was drawn from: a row of probabilities by id, short of those that are 0. Without
+// rows the tokens were chosen, and each q is all on its token. `block`: the chain is judged as a whole.
+struct DraftChain {
+    Ids tokens;
+    std::span<const std::vector<float>> q;
+    bool block = false;
+};
+
 struct Walk {
     std::vector<int32_t> path;         // the nodes whose tokens were drawn
     std::vector<TokenReport> reports;  // of every drawn token: one per node of the path, then the token after it
@@ -57,7 +76,7 @@ struct Walk {
 // text, empty where there is none, because one bad row must not stop the others.
 class Sampler {
 public:
-    static constexpr uint32_t kTarget = 0, kCoin = 4;  // purposes of the noise (headrace.ops.noise.Purpose)
+    static constexpr uint32_t kTarget = 0, kDraft = 1, kAccept = 2, kResidual = 3, kCoin = 4;  // purposes of the noise (headrace.ops.noise.Purpose)
 
     Sampler(const SampleKernels& kernels, int vocab_size)
         : kernels_(kernels), size_(vocab_size), edits_(kernels, vocab_size), kept_(kernels) {}
@@ -71,6 +90,14 @@ public:
     std::string verify(const SampleRow& first, const DraftTree& tree, RowStrides strides, NoiseKey key, Report report,
                        Walk& out);
 
+    // Verification by rejection: `first` is row 0, and each drafted token has a row after it. Where a token's row cannot be
+    // drawn from, the reports end with the path.
+    std::string reject(const SampleRow& first, const DraftChain& chain, RowStrides strides, NoiseKey key, Report report,
+                       Walk& out);
+
+    // Draws a token to be drafted, and tells what from: q by id.
+    std::string propose(const SampleRow& row, NoiseKey key, int32_t& token, std::vector<float>& q);
+
     // The k best tokens and their log-probabilities after biases, bans and penalties, as a report without a token. A mask
     // leaves fewer to choose from and their log-probabilities as they were.
     std::string top(const SampleRow& row, int k, TokenReport& out);
@@ -80,6 +107,9 @@ public:
 
 private:
     std::string choose(const SampleRow& row);
+    std::string choose_with_coin(const SampleRow& row, NoiseKey key);  // and XTC, whose coin is the key's
+    std::string distribution(const SampleRow& row, NoiseKey key, Distribution& out);
+    int32_t draw_left(const Distribution& p, const std::vector<double>& left, NoiseKey key, uint32_t position);
     std::string draw_singly(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
                             std::span<TokenReport> out, uint32_t purpose);
     double norm_of(const LogitRow& row) const;  // the logarithm of the sum of exp(logit)

@@ -151,8 +151,10 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
 
     kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify (draw at the last known token,
     follow the draft's child that has the drawn token, draw there, and so on) | top (the `k` best log-probs) | score (log-prob
-    of each next known token) | pool (hidden rows after the final norm: of `rows` first or last that one, of all the sum from
-    KV index `k` on) | logits (the whole row, for custom processors).
+    of each next known token) | reject (verify a chain by rejection, as the parameters say) | propose (a token for a draft,
+    `k` tokens after the round's known ones, and in FeedOutput.logits what it was drawn from) | pool (hidden rows after the
+    final norm: of `rows` first or last that one, of all the sum from KV index `k` on) | logits (the whole row, for custom
+    processors).
     rows: last (the last known token) | nodes (each node of the draft: FeedOutput.nodes; verify has the last known token and
     all nodes, and logits with `nodes` too) | all (every row fed) | first.
     """
@@ -195,7 +197,7 @@ class Feed(msgspec.Struct, array_like=True):
     `new` are the known tokens the slot has not been told yet. A companion's feed may begin beyond the known tokens:
     count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it. `masks` say
     what may be drawn where the output is held to a grammar: a bit per token id (little-endian words of 32), one row for the
-    last known token and one for each node.
+    last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn.
     """
 
     slot: int
@@ -207,6 +209,7 @@ class Feed(msgspec.Struct, array_like=True):
     nodes: list[int] = []
     parents: list[int] = []
     masks: bytes = b""
+    q: list[bytes] = []
 
 
 class StepPlan(msgspec.Struct):

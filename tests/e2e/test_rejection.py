@@ -10,7 +10,7 @@ from scipy.stats import chi2
 
 from headrace.admission import AdmissionError
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.decoding import rejecting
+from headrace.drafting import draft_model
 from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
@@ -61,29 +61,43 @@ def torch_runners() -> list[ModelRunner]:
     return [TorchRunner(model, KVPool(model.config, 1024, 4, torch.float64), None, slots) for model in models()]
 
 
-def play(drafter: Drafter | None, params: SamplingParams, count: int = COUNT) -> list[Any]:
+@lru_cache(maxsize=1)
+def native_models() -> tuple[Model, Model]:
+    return native_model(vocab_size=SIZE), native_model(vocab_size=SIZE, num_layers=1)
+
+
+def native_runners() -> list[ModelRunner]:
+    slots: dict[int, Any] = {}
+    return [native_runner(model, blocks=1024, slots=slots) for model in native_models()]
+
+
+RUNNERS = {"torch": torch_runners, "native": native_runners}
+
+
+def play(drafter: Drafter | None, params: SamplingParams, count: int = COUNT, backend: str = "torch") -> list[Any]:
     """Many requests that differ in their seeds, all from the same prompt."""
-    engine = engine_of(torch_runners(), drafter)
+    engine = engine_of(RUNNERS[backend](), drafter, block=4 if backend == "torch" else 16)
     requests = [engine.add(PROMPT, params.replace(seed=seed)) for seed in range(count)]
     finish(engine)
     return requests
 
 
-@lru_cache(maxsize=1)
-def truth() -> torch.Tensor:
+@lru_cache(maxsize=2)
+def truth(backend: str) -> torch.Tensor:
     """The distribution of the first three tokens [V, V, V], token by token from the model's own processed logits."""
-    target, _ = models()
+    runner = RUNNERS[backend]()[0]
+    engine = engine_of([runner], None, block=4 if backend == "torch" else 16)
     found = torch.zeros(SIZE, SIZE, SIZE, dtype=torch.float64)
 
     def after(path: list[int]) -> torch.Tensor:
-        runner = TorchRunner(target, KVPool(target.config, 64, 4, torch.float64))
-        engine = engine_of([runner], None)
         tokens = [*PROMPT, *path]
         request = engine.add(tokens, SamplingParams(temperature=0.0, max_tokens=1, logprobs=SIZE))
         request.strategy.want = lambda *_: Want(kind="logits")  # type: ignore[method-assign]
         seen: list[bytes] = []
         request.strategy.select = lambda _, outputs: seen.append(outputs[0][1].logits) or [[]]  # type: ignore[method-assign]
-        engine.step()
+        while not seen:
+            engine.step()
+        finish(engine)
         logits = torch.frombuffer(bytearray(seen[0]), dtype=torch.float32)[None]
         spec = RowSpec(PARAMS, [(0, 0)], tokens, len(PROMPT))
         return torch.softmax(process(logits, [spec]).double(), -1)[0]
@@ -96,9 +110,9 @@ def truth() -> torch.Tensor:
     return found
 
 
-def chance(requests: list[Any]) -> float:
+def chance(requests: list[Any], backend: str = "torch") -> float:
     """The p-value of the first three tokens; cells that expect less than 5 are put together."""
-    want = truth().flatten() * len(requests)
+    want = truth(backend).flatten() * len(requests)
     cells = [(t[0] * SIZE + t[1]) * SIZE + t[2] for (t,) in map(tokens_of, requests)]
     got = torch.bincount(torch.tensor(cells), minlength=SIZE**3).double()
     assert bool((got[want == 0] == 0).all()), "what the filters cut off never comes"
@@ -116,23 +130,25 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
+@pytest.mark.parametrize("backend", RUNNERS)
 @pytest.mark.parametrize(("name", "rule"), [("draft", "rejection"), ("cut", "block"), ("ngram", "rejection")])
-def test_three_tokens_together_follow_the_target(name: str, rule: str) -> None:
-    follow(name, rule, COUNT)
+def test_three_tokens_together_follow_the_target(name: str, rule: str, backend: str) -> None:
+    follow(name, rule, COUNT, backend)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", RUNNERS)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_many_more_of_them_do(name: str, rule: str) -> None:
-    follow(name, rule, 8000)
+def test_many_more_of_them_do(name: str, rule: str, backend: str) -> None:
+    follow(name, rule, 8000, backend)
 
 
-def follow(name: str, rule: str, count: int) -> None:
-    requests = play(DRAFTERS[name](), PARAMS.replace(verification=rule), count)
+def follow(name: str, rule: str, count: int, backend: str) -> None:
+    requests = play(DRAFTERS[name](), PARAMS.replace(verification=rule), count, backend)
     accepted, drafted = (sum(getattr(request.metrics, what) for request in requests) for what in ("accepted", "drafted"))
     assert 0.1 * drafted < accepted < 0.95 * drafted
-    assert chance(requests) > ALPHA
+    assert chance(requests, backend) > ALPHA
 
 
 def test_plain_decoding_follows_it_too() -> None:
@@ -142,16 +158,20 @@ def test_plain_decoding_follows_it_too() -> None:
 # -- negative controls -------------------------------------------------------------------------------------------------------
 
 
-def test_a_q_that_was_not_drawn_from_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", RUNNERS)
+def test_a_q_that_was_not_drawn_from_would_be_seen(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """q before temperature, filters and penalties: what the draft thinks, not what it was drawn from."""
-    verify = rejecting.verify
+    told = draft_model.told
 
-    def flat(logits: Any, specs: Any, chain: Any, q: Any) -> Any:
-        rows = [0.5 * torch.frombuffer(bytearray(each), dtype=torch.float32) + 0.5 / SIZE for each in q]
-        return verify(logits, specs, chain, [row.numpy().tobytes() for row in rows])
+    def flat(out: Any, chain: Any) -> bool:
+        going = told(out, chain)
+        q = torch.frombuffer(bytearray(chain.q[-1]), dtype=torch.float32)
+        chain.q[-1] = (0.5 * q + 0.5 / SIZE).numpy().tobytes()
+        return going
 
-    monkeypatch.setattr(rejecting, "verify", flat)
-    assert chance(play(DraftModel(least=0.0), PARAMS.replace(verification="rejection"))) < ALPHA
+    monkeypatch.setattr(draft_model, "told", flat)
+    rule = PARAMS.replace(verification="rejection")
+    assert chance(play(DraftModel(least=0.0), rule, 2 * COUNT, backend), backend) < ALPHA
 
 
 def test_drawing_from_p_after_a_rejection_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

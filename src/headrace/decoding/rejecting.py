@@ -1,4 +1,4 @@
-"""Verification by rejection, on whole rows of logits: the target's distribution, but not the sample of plain decoding."""
+"""Verification by rejection on the host, where processors of the caller's own change the logits first."""
 
 import numpy as np
 import torch

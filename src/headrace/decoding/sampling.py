@@ -28,10 +28,10 @@ class Sampling:
 
     def want(self, request: Request, seq: Sequence) -> Want:
         """A sampled token for each child still to be born, the draft's verification where there is one, or whole rows where
-        the caller's processors come first or a draft is verified by rejection."""
-        if request.processors or (seq.draft and request.params.rejects):
+        the caller's processors come first."""
+        if request.processors:
             return Want(kind="logits", rows="nodes" if seq.draft else "last")
-        kind, rows = ("verify", "nodes") if seq.draft else ("sample", "last")
+        kind, rows = ("reject" if request.params.rejects else "verify", "nodes") if seq.draft else ("sample", "last")
         return Want(rows, kind, self._births(request, seq), seq.index, logprobs=self._logprobs(request), mu=seq.state)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
@@ -46,10 +46,12 @@ class Sampling:
     def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
         """`state` is mirostat's, None where that is off."""
         drawn = out
-        if seq.draft is not None and request.params.rejects:
+        if request.processors and seq.draft is not None and request.params.rejects:
             drawn = verify_by_rejection(request, seq, out, self._logprobs(request))
         elif request.processors:
             drawn = self._sample_on_host(request, seq, out)
+        if seq.draft is not None and len(drawn.tokens) == len(drawn.path) and request.stop_ids.isdisjoint(drawn.tokens):
+            raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
         mus: list[float] | list[None] = drawn.mus or [None] * len(drawn.tokens)
         if seq.draft is not None:
             return [Child(tuple(drawn.path), drawn.tokens[-1], index=seq.index, state=mus[-1], logprobs=drawn.logprobs)]

@@ -75,7 +75,10 @@ class DraftModel:
         going = [(work, out) for (work, feed), out in zip(ready, outs, strict=True) if feed.wants]
         chains: dict[int, Chain] = {id(work): Chain() for work in works}
         while going := self._extend(going, chains):
-            outs = run(self.model, [_next(work, chains[id(work)].tokens, self._want(work)) for work, _ in going])
+            outs = run(
+                self.model,
+                [_next(work, chains[id(work)].tokens, self._want(work, len(chains[id(work)].tokens))) for work, _ in going],
+            )
             if self.group is not None and self.keeps:
                 for work, _ in going:
                     work.seq.computed[self.group] += 1
@@ -92,7 +95,7 @@ class DraftModel:
             count = min(length - start, room)
             if count > 0:
                 wants = (self._want(work),) if start + count == length else ()
-                masks = _mask(work, []) if wants and wants[0].kind != "logits" else b""
+                masks = _mask(work, []) if wants else b""
                 feeds.append((work, Feed(work.seq.slot, start, count, work.feed.new, wants, masks=masks)))
                 work.feed.new = []
                 room -= count
@@ -101,9 +104,9 @@ class DraftModel:
     def _start(self, work: Fed) -> int:
         return work.feed.start if self.group is None else work.seq.computed[self.group]
 
-    def _want(self, work: Fed) -> Want:
+    def _want(self, work: Fed, chain: int = 0) -> Want:
         if work.request.params.rejects:
-            return Want(kind="logits")
+            return Want(kind="propose", child=work.seq.index, k=chain)
         return Want(child=work.seq.index, logprobs=0 if self.least > 0 else None)
 
     def _extend(self, going: list[tuple[Fed, FeedOutput]], chains: dict[int, Chain]) -> list[tuple[Fed, FeedOutput]]:
@@ -112,7 +115,7 @@ class DraftModel:
         for work, out in going:
             draft, chain = work.seq.draft, chains[id(work)]
             assert draft is not None
-            if out.error or not (drawn(work, out, chain) if out.logits else told(out, chain)):
+            if out.error or not told(out, chain):
                 continue
             more = len(chain.tokens) < len(draft.tokens) and chain.tokens[-1] not in work.request.stop_ids
             if more and chain.likely >= self.least:
@@ -125,11 +128,14 @@ def told(out: FeedOutput, chain: Chain) -> bool:
     if out.tokens:
         chain.tokens.append(out.tokens[0])
         chain.reach += out.logprobs[0].logprob if out.logprobs else 0.0
+    if out.tokens and out.logits:  # what it was drawn from, held to the grammar as p is
+        chain.q.append(out.logits)
+        chain.reach += math.log(max(float(np.frombuffer(out.logits, dtype="<f4")[out.tokens[0]]), 1e-30))
     return bool(out.tokens)
 
 
 def drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
-    """A token drawn here, and what it was drawn from; False: there is none.
+    """A token drawn here from whole rows of logits, and what it was drawn from; False: there is none.
 
     q is held to the grammar as p is: to take a token off after it was drawn would make q another distribution.
     """
@@ -159,7 +165,7 @@ def _mask(work: Fed, chain: list[int]) -> bytes:
 def _next(work: Fed, chain: list[int], want: Want) -> Feed:
     """The feed of a chain's last token."""
     feed = Feed(work.seq.slot, len(work.seq.tokens) + len(chain) - 1, 0, [], (want,), nodes=chain[-1:], parents=[-1])
-    feed.masks = _mask(work, chain) if want.kind != "logits" else b""
+    feed.masks = _mask(work, chain)
     return feed
 
 
@@ -173,7 +179,7 @@ def settle(work: Fed, grown: Chain) -> None:
     work.request.metrics.drafted -= len(draft.tokens) - len(chain)
     draft.tokens[:], draft.parents[:] = chain, range(-1, len(chain) - 1)
     draft.q = grown.q or None
-    work.feed.nodes, work.feed.parents = draft.tokens, draft.parents
+    work.feed.nodes, work.feed.parents, work.feed.q = draft.tokens, draft.parents, grown.q
     if not chain:
         work.request.metrics.drafts -= 1
         work.seq.draft = None

@@ -15,6 +15,7 @@ from headrace.native.program import FUSIONS, lower
 from headrace.native.sampling import sample_params
 from headrace.native.weights import PackedWeights
 from headrace.ops.noise import Key, key
+from headrace.ops.rejection import round_key
 from headrace.params import SamplingParams
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
@@ -234,22 +235,27 @@ class NativeRunner:
             step.feed(slot.sequence, feed.start, feed.count, rows)
         if feed.masks:
             step.mask(feed.masks)
-        return [self._ask_all(step, slot, want, last, len(feed.nodes)) for want in feed.wants]
+        return [self._ask_all(step, slot, want, last, feed) for want in feed.wants]
 
-    def _ask_all(self, step: Any, slot: Slot, want: Want, last: int, nodes: int) -> Any:
+    def _ask_all(self, step: Any, slot: Slot, want: Want, last: int, feed: Feed) -> Any:
         """Ask at the last known token, or at each node: a list, which begins with the last known token's where that counts."""
         if want.kind == "pool":
             return None
-        if want.rows != "nodes" or want.kind == "verify":
-            return self._ask(step, slot, want, last)
+        if want.rows != "nodes" or want.kind in ("verify", "reject"):
+            return self._ask(step, slot, want, last, feed)
         first = last if want.kind == "logits" else last + 1
-        return [self._ask(step, slot, want, row) for row in range(first, last + 1 + nodes)]
+        return [self._ask(step, slot, want, row, feed) for row in range(first, last + 1 + len(feed.nodes))]
 
-    def _ask(self, step: Any, slot: Slot, want: Want, last: int) -> Any:
+    def _ask(self, step: Any, slot: Slot, want: Want, last: int, feed: Feed) -> Any:
         logprobs = -1 if want.logprobs is None else want.logprobs
         processed = slot.params.logprobs_mode == "processed"
         if want.kind == "verify":
             return step.verify(last, slot.key(want.child), logprobs, processed, want.mu)
+        if want.kind == "reject":
+            key, block = round_key(slot.seed, len(slot), want.child), slot.params.verification == "block"
+            return step.reject(last, key, feed.q, block, logprobs, processed)
+        if want.kind == "propose":
+            return step.propose(last, round_key(slot.seed, len(slot) - want.k, want.child))
         if want.kind == "sample":
             keys = [slot.key(child) for child in range(want.child, want.child + want.n)]
             return step.draw(last, keys, logprobs, processed, want.mu)
@@ -308,9 +314,11 @@ def _fill(step: Any, slot: Slot, want: Want, answer: int, out: FeedOutput) -> No
     """What was asked of one row, or of the walk over a draft."""
     if error := step.error(answer):
         out.error = out.error or error
-    elif want.kind in ("sample", "verify"):
+    elif want.kind == "propose":
+        out.tokens, out.logits = step.tokens(answer), step.row_of_logits(answer)
+    elif want.kind in ("sample", "verify", "reject"):
         out.tokens = step.tokens(answer)
-        if want.kind == "verify":
+        if want.kind != "sample":
             out.path = step.path(answer)
         if want.logprobs is not None:
             out.logprobs = [_logprob(report) for report in step.reports(answer)]

@@ -14,7 +14,7 @@ import math
 import numpy as np
 import torch
 
-from headrace.ops.noise import Purpose, coins, gumbel_at, key
+from headrace.ops.noise import Key, Purpose, coins, gumbel_at, key
 from headrace.ops.processing import RowSpec
 from headrace.ops.sampling import draw, process
 from headrace.types import Request, Sequence
@@ -22,12 +22,16 @@ from headrace.types import Request, Sequence
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring rounds get seeds far apart
 
 
+def round_key(seed: int, known: int, child: int) -> Key:
+    """The noise key of the round that begins after so many known tokens."""
+    return key((seed + known * GOLDEN) % 2**64, child)
+
+
 def row_spec(request: Request, seq: Sequence, path: list[int], mask: bytes = b"") -> RowSpec:
     """How a row behind `path` is processed in this round, for p and for q alike."""
-    seed = (request.seed + len(seq.tokens) * GOLDEN) % 2**64
     return RowSpec(
         params=request.params,
-        keys=[key(seed, seq.index)],
+        keys=[round_key(request.seed, len(seq.tokens), seq.index)],
         tokens=seq.tokens,
         prompt_len=seq.prompt_len,
         path=path,

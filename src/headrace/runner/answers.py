@@ -1,15 +1,16 @@
 """From logits to what each feed asked for: rows are picked first, so that only they go through the head."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from headrace.ops.filters import NEVER, head, log_total
 from headrace.ops.logprobs import token_logprobs
-from headrace.ops.noise import key
+from headrace.ops.noise import Purpose, key
 from headrace.ops.penalties import TokenCounts, check_mask, mask
 from headrace.ops.processing import permitted
-from headrace.ops.sampling import RowSpec, sample
+from headrace.ops.rejection import draw_draft, round_key, verify
+from headrace.ops.sampling import RowSpec, process, sample
 from headrace.ops.trees import child, paths
 from headrace.runner.slots import Slot, Slots
 from headrace.types import Feed, FeedOutput, StepPlan, Want
@@ -72,7 +73,7 @@ class Answers:
         self._tops: list[tuple[int, int, FeedOutput]] = []  # how many, row of logits, for whom
         self._walks: list[Walk] = []
         for feed, root, out in zip(plan.feeds, wanted.roots, self.outputs, strict=True):
-            if any(want.rows == "nodes" and want.kind != "verify" for want in feed.wants):
+            if any(want.rows == "nodes" and want.kind not in ("verify", "reject") for want in feed.wants):
                 out.nodes = [FeedOutput() for _ in feed.nodes]
             for want in feed.wants:
                 self._ask(feed, want, root, out)
@@ -91,6 +92,8 @@ class Answers:
             _score(feed, self.slots[feed.slot], want, self.logits[root - feed.count + 1 : root + 1], out)
         elif want.kind == "verify":
             self._walks.append(Walk(feed, want, root, out))
+        elif want.kind == "reject":
+            self._reject(feed, want, root, out)
         elif want.rows == "nodes":
             if want.kind == "logits":
                 self._ask_row(feed, want, root, [], out)
@@ -104,10 +107,33 @@ class Answers:
             self._draws.append((self._spec(feed, want, path, node), row, out))
         elif want.kind == "top":
             self._top(feed, want, row, out, node)
+        elif want.kind == "propose":
+            spec = self._round_spec(feed, want, [], node, want.k)
+            if (drawn := draw_draft(self.logits[row].float(), spec)) is not None:
+                out.tokens, out.logits = [drawn[0]], drawn[1].cpu().numpy().astype("<f4").tobytes()
         elif want.kind == "logits":
             out.logits = self.logits[row].float().cpu().numpy().astype("<f4").tobytes()
         else:
             raise ValueError(f"this runner does not answer {want.kind!r}")
+
+    def _reject(self, feed: Feed, want: Want, root: int, out: FeedOutput) -> None:
+        """A chain by the rule that the request names."""
+        chain, raw = feed.nodes, self.logits[root : root + 1 + len(feed.nodes)].float()
+        specs = [self._round_spec(feed, want, chain[:at], at - 1) for at in range(len(chain) + 1)]
+        accepted, token = verify(raw, specs, chain, feed.q or None)
+        if token is None and not accepted:
+            out.error = "no token can be drawn: logits are broken, or what is allowed together rules out every one"
+            return
+        out.path, out.tokens = list(range(accepted)), chain[:accepted] if token is None else [*chain[:accepted], token]
+        if want.logprobs is not None:
+            rows = raw if specs[0].params.logprobs_mode == "raw" else process(raw, specs)
+            out.logprobs = token_logprobs(rows[: len(out.tokens)], torch.tensor(out.tokens), want.logprobs)
+
+    def _round_spec(self, feed: Feed, want: Want, path: list[int], node: int, drafted: int = 0) -> RowSpec:
+        """How a row of a round of the second rule is processed; `drafted` of the slot's tokens are the round's own."""
+        slot = self.slots[feed.slot]
+        spec = self._spec(feed, want, path, node)
+        return replace(spec, keys=[round_key(slot.seed, len(slot) - drafted, want.child)], purpose=Purpose.DRAFT, mu=None)
 
     def _top(self, feed: Feed, want: Want, row: int, out: FeedOutput, node: int) -> None:
         """A grammar leaves fewer tokens to choose from and their log-probabilities as they were."""
