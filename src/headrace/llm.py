@@ -25,7 +25,7 @@ from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_o
 from headrace.params import BeamSearchParams, SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.signals import Uninterrupted
-from headrace.types import Delta, Request
+from headrace.types import Delta
 from headrace.weights.progress import Progress
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
@@ -145,9 +145,14 @@ class LLM:
         """
         batch = _as_batch(prompts)
         settings = _spread(params or SamplingParams(), len(batch))
-        outputs = self._add_all(batch, settings, tuple(processors), strategy)
-        for _ in self._drain(outputs):
-            pass
+        before = set(self._open)
+        try:
+            outputs = self._add_all(batch, settings, tuple(processors), strategy)
+            for _ in self._drain(outputs):
+                pass
+        except BaseException:  # a Ctrl-C may come between the two
+            self._abort([name for name in self._open if name not in before])
+            raise
         return outputs
 
     def chat(
@@ -187,7 +192,6 @@ class LLM:
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
         (output,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), strategy)
-        self._open[output.request_id] = (output, deque(maxlen=0))
         return output
 
     def step(self) -> list[RequestOutput]:
@@ -259,20 +263,22 @@ class LLM:
     ) -> list[RequestOutput]:
         """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits."""
         encoded = [self._encode(prompt) for prompt in prompts]
-        requests: dict[int, Request] = {}
-        try:
-            for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
-                params = settings[at]
-                if params.seed is None and self._seeds is not None:
-                    params = params.replace(seed=self._seeds.getrandbits(64))
-                requests[at] = self.engine.add(encoded[at], params, processors=processors, strategy=strategy, pool=pool)
-        except BaseException:
-            for request in requests.values():
-                self.engine.abort(request.id)
-                self._open[request.id] = (empty_output(request, None), deque())
-            raise
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return [empty_output(requests[at], text) for at, text in enumerate(texts)]
+        outputs: dict[int, RequestOutput] = {}
+        with Uninterrupted():  # no request is queued that is not known here
+            try:
+                for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
+                    params = settings[at]
+                    if params.seed is None and self._seeds is not None:
+                        params = params.replace(seed=self._seeds.getrandbits(64))
+                    request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy, pool=pool)
+                    outputs[at] = empty_output(request, texts[at])
+                    self._open[request.id] = (outputs[at], deque(maxlen=0))
+            except BaseException:
+                for output in outputs.values():
+                    self.engine.abort(output.request_id)
+                raise
+        return [outputs[at] for at in range(len(prompts))]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

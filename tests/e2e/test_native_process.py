@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,3 +126,21 @@ def test_a_signal_during_a_step_acts_after_it(llm: LLM, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert finished, "the step was carried through"
+
+
+def test_a_signal_while_requests_are_queued_leaves_none_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the engine's taking a request and the caller's knowing of it."""
+    wanted, add = tokens(llm), llm.engine.add
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        request = add(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+        return request
+
+    monkeypatch.setattr(llm.engine, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    assert not llm.engine.busy
+    assert llm.engine.blocks.used == 0
+    monkeypatch.undo()
+    assert tokens(llm) == wanted
