@@ -84,7 +84,7 @@ def test_without_the_core_everything_runs_in_torch(
 def test_a_model_that_cannot_be_recorded_runs_in_torch_as_a_whole(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(model: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise RecordError("layer 0 reads ids or positions")
 
     monkeypatch.setattr("headrace.native.runner.record", refuse)
