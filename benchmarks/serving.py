@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -89,23 +89,31 @@ def saturation(model: str, requests: int, prompt: int, answer: int, rounds: int)
             )
 
 
-def interference(model: str, chunks: list[int], prompt: int, answer: int) -> None:
+def interference(model: str, chunks: list[int], prompt: int, answer: int, rounds: int) -> None:
     """p99 of the time between tokens of 8 answers, without and with a prompt of 4,000 tokens that arrives amid them."""
     for chunk in chunks:
         beside = chunk - STREAMS  # what a step has left for the prompt when all answers take their token
-        with contextlib.closing(LLM(model, preset="online", max_num_batched_tokens=beside)) as llm:
-            alone = steps(llm, Job(0.0, prompt, 1, seed=1).ids())
-        with server(model, "--max-num-batched-tokens", str(chunk)) as (target, _):
-            between(target, 8, None, seed=50)
-            quiet = between(target, answer, None, seed=100)
-            loud = between(target, answer, Job(0.0, prompt, 1, seed=7), seed=200)
-        before, after = (float(np.percentile(gaps, 99)) * 1000 for gaps in (quiet, loud))
-        print(
-            f"chunk {chunk}: p99 {before:.1f} ms ({len(quiet)} times) without, {after:.1f} ms ({len(loud)}) with, "
-            f"risen by {after - before:.1f} ms; "
-            f"a chunk of {beside} alone takes {np.mean(alone) * 1000:.1f} ms, the slowest {max(alone) * 1000:.1f}",
-            flush=True,
-        )
+        times = []
+        for number in range(rounds):
+            with contextlib.closing(LLM(model, preset="online", max_num_batched_tokens=beside)) as llm:
+                alone = steps(llm, Job(0.0, prompt, 1, seed=1).ids())
+            with server(model, "--max-num-batched-tokens", str(chunk)) as (target, _):
+                between(target, 8, None, seed=50)
+                quiet = between(target, answer, None, seed=100)
+                loud = between(target, answer, Job(0.0, prompt, 1, seed=7), seed=200)
+            before, after = (float(np.percentile(gaps, 99)) * 1000 for gaps in (quiet, loud))
+            times.append((before, after, after - before, float(np.mean(alone)) * 1000, max(alone) * 1000))
+            say(f"chunk {chunk}, round {number + 1} ({len(quiet)} and {len(loud)} times)", times[-1])
+        say(f"chunk {chunk}, medians", np.median(times, axis=0))
+
+
+def say(what: str, times: Sequence[float]) -> None:
+    before, after, rise, mean, slowest = times
+    print(
+        f"{what}: p99 {before:.1f} ms without, {after:.1f} ms with, risen by {rise:.1f} ms; "
+        f"a chunk alone takes {mean:.1f} ms, the slowest {slowest:.1f}",
+        flush=True,
+    )
 
 
 def steps(llm: LLM, prompt: list[int]) -> list[float]:
@@ -154,7 +162,9 @@ def main() -> None:
     if given.what == "saturation":
         saturation(given.model, given.requests, given.prompt or 32, given.answer, given.rounds)
     else:
-        interference(given.model, [int(one) for one in given.chunks.split(",")], given.prompt or 4000, given.answer)
+        interference(
+            given.model, [int(one) for one in given.chunks.split(",")], given.prompt or 4000, given.answer, given.rounds
+        )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import typer
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
 
+SHOWN = 10  # names of cases that are not valid; the JSON file has all
+
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
@@ -47,7 +49,8 @@ def tools(
     )
     for way, one in results.items():
         if one.invalid:
-            print(f"not valid, {way}: {', '.join(one.invalid)}")
+            more = f" and {len(one.invalid) - SHOWN} more" if len(one.invalid) > SHOWN else ""
+            print(f"not valid, {way}: {', '.join(one.invalid[:SHOWN])}{more}")
     if json_file is not None:
         json_file.write_text(json.dumps({way: one.plain() for way, one in results.items()}, indent=2) + "\n", "utf-8")
 
