@@ -17,7 +17,7 @@ from headrace.bench import cells, engines, peers
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import CELLS, Cell
 from headrace.bench.engines import ENGINES, WORKERS, Engine, PeerError
-from headrace.bench.machine import commit, machine
+from headrace.bench.machine import commit, cores, machine, others_share
 from headrace.bench.pairs import ratio
 from headrace.bench.rounds import Around, Party, judge, measure
 from headrace.bench.worker import Worker, WorkerError
@@ -181,6 +181,12 @@ def test_a_worker_measures_prefill_and_decode(started: Any) -> None:
     assert prefill["first"] == [6, 1]
     assert 0 <= prefill["others_cpu"] <= 1
     assert prefill["peak_rss_mb"] > 1
+
+
+def test_the_share_of_others_is_one_even_within_a_tick() -> None:
+    assert others_share(0.5 * cores(), 1.0) == 0.5
+    assert others_share(0.02 * cores(), 0.001) == 1  # a tick that ended just now
+    assert others_share(-0.01, 0.5) == 0  # a tick of ours that was counted late
 
 
 def test_a_worker_is_stopped_until_it_is_asked(started: Any) -> None:

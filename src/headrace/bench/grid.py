@@ -8,7 +8,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from headrace.bench.machine import busy_seconds, commit, cores, machine
+from headrace.bench.machine import busy_seconds, commit, machine, others_share
 from headrace.bench.pairs import ratio
 from headrace.bench.speculation import Timed, timed
 from headrace.drafting.draft_model import DraftModel
@@ -173,7 +173,7 @@ def _pair(llm: LLM, cell: GridCell, texts: Texts, params: list[SamplingParams], 
     for speculative in (False, True) if number % 2 == 0 else (True, False):
         found[speculative] = timed(llm, prompts, params, speculation if speculative else None)
     others = (busy_seconds() - busy) - (time.process_time() - mine)
-    pairs.others_cpu.append(max(0.0, others / (time.perf_counter() - began) / cores()))
+    pairs.others_cpu.append(others_share(others, time.perf_counter() - began))
     (plain, expected), (auto, got) = found[False], found[True]
     if got != expected:
         raise RuntimeError(f"{cell.name}: speculation changed an output; please report this")

@@ -46,6 +46,14 @@ def process_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def others_share(others: float, seconds: float) -> float:
+    """The share of the machine's cores that other processes used: `others` CPU seconds of `seconds`.
+
+    The system counts CPU time in ticks, so that a moment shorter than a tick can look fuller, or emptier, than it can be.
+    """
+    return min(1.0, max(0.0, others / (seconds * cores())))
+
+
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.bench.machine import busy_seconds, cores, process_seconds
+from headrace.bench.machine import busy_seconds, others_share, process_seconds
 
 PATIENCE = 10  # seconds for a process to end before it is killed
 
@@ -70,7 +70,7 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(" ".join(str(answer["error"]).split())[:300])
-        return {**answer, "others_cpu": max(0.0, others / (time.perf_counter() - start) / cores())}
+        return {**answer, "others_cpu": others_share(others, time.perf_counter() - start)}
 
     def close(self) -> None:
         """End the process: by the end of its input, else by force."""
