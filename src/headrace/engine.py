@@ -241,6 +241,7 @@ class Engine:
             output: StepOutput | None = flight.ticket.result()
         except Exception as error:  # whatever the back end raises must not take the other requests down
             output = None
+            log.exception("a step failed; its requests end with the error")
             for request in {work.request: None for work in flight.works}:
                 request.error = f"the step failed: {error}"
         self.scheduler.land(flight)

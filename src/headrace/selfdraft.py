@@ -21,7 +21,7 @@ from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.types import Feed, NewSlot, StepPlan, TableDelta, Want
 from headrace.weights.store import home
 
-SLOT = 0
+SLOT = -1  # no sequence of the engine has it: what the next plan frees is still there
 MOST = 5  # tokens of a chain
 
 

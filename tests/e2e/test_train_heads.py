@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.heads import files
-from headrace.heads.data import Shards
+from headrace.heads.data import Shards, open_writer, write_texts
 from headrace.llm import LLM
+from headrace.opening import open_model
 from headrace.params import SamplingParams
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf
@@ -66,6 +67,23 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
         LLM(model, draft=out, speculate=None)
     with pytest.raises(ValueError, match="trained heads were given and suffix does not use that"):
         LLM(model, draft=out, speculate="suffix")
+
+
+def test_reading_hidden_rows_leaves_the_engine_as_it_was(model: Path) -> None:
+    """Whichever slot was freed last is still to be freed by the next plan."""
+    llm = open_writer(open_model(str(model)), 1)
+    for _ in range(2):
+        (text,) = write_texts(llm, [[5, 6, 7]], 8, seed=1)
+    assert text.hidden.shape == (11, 32)
+    llm.close()
+
+
+def test_a_failed_answer_is_not_learned_from(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = open_writer(open_model(str(model)), 1)
+    monkeypatch.setattr(llm.engine.executor.runner, "execute", lambda plan: 1 / 0)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="an answer to learn from failed: the step failed: division by zero"):
+        write_texts(llm, [[5, 6, 7]], 8, seed=1)
+    llm.close()
 
 
 def test_prompts_come_from_a_file(shell: Shell, model: Path, tmp_path: Path) -> None:

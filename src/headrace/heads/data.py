@@ -96,7 +96,10 @@ def _opening(llm: LLM) -> tuple[str, bool]:
 
 
 def write_texts(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[Text]:
-    """Have the model answer, and read its hidden rows along prompt and answer. Prompts that leave no room are left out."""
+    """Have the model answer, and read its hidden rows along prompt and answer. Prompts that leave no room are left out.
+
+    Raises RuntimeError where an answer failed.
+    """
     max_tokens = min(max_tokens, llm.memory_plan.max_model_len // 2)
     room = llm.memory_plan.max_model_len - max_tokens
     kept = [prompt for prompt in prompts if len(prompt) <= room]
@@ -105,6 +108,8 @@ def write_texts(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, seed: i
         for at in range(len(kept))
     ]
     outputs = llm.generate(kept, params)
+    if failed := next((output.error for output in outputs if output.error), None):
+        raise RuntimeError(f"an answer to learn from failed: {failed}")
     return [
         Text(torch.tensor(tokens), len(output.prompt_token_ids), hidden_rows(llm, tokens))
         for output in outputs
