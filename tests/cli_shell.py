@@ -16,7 +16,7 @@ import pytest
 from headrace.cli.app import main
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 120  # after which a child that should have answered has not
+SECONDS = 600  # after which a child that should have answered has not
 
 
 class Shell:

@@ -11,11 +11,18 @@ import pytest
 # Before torch is imported: tests run side by side, and each on one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import torch
 
 from tests import places
 
 THREADS = torch.get_num_threads()
+
+# The same examples in every run, and no limits on time: what a machine is busy with must not decide a test.
+hypothesis.settings.register_profile(
+    "headrace", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("headrace")
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_threads() -> None:
-    """A model sets torch's threads for its process; the test after it must not notice."""
+def own_torch() -> None:
+    """A model sets torch's threads for its process, and draws go on where the last ended: the test after must not notice."""
     torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,14 @@ from huggingface_hub import close_session
 from safetensors.numpy import save_file
 
 from headrace.cli.app import main
+from headrace.weights import fetch
 from tests.hub_server import HubServer, sha256
 from tests.wheelhouse import pip_environment
 
 ROOT = Path(__file__).parents[2]
 MODELS = Path(os.environ.get("HEADRACE_TEST_MODELS") or Path.home() / ".cache" / "headrace-test-models")
 BODY = bytes(range(256)) * 1200
+SECONDS = 600  # after which a child that should have ended has not
 REPO, FILE = "maker/tiny-GGUF", "tiny.gguf"
 
 CATALOG = f"""
@@ -54,7 +56,16 @@ class Shell:
         return code, out, err
 
     def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "headrace", *arguments]
+        return self._begin(["-m", "headrace"], arguments, more)
+
+    def start_patiently(self, *arguments: str) -> "subprocess.Popen[str]":
+        """The same, for a download that is held up."""
+        code = f"from headrace.weights import fetch; fetch.STALL = {SECONDS}\nfrom headrace.cli.app import main; exit(main())"
+        return self._begin(["-c", code], arguments, {})
+
+    @staticmethod
+    def _begin(how: list[str], arguments: Sequence[str], more: dict[str, str]) -> "subprocess.Popen[str]":
+        command = [sys.executable, *how, *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **more}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -82,11 +93,13 @@ def headrace(tmp_path: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch,
         "HEADRACE_HOME": str(tmp_path / "cache"),
         "XDG_CONFIG_HOME": str(tmp_path / "config"),
         "HF_ENDPOINT": server.url,
+        "HF_HUB_ETAG_TIMEOUT": str(SECONDS),  # this hub answers, however long a busy machine makes it wait
         "NO_PROXY": "127.0.0.1,localhost",
         **pip_environment(tmp_path / "wheels"),
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(fetch, "STALL", SECONDS)
     close_session()
     return Shell(tmp_path, monkeypatch, capsys)
 
@@ -129,13 +142,14 @@ def test_a_repository_of_the_hub_is_listed_and_removed_by_its_name(headrace: She
 
 def test_ctrl_c_keeps_a_partial_that_the_next_pull_goes_on_with(headrace: Shell, server: HubServer) -> None:
     server.hold_after = 200_000
-    process = headrace.start("pull", "tiny")
+    process = headrace.start_patiently("pull", "tiny")
     folder = headrace.home / "models" / ".tiny.partial"
-    while not any(path.stat().st_size for path in folder.glob("*")):
+    # All that comes has come; the last of it need not be on the disk yet.
+    while sum(path.stat().st_size for path in folder.glob("*")) < server.hold_after - io.DEFAULT_BUFFER_SIZE:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert err.splitlines()[-2:] == ["tiny: stopped; the same command goes on where it was", "headrace: interrupted"]
@@ -231,7 +245,7 @@ def test_help_and_version(headrace: Shell) -> None:
 
 
 def test_the_module_is_the_command(headrace: Shell) -> None:
-    out, err = headrace.start("lits").communicate(timeout=60)
+    out, err = headrace.start("lits").communicate(timeout=SECONDS)
     assert out == ""
     assert "Did you mean 'list'?" in err
 
@@ -241,13 +255,13 @@ def test_a_reader_that_goes_away_is_no_crash(headrace: Shell) -> None:
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (1, "")
 
 
 def test_the_shell_completes_names_of_models(headrace: Shell) -> None:
     words = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace show tin", "COMP_CWORD": "2"}
-    assert headrace.start(**words).communicate(timeout=60)[0].split() == ["tiny"]
+    assert headrace.start(**words).communicate(timeout=SECONDS)[0].split() == ["tiny"]
 
 
 CONFIG = {

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -19,10 +20,12 @@ import openai
 from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.models import Models
 from headrace.server.serving import Server, listen, run, single
-from headrace.server.settings import ServerSettings
+from headrace.server.settings import Limits, ServerSettings
 
 T = TypeVar("T")
-PATIENCE = 120.0  # seconds until a test gives up; no result depends on it
+PATIENCE = 300.0  # seconds until a test gives up; no result depends on it
+PATIENT = Limits(body_seconds=PATIENCE, header_seconds=PATIENCE, send_seconds=PATIENCE)  # of a server that waits as long
+NEVER = 3600.0  # seconds without a sign of life that are no reason to end an engine: a test may have stopped it
 LOOK = 0.01  # seconds between two looks
 ROOT = Path(__file__).parents[2]
 ENDLESS: dict[str, Any] = {"max_tokens": 90_000, "extra_body": {"ignore_eos": True}}  # of a model with room for it
@@ -35,8 +38,8 @@ class Running:
     def __init__(self, model: Path | str, *, begin: bool = True, wait: bool = True, **more: Any) -> None:
         names = ServerSettings.__dataclass_fields__
         settings = {name: more.pop(name) for name in list(more) if name in names}
-        self.settings = ServerSettings(**{"model_name": "tiny", "port": 0, **settings})
-        llm = AsyncLLM(model, **{**ENGINE, **more})
+        self.settings = ServerSettings(**{"model_name": "tiny", "port": 0, "limits": PATIENT, **settings})
+        llm = AsyncLLM(model, **{"stuck_after": NEVER, **ENGINE, **more})
         if not begin:
             llm.begin = lambda: None  # type: ignore[method-assign]
             llm.ready = asyncio.Event().wait  # type: ignore[method-assign,assignment]
@@ -122,6 +125,16 @@ class Running:
         return self.openai.completions.create(
             **{"model": "tiny", "prompt": "The mill", "temperature": 0, "max_tokens": 8, **more}
         )
+
+    def caught_up(self) -> None:
+        """Return when all that the engine has said is taken in; it is `paused`, and says no more."""
+        process: Any = self.llm._process
+
+        def nothing_left() -> bool:
+            unread = select.select([process._writer.get_extra_info("socket")], [], [], 0)[0]
+            return process._reader._waiter is not None and not unread
+
+        until(lambda: self.on_loop(nothing_left))
 
     def on_loop(self, work: Callable[[], T]) -> T:
         """What `work` returns on the server's event loop."""

@@ -1,7 +1,8 @@
 """Clients of the soak test: `python -m tests.server.soak_clients SPEC` does to a server, for a while, what clients do.
 
-SPEC is JSON: port, model, seconds, seed, pause (mean seconds of a client between two exchanges), and jobs with the texts they
-must give. The report is JSON on stdout: how often each thing was done (once at least), which statuses came, and what was wrong.
+SPEC is JSON: port, model, seconds, least (exchanges to be begun, however long that takes), seed, pause (mean seconds of a
+client between two exchanges), and jobs with the texts they must give. The report is JSON on stdout: how often each thing was
+done (once at least), which statuses came, and what was wrong.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Any
 
 WORKERS = 10
 BIG = 5 << 20  # bytes: above the limit on bodies
-PATIENCE = 120  # seconds for one exchange
+PATIENCE = 300  # seconds for one exchange
 FINE = {200}
 BUSY = {429, 503}  # allowed of anything, with Retry-After
 
@@ -47,20 +48,27 @@ class Clients:
         self.statuses: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.end = time.monotonic() + spec["seconds"]
+        self.begun = 0
         self.todo = self._kinds()
 
     async def run(self) -> dict[str, Any]:
         await asyncio.gather(self._watch_health(), *(self._worker() for _ in range(WORKERS)))
         return {"done": self.done, "statuses": self.statuses, "wrong": self.wrong[:20]}
 
+    @property
+    def over(self) -> bool:
+        """Whether enough was done, of time and of work."""
+        return time.monotonic() >= self.end and self.begun >= self.spec["least"]
+
     def _kinds(self) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
         """What to do next: everything in ever new orders, until the time is over."""
         answers, leaving = [self.same, self.same, self.streamed, self.chat], [self.leave, self.leave_early, self.slow]
         kinds = [*answers, *leaving, self.bad, self.bad_field, self.too_big, self.odd_path, self.small]
         first = True
-        while first or time.monotonic() < self.end:
+        while first or not self.over:
             for kind in self.rng.sample(kinds, len(kinds)):
-                if first or time.monotonic() < self.end:
+                if first or not self.over:
+                    self.begun += 1
                     yield kind
             first = False
 
@@ -74,7 +82,7 @@ class Clients:
             await asyncio.sleep(2 * self.spec["pause"] * self.rng.random())
 
     async def _watch_health(self) -> None:
-        while not self.done["health"] or time.monotonic() < self.end:
+        while not self.done["health"] or not self.over:
             status, _, body = await self.ask("GET", "/health")
             if status != 200 or json.loads(body)["status"] != "ready":
                 self.wrong.append(f"health: {status} {body!r}")

@@ -53,9 +53,11 @@ def test_files(server: Running) -> None:
     assert files.content(made.id).read() == b"one\n"
     other = files.create(file=b"two", purpose="user_data", expires_after={"anchor": "created_at", "seconds": 3600})
     assert other.expires_at == other.created_at + 3600
-    assert [file.id for file in files.list()] == [other.id, made.id]
-    assert [file.id for file in files.list(limit=1)] == [other.id, made.id]  # the client asks for page after page
-    assert [file.id for file in files.list(purpose="batch")] == [made.id]
+    mine = (made.id, other.id)  # other tests' files may be there
+    assert [file.id for file in files.list() if file.id in mine] == [other.id, made.id]
+    paged = [file.id for file in files.list(limit=1)]  # the client asks for page after page
+    assert [name for name in paged if name in mine] == [other.id, made.id]
+    assert [file.id for file in files.list(purpose="batch") if file.id in mine] == [made.id]
     assert files.delete(made.id).deleted
     for call in (files.retrieve, files.content, files.delete):
         with pytest.raises(openai.NotFoundError, match="there is no file"):

@@ -1,5 +1,6 @@
 """`headrace serve` as a person runs it: what it says, SIGTERM, exit codes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,9 +16,24 @@ from headrace.cli.serve import served_name
 from tests.server.harness import PATIENCE, ROOT, Paused, said, until
 
 KEY = "a-long-enough-key"
-# Seconds of work: the signal comes in the middle of it.
 BODY = {"model": "mill", "prompt": "The mill", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+# The server, which stops its engine when an answer has begun: what comes next comes in the middle of it.
+STOPPING = """
+import os, signal, sys
+from headrace.cli.app import main
+from headrace.server import serving
+from headrace.server.async_llm import AsyncLLM
+serving.LAST_BYTES = 600
+take = AsyncLLM._take
+def taken(self, message):
+    take(self, message)
+    if getattr(message, "deltas", None) and AsyncLLM._take is taken:
+        AsyncLLM._take = take
+        os.kill(self.pid, signal.SIGSTOP)
+AsyncLLM._take = taken
+sys.exit(main())
+"""
 
 
 @pytest.fixture
@@ -25,7 +41,7 @@ def process(endless: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     key = tmp_path / "key"
     key.write_text(f"{KEY}\n")
     command = [
-        sys.executable, "-m", "headrace", "serve", str(endless), "--port", "0", "--served-model-name", "mill",
+        sys.executable, "-c", STOPPING, "serve", str(endless), "--port", "0", "--served-model-name", "mill",
         "--api-key-file", str(key), "--dtype", "float32", "--threads", "1", "--grace", "100",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
@@ -38,9 +54,10 @@ def process(endless: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 def engine_of(process: "subprocess.Popen[str]") -> int:
     """The engine process's id."""
     for task in Path(f"/proc/{process.pid}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            for pid in (task / "children").read_text().split():
+                if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return int(pid)
     raise AssertionError("there is no engine process")
 
 
@@ -54,7 +71,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.P
     with client.stream("POST", "/v1/completions", json=BODY | STREAM) as stream:
         lines = stream.iter_lines()
         first = next(lines)
-        with Paused(engine):
+        with Paused(engine):  # as it is already
             for pid in (process.pid, engine):  # as a service manager does it
                 os.kill(pid, signal.SIGTERM)
             until(lambda: client.get("/health").json()["status"] == "draining")

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import openai
@@ -33,8 +35,7 @@ def generated_after_leaving(server: Running) -> float:
     with server.paused():
         stream.close()
         until(lambda: not server.llm.tickets)
-        for _ in range(3):  # what the engine said before it was paused is read in the meantime
-            server.health()
+        server.caught_up()
         return server.figure("generation_tokens_total")
 
 
@@ -71,8 +72,7 @@ def test_a_client_that_leaves_a_whole_answer_frees_its_blocks(server: Running) -
             sock.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
             until(lambda: bool(server.llm.tickets))
         until(lambda: not server.llm.tickets)
-    until(lambda: aborted(server) == before + 1)
-    assert idle(server)
+    until(lambda: aborted(server) == before + 1 and idle(server))
     assert server.llm.stats.blocks_used == 0
     assert server.llm.waiting.requests == server.llm.waiting.tokens == 0
 
@@ -165,7 +165,9 @@ def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.weights
 def test_a_killed_engine_of_a_real_model_is_ready_again_within_seconds(default_model: Path) -> None:
-    """Its CPU time until it is ready, which on an idle machine is the time that passes (1.5 s); 5 s are allowed."""
+    """Its CPU time until it is ready, which on an idle machine is the time that passes (1.5 s); 5 s are allowed, and as
+    much more as a slower machine takes to import torch (0.9 s)."""
+    slower = max(1.0, torch_seconds() / 0.9)
     with Running(default_model, dtype="auto", backend="auto", kv_cache_memory="256MiB") as server:
         stream = server.complete(max_tokens=5000, extra_body={"ignore_eos": True}, stream=True)  # of seconds
         next(stream)
@@ -176,6 +178,12 @@ def test_a_killed_engine_of_a_real_model_is_ready_again_within_seconds(default_m
             list(stream)
         until(lambda: server.health()["status"] == "ready")
         assert server.llm.pid is not None
-        assert process_seconds(server.llm.pid) < 5.0
+        assert process_seconds(server.llm.pid) < 5.0 * slower
         assert server.health()["restarts"] == 1
         assert server.complete().choices[0].text
+
+
+def torch_seconds() -> float:
+    """CPU time of a process that imports torch."""
+    code = "import time, torch; print(time.process_time())"
+    return float(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)

@@ -63,7 +63,7 @@ def test_the_clients_notice_what_is_wrong(tiny: Path) -> None:
     """The control: with answers that are not the offline ones, and health that is not true, the report says so."""
     expected = [{"body": {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "temperature": 0}, "text": "something else"}]
     with Running(tiny) as server:
-        spec = {"seed": 3, "seconds": 1.0, "jobs": expected, "pause": 0.0}
+        spec = {"seed": 3, "seconds": 1.0, "least": 60, "jobs": expected, "pause": 0.0}
         report = clients(server, spec, 1.0, lambda: None)
         assert {line.split(":")[0] for line in report["wrong"]} == {"another answer", "another stream"}
         server.on_loop(lambda: setattr(server.models.services[0].llm, "state", "stuck"))

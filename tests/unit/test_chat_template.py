@@ -4,6 +4,7 @@ import datetime
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,6 +193,7 @@ HOSTILE = [
     ("a division", "{{ 1 / 0 }}", "division by zero"),
 ]  # fmt: skip
 LIMITS = TemplateLimits(seconds=0.25, output=100_000, memory=256 << 20)
+PATIENT = replace(LIMITS, seconds=60)  # for what meets another limit long before, on however slow a machine
 
 
 @pytest.fixture(scope="module")
@@ -201,27 +203,37 @@ def limited() -> Iterator[ChatTemplate]:
     template.close()
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[ChatTemplate]:
+    template = ChatTemplate("", limits=PATIENT)
+    yield template
+    template.close()
+
+
 @pytest.mark.parametrize(("source", "message"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
-def test_a_hostile_template_ends_in_one_clear_line(limited: ChatTemplate, source: str, message: str | None) -> None:
+def test_a_hostile_template_ends_in_one_clear_line(
+    limited: ChatTemplate, patient: ChatTemplate, source: str, message: str | None
+) -> None:
     """`None`: which limit it meets first depends on the machine."""
-    limited.source = source
+    template = limited if message in (TIME, None) else patient
+    template.source = source
     with pytest.raises(TemplateError) as caught:
-        limited.render(QUESTION)
+        template.render(QUESTION)
     assert (message or "chat template: ") in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-    limited.source = "{{ messages[0].role }}"
-    assert limited.render(QUESTION) == "user"  # whatever it did, the next one renders
+    template.source = "{{ messages[0].role }}"
+    assert template.render(QUESTION) == "user"  # whatever it did, the next one renders
 
 
 def test_more_is_allowed_where_limits_are_higher() -> None:
     """The control: it is the limit that stops these, nothing else."""
     source = "{% for a in range(99999) %}{{ 'abcdefgh' }}{% endfor %}"
-    assert len(ChatTemplate(source, limits=TemplateLimits(seconds=30)).render(QUESTION)) == 8 * 99999
+    assert len(ChatTemplate(source, limits=TemplateLimits(seconds=60)).render(QUESTION)) == 8 * 99999
     source = "{{ ('ab' * 150000000)|length }}"
-    assert ChatTemplate(source, limits=TemplateLimits(memory=2 << 30, seconds=30)).render(QUESTION) == "300000000"
+    assert ChatTemplate(source, limits=TemplateLimits(memory=2 << 30, seconds=60)).render(QUESTION) == "300000000"
     with pytest.raises(TemplateError, match=MEMORY):
-        ChatTemplate(source, limits=LIMITS).render(QUESTION)
+        ChatTemplate(source, limits=PATIENT).render(QUESTION)
 
 
 def test_a_template_that_is_too_long_is_refused_unread() -> None:

@@ -37,13 +37,13 @@ IDS = st.lists(st.integers(0, 450), max_size=40)
 CUTS = st.lists(st.integers(0, 1000), max_size=12)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from(sorted(KINDS)), IDS, CUTS, st.booleans())
 def test_the_pieces_joined_are_the_decoded_whole(kind: str, ids: list[int], cuts: list[int], skip: bool) -> None:
     assert "".join(stream(kind, ids, cuts, skip=skip)) == tokenizer(kind).decode(ids, skip_special=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(["bytes", "spm"]), st.text(max_size=30), CUTS)
 def test_real_text_is_given_back(kind: str, text: str, cuts: list[int]) -> None:
     ids = tokenizer(kind).encode(text, add_special=False, parse_special=False)
@@ -52,7 +52,7 @@ def test_real_text_is_given_back(kind: str, text: str, cuts: list[int]) -> None:
     assert pieces[-1] == ""
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from(sorted(KINDS)), IDS, IDS, CUTS, st.booleans())
 def test_after_a_prompt_the_pieces_are_what_the_output_adds(
     kind: str, prompt: list[int], ids: list[int], cuts: list[int], skip: bool

@@ -4,6 +4,7 @@ import errno
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,16 +59,22 @@ def nothing_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub that answers; a test that was held up must not take it for one that does not."""
+    monkeypatch.setattr(fetch, "HUB_PATIENCE", 600)
+    monkeypatch.setattr(fetch, "STALL", 600)
     with HubServer({REPO: {FILE: BODY, "README.md": b"text"}}) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield running
 
 
 @pytest.fixture
-def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A port that is nobody else's and on which nobody listens: the connection is refused."""
+    monkeypatch.setattr(fetch, "HUB_PATIENCE", 600)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        yield
 
 
 def entry(*sources: dict[str, object], **fields: object) -> Entry:
@@ -421,13 +428,14 @@ def test_two_pulls_of_one_model_download_it_once(server: HubServer) -> None:
     first.start()
     while not server.downloads():
         assert first.is_alive()
+        time.sleep(0.01)
     second = threading.Thread(target=pull, args=(told,))
     second.start()
-    assert waiting.wait(60)
+    assert waiting.wait(600)
     assert "another process is pulling tiny" in told.lines[0]
     server.release.set()
-    first.join(60)
-    second.join(60)
+    first.join(600)
+    second.join(600)
     assert [path.read_bytes() for path in results] == [BODY, BODY]
     assert len(server.downloads()) == 1
 

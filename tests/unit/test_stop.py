@@ -35,7 +35,7 @@ STOPS = st.lists(st.text(alphabet="ab停止", min_size=1, max_size=5), min_size=
 TEXT = st.text(alphabet="ab停止", max_size=30)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(STOPS, TEXT, st.lists(st.integers(0, 30), max_size=8), st.booleans())
 def test_equals_the_definition_whatever_the_cuts(stops: list[str], text: str, cuts: list[int], include: bool) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -45,7 +45,7 @@ def test_equals_the_definition_whatever_the_cuts(stops: list[str], text: str, cu
     assert "".join(out) == (want + stop if include and stop else want)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(STOPS, TEXT)
 def test_nothing_given_out_belongs_to_a_later_match_and_nothing_is_held_longer_than_needed(stops: list[str], text: str) -> None:
     matcher = StopMatcher(stops)

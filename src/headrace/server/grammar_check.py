@@ -51,6 +51,8 @@ class GrammarCheck:
         async with self._turn:
             try:
                 reply = await asyncio.wait_for(self._exchange(line), PATIENCE)
+            except TimeoutError:
+                reply = b""
             except BaseException:  # also where the client has gone: an answer still on its way is nobody's
                 self.close()
                 raise

@@ -21,6 +21,7 @@ from headrace.sizes import parse_bytes
 
 log = logging.getLogger("headrace.server")
 
+IDLE = 30  # seconds that a connection is kept for the next request; longer than clients keep it, which then never meet its end
 LAST_BYTES = 5  # seconds for clients to read what is already written, once everything is answered
 SPARE = 64  # connections above the limit that still get a proper answer
 
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 limit_concurrency=limits.connections + SPARE,
+                timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=LAST_BYTES,
                 h11_max_incomplete_event_size=limits.header,
                 ssl_certfile=settings.tls_cert,
