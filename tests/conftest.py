@@ -2,9 +2,11 @@
 
 import logging
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,6 +63,13 @@ def own_torch() -> None:
     """A model sets torch's threads for its process, and draws go on where the last ended: the test after must not notice."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without a seed is given one by chance; here by the test's name, so that it draws the same in every run."""
+    seeds = random.Random(request.node.nodeid)
+    monkeypatch.setattr("headrace.engine.secrets", SimpleNamespace(randbits=seeds.getrandbits))
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TOOLS = ("cmake", "ninja")
-PATIENCE = 5  # seconds to wait for an index before doing without it
+PATIENCE = 5  # seconds to wait for an index before asking again, or doing without it
+TRIES = 2  # of what the network may have spoilt
 
 
 class InstallError(Exception):
@@ -92,7 +93,7 @@ def install_torch(python: Path, index: str) -> None:
     """torch from `index`, or by its plain name where that cannot be used."""
     if index:
         say(f"torch from {index}: about 200 MB for the CPU (TORCH_INDEX names another index)")
-        if reachable(index) and pip(python, "--retries", "1", "--index-url", index, "torch") == 0:
+        if reachable(index) and pip(python, "--retries", "2", "--index-url", index, "torch") == 0:
             return
         say(f"{index} cannot be used from here; going on with pip's own index")
     say("torch by its plain name: several GB where pip takes the CUDA build, about 200 MB else")
@@ -102,21 +103,26 @@ def install_torch(python: Path, index: str) -> None:
 
 def reachable(index: str) -> bool:
     """Whether an index answers within seconds; pip itself would try for minutes. A refusal is an answer: pip reports it."""
-    answers: list[bool] = []
+    answers: list[bool] = []  # none: it was waited for in vain
 
     def ask() -> None:
         try:
             urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=PATIENCE).close()
         except urllib.error.HTTPError:
-            pass
-        except (OSError, ValueError):
-            return
-        answers.append(True)
+            answers.append(True)
+        except (OSError, ValueError) as error:
+            if not isinstance(getattr(error, "reason", error), TimeoutError):
+                answers.append(False)
+        else:
+            answers.append(True)
 
-    thread = threading.Thread(target=ask, daemon=True)  # looking up a name knows no timeout of its own
-    thread.start()
-    thread.join(PATIENCE)
-    return bool(answers)
+    for _ in range(TRIES):
+        thread = threading.Thread(target=ask, daemon=True)  # looking up a name knows no timeout of its own
+        thread.start()
+        thread.join(PATIENCE)
+        if answers:
+            return answers[0]
+    return False
 
 
 def install_headrace(python: Path, extras: list[str], compiler: str | None) -> None:
@@ -133,10 +139,12 @@ def install_headrace(python: Path, extras: list[str], compiler: str | None) -> N
 
 
 def pip(python: Path, *arguments: str) -> int:
-    """pip install with the tested versions; its progress is shown where somebody watches."""
+    """pip install with the tested versions, once more where it failed; its progress is shown where somebody watches."""
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     options = ["--disable-pip-version-check", "-c", "constraints.txt", *quiet]
-    return subprocess.run([python, "-m", "pip", "install", *options, *arguments], cwd=ROOT, check=False).returncode
+    command = [python, "-m", "pip", "install", *options, *arguments]
+    codes = (subprocess.run(command, cwd=ROOT, check=False).returncode for _ in range(TRIES))
+    return 0 if any(code == 0 for code in codes) else 1
 
 
 def has_core(python: Path) -> bool:

@@ -81,9 +81,11 @@ def test_a_forked_child_says_what_to_do(llm: LLM) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        (output,) = llm.generate(PROMPTS[:1], GREEDY)
-        os.write(write, (output.error or "no error").encode())
-        os._exit(0)
+        try:
+            (output,) = llm.generate(PROMPTS[:1], GREEDY)
+            os.write(write, (output.error or "no error").encode())
+        finally:
+            os._exit(0)  # whatever happens: the tests go on in the parent alone
     os.close(write)
     with os.fdopen(read) as pipe:
         words = pipe.read()

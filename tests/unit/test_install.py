@@ -4,7 +4,7 @@ import importlib.util
 import socket
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -70,6 +70,28 @@ def test_a_silent_index_is_given_up(install: ModuleType, monkeypatch: pytest.Mon
         begin = time.monotonic()
         assert not install.reachable(f"http://127.0.0.1:{server.getsockname()[1]}")
         assert time.monotonic() - begin < 60
+
+
+def test_an_index_that_was_slow_is_asked_again(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def urlopen(url: str, timeout: float) -> SimpleNamespace:
+        asked.append(url)
+        if len(asked) == 1:
+            raise TimeoutError
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(install, "PATIENCE", 600)
+    monkeypatch.setattr(install.urllib.request, "urlopen", urlopen)
+    assert install.reachable("https://mirror")
+    assert asked == ["https://mirror/torch/"] * 2
+
+
+def test_what_pip_could_not_do_it_does_once_more(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for codes, result in (([0], 0), ([2, 0], 0), ([2, 2], 1)):
+        left = list(codes)
+        monkeypatch.setattr(install.subprocess, "run", lambda *_, left=left, **__: SimpleNamespace(returncode=left.pop(0)))
+        assert (install.pip(Path("python"), "torch"), left) == (result, [])
 
 
 def test_the_compiler_is_the_one_that_was_named(install: ModuleType, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_search_finds_what_pays(trial: Trial, monkeypatch: pytest.MonkeyPatc
 
     trial.verify = [1.0, 1.05, 1.1, 1.15, 1.2, 1.25]
     monkeypatch.setattr(trial, "rate", rate)
-    best = search(trial, 60)
+    best = search(trial, 3600)
     assert best.part == Part(skips=(0, ATTENTION, MLP))
     assert best.speedup > 1.3
 
