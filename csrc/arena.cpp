@@ -1,8 +1,14 @@
 #include "arena.h"
 
 #include <sys/mman.h>
+#include <time.h>
 
+#include <atomic>
 #include <new>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; before, pages come when they are first written
+#endif
 
 namespace headrace {
 namespace {
@@ -12,7 +18,28 @@ constexpr size_t kLine = 64;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+double thread_seconds() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
 }  // namespace
+
+bool PageSize::small() {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (trial_ != Trial::kNone || slow_ < kSlowPages) return small_;
+    trial_ = Trial::kRunning;
+    return true;
+}
+
+void PageSize::took(bool small, double seconds) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (!small && seconds > kSlow) ++slow_, slow_seconds_ += seconds;
+    if (!small || trial_ != Trial::kRunning) return;
+    trial_ = Trial::kOver;
+    small_ = seconds < 0.5 * slow_seconds_ / slow_;
+}
 
 Arena::Arena(size_t block_bytes) : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)) {}
 
@@ -32,6 +59,26 @@ uint8_t* Arena::allocate(size_t bytes) {
     block->used += bytes;
     used_ += bytes;
     return memory;
+}
+
+void Arena::populate(ThreadPool& pool) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    for (Block& block : blocks_) {
+        const size_t end = round_up(block.used, kHugePage);
+        if (block.populated == end) continue;
+        std::atomic<size_t> next{block.populated};
+        pool.run([&](int) noexcept {
+            for (size_t at; (at = next.fetch_add(kHugePage)) < end;) provide(block.base + at);
+        });
+        block.populated = end;
+    }
+}
+
+void Arena::provide(uint8_t* pages) {
+    const bool small = page_size_.small();
+    if (small) madvise(pages, kHugePage, MADV_NOHUGEPAGE);
+    const double before = thread_seconds();
+    if (madvise(pages, kHugePage, MADV_POPULATE_WRITE) == 0) page_size_.took(small, thread_seconds() - before);
 }
 
 Arena::Block& Arena::add_block(size_t bytes) {

@@ -23,11 +23,18 @@ constexpr SourceFormat kSources[] = {
 
 const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int>(kind)]; }
 
+// Memory to be written at once.
+uint8_t* provided(size_t bytes, Arena& arena, ThreadPool& pool) {
+    uint8_t* memory = arena.allocate(bytes);
+    arena.populate(pool);
+    return memory;
+}
+
 // The bias padded to whole row blocks, in the arena.
-const float* keep_bias(const PackRequest& request, Arena& arena) {
+const float* keep_bias(const PackRequest& request, Arena& arena, ThreadPool& pool) {
     if (!request.bias) return nullptr;
-    auto* kept =
-        reinterpret_cast<float*>(arena.allocate(static_cast<size_t>(request.n + 15) / 16 * 16 * sizeof(float)));
+    const size_t padded = static_cast<size_t>(request.n + 15) / 16 * 16;
+    auto* kept = reinterpret_cast<float*>(provided(padded * sizeof(float), arena, pool));
     std::copy(request.bias, request.bias + request.n, kept);
     return kept;
 }
@@ -38,8 +45,6 @@ void check(const PackRequest& request) {
     source_row_bytes(request.source.kind, request.k);
 }
 
-// Every thread takes row blocks that follow each other, so that no two of them meet in a page of new memory: the system
-// would clear it for both.
 void fill(const PackRequest& request, const PackedTensor& tensor, uint8_t* data, const Kernels& kernels,
           ThreadPool& pool) {
     Turns turns;
@@ -88,9 +93,9 @@ PackedKind packed_kind(SourceKind kind, std::string_view quantize) {
 PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool) {
     check(request);
     PackedTensor tensor{nullptr, row_block_bytes(request.kind, request.k), request.kind, request.n, request.k, nullptr};
-    uint8_t* data = arena.allocate(static_cast<size_t>(tensor.stride) * tensor.row_blocks());
+    uint8_t* data = provided(static_cast<size_t>(tensor.stride) * tensor.row_blocks(), arena, pool);
     tensor.data = data;
-    tensor.bias = keep_bias(request, arena);
+    tensor.bias = keep_bias(request, arena, pool);
     fill(request, tensor, data, kernels, pool);
     return tensor;
 }
@@ -101,9 +106,9 @@ std::pair<PackedTensor, PackedTensor> pack_pair(const PackRequest& gate, const P
     check(up);
     if (gate.n != up.n || gate.k != up.k) throw std::invalid_argument("gate and up must have the same size");
     const int64_t gate_bytes = row_block_bytes(gate.kind, gate.k), stride = gate_bytes + row_block_bytes(up.kind, up.k);
-    PackedTensor first{nullptr, stride, gate.kind, gate.n, gate.k, keep_bias(gate, arena)};
-    PackedTensor second{nullptr, stride, up.kind, up.n, up.k, keep_bias(up, arena)};
-    uint8_t* data = arena.allocate(static_cast<size_t>(stride) * first.row_blocks());
+    PackedTensor first{nullptr, stride, gate.kind, gate.n, gate.k, keep_bias(gate, arena, pool)};
+    PackedTensor second{nullptr, stride, up.kind, up.n, up.k, keep_bias(up, arena, pool)};
+    uint8_t* data = provided(static_cast<size_t>(stride) * first.row_blocks(), arena, pool);
     first.data = data;
     second.data = data + gate_bytes;
     fill(gate, first, data, kernels, pool);

@@ -1,6 +1,6 @@
 # The C++ test programs: one source each; they end with 0 where all is well. Target `programs` builds them all.
 enable_testing()
-set(HEADRACE_PROGRAMS attention linear program sample threads)
+set(HEADRACE_PROGRAMS arena attention linear program sample threads)
 foreach(name IN LISTS HEADRACE_PROGRAMS)
   add_executable(${name}_test EXCLUDE_FROM_ALL tests/native/${name}_test.cpp)
   target_link_libraries(${name}_test PRIVATE headrace_kernels)
