@@ -13,7 +13,7 @@ from headrace.text.template_process import worker_environment
 
 MODULE = "headrace.server.grammar_worker"
 SECONDS = 2.0  # CPU time of one question
-PATIENCE = 60.0  # seconds of the clock, on a busy machine
+PATIENCE = 180.0  # seconds of the clock, on a busy machine
 MEMORY = 2 << 30  # bytes of address space
 REMEMBERED = 256  # answers
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 WORKER = Path(__file__).with_name("template_worker.py")
 KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
-PATIENCE = 60.0  # seconds of the clock, beyond the CPU limit: a start on a busy machine is no fault of the template
+PATIENCE = 180.0  # seconds of the clock, beyond the CPU limit: a start on a busy machine is no fault of the template
 
 
 def worker_environment() -> dict[str, str]:
