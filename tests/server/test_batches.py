@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,32 @@ def test_one_server_at_a_time_keeps_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         Store(tmp_path / "file")
+
+
+def test_who_is_cancelled_leaves_no_transaction_behind(tmp_path: Path) -> None:
+    """One is under way when its task is cancelled, twice; the next begins after it, and it is kept."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(db: sqlite3.Connection) -> None:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        files.add(db, "a", "batch", b"x")
+
+    async def main() -> list[str]:
+        store = Store(tmp_path / "state")
+        first = asyncio.create_task(store.run(slow))
+        assert await asyncio.to_thread(began.wait, PATIENCE)
+        second = asyncio.create_task(store.run(lambda db: db.execute("SELECT filename FROM files").fetchall()))
+        for _ in range(2):
+            first.cancel()
+            await asyncio.sleep(0)
+        left = first.done()
+        go_on.set()
+        assert not left
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        found = [name for (name,) in await second]
+        store.close()
+        return found
+
+    assert asyncio.run(main()) == ["a"]

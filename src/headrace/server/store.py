@@ -1,6 +1,7 @@
 """What a server keeps: files, batches, responses, in one SQLite database that survives its end, however that comes."""
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +54,18 @@ class Store:
             raise StoreError(f"{folder}: the server's database cannot be used ({error}); give another --state") from None
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """One transaction, off the event loop: all of what `work` does is kept, or, when it raises, nothing."""
+        """One transaction, off the event loop: all of what `work` does is kept, or, when it raises, nothing.
+
+        Who is cancelled meanwhile still waits for its end: there is one connection, and the next would begin within it.
+        """
         async with self._busy:
-            return await asyncio.shield(asyncio.to_thread(self._transaction, work))
+            transaction = asyncio.create_task(asyncio.to_thread(self._transaction, work))
+            try:
+                return await asyncio.shield(transaction)
+            finally:
+                while not transaction.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait({transaction})
 
     def close(self) -> None:
         self._connection.close()
