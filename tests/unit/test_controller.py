@@ -4,15 +4,16 @@ import random
 
 import pytest
 
-from headrace.drafting.controller import TRIAL, Acceptance, Choice, Costs, choose, expected
+from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected
+from headrace.drafting.costs import ENOUGH, Costs
 from headrace.drafting.speculation import Speculation
 from headrace.params import SamplingParams
 from headrace.types import Draft, Request, Sequence
 
 
-def costs(steps: dict[int, float], draft: float = 0.0) -> Costs:
+def costs(steps: dict[int, float], draft: float = 0.0, plain: int = 1) -> Costs:
     made = Costs()
-    for rows, seconds in steps.items():
+    for rows, seconds in [*steps.items(), *[(plain, steps[plain])] * ENOUGH]:
         made.step_took(rows, seconds)
     if draft:
         made.draft_took(1, draft)
@@ -40,7 +41,7 @@ def test_rows_that_cost_as_much_as_steps_are_not_spent() -> None:
     for batch in (1, 2, 4, 8, 16, 32):
         bound = {rows: max(1.0, rows / 8) for rows in range(batch, batch + 40)}
         choices = [Choice(0.9, 4) for _ in range(batch)]
-        choose(choices, batch, costs(bound))
+        choose(choices, batch, costs(bound, plain=batch))
         assert (sum(one.gamma for one in choices) > 0) == (batch < 8)
 
 
@@ -64,7 +65,7 @@ def test_a_plain_step_is_measured_again_now_and_then() -> None:
 def test_the_likelier_draft_goes_first() -> None:
     table = {rows: 1.0 if rows <= 4 else 10.0 for rows in range(1, 20)}
     sure, unsure = Choice(0.9, 8), Choice(0.3, 8)
-    choose([unsure, sure], 2, costs(table))
+    choose([unsure, sure], 2, costs(table, plain=2))
     assert (sure.gamma, unsure.gamma) == (2, 0)
 
 
@@ -92,6 +93,11 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
         acceptance.forget(f"{number}")
     assert begins[:TRIAL] == [begins[0]] * TRIAL
     assert begins[0] < 0.3 < begins[TRIAL], "then as if nothing were known"
+    beside = [acceptance.alpha(request, kind) for request in ("one", "two", "one")]
+    assert beside[0] == beside[2] == begins[TRIAL] > beside[1], "one request of a batch, not all"
+    acceptance.forget("one")
+    assert acceptance.alpha("two", kind) == begins[TRIAL], "it ended without a draft"
+    acceptance.forget("two")
     acceptance.heard("trial", kind, 0, 4)
     assert acceptance.alpha("next", kind) < 0.3, "one trial, not many"
     for _ in range(4):
@@ -102,7 +108,7 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
 def test_the_measured_acceptance_is_the_true_one(alpha: float) -> None:
     rng = random.Random(2)
-    acceptance = Acceptance(keep=0.99)
+    acceptance = Acceptance(memory=100)
     for _ in range(1000):
         accepted = next((i for i in range(4) if rng.random() >= alpha), 4)
         acceptance.heard("r", ("ngram", 1), accepted, 4)
@@ -146,7 +152,7 @@ def test_a_tree_is_verified_whole_or_not_at_all() -> None:
 def test_a_tree_larger_than_any_step_yet_is_tried_once() -> None:
     """Nobody can guess what so many rows cost; once that is known, it decides."""
     for seconds, again in ((1.1, True), (9.0, False)):
-        made = costs({1: 1.0, 2: 1.0})
+        made = costs({1: 1.0, 2: 1.0}, plain=2)
         first, beside = Choice(0.7, 4, rows=30), Choice(0.6, 4, rows=30)
         choose([beside, first], 2, made)
         assert (first.gamma, beside.gamma) == (4, 0), "one at a time"
@@ -162,7 +168,7 @@ def test_a_tree_larger_than_any_step_yet_is_tried_once() -> None:
 def test_the_batch_takes_as_many_trees_as_pay() -> None:
     table = {rows: max(1.0, rows / 30) for rows in (1, 4, 24, 44, 64, 84)}
     trees = [Choice(0.6, 3, rows=20) for _ in range(4)]
-    choose(trees, 4, costs(table))
+    choose(trees, 4, costs(table, plain=4))
     assert sum(tree.gamma > 0 for tree in trees) == 1
 
 

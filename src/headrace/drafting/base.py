@@ -33,8 +33,8 @@ class Fed(Protocol):
 class Fills(Protocol):
     """A drafter that runs a model: its drafts are room, and `fill` says of which tokens, for all sequences together."""
 
-    def behind(self, works: list[Fed]) -> int:
-        """Known tokens of these works that the model has not seen: what it catches up with before it drafts."""
+    def lag(self, seq: Sequence) -> int:
+        """Known tokens of a sequence that the model has not seen: what it catches up with before it drafts."""
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """Put tokens into these works' drafts and feeds, as many as there is room for or fewer. Slots, tables and pools are

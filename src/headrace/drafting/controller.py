@@ -2,17 +2,26 @@
 
 A step over R rows takes T(R) seconds, a model's draft step c, and a chain of gamma tokens that are each accepted with
 probability alpha yields E = (1 - alpha^(gamma + 1)) / (1 - alpha) tokens. Of all gammas, 0 included, the one is taken that
-gives the batch most tokens per second; in units of a plain step that is the largest E / (gamma c + v(gamma + 1)).
+gives the batch most tokens per second; in units of a plain step that is the largest E / (gamma c + v(gamma + 1)). What a draft
+model must read before it can draft counts too, spread over what is left of the text.
 """
 
-from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-WORTH = 1.03  # a gain below this is not sought: it could be noise
+from headrace.drafting.budget import Purse
+from headrace.drafting.costs import Costs
+
+WORTH = 1.05  # a gain below this is not sought: it could be noise
 LEAST = 0.25  # a token less likely than this is not worth a row anywhere
-FRESH, FORGET = 64, 512  # steps after which a plain step is measured again, and any other forgotten
 TRIAL = 16  # requests without a draft of a model's after which the next one tries it again: nothing else would tell
-GUESS = 0.2  # what one more row is thought to cost, in plain steps, until it has been measured
+PAYBACK = 3.0  # a draft model catches up with a text where that is paid back this many times by the end of it
+FEW = 4  # steps that bear what it takes to read a few tokens
+WEIGHT, MEMORY, LASTING = (
+    4,
+    10,
+    25,
+)  # drafted tokens: what a belief to begin with counts for; those remembered of one request, of all
 
 
 def expected(alpha: float, gamma: int) -> float:
@@ -27,110 +36,66 @@ def best_gamma(alpha: float, c: float, most: int = 64) -> tuple[int, float]:
     return gains.index(best), best
 
 
-@dataclass(slots=True)
-class Costs:
-    """Seconds of a step by its rows, and of a draft step by its sequences: running averages of what was measured here."""
-
-    keep: float = 0.8
-    steps: dict[int, float] = field(default_factory=dict)
-    drafts: dict[int, float] = field(default_factory=dict)
-    _seen: dict[int, int] = field(default_factory=dict)  # rows -> when that was measured last
-    _known: dict[int, float | None] = field(default_factory=dict)  # answers since the last measurement
-    _now: int = 0
-
-    def step_took(self, rows: int, seconds: float) -> None:
-        """What is long past may have been an accident, so it is forgotten and tried again."""
-        self._now += 1
-        self._known.clear()
-        _average(self.steps, rows, seconds, self.keep)
-        self._seen[rows] = self._now
-        if self._now % FRESH == 0:
-            for old in [rows for rows, when in self._seen.items() if self._now - when > FORGET]:
-                del self._seen[old], self.steps[old]
-
-    def stale(self, rows: int) -> bool:
-        """Whether a step over `rows` should be measured again."""
-        return self._now - self._seen.get(rows, -FRESH) >= FRESH
-
-    def draft_took(self, sequences: int, seconds: float) -> None:
-        _average(self.drafts, sequences, seconds, self.keep)
-
-    def step(self, rows: int) -> float | None:
-        """Seconds of a step over `rows`; None before anything was measured."""
-        if rows not in self._known:
-            self._known[rows] = _between(self.steps, rows, GUESS)
-        return self._known[rows]
-
-    @property
-    def reach(self) -> int:
-        """As many rows as may be tried: a few more than were, since a guess far beyond could be far off."""
-        return max(self.steps, default=1) + 2
-
-    def draft(self, sequences: int) -> float:
-        """Seconds of one draft step of so many sequences; 0 before one was measured."""
-        return _between(self.drafts, sequences, GUESS) or 0.0
-
-
-def _average(table: dict[int, float], at: int, seconds: float, keep: float) -> None:
-    old = table.get(at)
-    # A step that waited for another process says nothing of what steps cost.
-    table[at] = seconds if old is None else keep * old + (1 - keep) * min(seconds, 2 * old)
-
-
-def _between(table: dict[int, float], at: int, guess: float) -> float | None:
-    """A value between (or beyond) those that were measured; more never costs less."""
-    if not table:
-        return None
-    known = sorted(table)
-    place = bisect_left(known, at)
-    if place < len(known) and known[place] == at:
-        return table[at]
-    if place == 0:
-        return table[known[0]] * min(1.0, (1 + guess * (at - 1)) / (1 + guess * (known[0] - 1)))
-    low = known[place - 1]
-    if place == len(known):
-        slope = max((table[low] - table[known[0]]) / (low - known[0]) if low > known[0] else guess * table[low] / low, 0.0)
-        return table[low] + slope * (at - low)
-    high = known[place]
-    return table[low] + max(table[high] - table[low], 0.0) * (at - low) / (high - low)
-
-
 Kind = tuple[str, int]  # drafter, trust
+
+
+@dataclass(slots=True)
+class Belief:
+    """A probability, and how many observations stand behind it."""
+
+    value: float
+    weight: float = WEIGHT
+
+    def heard(self, outcome: float, memory: float) -> None:
+        self.weight = min(self.weight + 1, memory)
+        self.value += (outcome - self.value) / self.weight
 
 
 @dataclass(slots=True)
 class Acceptance:
     """How often a drafted token is accepted: running averages of one request, which begin where all requests are.
 
-    A model that is left alone is not heard of again, so every TRIAL requests one of them begins as if nothing were known.
+    A model that is left alone is not heard of again, so after TRIAL requests without it one begins as if nothing were known.
     """
 
-    keep: float = 0.9
-    everyone: dict[Kind, float] = field(default_factory=dict)
-    requests: dict[str, dict[Kind, float]] = field(default_factory=dict)
+    memory: float = MEMORY
+    everyone: dict[Kind, Belief] = field(default_factory=dict)
+    requests: dict[str, dict[Kind, Belief]] = field(default_factory=dict)
     _without: dict[Kind, int] = field(default_factory=dict)  # requests since one was heard of
+    _trial: dict[Kind, str] = field(default_factory=dict)  # the request that tries it
 
     def alpha(self, request: str, kind: Kind) -> float:
         mine = self.requests.get(request)
         if mine is not None and kind in mine:
-            return mine[kind]
-        return _prior(kind) if self._without.get(kind, 0) >= TRIAL else self.everyone.get(kind, _prior(kind))
+            return mine[kind].value
+        usual, first = self.usual(kind), _prior(kind)
+        if usual < first and self._without.get(kind, 0) >= TRIAL and self._trial.setdefault(kind, request) == request:
+            return first
+        return usual
+
+    def usual(self, kind: Kind) -> float:
+        """Of all requests."""
+        return self.everyone[kind].value if kind in self.everyone else _prior(kind)
 
     def heard(self, request: str, kind: Kind, accepted: int, drafted: int) -> None:
         """`accepted` of a chain of `drafted` tokens; the first rejected one is the last that was tried."""
         mine = self.requests.setdefault(request, {})
-        value, average = self.alpha(request, kind), self.everyone.get(kind, _prior(kind))
+        if kind not in mine:
+            mine[kind] = Belief(self.alpha(request, kind))
+        everyone = self.everyone.setdefault(kind, Belief(_prior(kind)))
         for trial in range(min(accepted + 1, drafted)):
             outcome = 1.0 if trial < accepted else 0.0
-            value = self.keep * value + (1 - self.keep) * outcome
-            average = 0.96 * average + 0.04 * outcome
-        mine[kind], self.everyone[kind] = value, average
+            mine[kind].heard(outcome, self.memory)
+            everyone.heard(outcome, LASTING)
         self._without[kind] = 0
+        self._trial.pop(kind, None)
 
     def forget(self, request: str) -> None:
         mine = self.requests.pop(request, {})
         for kind in self.everyone:
             self._without[kind] = 0 if kind in mine else self._without.get(kind, 0) + 1
+            if self._trial.get(kind) == request:
+                del self._trial[kind]
 
 
 def _prior(kind: Kind) -> float:
@@ -143,7 +108,9 @@ class Choice:
     """One sequence's candidate: how sure, how long at most, and whether a model must run for each token of it.
 
     A tree of `rows` nodes (0: a chain, a row for each token) is `most` deep and verified as a whole, or not at all: what it
-    would learn from lies anywhere in it.
+    would learn from lies anywhere in it. `behind`: seconds in which a model reads a few tokens that it missed, which the next
+    few steps bear; `ahead`: seconds in which it reads a whole text first, and `rest`: how many tokens that may still have, in
+    which those must be paid back.
     """
 
     alpha: float
@@ -151,6 +118,15 @@ class Choice:
     model: bool = False
     gamma: int = 0
     rows: int = 0
+    drafter: str = ""
+    behind: float = 0.0
+    ahead: float = 0.0
+    rest: int = 256
+
+    @property
+    def surcharge(self) -> float:
+        """Seconds of catching up that a step has to bring in."""
+        return self.behind / FEW + self.ahead * PAYBACK / max(self.rest, 1)
 
 
 def value(choice: Choice, plain: int, costs: Costs) -> float:
@@ -158,59 +134,104 @@ def value(choice: Choice, plain: int, costs: Costs) -> float:
     base = costs.step(plain)
     if base is None:
         return choice.alpha
-    c = costs.draft(1) if choice.model else 0.0
+    c = costs.draft_guess(1) if choice.model else 0.0
     if choice.rows:
         return (plain - 1 + expected(choice.alpha, choice.most)) / (costs.step(plain + choice.rows) or base)
     return max(
-        (plain - 1 + expected(choice.alpha, gamma)) / ((costs.step(plain + gamma) or base) + gamma * c)
+        (plain - 1 + expected(choice.alpha, gamma)) / ((costs.step(plain + gamma) or base) + gamma * c + choice.surcharge)
         for gamma in range(1, choice.most + 1)
     )
 
 
-def choose(choices: list[Choice], plain: int, costs: Costs) -> None:
+@dataclass(slots=True)
+class _Step:
+    """A step as drafts are added to it. What it costs beside a plain one, its drafters must be able to lose."""
+
+    costs: Costs
+    purses: Mapping[str, Purse]
+    base: float
+    tokens: float
+    rows: int
+    deepest: int = 0  # steps of models that draft, and for how many sequences
+    models: int = 0
+    surcharge: float = 0.0
+    lost: dict[str, float] = field(default_factory=dict)
+    ahead: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / (self._seconds(self.rows, self.deepest, self.models) + self.surcharge)
+
+    def _seconds(self, rows: int, deepest: int, models: int) -> float:
+        return (self.costs.step(rows) or self.base) + (deepest * self.costs.draft_guess(models) if deepest else 0.0)
+
+    def add(self, one: Choice, depth: int) -> bool:
+        """The token at this depth of a draft, 1 the first; False: its drafter cannot afford that."""
+        first = depth == 1
+        deepest, models = (max(self.deepest, depth), self.models + first) if one.model else (self.deepest, self.models)
+        more = self._seconds(self.rows + 1, deepest, models) - self._seconds(self.rows, self.deepest, self.models)
+        lost = self.lost.get(one.drafter, 0.0) + more + first * one.behind
+        ahead = self.ahead.get(one.drafter, 0.0) + first * one.ahead
+        if not self._affords(one, lost, ahead):
+            return False
+        self.lost[one.drafter], self.ahead[one.drafter] = lost, ahead
+        self.tokens, self.rows = self.tokens + one.alpha**depth, self.rows + 1
+        self.deepest, self.models, self.surcharge = deepest, models, self.surcharge + first * one.surcharge
+        return True
+
+    def _affords(self, one: Choice, lost: float, ahead: float) -> bool:
+        purse = self.purses.get(one.drafter)
+        if purse is None:
+            return True
+        alone = ahead == one.ahead and purse.ahead > 0  # the first catch-up of a step may overdraw
+        return lost <= purse.steps and (ahead == 0 or alone or ahead <= purse.ahead)
+
+
+def choose(choices: list[Choice], plain: int, costs: Costs, purses: Mapping[str, Purse] | None = None) -> None:
     """Set each choice's gamma so that a step of `plain` rows (one for each sequence that decodes) yields most per second.
 
-    Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k.
+    Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k. `purses` say
+    what each drafter may lose by the step, by name; without one there is no limit.
     """
     base = costs.step(plain)
     trees = [one for one in choices if one.rows]
     choices = [one for one in choices if one.alpha >= LEAST and not one.rows]
     if base is None or not (choices or trees) or costs.stale(plain):
         return  # a plain step, to be measured
-    _choose_trees(trees, plain, base, costs)
+    purses = purses or {}
+    _choose_trees(trees, plain, base, costs, purses)
     reachable = max(costs.reach, plain + 2)
-    tokens, rows, deepest = float(plain), plain, 0
-    best, kept = plain / base, [0] * len(choices)
-    reach = [0] * len(choices)
+    step, best, kept = _Step(costs, purses, base, plain, plain), plain / base, [0] * len(choices)
+    reach, most = [0] * len(choices), [one.most for one in choices]
     start = best
-    while True:
-        gains = [(one.alpha ** (reach[i] + 1), -i) for i, one in enumerate(choices) if reach[i] < one.most]
-        if not gains:
+    while step.rows < reachable:
+        gains = [(one.alpha ** (reach[i] + 1), -one.ahead, -i) for i, one in enumerate(choices) if reach[i] < most[i]]
+        if not gains or max(gains)[0] < 0.05:
             break
-        gain, at = max(gains)
-        if gain < 0.05 or rows == reachable:
-            break
-        reach[-at] += 1
-        tokens, rows = tokens + gain, rows + 1
-        if choices[-at].model:
-            deepest = max(deepest, reach[-at])
-        drafting = sum(one.model for one in choices)
-        rate = tokens / ((costs.step(rows) or base) + deepest * costs.draft(drafting))
-        if rate > best and rate > WORTH * start:
-            best, kept = rate, list(reach)
+        at = -max(gains)[2]
+        if not step.add(choices[at], reach[at] + 1):
+            most[at] = reach[at]
+            continue
+        reach[at] += 1
+        if step.rate > best and step.rate > WORTH * start:
+            best, kept = step.rate, list(reach)
+    if any(one.ahead and gamma for one, gamma in zip(choices, kept, strict=True)) and not costs.recent(plain):
+        return  # a plain step first: what is decided now is dear
     for one, gamma in zip(choices, kept, strict=True):
         one.gamma = gamma
 
 
-def _choose_trees(trees: list[Choice], plain: int, base: float, costs: Costs) -> None:
+def _choose_trees(trees: list[Choice], plain: int, base: float, costs: Costs, purses: Mapping[str, Purse]) -> None:
     """Take those trees, the best first, with which the batch still gains. One far larger than any step that was measured is
     tried, alone: what so many rows cost cannot be guessed."""
     tokens, rows, best = float(plain), plain, plain / base
     for one in sorted(trees, key=lambda one: -one.alpha):
-        more = expected(one.alpha, one.most) - 1.0
-        rate = (tokens + more) / (costs.step(rows + one.rows) or base)
+        more, purse = expected(one.alpha, one.most) - 1.0, purses.get(one.drafter)
+        seconds = costs.step(rows + one.rows) or base
         unknown = rows == plain and rows + one.rows > 1.5 * costs.reach
-        if unknown or (rate > best and rate > WORTH * plain / base):
-            one.gamma, tokens, rows, best = one.most, tokens + more, rows + one.rows, rate
+        if purse is not None and purse.steps < (0.0 if unknown else seconds - base):
+            continue
+        if unknown or ((tokens + more) / seconds > best and (tokens + more) / seconds > WORTH * plain / base):
+            one.gamma, tokens, rows, best = one.most, tokens + more, rows + one.rows, (tokens + more) / seconds
         if unknown:
             return

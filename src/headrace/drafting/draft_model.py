@@ -60,8 +60,8 @@ class DraftModel:
         """Room for a chain; `fill` says of which tokens, once its blocks are there."""
         return Draft([0] * most, list(range(-1, most - 1)))
 
-    def behind(self, works: list[Fed]) -> int:
-        return sum(len(work.seq.tokens) - self._start(work) for work in works)
+    def lag(self, seq: Sequence) -> int:
+        return 1 if self.group is None else len(seq.tokens) - seq.computed[self.group]
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """Replace the tokens of these works' drafts; an empty draft is taken off."""

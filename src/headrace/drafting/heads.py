@@ -25,9 +25,9 @@ class TrainedHeads:
         most = min(most, self.count)
         return Draft([0] * most, list(range(-1, most - 1)))
 
-    def behind(self, works: list[Fed]) -> int:
-        """Nothing: heads read the row that the target has left."""
-        return len(works)
+    def lag(self, seq: Sequence) -> int:
+        """Nothing but the last token: heads read the row that the target has left."""
+        return 1
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """Replace the tokens of these works' drafts; an empty draft is taken off."""

@@ -1,15 +1,21 @@
 """Speculation as the engine sees it: who drafts for which sequence, and how far."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Remembers, Run
-from headrace.drafting.controller import LEAST, Acceptance, Choice, Costs, choose, value
+from headrace.drafting.budget import Ledger
+from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
+from headrace.drafting.costs import Costs
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
 
 CROWD, REST = 4, 3  # in batches of this size a sequence that gives nothing to draft is left alone for so many steps
 TREE_REST = 16  # and one whose tree does not pay, for so many: to build it takes time too
+TEXT = 256.0  # tokens that an output is thought to have before one has ended
+LEFT = 32  # and how many it is thought to have still, at least
+LAG, GAP = 3, 16  # tokens behind that a model reads as it begins to draft; and beyond which it catches up with a text
 MOST = 16  # the longest chain, unless told otherwise: what lies further is seldom reached
 
 
@@ -36,20 +42,30 @@ class Speculation:
     """Asks drafters for each sequence that may carry a draft, and decides which of the drafts are worth their rows.
 
     With `gamma` every draft is verified, up to so many tokens deep; without, what was measured decides, and 0 is a choice.
+    `clock`: seconds, of which only differences count.
     """
 
-    def __init__(self, drafters: Many[Drafter], max_model_len: int, gamma: int | None = None) -> None:
+    def __init__(
+        self,
+        drafters: Many[Drafter],
+        max_model_len: int,
+        gamma: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.drafters = tuple(drafters)
         self.max_model_len = max_model_len
         self.gamma = gamma
         self.costs = Costs()
         self.acceptance = Acceptance()
+        self.ledger = Ledger()
+        self._clock = clock
+        self._text = TEXT  # how long outputs are, on average
         self._shadows: dict[int, Shadow] = {}  # by sequence
         self._step = 0
         self._rest: dict[int, int] = {}  # by sequence: the last step without a drafter
         self._pause = 0  # the last step in which nobody is asked
         # Asked once: to ask a protocol takes as long as to draft.
-        self._fills = {drafter.name for drafter in drafters if isinstance(drafter, Fills)}
+        self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, Fills)}
 
     def serves(self, request: Request) -> bool:
         """Whether a request's sequences may carry drafts: its strategy can verify them, and no processor must see every
@@ -68,11 +84,14 @@ class Speculation:
         """Whether nobody is asked for the step that begins: in a batch of which nothing paid a moment ago, to ask for each of
         its sequences takes longer than there is to gain."""
         self._step += 1
+        self.ledger.settle(self.costs)
         return self._step <= self._pause
 
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
         """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
         made = []
+        if (base := self.costs.step(plain)) is not None:
+            self.ledger.open([drafter.name for drafter in self.drafters], base)
         for request, seq in seqs:
             if self._rests(seq):
                 continue
@@ -82,7 +101,7 @@ class Speculation:
             if self.gamma is None and plain >= CROWD and (proposal is None or proposal.choice.alpha < LEAST):
                 self._rest[seq.id] = self._step + REST
         if self.gamma is None:
-            choose([proposal.choice for proposal in made], plain, self.costs)
+            choose([proposal.choice for proposal in made], plain, self.costs, self.ledger.purses)
         for proposal in made:
             self._decide(proposal)
             if self.gamma is None and proposal.choice.rows and self._dear(proposal.choice, plain):
@@ -92,31 +111,49 @@ class Speculation:
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """These works' drafts have their room: drafters that run a model now say of which tokens they are."""
-        for drafter in self.drafters if works and self._fills else ():
-            mine = [work for work in works if work.seq.draft is not None and work.seq.draft.drafter == drafter.name]
-            if not mine or not isinstance(drafter, Fills):
+        for name, drafter in self._fills.items() if works else ():
+            mine = [work for work in works if work.seq.draft is not None and work.seq.draft.drafter == name]
+            if not mine:
                 continue
-            fresh = drafter.behind(mine) <= 3 * len(mine)  # a prompt that is caught up with is no draft step
-            began = time.perf_counter()
+            behind = sum(drafter.lag(work.seq) for work in mine)
+            began = self._clock()
             drafter.fill(mine, run, filled)
+            seconds = self._clock() - began
             made = [work.seq.draft for work in mine if work.seq.draft is not None]
             for draft in made:
-                draft.drafter = drafter.name
-            longest = max([len(draft.tokens) for draft in made], default=1)
-            if fresh:
-                self.costs.draft_took(len(mine), (time.perf_counter() - began) / longest)
+                draft.drafter = name
+            self._filled(name, len(mine), max([len(draft.tokens) for draft in made], default=1), behind, seconds)
+
+    def _filled(self, name: str, sequences: int, longest: int, behind: int, seconds: float) -> None:
+        """A model drafted for so many sequences, `longest` steps, and first read what it was behind."""
+        if behind <= LAG * sequences:
+            self.costs.draft_took(sequences, seconds / longest)
+            self.ledger.drafted(name, seconds)
+            return
+        reading = max(seconds - longest * self.costs.draft_guess(sequences), 0.0)
+        self.costs.caught_up(behind, reading)
+        ahead = reading if behind > GAP * sequences else 0.0
+        self.ledger.drafted(name, seconds - ahead)
+        self.ledger.caught_up(name, ahead)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long; those with prompts in them say nothing of verification."""
-        rows = plan.num_tokens
-        if rows == len(plan.feeds) or all(feed.count == 1 for feed in plan.feeds):
+        rows, plain = plan.num_tokens, len(plan.feeds)
+        alone = rows == plain or all(feed.count == 1 for feed in plan.feeds)
+        if alone:
             self.costs.step_took(rows, seconds)
+        else:
+            decoding = [feed for feed in plan.feeds if feed.count == 1]
+            plain, rows = len(decoding), sum(1 + len(feed.nodes) for feed in decoding)
+        if plain:
+            self.ledger.took(plain, rows, seconds if alone else None)
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """A draft of this sequence was verified."""
         tip = out.path[-1] if out.path else -1
         tried = len(out.path) + int(tip in draft.parents)  # below the tip of the path there was something, and it was wrong
         self.acceptance.heard(request.id, (draft.drafter, draft.trust), len(out.path), tried)
+        self.ledger.verified(draft.drafter, len(draft.tokens), len(out.path))
         for drafter in self.drafters if draft.heard else ():
             if drafter.name == draft.drafter and isinstance(drafter, Observes):
                 drafter.observe(request, seq, draft, out)
@@ -125,6 +162,7 @@ class Speculation:
         """A request is over: what its outputs were may help the next."""
         self.acceptance.forget(request.id)
         for seq in request.finished:
+            self._text += 0.1 * (len(seq.output) - self._text)
             self._shadows.pop(seq.id, None)
             self._rest.pop(seq.id, None)
             for drafter in self.drafters:
@@ -143,15 +181,20 @@ class Speculation:
             seq.draft = None
         return rests
 
-    def _room(self, request: Request, seq: Sequence) -> int:
-        """How deep a draft may be: the step adds a token of its own, so it ends one before the output must."""
-        drawn = len(seq.tokens) - seq.prompt_len
-        if drawn == 0 and request.width > 1:  # the prompt's sequence becomes several: none can follow a draft
-            return 0
+    def _left(self, request: Request, seq: Sequence) -> int:
+        """How many tokens an output may still have."""
         left = self.max_model_len - len(seq.tokens)
         if request.params.max_tokens is not None:
-            left = min(left, request.params.max_tokens - drawn)
-        return min(MOST if self.gamma is None else self.gamma, left - 1, MAX_NODES)
+            left = min(left, request.params.max_tokens - len(seq.output))
+        return left
+
+    def _room(self, request: Request, seq: Sequence) -> int:
+        """How deep a draft may be: the step adds a token of its own, so it ends one before the output must."""
+        if (
+            len(seq.tokens) == seq.prompt_len and request.width > 1
+        ):  # the prompt's sequence becomes several: none can follow a draft
+            return 0
+        return min(MOST if self.gamma is None else self.gamma, self._left(request, seq) - 1, MAX_NODES)
 
     def _best(self, request: Request, seq: Sequence, plain: int) -> Proposal | None:
         """Of all drafters' proposals the one that is worth most."""
@@ -161,16 +204,25 @@ class Speculation:
             return None
         made = []
         for drafter in self.drafters:
+            model = self._fills.get(drafter.name)
+            lag = model.lag(seq) if model is not None and self.gamma is None else 0
+            if lag > GAP and self.ledger.empty(drafter.name):
+                continue
             draft = drafter.draft(request, seq, most)
-            model = drafter.name in self._fills
-            if draft is not None and seq.constraint is not None and not model:
+            if draft is not None and seq.constraint is not None and model is None:
                 draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
             if draft is None:
                 continue
             draft.drafter = draft.drafter or drafter.name
             alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.trust))
-            deep, rows = _shape(draft, model)
-            made.append(Proposal(request, seq, draft, Choice(alpha, min(deep, most), model, rows=rows)))
+            deep, rows = _shape(draft, model is not None)
+            choice = Choice(alpha, min(deep, most), model is not None, rows=rows, drafter=drafter.name)
+            if lag > GAP:
+                choice.ahead = self.costs.catching_up(lag)
+                choice.rest = int(min(self._left(request, seq), max(self._text - len(seq.output), LEFT)))
+            elif lag > LAG:
+                choice.behind = self.costs.catching_up(lag)
+            made.append(Proposal(request, seq, draft, choice))
         if len(made) < 2:
             return made[0] if made else None
         return max(made, key=lambda proposal: value(proposal.choice, plain, self.costs))

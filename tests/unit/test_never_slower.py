@@ -1,0 +1,127 @@
+"""What drafting wins and loses on a machine whose every step takes as long as a table says: no real time is in it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from headrace.drafting.budget import SHARE, START, Ledger, Purse
+from headrace.drafting.controller import Acceptance
+from headrace.drafting.costs import SAMPLES, Costs
+from tests.machine import PROMPT, TOKEN, Bench, Clock, Text, step_time
+
+EDIT, CODE, CHAT, RANDOM = Text(0.85, 0.85), Text(0.3, 0.8, 4), Text(0.3, 0.65, 4), Text(0.1, 0.2, 8)
+TEXTS = {"edit": EDIT, "chat": CHAT, "random": RANDOM}
+RUNS = {1: (60, 5), 4: (60, 3), 8: (36, 3), 16: (24, 3), 32: (16, 2)}  # by batch: tokens of each output, runs
+
+
+def bench(text: Text, **more: object) -> Bench:
+    return Bench(replace(text), **more)  # type: ignore[arg-type]
+
+
+def free_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model reads before it drafts is not counted."""
+    monkeypatch.setattr(Costs, "catching_up", lambda self, tokens: 0.0)
+    monkeypatch.setattr(Ledger, "caught_up", lambda self, name, seconds: None)
+
+
+def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Purses are always full."""
+    monkeypatch.setattr(Purse, "add", lambda self, seconds, base: None)
+    monkeypatch.setattr(Ledger, "caught_up", lambda self, name, seconds: None)
+
+
+@pytest.mark.parametrize("batch", RUNS)
+def test_plain_steps_take_what_they_are_thought_to(batch: int) -> None:
+    assert bench(CHAT).run(batch, 5, auto=False) == pytest.approx(4 * step_time(batch))
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("batch", RUNS)
+def test_no_batch_and_no_text_loses(batch: int, text: str, draft: bool) -> None:
+    """From the first token on, with all that has to be learnt: at most 2 % of a few hundred tokens."""
+    assert bench(TEXTS[text], draft=draft).gain(batch, *RUNS[batch]) >= 0.98
+
+
+@pytest.mark.parametrize(("text", "batch", "least"), [(EDIT, 1, 2.4), (CODE, 1, 1.15), (CHAT, 1, 1.05), (EDIT, 4, 1.05)])
+def test_what_pays_is_won(text: Text, batch: int, least: float) -> None:
+    assert bench(text).gain(batch, 60, 5) >= least
+
+
+@pytest.mark.parametrize("spoil", [None, free_catching_up])
+def test_a_model_does_not_read_a_long_prompt_for_a_short_answer(spoil, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    if spoil is not None:
+        spoil(monkeypatch)
+    gain = bench(CHAT, prompt=400).gain(1, 40, 6)
+    assert gain < 0.9 if spoil else gain >= 0.97
+
+
+@pytest.mark.parametrize("spoil", [None, no_budget])
+def test_whatever_the_estimates_say_no_more_is_lost_than_the_budget(spoil, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """All drafts are believed in and hardly any is right: the purses of two drafters, and one prompt that was read."""
+    monkeypatch.setattr(Acceptance, "alpha", lambda self, request, kind: 0.9)
+    if spoil is not None:
+        spoil(monkeypatch)
+    runs, tokens = 12, 60
+    lost = 1 / bench(RANDOM).gain(1, tokens, runs) - 1
+    bound = 2 * (START / (runs * tokens) + SHARE) + PROMPT * TOKEN / (runs * tokens * step_time(1))
+    assert lost > 0.3 if spoil else 0 < lost <= bound * 1.1
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_a_machine_with_other_work_is_seen_through(batch: int, text: str) -> None:
+    """Every third step waits for others, for as long again at most."""
+    rng = random.Random(7)
+    clock = Clock(slow=lambda now: 1 + (rng.random() < 0.3) * rng.random())
+    assert bench(TEXTS[text], clock=clock).gain(batch, *RUNS[batch]) >= 0.975
+
+
+# -- the purse, and the costs -----------------------------------------------------------------------------------------------
+
+
+def measured(base: float = 1.0, wide: float = 1.5) -> Costs:
+    costs = Costs()
+    costs.step_took(2, base)
+    costs.step_took(4, wide)
+    return costs
+
+
+def test_a_purse_takes_what_drafts_save_and_pays_what_they_cost() -> None:
+    ledger = Ledger()
+    ledger.open(["ngram", "draft"], 1.0)
+    ledger.drafted("draft", 0.3)
+    ledger.verified("draft", 1, 1)
+    ledger.verified("ngram", 1, 0)
+    ledger.took(2, 4, 1.5)
+    ledger.settle(measured())
+    assert ledger.purses["ngram"].steps == pytest.approx(START - 0.25), "its half of what two rows cost"
+    assert ledger.purses["draft"].steps == pytest.approx(START + 0.5 - 0.25 - 0.3), "a token of two is half a step saved"
+    ledger.caught_up("draft", 10.0)
+    assert ledger.purses["draft"].steps > 0, "its drafts go on"
+    assert ledger.empty("draft")
+    assert not ledger.empty("ngram")
+    for _ in range(1100):
+        ledger.took(2, 2, 1.0)
+        ledger.settle(measured())
+    assert ledger.purses["draft"].ahead == START, "time gives it back, up to what it began with"
+
+
+def test_a_slow_step_is_believed_no_longer_than_it_must() -> None:
+    costs = Costs()
+    for seconds in (3.0, 1.0, 2.0, 9.0):
+        costs.step_took(1, seconds)
+    assert costs.step(1) == 1.0
+    for _ in range(SAMPLES):
+        costs.step_took(1, 2.0)
+    assert costs.step(1) == 2.0
+
+
+def test_plain_steps_are_measured_often_at_first() -> None:
+    costs, plain = Costs(), []
+    for step in range(200):
+        if costs.stale(1):
+            plain.append(step)
+        costs.step_took(1 if costs.stale(1) else 2, 1.0)
+    assert plain[:6] == [0, 1, 10, 27, 60, 125]
