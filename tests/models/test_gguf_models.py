@@ -60,7 +60,7 @@ def test_gguf_gives_the_logits_of_llama_cpp(tmp_path: Path) -> None:
     (tmp_path / "prompts.json").write_text(json.dumps(batch))
     script = Path(__file__).with_name("llama_cpp_logits.py")
     files = [str(tmp_path / f"{name}.gguf") for name in names]
-    subprocess.run([python, str(script), str(tmp_path / "prompts.json"), *files], check=True, timeout=300)
+    subprocess.run([python, str(script), str(tmp_path / "prompts.json"), *files], check=True, timeout=1800)
     gaps = {}
     for name in names:
         ours = feed(load_model(GGUFFile(tmp_path / f"{name}.gguf")), batch, "whole")
