@@ -152,6 +152,24 @@ std::vector<int32_t> tokens_of(Step& step, int number) {
     return tokens;
 }
 
+void draw_each(Step& step, const std::vector<std::shared_ptr<const Sequence>>& sequences, const std::vector<int>& starts,
+               const std::vector<Key>& keys) {
+    require(starts.size() == sequences.size() && keys.size() == sequences.size(), "a start and a key for each sequence");
+    for (size_t i = 0; i < sequences.size(); ++i) {
+        require(sequences[i] != nullptr, "no sequence may be missing");
+        step.feed(sequences[i], starts[i], 1, {}, {}, 1);
+        step.draw(0, {{keys[i].first, keys[i].second}}, {}, {});
+    }
+}
+
+std::vector<int32_t> drawn(Step& step) {
+    std::vector<int32_t> tokens;
+    for (const Answer& answer : step.answers()) {
+        tokens.push_back(answer.error.empty() && !answer.reports.empty() ? answer.reports.back().id : -1);
+    }
+    return tokens;
+}
+
 nb::bytes logits_of(Step& step, int number) {
     const std::vector<float>& logits = answer_of(step, number).logits;
     return nb::bytes(reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float));
@@ -244,6 +262,9 @@ void bind_step(nb::module_& m) {
                  for (const auto& [k0, k1] : keys) all.push_back({k0, k1});
                  return self.draw(row, std::move(all), {logprobs, processed}, mu);
              }, "row"_a, "keys"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
+        .def("draw_each", &draw_each, "sequences"_a, "starts"_a, "keys"_a,
+             "Feed each sequence its known token at a start, and draw one token after it; sequence i is answer i.")
+        .def("drawn", &drawn, "The tokens that `draw_each` asked for; -1 where `error` says why there is none.")
         .def("verify",
              [](Step& self, int row, Key key, int logprobs, bool processed, std::optional<double> mu) {
                  return self.verify(row, {key.first, key.second}, {logprobs, processed}, mu);

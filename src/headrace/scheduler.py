@@ -387,7 +387,8 @@ def _order(request: Request) -> tuple[int, int]:
 
 def _in_prefill(request: Request) -> bool:
     """Sorts requests that only need their next token first, since a long prompt must not delay them (card C3)."""
-    return max([seq.pending for seq in request.seqs]) > 1
+    seqs = request.seqs
+    return seqs[0].pending > 1 if len(seqs) == 1 else max([seq.pending for seq in seqs]) > 1
 
 
 def _scores_prompt(request: Request) -> bool:

@@ -244,3 +244,27 @@ def test_impossible_parameters_fail_alone(tiny: Path) -> None:
     assert bad.error is not None
     assert "no token can be drawn" in bad.error
     assert good.outputs[0].token_ids == tokens(llm)
+
+
+def test_the_short_way_draws_what_the_long_way_does(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in which every sequence gets one token and nothing else are asked for all at once."""
+    prompts = [PROMPT[start:] for start in range(3)]
+    params = [GREEDY, SamplingParams(seed=5, max_tokens=12), SamplingParams(seed=6, max_tokens=9, repetition_penalty=1.3)]
+    taken: list[int] = []
+    short = NativeRunner._draw_each
+
+    def seen(self: NativeRunner, *args: Any) -> Any:
+        outputs = short(self, *args)
+        taken.append(0 if outputs is None else len(outputs))
+        return outputs
+
+    def drawn(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    llm = open_tiny(tiny, speculate=None)
+    monkeypatch.setattr(NativeRunner, "_draw_each", seen)
+    quick = drawn(llm, params)
+    assert max(taken) == 3
+    taken.clear()
+    assert drawn(llm, [each.replace(logprobs=0) for each in params]) == quick
+    assert not any(taken)

@@ -45,6 +45,8 @@ class Sampling:
 
     def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
         """`state` is mirostat's, None where that is off."""
+        if seq.draft is None and not request.processors and len(out.tokens) == 1:  # most of the time
+            return [Child(token=out.tokens[0], index=seq.index, logprobs=out.logprobs, state=out.mus[0] if out.mus else None)]
         drawn = out
         if request.processors and seq.draft is not None and request.params.rejects:
             drawn = verify_by_rejection(request, seq, out, self._logprobs(request))

@@ -54,6 +54,9 @@ class NativeHeads(NativeRunner):
         self._ids = core().Step()
         target.features.reserve()
 
+    def _draw_each(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> None:
+        """There is no short way: its steps begin with hidden rows."""
+
     def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
         embedded = self._embedded(plan, slots) if self.entrance.heads.kind == FEATURE else None
         rows = self.entrance.rows(plan, embedded).numpy()
