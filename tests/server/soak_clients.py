@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 WORKERS = 10
 BIG = 5 << 20  # bytes: above the limit on bodies
 PATIENCE = 300  # seconds for one exchange
@@ -49,6 +50,7 @@ class Clients:
         self.wrong: list[str] = []
         self.end = time.monotonic() + spec["seconds"]
         self.begun = 0
+        self.fields, self.mistakes = self._in_turn(FIELDS), self._in_turn(list(BAD))
         self.todo = self._kinds()
 
     async def run(self) -> dict[str, Any]:
@@ -61,16 +63,23 @@ class Clients:
         return time.monotonic() >= self.end and self.begun >= self.spec["least"]
 
     def _kinds(self) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
-        """What to do next: everything in ever new orders, until the time is over."""
+        """What to do next: everything in ever new orders, until the time is over; in the first round every mistake, too, since
+        what one makes the server keep for good (a long prompt, tens of MiB) is no growth later."""
         answers, leaving = [self.same, self.same, self.streamed, self.chat], [self.leave, self.leave_early, self.slow]
         kinds = [*answers, *leaving, self.bad, self.bad_field, self.too_big, self.odd_path, self.small]
         first = True
+        round_ = [*kinds, *[self.bad] * len(BAD), *[self.bad_field] * 2 * len(FIELDS)]
         while first or not self.over:
-            for kind in self.rng.sample(kinds, len(kinds)):
+            for kind in self.rng.sample(round_, len(round_)):
                 if first or not self.over:
                     self.begun += 1
                     yield kind
-            first = False
+            first, round_ = False, kinds
+
+    def _in_turn(self, what: list[T]) -> Iterator[T]:
+        """One after the other, in ever new orders."""
+        while True:
+            yield from self.rng.sample(what, len(what))
 
     async def _worker(self) -> None:
         for kind in self.todo:
@@ -152,13 +161,13 @@ class Clients:
         self.close(writer)
 
     async def bad(self) -> None:
-        name = self.rng.choice(list(BAD))
+        name = next(self.mistakes)
         body, statuses = BAD[name]
         status, _, _ = await self.ask("POST", self.rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize"]), body)
         self.expect(name, status, statuses)
 
     async def bad_field(self) -> None:
-        field = self.rng.choice(FIELDS)
+        field = next(self.fields)
         status, _, _ = await self.post(
             "/v1/completions", {"model": self.spec["model"], "prompt": "a", "max_tokens": 2, **field}
         )

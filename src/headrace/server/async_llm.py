@@ -104,6 +104,7 @@ class AsyncLLM:
         self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
         self._changed = asyncio.Event()
+        self._long_text = asyncio.Lock()  # one at a time: each takes a hundred times its size, and some of that is kept
 
     # -- what callers use ----------------------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
@@ -169,7 +170,8 @@ class AsyncLLM:
         tokenizer = self.opened.tokenizer
         if len(text) <= INLINE:
             return tokenizer.encode(text, **options)
-        return await asyncio.to_thread(tokenizer.encode, text, **options)
+        async with self._long_text:
+            return await asyncio.to_thread(tokenizer.encode, text, **options)
 
     def submit(
         self,
