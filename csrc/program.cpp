@@ -71,6 +71,10 @@ void Program::add(Phase phase) {
         require(linear->linear.n() <= vocab_size_, "the head must have one output for each token");
         logits_ = linear->out.buffer, maxima_ = linear->maxima;
     }
+    if (const auto* embed = std::get_if<EmbedPhase>(&phase.work)) {
+        ids_ = std::min(ids_, embed->table.n);
+        if (embed->positions) positions_ = std::min(positions_, embed->positions->n);
+    }
     if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work)) {
         require(std::is_sorted(scatter->ids.begin(), scatter->ids.end()) && !scatter->ids.empty() && scatter->ids.front() >= 0 &&
                     scatter->ids.back() < vocab_size_,
@@ -86,14 +90,10 @@ void Program::check(const Step& step) const {
     require(step.first_layer >= 0 && step.first_layer <= last && last <= layers(), "a step names layers that the model has not");
     require(step.first_layer == 0 || step.hidden, "a step that does not begin with layer 0 needs hidden rows");
     require(step.head_rows().empty() || logits_ >= 0, "the program has no head");
-    int ids = std::numeric_limits<int>::max(), positions = ids;
-    each<EmbedPhase>(embed_, [&](const EmbedPhase& work) {
-        ids = std::min(ids, work.table.n);
-        if (work.positions) positions = std::min(positions, work.positions->n);
-    });
+    int positions = positions_;
     for (const Rope& rope : ropes_) positions = std::min(positions, rope.positions());
     for (const int32_t id : step.ids()) {
-        if (id < 0 || id >= ids) throw std::out_of_range("a token id is outside the vocabulary");
+        if (id < 0 || id >= ids_) throw std::out_of_range("a token id is outside the vocabulary");
     }
     for (const int32_t position : step.positions()) {
         if (position < 0 || position >= positions) throw std::out_of_range("a position is beyond those the model knows");

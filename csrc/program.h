@@ -5,6 +5,7 @@
 // on that row alone, however the threads share the work and whatever else is in the step.
 #pragma once
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -79,6 +80,7 @@ class Program {
     std::vector<Segment> layers_;
     Segment* open_ = nullptr;
     int taps_ = 0;
+    int ids_ = std::numeric_limits<int>::max(), positions_ = ids_;  // that its tables have
     AttentionStep attention_;
     size_t scratch_bytes_ = 0;
     Turns turns_;

@@ -1,4 +1,4 @@
-"""Trained heads on the native core: what is small is done here, the layer, the lm_head and the draws in the core."""
+"""Trained heads on the native core: rows that other heads than a feature layer begin with are made here, all else in the core."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,13 @@ import torch
 
 from headrace.models.registry import describe
 from headrace.native import core
+from headrace.native.buffers import HIDDEN, Buffers, Ropes
+from headrace.native.program import FUSIONS, Lowered, Lowering
 from headrace.native.runner import NativeRunner, Slot, thread_pool
 from headrace.native.weights import FLOATS
-from headrace.runner.heads import FEATURE, Entrance, Heads, HeadsSource, heads_config
+from headrace.runner.heads import FEATURE, UNIT_EPS, Entrance, Heads, HeadsSource, heads_config
 from headrace.runner.parts import Part
+from headrace.runner.record import record
 from headrace.types import StepPlan
 from headrace.weights.source import WeightSource
 
@@ -21,11 +24,23 @@ class Packed(Entrance):
 
     def __init__(self, heads: Heads, target: NativeRunner, pool: Any) -> None:
         super().__init__(heads, target.features, target.slots)
+        self.target = target
         self._pool, self._arena = pool, core().Arena()
         self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(core().linear(self._packed[name], x.contiguous().numpy(), self._pool))
+
+    def lower(self, made: Lowered, ropes: Ropes, buffers: Buffers) -> None:
+        """The phases of `enter`: a program that begins with the rows before its tokens goes on with what the layer takes."""
+        config, weights = self.target.config, self.target.weights
+        width = config.hidden_size
+        before, product = buffers.take("a8", width, local=True), (buffers.take("float", width), 0)
+        made.program.quantize((HIDDEN, 0), before, _scaled(np.ones(width, np.float32)), name="before")
+        made.program.linear(self._packed["hidden.weight"], before, "store", product, name="before")
+        Lowering(made, record(self.target.model).embed, weights, config, ropes, buffers, FUSIONS).run(HIDDEN)
+        embedded = _scaled(self.tensors["embed.weight"].numpy())
+        made.program.residual(product, (HIDDEN, 0), (HIDDEN, 0), width, embedded, name="enter")
 
     def _pack(self, x: torch.Tensor) -> Any:
         rows = x.numpy().view(np.uint8)
@@ -40,6 +55,7 @@ class NativeHeads(NativeRunner):
         """`settings`: num_blocks, block_size, max_positions, kv_dtype and threads as the target has them."""
         config = heads_config(heads.kind, target.config)
         own = HeadsSource(heads, target.config, source)
+        self.entrance = Packed(heads, target, thread_pool(settings.get("threads", 0)))
         super().__init__(
             describe(config),
             own,
@@ -48,29 +64,24 @@ class NativeHeads(NativeRunner):
             slots=target.slots,
             head_ids=heads.vocab,
             embeds=False,
+            enter=self.entrance.lower,
         )
-        self.target = target
-        self.entrance = Packed(heads, target, thread_pool(settings.get("threads", 0)))
-        self._ids = core().Step()
         target.features.reserve()
 
     def _draw_each(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> None:
         """There is no short way: its steps begin with hidden rows."""
 
     def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
-        embedded = self._embedded(plan, slots) if self.entrance.heads.kind == FEATURE else None
-        rows = self.entrance.rows(plan, embedded).numpy()
-        out = np.empty_like(rows)
-        self.program.run(step, hidden=rows, hidden_out=out)
-        if embedded is not None:
-            self.entrance.left(plan, torch.from_numpy(out))
+        if self.entrance.heads.kind != FEATURE:
+            rows = self.entrance.rows(plan, None).numpy()
+            self.program.run(step, hidden=rows)
+            return rows
+        out = np.empty((step.rows, self.config.hidden_size), np.float32)
+        self.program.run(step, hidden=self.entrance.before(plan).numpy(), hidden_out=out)
+        self.entrance.left(plan, torch.from_numpy(out))
         return out
 
-    def _embedded(self, plan: StepPlan, slots: Mapping[int, Slot]) -> torch.Tensor:
-        """The target's embeddings of a plan's tokens, [n, hidden]."""
-        self._ids.clear()
-        for feed in plan.feeds:
-            self._ids.feed(slots[feed.slot].sequence, feed.start, feed.count)
-        rows = np.empty((self._ids.rows, self.config.hidden_size), np.float32)
-        self.target.program.run(self._ids, layers=(0, 0), hidden_out=rows)
-        return torch.from_numpy(rows)
+
+def _scaled(weight: np.ndarray) -> Any:
+    """Rows to length, and by a weight."""
+    return core().NormWeights("rms", weight, None, UNIT_EPS)

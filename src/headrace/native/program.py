@@ -9,6 +9,7 @@ Each fusion does what the phases it replaces do, without the trip through memory
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +46,10 @@ def lower(
     fuse: frozenset[str] = FUSIONS,
     isa: str = "",
     head_ids: np.ndarray | None = None,
+    enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
 ) -> Lowered:
-    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits.
+    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits, and what
+    `enter` adds comes before the first layer.
 
     Raises RecordError for what the native core has no phase for.
     """
@@ -58,6 +61,8 @@ def lower(
             buffers = Buffers(made.program)  # as many rows as go through the head
         for segment in segments:
             made.program.begin(name)
+            if enter is not None and name == "layer" and segment is segments[0]:
+                enter(made, ropes, buffers)
             Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids).run(
                 HEAD_ROWS if name == "head" else HIDDEN
             )

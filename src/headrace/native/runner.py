@@ -1,7 +1,7 @@
 """The native runner: a step plan in, compact output out; everything between is one call into the C++ core."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 
 from headrace.models.base import Model
 from headrace.native import core
-from headrace.native.program import FUSIONS, lower
+from headrace.native.buffers import Buffers, Ropes
+from headrace.native.program import FUSIONS, Lowered, lower
 from headrace.native.sampling import sample_params
 from headrace.native.weights import PackedWeights
 from headrace.ops.noise import Key, key
@@ -96,7 +97,8 @@ class NativeRunner:
     `kv_dtype`: auto (bfloat16), bfloat16, int8, float32. `threads` 0: one for each core. `quantize`: "", int8, int4, for
     files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the model
     cannot be recorded, WeightError as the loader does. `slots` are shared with other runners; `head_ids` (ascending) are the
-    only tokens that get logits. Without `embeds` its steps begin with hidden rows, and it holds no table of tokens.
+    only tokens that get logits. Without `embeds` its steps begin with hidden rows, to which `enter` may do something before the
+    first layer, and it holds no table of tokens.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class NativeRunner:
         slots: dict[int, Slot] | None = None,
         head_ids: np.ndarray | None = None,
         embeds: bool = True,
+        enter: Callable[[Lowered, Ropes, Buffers], None] | None = None,
     ) -> None:
+        self.model = model
         self.config = config = model.config
         pool = thread_pool(threads)
         self.weights = weights or PackedWeights(model, source, pool, quantize)
@@ -132,6 +136,7 @@ class NativeRunner:
             fuse=fuse,
             isa=isa,
             head_ids=head_ids,
+            enter=enter,
         )
         self.program = lowered.program
         self.hidden = HiddenStates(num_blocks, block_size, config.hidden_size)

@@ -31,6 +31,7 @@ from headrace.weights.source import TensorInfo, WeightSource
 
 HEADS, FEATURE = "heads", "feature"
 LAYER = "layers.0."
+UNIT_EPS = 1e-6
 
 Tensors = dict[str, torch.Tensor]
 Product = Callable[[str, torch.Tensor], torch.Tensor]  # rows by the matrix of a name
@@ -85,7 +86,7 @@ def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, .
     return made | {f"{LAYER}mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
 
 
-def unit(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def unit(x: torch.Tensor, eps: float = UNIT_EPS) -> torch.Tensor:
     """Rows x [..., width] scaled to a mean square of 1, float32."""
     return rms_norm(x.float(), x.shape[-1:], eps=eps)
 
@@ -96,10 +97,9 @@ def predict(tensors: Tensors, head: int, hidden: torch.Tensor, product: Product 
     return x + by(f"heads.{head}.down.weight", silu(by(f"heads.{head}.up.weight", x)))
 
 
-def enter(tensors: Tensors, embedded: torch.Tensor, before: torch.Tensor, product: Product | None = None) -> torch.Tensor:
+def enter(tensors: Tensors, embedded: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """What the feature layer takes: of tokens' embeddings and the hidden rows before them, [..., hidden] each."""
-    by = product or (lambda name, x: x @ tensors[name].t())
-    return tensors["embed.weight"] * unit(embedded) + by("hidden.weight", unit(before))
+    return tensors["embed.weight"] * unit(embedded) + unit(before) @ tensors["hidden.weight"].t()
 
 
 class HeadsSource:
@@ -155,12 +155,16 @@ class Entrance:
     def rows(self, plan: StepPlan, embedded: torch.Tensor | None) -> torch.Tensor:
         """Rows [n, hidden] for a plan's feeds; `embedded`: their tokens' embeddings, which the feature layer needs."""
         if embedded is not None:
-            before = torch.cat([self._before(feed.slot, feed.start, feed.count) for feed in plan.feeds])
-            return enter(self.tensors, embedded, before, self.product)
+            return enter(self.tensors, embedded, self.before(plan))
         counts = [1 + len(feed.nodes) for feed in plan.feeds]
         hidden = torch.cat([self._before(feed.slot, feed.start, 1) for feed in plan.feeds])
         made = [predict(self.tensors, head, hidden, self.product) for head in range(max(counts))]
         return torch.cat([torch.stack([made[head][at] for head in range(count)]) for at, count in enumerate(counts)])
+
+    def before(self, plan: StepPlan) -> torch.Tensor:
+        """The hidden rows [n, hidden] before the tokens of a plan's feeds."""
+        rows = [self._before(feed.slot, feed.start, feed.count) for feed in plan.feeds]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Rows x [n, hidden] by one of the heads' matrices."""
