@@ -57,6 +57,12 @@ WAYS: dict[str, Callable[[], list[Drafter]]] = {
 }
 # How much is verified, the controller decides.
 AUTO: dict[str, Callable[[], list[Drafter]]] = {"auto": lambda: [PromptLookup(), DraftModel(model=DRAFT_MODEL)]}
+# With heads as the companion.
+HEADS = Path(__file__).resolve().parents[2] / "examples" / "heads"
+HEADS_WAYS: dict[str, Callable[[], list[Drafter]]] = {
+    "heads": lambda: [DraftModel("feature", keeps=False, least=0.0)],
+    "auto": lambda: [PromptLookup(), DraftModel("feature", keeps=False)],
+}
 
 
 @dataclass
@@ -203,6 +209,11 @@ def natively(llm: LLM, parts: tuple[Part, Part], texts: list[str]) -> Play:
     executor: Any = llm.engine.executor
     target, draft = executor.runner.models
     executor.runner = Companions(target, [draft, *(SelfDraft(target, part) for part in parts)])
+    return beside(llm, texts)
+
+
+def beside(llm: LLM, texts: list[str]) -> Play:
+    """Runs of an LLM with the companions that it has."""
 
     def play(params: SamplingParams, drafters: list[Drafter] | None, gamma: int | None) -> tuple[list[list[int]], list[Any]]:
         limit = llm.memory_plan.max_model_len
@@ -228,6 +239,16 @@ def test_every_drafter_on_smollm2(count: int, length: int) -> None:
     llm = open_pair(default_model(), default_model(), 16)
     parts = Part(layers=24), Part(skips=(0,) * 20 + (ATTENTION, 0) * 4)
     check(natively(llm, parts, TEXTS[-count:]), WAYS | AUTO, length, perfect=("draft",))
+    llm.close()
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize(
+    ("count", "length"), [pytest.param(3, 32, id="3 x 32"), pytest.param(100, LENGTH, id="100 x 64", marks=pytest.mark.slow)]
+)
+def test_the_heads_in_examples(count: int, length: int) -> None:
+    llm = LLM(default_model(), draft=HEADS, backend="native", max_model_len=512, max_num_seqs=16, threads=1)
+    check(beside(llm, TEXTS[-count:]), HEADS_WAYS, length)
     llm.close()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Remembers, Run
-from headrace.drafting.budget import Ledger
+from headrace.drafting.budget import WAITED, Ledger
 from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
@@ -128,7 +128,7 @@ class Speculation:
         """A model drafted for so many sequences, `longest` steps, and first read what it was behind."""
         if behind <= LAG * sequences:
             self.costs.draft_took(sequences, seconds / longest)
-            self.ledger.drafted(name, seconds)
+            self.ledger.drafted(name, min(seconds, WAITED * longest * self.costs.draft(sequences)))
             return
         reading = max(seconds - longest * self.costs.draft_guess(sequences), 0.0)
         self.costs.caught_up(behind, reading)

@@ -229,7 +229,7 @@ class NativeRunner:
         hidden = np.empty((step.rows, self._final.width), np.float32)
         self.program.run(step, hidden_out=hidden)
         if kept:
-            self.features.keep(plan, slots, torch.from_numpy(hidden))
+            self.features.keep(plan, slots, hidden)
         if searched:
             self.hidden.keep(plan, slots, torch.from_numpy(hidden), lambda x: torch.from_numpy(self._final.rows(x.numpy())))
         return hidden

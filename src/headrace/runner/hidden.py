@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.types import Feed, FeedOutput, StepPlan
@@ -27,20 +28,23 @@ class Stored:
         self._shape = (num_blocks * block_size, width)
         self._dtype, self._device = dtype, device
         self._data: torch.Tensor | None = None
+        self._rows: Any = None  # the same memory to write to: numpy's where it can be, which copies a few rows sooner
         self.afford: Callable[[int], None] = lambda size: None
 
     def reserve(self) -> None:
         """Take the memory, where that was not done yet. Raises what `afford` does."""
         if self._data is None:
             self.afford(self._shape[0] * self._shape[1] * self._dtype.itemsize)
-            self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._data = self._rows = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            if self._data.is_cpu and self._dtype == torch.float32:
+                self._rows = self._data.numpy()
 
-    def store(self, feed: Feed, table: Sequence[int], rows: torch.Tensor) -> None:
+    def store(self, feed: Feed, table: Sequence[int], rows: torch.Tensor | np.ndarray) -> None:
         """Keep a feed's rows [count + nodes, width], nodes at consecutive KV indices as their K and V."""
         assert self._data is not None, "memory is reserved before rows are kept"
         at = 0
         for place, count in self._runs(table, feed.start, feed.start + len(rows)):
-            self._data[place : place + count] = rows[at : at + count]
+            self._rows[place : place + count] = rows[at : at + count]
             at += count
 
     def _runs(self, table: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -105,7 +109,7 @@ class HiddenStates(Stored):
 class Features(Stored):
     """The rows after the last layer as they are, of all tokens, once they are reserved: heads draft from them."""
 
-    def keep(self, plan: StepPlan, slots: Mapping[int, Any], x: torch.Tensor) -> None:
+    def keep(self, plan: StepPlan, slots: Mapping[int, Any], x: torch.Tensor | np.ndarray) -> None:
         """Keep all rows x [n, width] of a step."""
         start = 0
         for feed in plan.feeds:
