@@ -40,7 +40,7 @@ ROOMS = {
     "native.centring": "native.weights runner layers config",
     "native.program": "native.centring native.uses native.weights native runner layers config",
     "native.runner": "native.program native.weights native runner models ops weights params types config",
-    "native.heads": "native.runner native.weights native runner.heads runner models weights types",
+    "native.heads": "native.program native.runner native.weights native runner.heads runner models weights types",
     "scheduler": "kv.blocks params types config",
     "admission": "decoding params types config",
     "filing": "types",

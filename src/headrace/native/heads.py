@@ -1,4 +1,4 @@
-"""Trained heads on the native core: rows that other heads than a feature layer begin with are made here, all else in the core."""
+"""Trained heads on the native core: rows that heads without a feature layer begin with are made here, all else in the core."""
 
 from collections.abc import Mapping
 from typing import Any
