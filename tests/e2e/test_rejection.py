@@ -116,9 +116,11 @@ def chance(requests: list[Any], backend: str = "torch") -> float:
     cells = [(t[0] * SIZE + t[1]) * SIZE + t[2] for (t,) in map(tokens_of, requests)]
     got = torch.bincount(torch.tensor(cells), minlength=SIZE**3).double()
     assert bool((got[want == 0] == 0).all()), "what the filters cut off never comes"
+    got, want = got[want > 0], want[want > 0]
     small = want < 5
-    want = torch.cat([want[~small], want[small].sum()[None]])
-    got = torch.cat([got[~small], got[small].sum()[None]])
+    if bool(small.any()):
+        want = torch.cat([want[~small], want[small].sum()[None]])
+        got = torch.cat([got[~small], got[small].sum()[None]])
     return float(chi2.sf(float(((got - want) ** 2 / want).sum()), len(want) - 1))
 
 
