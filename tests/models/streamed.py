@@ -20,6 +20,7 @@ from headrace.weights.source import WeightSource
 from tests.native_reference import centre, narrow
 
 BLOCK = 16
+TABLE = "tokens"  # the holder of the embedding
 
 
 class OneLayer(KVPool):
@@ -39,7 +40,7 @@ class OneLayer(KVPool):
 
 
 class Streamed:
-    """The dequantised weights of an open file in torch: those of tokens and head, and of one layer at a time."""
+    """The dequantised weights of an open file in torch: of the table of tokens, a layer or the head while it is held."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype = torch.float32) -> None:
         self.model = describe(read_config(source)).eval()
@@ -47,12 +48,13 @@ class Streamed:
         self._source = source
         self._plans = plan(self.model, source)
         self._holders = dict(self.model.holders())
-        self._make(path for path in self._holders if not path.startswith("layers."))
+        self.head = "output" if "output" in self._holders else TABLE
+        self._make(path for path in self._holders if path not in (TABLE, self.head) and not path.startswith("layers."))
 
     @contextmanager
-    def layer(self, number: int) -> Iterator[None]:
-        """While open, the layer has its weights."""
-        paths = [path for path in self._holders if path.startswith(f"layers.{number}.")]
+    def holding(self, name: str) -> Iterator[None]:
+        """While open, what `name` says has its weights: "tokens", "layers.3", or `head`."""
+        paths = [path for path in self._holders if f"{path}.".startswith(f"{name}.")]
         self._make(paths)
         yield
         for path in paths:
@@ -67,12 +69,14 @@ class Streamed:
     def logits(self, texts: Sequence[Sequence[int]], count: int) -> Iterator[np.ndarray]:
         """Logits [count, vocabulary] that foretell the last `count` tokens of each text, one text after the other."""
         contexts = self.contexts(texts)
-        rows = [self.model.embed(context) for context in contexts]
+        with self.holding(TABLE):
+            rows = [self.model.embed(context) for context in contexts]
         for number in range(self.model.config.num_layers):
-            with self.layer(number):
+            with self.holding(f"layers.{number}"):
                 rows = [self.model.layer(number, x, context) for x, context in zip(rows, contexts, strict=True)]
-        for x in rows:
-            yield np.asarray(self.model.head(x[-count - 1 : -1]).numpy())
+        with self.holding(self.head):
+            for x in rows:
+                yield np.asarray(self.model.head(x[-count - 1 : -1]).numpy())
 
     def _make(self, paths: Iterable[str]) -> None:
         for path in paths:

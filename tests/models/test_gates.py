@@ -19,7 +19,7 @@ from headrace.weights.gguf import GGUFFile
 from tests.models import gates
 from tests.models.gates import Agreement, LlamaCpp, runner_of
 from tests.models.real import PROMPTS
-from tests.models.streamed import Narrowed, Streamed
+from tests.models.streamed import TABLE, Narrowed, Streamed
 from tests.native_reference import bfloat16_attention
 from tests.places import data_path, model_file
 from tests.tiny_native import Feeder
@@ -142,13 +142,14 @@ def apart(runner: NativeRunner, exact: Streamed, single: Streamed, texts: list[l
     config, feeders = exact.model.config, [Feeder(runner, [text]) for text in texts]
     contexts = list(zip(exact.contexts(texts), single.contexts(texts), strict=True))
     rows = [np.zeros((len(text), config.hidden_size), np.float32) for text in texts]
-    for feeder, x, (context, _) in zip(feeders, rows, contexts, strict=True):
-        feeder.feed((0, 0, len(x)), layers=(0, 0), hidden_out=x)
-        assert np.allclose(exact.model.embed(context).numpy(), x, rtol=1e-6, atol=0)
+    with exact.holding(TABLE):
+        for feeder, x, (context, _) in zip(feeders, rows, contexts, strict=True):
+            feeder.feed((0, 0, len(x)), layers=(0, 0), hidden_out=x)
+            assert np.allclose(exact.model.embed(context).numpy(), x, rtol=1e-6, atol=0)
     found: list[list[np.ndarray]] = []
     for layer in range(config.num_layers):
         found.append([])
-        with exact.layer(layer), single.layer(layer):
+        with exact.holding(f"layers.{layer}"), single.holding(f"layers.{layer}"):
             for number, (feeder, x, (at64, at32)) in enumerate(zip(feeders, rows, contexts, strict=True)):
                 y = np.zeros_like(x)
                 feeder.feed((0, 0, len(x)), layers=(layer, layer + 1), hidden=x, hidden_out=y)
@@ -157,12 +158,13 @@ def apart(runner: NativeRunner, exact: Streamed, single: Streamed, texts: list[l
                 found[-1].append(differences(wanted, (wanted - x).std(-1), y, other))
                 rows[number] = y
     logits, choices = [], [0, 0]
-    for feeder, x in zip(feeders, rows, strict=True):
-        (ours,) = feeder.feed((0, 0, len(x)), layers=(config.num_layers, config.num_layers), hidden=x)
-        wanted, other = (side.model.head(torch.tensor(x, dtype=side.dtype)).numpy() for side in (exact, single))
-        logits.append(differences(wanted, wanted.std(-1), ours, other))
-        for which, each in enumerate((ours, other)):
-            choices[which] += np.count_nonzero(each.argmax(-1) != wanted.argmax(-1))
+    with exact.holding(exact.head), single.holding(single.head):
+        for feeder, x in zip(feeders, rows, strict=True):
+            (ours,) = feeder.feed((0, 0, len(x)), layers=(config.num_layers, config.num_layers), hidden=x)
+            wanted, other = (side.model.head(torch.tensor(x, dtype=side.dtype)).numpy() for side in (exact, single))
+            logits.append(differences(wanted, wanted.std(-1), ours, other))
+            for which, each in enumerate((ours, other)):
+                choices[which] += np.count_nonzero(each.argmax(-1) != wanted.argmax(-1))
     layers = np.stack([np.concatenate(each, -1) for each in found], 1)
     core, torch32 = (Apart(layers[i], np.concatenate(logits, -1)[i], choices[i]) for i in range(2))
     return core, torch32
