@@ -17,11 +17,8 @@ LEAST = 0.25  # a token less likely than this is not worth a row anywhere
 TRIAL = 16  # requests without a draft of a model's after which the next one tries it again: nothing else would tell
 PAYBACK = 3.0  # a draft model catches up with a text where that is paid back this many times by the end of it
 FEW = 4  # steps that bear what it takes to read a few tokens
-WEIGHT, MEMORY, LASTING = (
-    4,
-    10,
-    25,
-)  # drafted tokens: what a belief to begin with counts for; those remembered of one request, of all
+# Drafted tokens: what a belief to begin with counts for; those remembered of one request, of all.
+WEIGHT, MEMORY, LASTING = 4, 10, 25
 
 
 def expected(alpha: float, gamma: int) -> float:

@@ -12,11 +12,8 @@ SAMPLES = 8  # measurements that are kept of each
 ENOUGH = 2  # plain steps that are measured before anything is compared with them
 FRESH, FORGET = 64, 512  # steps after which a plain step is measured again, at first sooner; and any other forgotten
 RECENT = 8  # steps for which a measurement is good enough to catch up with a text for
-ROW, DRAFT, TOKEN = (
-    0.2,
-    0.3,
-    0.06,
-)  # guesses until they are measured, in plain steps: a row more, a draft step, a token to catch up
+# Guesses until they are measured, in plain steps: a row more, a draft step, a token to catch up.
+ROW, DRAFT, TOKEN = 0.2, 0.3, 0.06
 
 
 @dataclass(slots=True)

@@ -190,10 +190,8 @@ class Speculation:
 
     def _room(self, request: Request, seq: Sequence) -> int:
         """How deep a draft may be: the step adds a token of its own, so it ends one before the output must."""
-        if (
-            len(seq.tokens) == seq.prompt_len and request.width > 1
-        ):  # the prompt's sequence becomes several: none can follow a draft
-            return 0
+        if len(seq.tokens) == seq.prompt_len and request.width > 1:
+            return 0  # the prompt's sequence becomes several: none can follow a draft
         return min(MOST if self.gamma is None else self.gamma, self._left(request, seq) - 1, MAX_NODES)
 
     def _best(self, request: Request, seq: Sequence, plain: int) -> Proposal | None:
