@@ -28,6 +28,8 @@ COMPILERS = ("c++", "g++", "clang++")
 BUILD_TOOLS = ("cmake", "ninja")
 PATIENCE = 5  # seconds to wait for an index before asking again, or doing without it
 TRIES = 2  # of what the network may have spoilt
+# What pip says where it would say the same again: versions that exclude each other, a build that fails.
+FINAL = ("ResolutionImpossible", "No matching distribution", "subprocess-exited-with-error", "Failed to build")
 
 
 class InstallError(Exception):
@@ -139,12 +141,27 @@ def install_headrace(python: Path, extras: list[str], compiler: str | None) -> N
 
 
 def pip(python: Path, *arguments: str) -> int:
-    """pip install with the tested versions, once more where it failed; its progress is shown where somebody watches."""
+    """pip install with the tested versions, once more where the network may have spoilt it; its progress is shown where
+    somebody watches."""
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     options = ["--disable-pip-version-check", "-c", "constraints.txt", *quiet]
-    command = [python, "-m", "pip", "install", *options, *arguments]
-    codes = (subprocess.run(command, cwd=ROOT, check=False).returncode for _ in range(TRIES))
-    return 0 if any(code == 0 for code in codes) else 1
+    command = [str(python), "-m", "pip", "install", *options, *arguments]
+    for _ in range(TRIES):
+        code, errors = run_aloud(command)
+        if code == 0 or any(words in errors for words in FINAL):
+            break
+    return code
+
+
+def run_aloud(command: list[str]) -> tuple[int, str]:
+    """Run a command in this folder; its exit code, and what it wrote to stderr, which is shown as it comes."""
+    errors = []
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            errors.append(line)
+    return process.returncode, "".join(errors)
 
 
 def has_core(python: Path) -> bool:

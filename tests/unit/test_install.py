@@ -87,11 +87,34 @@ def test_an_index_that_was_slow_is_asked_again(install: ModuleType, monkeypatch:
     assert asked == ["https://mirror/torch/"] * 2
 
 
-def test_what_pip_could_not_do_it_does_once_more(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    for codes, result in (([0], 0), ([2, 0], 0), ([2, 2], 1)):
-        left = list(codes)
-        monkeypatch.setattr(install.subprocess, "run", lambda *_, left=left, **__: SimpleNamespace(returncode=left.pop(0)))
-        assert (install.pip(Path("python"), "torch"), left) == (result, [])
+# A stand-in for the environment's Python: it counts how often it is asked, and fails with these words so many times.
+PIP = """#!/bin/sh
+echo asked >> {folder}/asked
+test $(wc -l < {folder}/asked) -gt {failures} && exit
+echo "ERROR: {words}" >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "failures", "asked", "code"),
+    [
+        ("", 0, 1, 0),
+        ("IncompleteRead(99 bytes read, 1 more expected)", 1, 2, 0),
+        ("Read timed out.", 9, 2, 1),
+        ("ResolutionImpossible: for help visit the documentation", 1, 1, 1),
+        ("Failed to build installable wheels", 1, 1, 1),
+    ],
+)
+def test_pip_is_asked_once_more_for_what_the_network_may_have_spoilt(
+    words: str, failures: int, asked: int, code: int, install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(PIP.format(folder=tmp_path, failures=failures, words=words))
+    python.chmod(0o755)
+    assert install.pip(python, "torch") == code
+    assert (tmp_path / "asked").read_text() == "asked\n" * asked
+    assert capsys.readouterr().err == f"ERROR: {words}\n" * min(failures, asked)
 
 
 def test_the_compiler_is_the_one_that_was_named(install: ModuleType, tmp_path: Path) -> None:
