@@ -124,6 +124,14 @@ def test_answers_that_belong_to_another_file_are_refused(own: Path) -> None:
         read_cases(own)
 
 
+@pytest.mark.parametrize("line", ['{"id": "1", "question": []}', "[]", "{half a"])
+def test_a_line_of_another_form_is_named(line: str, own: Path) -> None:
+    own.write_text(own.read_text() + line + "\n")
+    assert len(read_cases(own, most=2)) == 2
+    with pytest.raises(ValueError, match="line 3 of .*own.json is no JSON object with function, id, question"):
+        read_cases(own)
+
+
 def test_every_known_answer_can_be_written() -> None:
     """All 400 grammars: the right call passes each, and counts as valid and right; with another name it does not."""
     tokenizer = Tokenizer.from_gguf(byte_level())

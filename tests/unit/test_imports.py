@@ -62,7 +62,7 @@ ROOMS = {
     "grounding": "llm outputs params types",
     "bench": "structured decoding selfdraft backend llm loading engine outputs memory scheduler runner models "
     "weights.loader weights.names kv.blocks kv.pool weights text native ops drafting params types config",
-    "bench.tools": "server llm outputs params",  # asks as the server asks
+    "bench.tools": "bench server llm outputs params",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "llm drafting params types",
     "bench.workers.ours_beam": "llm params",

@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.lines import read_lines
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, read_schema, why_broken
@@ -46,15 +48,9 @@ def measure_masks(
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     grammars.constraint(StructuredOutputs(json_object=True))  # the vocabulary is not part of a compilation
     result = MaskResult()
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            if most is not None and number >= most:
-                break
-            case = json.loads(line)
-            if not isinstance(case, dict) or not {"schema", "tests"} <= set(case):
-                raise ValueError(f"line {number + 1} of {path} has no schema and tests; give a file in maskbench's form")
-            _run(case, grammars, tokenizer, result)
-            done(number + 1)
+    for number, case in enumerate(islice(read_lines(path, {"schema", "tests"}, "maskbench"), most), 1):
+        _run(case, grammars, tokenizer, result)
+        done(number)
     return result
 
 

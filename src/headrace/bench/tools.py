@@ -9,13 +9,15 @@ shown are counted apart (`loose`): there the first JSON object that could be a c
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 
+from headrace.bench.lines import read_lines
 from headrace.llm import LLM
 from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
@@ -67,11 +69,9 @@ def read_cases(path: Path, answers: Path | None = None, most: int | None = None)
     answers = path.with_name(ANSWERS) if answers is None else answers
     if not answers.is_file():
         raise ValueError(f"there are no known answers at {answers}; give the file with --answers")
-    known = {line["id"]: line["ground_truth"] for line in _lines(answers, {"id", "ground_truth"})}
+    known = {line["id"]: line["ground_truth"] for line in read_lines(answers, {"id", "ground_truth"}, "BFCL")}
     cases: list[Case] = []
-    for line in _lines(path, {"id", "question", "function"}):
-        if most is not None and len(cases) >= most:
-            break
+    for line in islice(read_lines(path, {"id", "question", "function"}, "BFCL"), most):
         (function,), (messages,) = line["function"], line["question"]
         if line["id"] not in known:
             raise ValueError(f"{answers} has no answer to {line['id']}; give the answers that belong to {path.name}")
@@ -215,12 +215,3 @@ def _asked(llm: LLM, case: Case) -> tuple[Tooling, list[int]]:
     assert given is not None
     told: dict[str, Any] = {"tools": given.tools} if given.told else {}
     return given, llm.render(conversation(case.messages, given, template), **told)
-
-
-def _lines(path: Path, keys: set[str]) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            case = json.loads(line)
-            if not isinstance(case, dict) or not keys <= set(case):
-                raise ValueError(f"line {number + 1} of {path} has no {', '.join(sorted(keys))}; give a file in BFCL's form")
-            yield case
