@@ -13,8 +13,7 @@ constexpr int kMostRows = kDirectRows > kPanelRows ? kDirectRows : kPanelRows;
 constexpr int kMostBlocks = 4;                     // row blocks of a unit
 using Sums = float[kMostBlocks * kMostRows * 16];  // [block][rows][16]
 
-// What LinearTask::scratch holds: rows go through a panel 256 at a time.
-constexpr int kStretchRows = 256;
+// What LinearTask::scratch holds.
 constexpr int kStretchFloats = (kStretchRows + kPanelRows - 1) / kPanelRows * kStepFloats;
 
 struct Scratch {
@@ -122,9 +121,7 @@ static void run(const LinearTask& task, int first, int last, int row0, int row1)
     const bool bf16 = task.weight->kind == PackedKind::kBf16;
     for (int unit = first; unit < last; ++unit) {
         if (task.panels && !bf16) {
-            for (int row = row0; row < row1; row += kStretchRows) {
-                run_panels(task, unit, row, row + kStretchRows < row1 ? row + kStretchRows : row1);
-            }
+            run_panels(task, unit, row0, row1);
         } else {
             run_direct(task, unit, row0, row1, bf16 ? kBf16Step : kDirectRows);
         }

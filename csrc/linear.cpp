@@ -17,12 +17,12 @@ Segments segments_of(int k, int unit) {
     return segments;
 }
 
-// A layer's work as items: units of one part after the other, each for one stretch of rows.
+// A layer's work as items: all units of all parts for one stretch of rows, then for the next.
 struct WorkSplit {
     int unit_blocks;
     bool panels;
-    int stretches;  // of rows
-    int rows;       // of a stretch
+    int units;
+    int rows;  // of a stretch
     int items;
 
     WorkSplit(const LinearWork& work) {
@@ -30,13 +30,14 @@ struct WorkSplit {
         const int direct = work.direct_rows ? work.direct_rows : work.kernels->linear->direct_rows;
         panels = work.rows > direct;
         unit_blocks = kind == EpilogueKind::kLogits ? 4 : kind == EpilogueKind::kGated || panels ? 2 : 1;
-        int units = 0;
+        units = 0;
         for (int p = 0; p < parts(work); ++p) units += units_of(work, p);
-        // Few units and many rows: split the rows too, though every stretch unpacks its panels anew.
-        const int wanted = (4 * work.threads + units - 1) / units, possible = std::max(1, work.rows / 48);
-        stretches = panels && work.threads > 1 ? std::min(wanted, possible) : 1;
+        // Few units and many rows: shorter stretches, though every one unpacks its panels anew.
+        const int wanted = work.threads > 1 ? (4 * work.threads + units - 1) / units : 1;
+        const int needed = (work.rows + kStretchRows - 1) / kStretchRows, possible = std::max(1, work.rows / 48);
+        const int stretches = std::max(panels ? std::min(wanted, possible) : 1, needed);
         rows = (work.rows + stretches - 1) / stretches;
-        items = units * stretches;
+        items = units * ((work.rows + rows - 1) / rows);
     }
 
     static int parts(const LinearWork& work) {
@@ -48,8 +49,8 @@ struct WorkSplit {
     }
 };
 
-// Items [first, last), part by part.
-void run_items(const LinearWork& work, const WorkSplit& split, int first, int last, void* scratch) {
+// Units [first, last) of rows [row0, row1), part by part.
+void run_units(const LinearWork& work, const WorkSplit& split, int first, int last, int row0, int row1, void* scratch) {
     const PackedLinear& linear = *work.linear;
     LinearTask task{nullptr,
                     linear.gated() ? &linear.parts()[1] : nullptr,
@@ -64,16 +65,20 @@ void run_items(const LinearWork& work, const WorkSplit& split, int first, int la
     int start = 0;  // the part's first unit
     for (int p = 0; p < WorkSplit::parts(work); ++p) {
         task.weight = &linear.parts()[p];
-        const int end = start + split.units_of(work, p);
-        for (int item = std::max(first, start * split.stretches); item < std::min(last, end * split.stretches);) {
-            const int unit = item / split.stretches - start, stretch = item % split.stretches;
-            const int row0 = std::min(stretch * split.rows, work.rows), row1 = std::min(row0 + split.rows, work.rows);
-            const int units = split.stretches > 1 ? 1 : std::min(last, end) - item;
-            work.kernels->linear->run(task, unit, unit + units, row0, row1);
-            item += units;
-        }
+        const int end = start + split.units_of(work, p), from = std::max(first, start), to = std::min(last, end);
+        if (from < to) work.kernels->linear->run(task, from - start, to - start, row0, row1);
         start = end;
         if (task.epilogue.out && !linear.gated()) task.epilogue.out += task.weight->n;
+    }
+}
+
+// Items [first, last), stretch by stretch.
+void run_items(const LinearWork& work, const WorkSplit& split, int first, int last, void* scratch) {
+    for (int item = first; item < last;) {
+        const int stretch = item / split.units, start = stretch * split.units, end = std::min(last, start + split.units);
+        const int row0 = stretch * split.rows, row1 = std::min(row0 + split.rows, work.rows);
+        run_units(work, split, item - start, end - start, row0, row1, scratch);
+        item = end;
     }
 }
 

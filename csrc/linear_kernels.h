@@ -69,10 +69,13 @@ struct LinearTask {
 constexpr size_t kLinearScratchBytes = 256 << 10;
 static constexpr size_t linear_scratch_bytes(int32_t) { return kLinearScratchBytes; }  // of a layer of k columns
 
+// Most input rows at a time: few enough that they stay in the caches while the weights go by.
+constexpr int kStretchRows = 256;
+
 // Work along n is cut into units of `unit_blocks` row blocks: 1 or 2 for kStore and kAdd (panels: 2), 2 (of gate and of
 // up each) for kGated, 4 for kLogits.
 struct LinearKernels {
-    // Units [first, last) for input rows [row0, row1).
+    // Units [first, last) for input rows [row0, row1), with panels at most kStretchRows.
     void (*run)(const LinearTask& task, int first, int last, int row0, int row1);
     int direct_rows;  // up to so many rows the direct kernels are the faster ones
 };

@@ -103,13 +103,16 @@ def test_a_row_depends_on_itself_alone(kind: str, isa: str, pool) -> None:
 
 
 def test_many_rows_are_the_same_rows(isa: str, pool) -> None:
-    """More rows than go through a panel at once, and threads that share them."""
-    m = 300 if isa != "plain" else 262
-    linear, _ = layer("Q4_1", 33, 832, pool, segment_unit=64)
-    x = inputs(m, 832)
-    alone = core.linear(linear, x[-2:], pool, path="direct", isa=isa)
+    """More rows than are multiplied at once, tensors side by side, and threads that share them."""
+    m, k, arena = 300 if isa != "plain" else 262, 832, core.Arena(1 << 21)
+    tensors = [core.pack(random_rows("Q4_1", n, k, n), "Q4_1", n, k, arena, pool) for n in (33, 50)]
+    linear = core.PackedLinear(tensors, segment_unit=64)
+    x = inputs(m, k)
+    some = [0, 1, m // 2 - 1, m // 2, m - 2, m - 1]
+    alone = core.linear(linear, x[some], pool, path="direct", isa=isa)
     for threads in (1, 3):
-        assert equal_bits(core.linear(linear, x, core.ThreadPool(threads), path="panels", isa=isa)[-2:], alone)
+        for path in PATHS:
+            assert equal_bits(core.linear(linear, x, core.ThreadPool(threads), path=path, isa=isa)[some], alone)
 
 
 def test_bfloat16_is_the_same_on_all_vector_sets(pool) -> None:
