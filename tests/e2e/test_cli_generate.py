@@ -340,7 +340,7 @@ def test_places_that_cannot_be_used(shell: Shell, tiny_gguf: Path, tmp_path: Pat
         (("-i", source), 2, "--output"),
         (("-i", source, "-o", tmp_path / "out.jsonl", "--max-num-seqs", "0"), 2, "--max-num-seqs"),
         (("-i", source, "-o", tmp_path / "out.jsonl", "-t", "-1"), 2, "temperature must be"),
-        (("-i", source, "-o", tmp_path / "out.jsonl", "--max-model-len", "9999"), 1, "max_model_len 9999"),
+        (("-i", source, "-o", tmp_path / "out.jsonl", "--max-model-len", "9999"), 1, "--max-model-len 9999"),
     ]:
         found, out, err = shell("generate", tiny_gguf, *arguments)
         assert (found, out) == (code, ""), err

@@ -7,6 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from headrace.cli.lines import Lines, Typed
+from headrace.cli.options import as_options
 from headrace.cli.terminal import AnswerWriter, Wrap
 
 TEXTS = [
@@ -30,6 +31,19 @@ def test_wrapped_lines_fit_and_lose_nothing(text: str, width: int, piece: int) -
         assert cell_len(line.replace("\t", " ")) <= width or len(words) == 1, line
     whole = Wrap(width)
     assert whole.write(text) + whole.close() == out, "the pieces do not matter"
+
+
+def test_messages_for_python_name_options() -> None:
+    names = ("max_model_len", "kv_cache_memory", "stop_token_id", "dtype", "amateur", "n")
+    for message, said in (
+        ("use max_model_len=32 or kv_cache_memory=1024", "use --max-model-len 32 or --kv-cache-memory 1024"),
+        ("take dtype='bfloat16'; or amateur=MODEL.", "take --dtype bfloat16; or --amateur MODEL."),
+        ("lower n, or raise kv_cache_memory", "lower n, or raise --kv-cache-memory"),
+        ("stop_token_ids names token 9", "--stop-token-id names token 9"),
+        ("unknown dtype 'x'", "unknown dtype 'x'"),
+        ("no file /max_model_len/a, max_model_len_2, x=n", "no file /max_model_len/a, max_model_len_2, x=n"),
+    ):
+        assert as_options(message, names) == said
 
 
 def test_where_lines_break() -> None:

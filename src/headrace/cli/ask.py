@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, with_groups
+from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
 from headrace.cli.terminal import AnswerWriter
 
@@ -38,7 +38,7 @@ def ask(
     from headrace.grounding.documents import read_folder
     from headrace.grounding.retrieval import Index
 
-    options.check()
+    check(options, sampling)
     given = sampling.changes()
     own: dict[str, float] = {} if "max_tokens" in given else {"max_tokens": ANSWER}
     if sampling.preset is None and not any(name in given for name in DRAWN):

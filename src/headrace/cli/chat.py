@@ -11,7 +11,7 @@ from headrace.cli.conversation import Conversation, Message, load
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.lines import Lines, Typed
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, with_groups
+from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, check, with_groups
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.outputs import RequestOutput
 from headrace.params import SamplingParams
@@ -54,8 +54,7 @@ def chat(
 
     Answers go to stdout, everything else to stderr, so that pipes work. When the context is full the oldest turns go.
     """
-    options.check()
-    sampling.changes()
+    check(options, sampling)
     conversation = Conversation() if resume is None else load(resume)
     llm = open_llm(model, options, max_num_seqs=1, preset="online")
     if llm.opened.template is None or llm.opened.template.source is None:

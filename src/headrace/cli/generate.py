@@ -15,7 +15,7 @@ from headrace.cli.batch_lines import BadLine, Job, read_jobs
 from headrace.cli.batch_output import BatchOutput, Input, survey
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import fetch, open_llm
-from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, with_groups
+from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
 from headrace.params import SamplingParams
 
@@ -54,8 +54,7 @@ def generate(
     After a kill or Ctrl-C the same command goes on where it was. OUT.jsonl.state says what OUT.jsonl is made from: another
     input, model or setting is refused.
     """
-    options.check()
-    sampling.changes()
+    check(options, sampling, choice)
     more = choice.changes()
     if target.exists() and source.samefile(target):
         raise typer.BadParameter("input and output are the same file; name another output")

@@ -1,7 +1,8 @@
 """Options that several commands share, as dataclasses: how a model is opened, and how its tokens are drawn."""
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +30,10 @@ ModelName = Annotated[
 
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command`, for typer: each parameter that is a dataclass of options is replaced by that dataclass's fields."""
+    """`command`, for typer: each parameter that is a dataclass of options is replaced by that dataclass's fields.
+
+    What it raises names arguments of Python; a person who typed options is told of options.
+    """
     signature = inspect.signature(command)
     groups: dict[str, Any] = {
         name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)
@@ -42,13 +46,32 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     def call(**values: Any) -> Any:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        return command(**values)
+        try:
+            return command(**values)
+        except typer.BadParameter as error:
+            error.message = as_options(error.message, call.__annotations__)
+            raise
+        except ValueError as error:
+            if error.args == (str(error),):
+                error.args = (as_options(str(error), call.__annotations__),)
+            raise
 
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     call.__name__, call.__doc__ = command.__name__, "\n\n".join(" ".join(one.split()) for one in paragraphs)
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call
+
+
+def as_options(text: str, names: Iterable[str]) -> str:
+    """A message in which arguments of these names are options: kv_cache_memory=1 becomes --kv-cache-memory 1.
+
+    A name without an underscore may be any word, so it counts only before a value.
+    """
+    known = "|".join(names)
+    text = re.sub(rf"\b({known})=(['\"]?)([\w.]+)\2", lambda found: f"--{found[1].replace('_', '-')} {found[3]}", text)
+    long = "|".join(name for name in names if "_" in name)
+    return re.sub(rf"(?<![\w./-])({long})s?(?![\w/])", lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
 class Preset(StrEnum):
@@ -253,6 +276,23 @@ class ChoiceOptions:
         except ParamError as error:
             raise typer.BadParameter(str(error)) from None
         return given
+
+
+def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOptions | None = None, **more: Any) -> None:
+    """Raises typer.BadParameter for what no model could answer, before one is opened. `more`: what else the parameters get."""
+    options.check()
+    given = sampling.changes() | (choice.changes() if choice is not None else {}) | more
+    if given.get("contrastive_beta") is not None and options.amateur is None:
+        raise typer.BadParameter("--contrastive-beta needs a smaller model of the same vocabulary: --amateur MODEL")
+    if given.get("beam_width") is not None and sampling.preset is not None:
+        raise typer.BadParameter("--preset says how tokens are drawn, and beam search draws none; leave it out")
+    # Only the model knows the tokens of texts; that there are some is enough here.
+    stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}
+    given |= {name: tokens for name, tokens in stand_in.items() if name in given}
+    try:
+        params_of({"max_tokens": None, **given})
+    except ParamError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _content(path: Path) -> str:

@@ -9,7 +9,7 @@ import typer
 from headrace.cli.inputs import join_prompt
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, with_groups
+from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, check, with_groups
 from headrace.cli.origins import Origins
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.outputs import RequestOutput
@@ -55,8 +55,7 @@ def run(
         raise typer.BadParameter("--logprobs goes with --json")
     if show_speculation and (as_json or n > 1):
         raise typer.BadParameter("--show-speculation shows one answer as text; leave out --json and -n")
-    options.check()
-    sampling.changes()
+    check(options, sampling, choice, n=n, logprobs=logprobs)
     more = {**choice.changes(), "n": n, "logprobs": logprobs}
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
