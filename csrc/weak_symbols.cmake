@@ -1,6 +1,9 @@
 # cmake -DNM=... -DOBJECTS="a.o;b.o" -P weak_symbols.cmake: fails when an object defines a weak symbol.
 # Objects of different instruction sets must not: the linker keeps one copy of each, and a copy with AVX-512 code would
 # then be called on a CPU without it.
+if(NOT OBJECTS)
+  message(FATAL_ERROR "there are no objects to look at")
+endif()
 foreach(object IN LISTS OBJECTS)
   execute_process(COMMAND ${NM} -C --defined-only ${object} OUTPUT_VARIABLE symbols RESULT_VARIABLE failed)
   if(failed)

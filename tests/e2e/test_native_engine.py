@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from headrace import native
+from headrace.bench.export import write_folder
 from headrace.llm import LLM
 from headrace.native.runner import NativeRunner
 from headrace.params import SamplingParams
 from headrace.runner.record import RecordError
 from headrace.runner.runner import TorchRunner
+from headrace.weights.gguf import GGUFFile
 from tests.tiny_files import write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -120,6 +124,23 @@ def test_floats_that_become_bfloat16_are_said_once(tiny: Path, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "headrace"):
         open_tiny(tiny)
     assert caplog.text.count("float32 weights are held as bfloat16") == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_folder_of_safetensors_runs_natively(
+    dtype: str, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """bfloat16 is taken as it is; other matrices become it, which is said. The tokens are those of the GGUF file."""
+    write_folder(GGUFFile(tiny), tmp_path / "folder")
+    weights = tmp_path / "folder" / "model.safetensors"
+    matrices = {name: values.to(getattr(torch, dtype)) for name, values in load_file(weights).items() if values.dim() == 2}
+    save_file({**load_file(weights), **matrices}, weights)
+    with caplog.at_level(logging.INFO, "headrace"):
+        llm = open_tiny(tmp_path / "folder", backend="native")
+    assert caplog.text.count("held as bfloat16") == (dtype != "bfloat16")
+    assert dtype == "bfloat16" or f"{dtype} weights are held as bfloat16" in caplog.text
+    assert tokens(llm) == tokens(open_tiny(tiny))
+    assert open_tiny(tmp_path / "folder", quantize="int4").backend == "native"
 
 
 def test_transformers_is_not_imported(tiny: Path) -> None:

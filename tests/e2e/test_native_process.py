@@ -15,6 +15,7 @@ import pytest
 from headrace.llm import LLM
 from headrace.native import core
 from headrace.params import SamplingParams
+from tests.tiny_native import Feeder, native_model, native_runner
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["水渠里的水", "The water in the headrace", "turns"]
@@ -23,10 +24,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAY = """
 import json, sys
 from headrace.llm import LLM
+from headrace.native import core
 from headrace.params import SamplingParams
 llm = LLM(sys.argv[1], threads=2)
 outputs = llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
-print(json.dumps([llm.backend, [output.outputs[0].token_ids for output in outputs]]))
+print(json.dumps([llm.backend, core().cpu_info()["isa"], [output.outputs[0].token_ids for output in outputs]]))
 """
 
 
@@ -51,7 +53,7 @@ def said(model: Path, isa: str) -> subprocess.CompletedProcess[str]:
 def test_an_instruction_set_is_chosen_by_the_environment(isa: str, llm: LLM, tiny_gguf: Path) -> None:
     done = said(tiny_gguf, isa)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["native", tokens(llm)]
+    assert json.loads(done.stdout) == ["native", isa, tokens(llm)]
 
 
 def test_an_unknown_instruction_set_is_refused(tiny_gguf: Path) -> None:
@@ -74,6 +76,34 @@ def test_two_engines_work_at_once(llm: LLM, tiny_gguf: Path) -> None:
     for worker in workers:
         worker.join()
     assert found == {0: [wanted] * 5, 1: [wanted] * 5}
+
+
+def test_python_goes_on_while_a_step_computes() -> None:
+    """Threads that may not be interrupted for an hour: another one gets its turn only where a step gives up Python's lock."""
+    feeder = Feeder(native_runner(native_model("llama")), [[1, 2, 3]])
+    gate, ran, before = threading.Lock(), [], sys.getswitchinterval()
+
+    def other() -> None:
+        with gate:
+            ran.append(True)
+
+    gate.acquire()
+    worker = threading.Thread(target=other)
+    worker.start()
+    try:
+        sys.setswitchinterval(3600)
+        gate.release()
+        for _ in range(1000):
+            sum(range(1000))
+        assert not ran, "the control: Python alone gives up nothing"
+        for _ in range(100_000):
+            if ran:
+                break
+            feeder.whole()
+    finally:
+        sys.setswitchinterval(before)
+    worker.join()
+    assert ran
 
 
 def test_a_forked_child_says_what_to_do(llm: LLM) -> None:

@@ -288,6 +288,8 @@ def test_a_step_that_does_not_fit_says_so_and_changes_nothing() -> None:
     stranger = Feeder(runner, [[3, 500]])
     with pytest.raises(IndexError, match="outside the vocabulary"):
         stranger.whole()
+    with pytest.raises(ValueError, match="a step has at least one row"):
+        runner.program.run(core().Step())
     with pytest.raises(ValueError, match="needs hidden rows"):
         feeder.feed((0, 0, 21), layers=(1, 2))
     with pytest.raises(ValueError, match="layers that the model has not"):

@@ -46,7 +46,7 @@ def test_batches_of_one_to_33(model: Model, quantize: str) -> None:
     runner = native_runner(model, quantize=quantize, blocks=33 * 7)
     feeder = Feeder(runner, texts(33))
     wholes = [feeder.feed((which, 0, LENGTH))[0] for which in range(33)]
-    for count in (2, 3, 5, 7, 8, 13, 16, 32, 33):
+    for count in range(2, 34):
         first = 33 - count
         batch = [(which, LENGTH - 1, 1) for which in range(first, 33)]
         for which, rows in zip(range(first, 33), feeder.feed(*batch), strict=True):
@@ -73,7 +73,7 @@ def test_instruction_sets(isa: str, quantize: str) -> None:
     model = native_model("llama", head_dim=32)
     feeder = Feeder(native_runner(model, quantize=quantize, isa=isa), texts(2))
     wholes = feeder.whole()
-    for rows in (1, 2, 7, 33):
+    for rows in range(1, 34):
         feeder.feed((0, 0, LENGTH - rows))
         last, other = feeder.feed((0, LENGTH - rows, rows), (1, LENGTH - 1, 1))
         assert same(last, wholes[0][-rows:])
@@ -92,8 +92,7 @@ def test_a_draft_sees_its_ancestors_only(model: Model) -> None:
     (rows,) = Feeder(runner, [text]).feed((0, 0, 20), nodes=nodes, parents=parents)
     for row, path in zip(rows[20:], paths, strict=True):
         (alone,) = Feeder(runner, [text + path]).whole()
-        # Attention adds the same products in another order where a path's nodes lie apart.
-        assert np.abs(row - alone[-1]).max() < 0.03 * alone[-1].std()
+        assert same(row, alone[-1]), path
     (chain,) = Feeder(runner, [text]).feed((0, 0, 20), nodes=[5, 7, 8], parents=[-1, 0, 1])
     (alone,) = Feeder(runner, [[*text, 5, 7, 8]]).whole()
     assert same(chain, alone)

@@ -44,6 +44,42 @@ def test_peak_memory(name: str) -> None:
     assert weights < peak <= 1.15 * weights + pool + 500 * MB
 
 
+PACK = """
+import json, sys
+from headrace.models.registry import describe, read_config
+from headrace.native.runner import NativeRunner, thread_pool
+from headrace.weights.gguf import GGUFFile
+
+def memory(name):
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return 1024 * int(status[name].split()[0])
+
+source = GGUFFile(sys.argv[1])
+model, pool = describe(read_config(source)), thread_pool(2)
+if sys.argv[2] == "kept":
+    source.release = lambda name: None
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = memory("VmRSS")
+runner = NativeRunner(model, source, num_blocks=4, block_size=16, max_positions=128, threads=2)
+largest = max(source.info(name).nbytes for name in source.names())
+print(json.dumps([memory("VmHWM") - before, runner.weights.bytes, largest]))
+"""
+
+
+def test_packing_takes_the_packed_weights_and_one_tensor() -> None:
+    """Of the file no more than the tensor that is packed is in memory; the control keeps all of it. 32 MB: buffers."""
+
+    def over(pages: str) -> int:
+        command = [sys.executable, "-c", PACK, default_model(), pages]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False)
+        assert done.returncode == 0, done.stderr
+        peak, weights, largest = json.loads(done.stdout)
+        print(f"\n{pages}: peak {peak / MB:.0f} MB, packed weights {weights / MB:.0f} MB, largest tensor {largest / MB:.0f} MB")
+        return int(peak - weights - largest)
+
+    assert over("released") <= 32 * MB < over("kept")
+
+
 def first_token() -> float:
     """Seconds from starting `headrace run` until the first letter of its answer."""
     code = "import sys; from headrace.cli.app import main; sys.exit(main())"

@@ -55,4 +55,6 @@ def test_a_whole_folder_is_written_and_read_back(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
     text = "the water of the river"
     assert tokenizer.encode(text) == Tokenizer.from_gguf(source.metadata).encode(text)
+    assert tokenizer.encode(text) == Tokenizer.from_folder(tmp_path / "folder").encode(text)
+    assert tokenizer.decode(tokenizer.encode("größer 水渠")) == "größer 水渠"
     assert transformers.AutoConfig.from_pretrained(tmp_path / "folder").eos_token_id == folder.config["eos_token_id"]

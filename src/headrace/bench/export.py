@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import decoders
 
 from headrace.config import ModelConfig
 from headrace.models.registry import describe, read_config
 from headrace.text.gguf_vocab import read_gguf
+from headrace.text.vocabulary import Vocabulary
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import plan, read_part
 from headrace.weights.names import name_map
@@ -32,9 +34,18 @@ def write_folder(source: GGUFFile, folder: Path) -> None:
     vocabulary = read_gguf(source.metadata)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", hf_config(config, vocabulary.bos_id, vocabulary.eos_id))
+    vocabulary.backend.decoder = _decoder(vocabulary)
     vocabulary.backend.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     save_file(tensors(source, config), folder / "model.safetensors", {"format": "pt"})
+
+
+def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:
+    """How tokens become text again, which we do ourselves and others leave to the file."""
+    if vocabulary.spelling == "bytes":
+        return decoders.ByteLevel()
+    strip = [decoders.Strip(" ", 1, 0)] if vocabulary.strip_space else []
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
 
 
 def tensors(source: GGUFFile, config: ModelConfig) -> dict[str, torch.Tensor]:

@@ -1,0 +1,55 @@
+"""Objects of different instruction sets define no weak symbols: the linker would keep one copy for all CPUs."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHECK = ROOT / "csrc" / "weak_symbols.cmake"
+
+SOURCES = {
+    "static": "static int twice(int x) { return 2 * x; } int four() { return twice(2); }",
+    "inline function": "inline int twice(int x) { return 2 * x; } int (*keep)(int) = twice;",
+    "template": "template <class T> T twice(T x) { return 2 * x; } template int twice(int);",
+    "local of an inline function": "inline int& count() { static int n = 0; return n; } int* keep = &count();",
+}
+
+
+def checked(*objects: Path) -> subprocess.CompletedProcess[str]:
+    cmake, nm = shutil.which("cmake"), shutil.which("nm")
+    if cmake is None or nm is None:
+        pytest.skip("needs cmake (extra `dev`) and nm")
+    command = [cmake, f"-DNM={nm}", f"-DOBJECTS={';'.join(map(str, objects))}", "-P", str(CHECK)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_check_of_the_build_finds_them(name: str, tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++") or pytest.skip("no C++ compiler on this machine")
+    source, made = tmp_path / "a.cpp", tmp_path / "a.o"
+    source.write_text(SOURCES[name] + "\n")
+    subprocess.run([compiler, "-O0", "-c", source, "-o", made], check=True)
+    done = checked(made)
+    assert (done.returncode == 0) == (name == "static")
+    assert ("weak symbols; make them static" in " ".join(done.stderr.split())) == (name != "static")
+
+
+def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:
+    assert checked().returncode != 0
+    assert checked(tmp_path / "none.o").returncode != 0
+
+
+def test_the_kernels_that_were_built_have_none() -> None:
+    """Every file of kernels, once for each instruction set."""
+    built = [path for path in (ROOT / "build").glob("*/CMakeFiles") if "sanitize" not in path.parent.name]
+    found = [sorted(folder.glob("headrace_*.dir/csrc/kernels_*.o")) for folder in built]
+    objects = max(found, key=len, default=[])
+    if not objects:
+        pytest.skip("the native core was built elsewhere; `make native` builds it here")
+    kernels, sets = {path.name for path in objects}, {path.parts[-3] for path in objects}
+    assert len(kernels) == len(list((ROOT / "csrc").glob("kernels_*.cpp")))
+    assert len(objects) == len(kernels) * len(sets)
+    done = checked(*objects)
+    assert done.returncode == 0, done.stderr
