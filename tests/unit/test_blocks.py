@@ -131,6 +131,22 @@ def test_released_blocks_stay_findable_until_evicted_deepest_first(blocks: Block
     assert blocks.match(sequence(list(range(13)), 2)) == 8, "the deepest block went first"
 
 
+def test_without_prefix_caching_nothing_stays_and_the_same_blocks_are_taken_again() -> None:
+    blocks = BlockManager(CacheConfig(16, BLOCK, prefix_caching=False))
+    first, sibling = sequence(list(range(9))), sequence(list(range(9)), 1)
+    computed(blocks, first)
+    assert blocks.match(sibling) == 8, "siblings share what one of them holds"
+    held = set(first.tables[0])
+    for seq in (first, sibling):
+        blocks.release(seq)
+    blocks.check([])
+    again = sequence(list(range(9)), 2)
+    assert blocks.match(again) == 0
+    computed(blocks, again)
+    assert set(again.tables[0]) == held, "memory that was never touched is taken instead"
+    blocks.check([again])
+
+
 def test_blocks_given_up_while_scheduling_rest_until_the_next_step(blocks: BlockManager) -> None:
     hog = sequence(list(range(16 * BLOCK)))
     blocks.grow(hog, 0, 16 * BLOCK)

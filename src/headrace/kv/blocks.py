@@ -27,6 +27,7 @@ class BlockManager:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self.groups = groups
+        self._keeps = config.prefix_caching  # what nobody holds any more
         self._refs = [0] * config.num_blocks
         self._hash: list[bytes | None] = [None] * config.num_blocks
         self._filled = [0] * config.num_blocks  # bit g: group g's K/V is in the block
@@ -252,7 +253,10 @@ class BlockManager:
     def _retire(self, block: int) -> None:
         if self._scheduling:
             self._resting[block] = None
-        elif self._hash[block] is None:
+            return
+        if self._hash[block] is not None and not self._keeps:
+            self._withdraw(block)
+        if self._hash[block] is None:
             self._free.appendleft(block)  # taken again first, while it is still in the caches
         else:
             self._lru[block] = None
