@@ -41,7 +41,8 @@ void PageSize::took(bool small, double seconds) {
     small_ = seconds < 0.5 * slow_seconds_ / slow_;
 }
 
-Arena::Arena(size_t block_bytes) : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)) {}
+Arena::Arena(size_t block_bytes, Pages pages)
+    : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)), pages_(pages) {}
 
 Arena::~Arena() {
     for (const Block& block : blocks_) munmap(block.mapping, block.mapped);
@@ -61,24 +62,38 @@ uint8_t* Arena::allocate(size_t bytes) {
     return memory;
 }
 
-void Arena::populate(ThreadPool& pool) {
-    const std::lock_guard<std::mutex> guard(lock_);
-    for (Block& block : blocks_) {
-        const size_t end = round_up(block.used, kHugePage);
-        if (block.populated == end) continue;
-        std::atomic<size_t> next{block.populated};
-        pool.run([&](int) noexcept {
-            for (size_t at; (at = next.fetch_add(kHugePage)) < end;) provide(block.base + at);
-        });
-        block.populated = end;
-    }
+void Arena::provide_all(ThreadPool& pool) {
+    std::vector<std::span<uint8_t>> parts;
+    for (const Block& block : blocks_) parts.emplace_back(block.base, block.used);
+    provide(pool, parts);
 }
 
-void Arena::provide(uint8_t* pages) {
-    const bool small = page_size_.small();
-    if (small) madvise(pages, kHugePage, MADV_NOHUGEPAGE);
+void Arena::provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    std::vector<uint8_t*> pages;
+    for (const std::span<uint8_t> part : parts) {
+        for (Block& block : blocks_) {
+            if (part.data() < block.base || part.data() >= block.base + block.bytes) continue;
+            const size_t first = static_cast<size_t>(part.data() - block.base) / kHugePage;
+            const size_t last = round_up(static_cast<size_t>(part.data() - block.base) + part.size(), kHugePage) / kHugePage;
+            for (size_t page = first; page < last; ++page) {
+                if (!block.provided[page]) pages.push_back(block.base + page * kHugePage);
+                block.provided[page] = true;
+            }
+        }
+    }
+    if (pages.empty()) return;
+    std::atomic<size_t> next{0};
+    pool.run([&](int) noexcept {
+        for (size_t at; (at = next.fetch_add(1)) < pages.size();) provide_page(pages[at]);
+    });
+}
+
+void Arena::provide_page(uint8_t* page) {
+    const bool small = pages_ == Pages::kQuickest && page_size_.small();
+    if (small) madvise(page, kHugePage, MADV_NOHUGEPAGE);
     const double before = thread_seconds();
-    if (madvise(pages, kHugePage, MADV_POPULATE_WRITE) == 0) page_size_.took(small, thread_seconds() - before);
+    if (madvise(page, kHugePage, MADV_POPULATE_WRITE) == 0) page_size_.took(small, thread_seconds() - before);
 }
 
 Arena::Block& Arena::add_block(size_t bytes) {
@@ -87,7 +102,7 @@ Arena::Block& Arena::add_block(size_t bytes) {
     if (mapping == MAP_FAILED) throw std::bad_alloc();
     auto* base = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(mapping), kHugePage));
     madvise(base, bytes, MADV_HUGEPAGE);  // a hint: where huge pages are off, small ones serve
-    blocks_.push_back({base, bytes, 0, mapping, mapped});
+    blocks_.push_back({base, bytes, 0, mapping, mapped, std::vector<bool>(bytes / kHugePage)});
     return blocks_.back();
 }
 

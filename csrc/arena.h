@@ -1,9 +1,10 @@
-// Memory for packed weights: large blocks on 2 MB pages, given back all at once.
+// Memory for packed weights and KV pools: large blocks on 2 MB pages, given back all at once.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "threadpool.h"
@@ -35,8 +36,11 @@ private:
 
 class Arena {
 public:
+    // What is provided comes in pages of 2 MB, or in small ones where those are much quicker to get and a little slower to use.
+    enum class Pages { kQuickest, kLarge };
+
     // Blocks of `block_bytes` (rounded up to 2 MB) are mapped as they are needed; pages cost memory once written.
-    explicit Arena(size_t block_bytes = size_t{256} << 20);
+    explicit Arena(size_t block_bytes = size_t{256} << 20, Pages pages = Pages::kQuickest);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -44,9 +48,10 @@ public:
     // Zeroed, 64-byte aligned, valid as long as the arena. Throws std::bad_alloc.
     uint8_t* allocate(size_t bytes);
 
-    // Has the system provide all that was allocated, before it is written: the threads of the pool each take pages of their
-    // own. (Two that meet in a new page would both clear one.) Throws ForkedError.
-    void populate(ThreadPool& pool);
+    // Has the system provide memory of the arena before it is written: the threads of the pool each take pages of their
+    // own. (Two that meet in a new page would both clear one.) What was provided before costs nothing. Throws ForkedError.
+    void provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts);
+    void provide_all(ThreadPool& pool);  // that was allocated
 
     size_t used() const { return used_; }
 
@@ -57,13 +62,14 @@ private:
         size_t used;
         void* mapping;  // what munmap takes: begins before `base`
         size_t mapped;
-        size_t populated = 0;
+        std::vector<bool> provided;  // by pages of 2 MB
     };
 
     Block& add_block(size_t bytes);
-    void provide(uint8_t* pages);  // 2 MB
+    void provide_page(uint8_t* page);  // 2 MB
 
     const size_t block_bytes_;
+    const Pages pages_;
     std::mutex lock_;
     std::vector<Block> blocks_;
     size_t used_ = 0;

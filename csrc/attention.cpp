@@ -166,6 +166,7 @@ void AttentionStep::begin(const StepFeeds& step) {
     step_ = step;
     feeds_.clear();
     page_table_.clear();
+    blocks_ = 0;
     for (auto& layout : layouts_) layout->built_ = false;
     const int per_block = pool_.pages_per_block();
     for (size_t f = 0; f < step.kv_start.size(); ++f) {
@@ -181,6 +182,7 @@ void AttentionStep::begin(const StepFeeds& step) {
             if (block < 0 || block >= pool_.num_blocks())
                 throw std::out_of_range("a table names a block outside the pool");
             page_table_.push_back(block * per_block + page % per_block);
+            blocks_ = std::max(blocks_, block + 1);
         }
     }
 }

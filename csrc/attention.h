@@ -84,6 +84,8 @@ public:
     // does not reach all rows, or a block outside the pool; std::invalid_argument for masks that are not a tree of 64
     // nodes.
     void begin(const StepFeeds& step);
+    // One more than the highest block that a table of the step names.
+    int blocks() const { return blocks_; }
     // The layout of a view, built at its first call in a step; not from several threads.
     AttentionLayout& layout(const AttentionView& view);
 
@@ -110,6 +112,7 @@ private:
     StepFeeds step_{};
     std::vector<AttentionFeed> feeds_;
     std::vector<int32_t> page_table_;
+    int blocks_ = 0;
     std::vector<std::unique_ptr<AttentionLayout>> layouts_;  // kept from step to step for their memory
 };
 

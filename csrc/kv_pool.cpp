@@ -34,13 +34,24 @@ KVPool::KVPool(KVType type, int layers, int num_blocks, int block_size, int head
       num_blocks_(num_blocks),
       block_size_(block_size),
       layer_bytes_(static_cast<size_t>(shape_.page_offset(int64_t{num_blocks} * (block_size / kPageTokens), 0))),
-      arena_(layer_bytes_ * static_cast<size_t>(layers) + 64 * static_cast<size_t>(layers)) {
+      arena_(layer_bytes_ * static_cast<size_t>(layers) + 64 * static_cast<size_t>(layers), Arena::Pages::kLarge) {
     for (int i = 0; i < layers; ++i) layers_.push_back(arena_.allocate(layer_bytes_));
 }
 
 size_t KVPool::block_bytes(KVType type, int layers, int block_size, int heads, int dim) {
     const KVShape shape = checked(type, layers, 1, block_size, heads, dim);
     return static_cast<size_t>(shape.page_offset(block_size / kPageTokens, 0)) * static_cast<size_t>(layers);
+}
+
+void KVPool::provide(ThreadPool& pool, int blocks) {
+    if (blocks <= provided_) return;
+    const size_t size = layer_bytes_ / static_cast<size_t>(num_blocks_);
+    std::vector<std::span<uint8_t>> parts;
+    for (uint8_t* base : layers_) {
+        parts.emplace_back(base + static_cast<size_t>(provided_) * size, static_cast<size_t>(blocks - provided_) * size);
+    }
+    arena_.provide(pool, parts);
+    provided_ = blocks;
 }
 
 void KVPool::check(Pairs pairs, int limit, const char* what) const {

@@ -19,7 +19,7 @@ KVType parse_kv_type(std::string_view name);
 
 class KVPool {
 public:
-    // Zeroed; memory is taken as blocks are first written. Throws std::invalid_argument for sizes that cannot be:
+    // Zeroed; memory is taken as blocks are first provided or written. Throws std::invalid_argument for sizes that cannot be:
     // block_size must be a multiple of 16, and a head of kInt8 at most 512 wide (its integer sums).
     KVPool(KVType type, int layers, int num_blocks, int block_size, int heads, int dim);
 
@@ -31,6 +31,9 @@ public:
     size_t bytes() const { return layer_bytes_ * layers_.size(); }
     // What one block takes in all layers.
     static size_t block_bytes(KVType type, int layers, int block_size, int heads, int dim);
+
+    // Has the system provide the memory of the first `blocks` blocks, page by page, each by one thread. Throws ForkedError.
+    void provide(ThreadPool& pool, int blocks);
 
     uint8_t* layer(int layer) const { return layers_[static_cast<size_t>(layer)]; }
 
@@ -53,6 +56,7 @@ private:
     const size_t layer_bytes_;
     Arena arena_;
     std::vector<uint8_t*> layers_;
+    int provided_ = 0;  // blocks
 };
 
 }  // namespace headrace

@@ -26,7 +26,7 @@ const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int
 // Memory to be written at once.
 uint8_t* provided(size_t bytes, Arena& arena, ThreadPool& pool) {
     uint8_t* memory = arena.allocate(bytes);
-    arena.populate(pool);
+    arena.provide_all(pool);
     return memory;
 }
 

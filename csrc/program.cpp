@@ -104,6 +104,7 @@ void Program::check(const Step& step) const {
 void Program::prepare(Step& step) {
     check(step);
     attention_.begin(step.feeds());
+    kv_->provide(*pool_, attention_.blocks());
     for (int i = step.first_layer; i < (step.last_layer < 0 ? layers() : step.last_layer); ++i) {
         each<AttentionPhase>(layers_[static_cast<size_t>(i)], [&](const AttentionPhase& work) { attention_.layout(work.view); });
     }

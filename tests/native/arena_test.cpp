@@ -1,9 +1,13 @@
-// The memory of packed weights, as a program: which pages are asked for, and that providing them changes nothing written.
+// The memory of packed weights and KV pools, as a program: which pages are asked for, and that providing them changes nothing
+// written.
 #include "arena.h"
+
+#include <sys/mman.h>
 
 #include <algorithm>
 
 #include "check.h"
+#include "kv_pool.h"
 
 using namespace headrace;
 using namespace headrace::test;
@@ -45,7 +49,7 @@ void populated(int threads) {
     for (int i = 0; i < 12; ++i) {
         const size_t bytes = static_cast<size_t>(1 + below(rng, i % 4 == 3 ? 5 << 20 : 3 << 19));
         uint8_t* memory = arena.allocate(bytes);
-        arena.populate(pool);
+        arena.provide_all(pool);
         require(std::all_of(memory, memory + bytes, [](uint8_t x) { return x == 0; }), "new memory is not zero");
         std::fill(memory, memory + bytes, static_cast<uint8_t>(i + 1));
         parts.emplace_back(memory, bytes);
@@ -56,11 +60,67 @@ void populated(int threads) {
     }
 }
 
+constexpr size_t kHugePage = size_t{2} << 20, kSmallPage = 4096;
+
+bool resident(const uint8_t* at) {
+    unsigned char flag = 0;
+    auto* page = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(at) / kSmallPage * kSmallPage);
+    require(mincore(page, kSmallPage, &flag) == 0, "mincore");
+    return flag & 1;
+}
+
+bool can_provide() {
+    void* page = mmap(nullptr, kSmallPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const bool can = madvise(page, kSmallPage, 23) == 0;  // MADV_POPULATE_WRITE, since Linux 5.14
+    munmap(page, kSmallPage);
+    return can;
+}
+
+// Only the pages of what was asked for come, and all of them.
+void provided_in_part(int threads) {
+    ThreadPool pool(threads);
+    Arena arena(8 * kHugePage);
+    uint8_t* memory = arena.allocate(8 * kHugePage);
+    const std::span<uint8_t> parts[] = {{memory + kHugePage + 5, 10}, {memory + 4 * kHugePage - 1, 2}};
+    for (int time = 0; time < 2; ++time) {
+        arena.provide(pool, parts);
+        for (size_t page = 0; page < 8; ++page) {
+            const bool wanted = page == 1 || page == 3 || page == 4;
+            for (const size_t at : {page * kHugePage, (page + 1) * kHugePage - 1}) {
+                require(resident(memory + at) == wanted, wanted ? "a page is missing" : "a page that nobody asked for");
+            }
+        }
+    }
+}
+
+// The first blocks of every layer, and what they hold is kept when more are asked for.
+void blocks_provided(int threads) {
+    constexpr int kLayers = 3, kBlocks = 4096;
+    ThreadPool pool(threads);
+    KVPool kv(KVType::kBf16, kLayers, kBlocks, 16, 2, 64);
+    const size_t block = KVPool::block_bytes(KVType::kBf16, kLayers, 16, 2, 64) / kLayers;
+    for (const int blocks : {1, 1000, 10, 2500}) {
+        kv.provide(pool, blocks);
+        for (int layer = 0; layer < kLayers; ++layer) {
+            uint8_t* base = kv.layer(layer);
+            require(resident(base) && resident(base + static_cast<size_t>(blocks) * block - 1), "a block's page is missing");
+            require(!resident(base + static_cast<size_t>(kBlocks - 512) * block), "pages of blocks that nobody uses");
+            require(base[0] == (blocks == 1 ? 0 : layer + 1), "a block was changed");
+            base[0] = static_cast<uint8_t>(layer + 1);
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
     page_sizes();
-    for (const int threads : {1, 3}) populated(threads);
+    for (const int threads : {1, 3}) {
+        populated(threads);
+        if (!can_provide()) continue;
+        provided_in_part(threads);
+        blocks_provided(threads);
+    }
     std::puts("arena: ok");
     return 0;
 }
