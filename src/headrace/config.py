@@ -108,7 +108,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged pool: number of blocks, tokens a block, whether prefixes are shared between requests and kept for later ones."""
+    """The paged pool: number of blocks, tokens a block, whether prefixes are shared and kept for later requests."""
 
     num_blocks: int
     block_size: int = 16
