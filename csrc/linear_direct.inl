@@ -46,7 +46,8 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t a
 #pragma GCC unroll 8
                 for (int i = 0; i < together; ++i) {
                     const A8Block& row = x[first + i][tile];
-                    dots[i] = layout.has_min() ? set_i32(0) : start_dot<group>(row, half, s, log2_of(layout.zero));
+                    dots[i] = layout.has_min() ? set_i32(0)
+                                               : shift_left(set_i32(negative_sum<group>(row, half, s)), log2_of(layout.zero));
                 }
 #pragma GCC unroll 8
                 for (int j = s * 8 / sub; j < (s + 1) * 8 / sub; ++j) {

@@ -29,25 +29,29 @@ static void finish_store(const LinearTask& task, int block, int blocks, int row,
     }
 }
 
-// 32 outputs of one row, columns [32 * unit, 32 * unit + 32) of the next layer's input. The last unit also writes the
+// 32 outputs of `rows` rows, columns [32 * unit, 32 * unit + 32) of the next layer's input. The last unit also writes the
 // zeros up to a multiple of 64.
-HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int n, const float* value) {
+HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int rows, int n, const float (*value)[32]) {
     const int columns = n - 32 * unit < 32 ? n - 32 * unit : 32;
     const bool pad = unit % 2 == 0 && columns + 32 * unit == n;
     if (epilogue.a8.blocks) {
         A8Block* block = epilogue.a8.blocks + (int64_t)row * epilogue.a8.tiles + unit / 2;
-        quantize_group(value, block, unit % 2);
+        GroupScale scale[kDirectRows];
+        for (int m = 0; m < rows; ++m) scale[m] = group_scale(value[m]);
+        for (int m = 0; m < rows; ++m) {
+            put_group(value[m], scale[m], block + (int64_t)m * epilogue.a8.tiles, unit % 2);
+        }
         const float zeros[32] = {};
-        if (pad) quantize_group(zeros, block, 1);
+        for (int m = 0; pad && m < rows; ++m) quantize_group(zeros, block + (int64_t)m * epilogue.a8.tiles, 1);
     }
-    if (epilogue.bf16.x) {
-        uint16_t* to = epilogue.bf16.x + (int64_t)row * epilogue.bf16.kp + 32 * unit;
-        for (int i = 0; i < 32; i += kLanes) store_bf16(to + i, load_f32(value + i));
+    for (int m = 0; epilogue.bf16.x && m < rows; ++m) {
+        uint16_t* to = epilogue.bf16.x + (int64_t)(row + m) * epilogue.bf16.kp + 32 * unit;
+        for (int i = 0; i < 32; i += kLanes) store_bf16(to + i, load_f32(value[m] + i));
         for (int i = 32; pad && i < 64; i += kLanes) store_bf16(to + i, set_f32(0.0f));
     }
-    if (epilogue.out) {
-        float* to = epilogue.out + (int64_t)row * epilogue.stride + 32 * unit;
-        for (int i = 0; i < columns; ++i) to[i] = value[i];
+    for (int m = 0; epilogue.out && m < rows; ++m) {
+        float* to = epilogue.out + (int64_t)(row + m) * epilogue.stride + 32 * unit;
+        for (int i = 0; i < columns; ++i) to[i] = value[m][i];
     }
 }
 
@@ -67,7 +71,7 @@ static void finish_gated(const LinearTask& task, int unit, int blocks, int row, 
             }
         }
     }
-    for (int m = 0; m < rows; ++m) put_gated(task.epilogue, unit, row + m, task.weight->n, value[m]);
+    put_gated(task.epilogue, unit, row, rows, task.weight->n, value);
 }
 
 static void finish_logits(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y) {

@@ -74,7 +74,8 @@ HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shif
         I32v dots[rows][2];
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m) {
-            dots[m][0] = dots[m][1] = has_min ? set_i32(0) : start_dot<group>(*x[m], half, s, zero_shift);
+            // Shifted before it is copied to all lanes: a vector's shift takes a port that the products want.
+            dots[m][0] = dots[m][1] = set_i32(has_min ? 0 : negative_sum<group>(*x[m], half, s) << zero_shift);
         }
 #pragma GCC unroll 8
         for (int j = s * 8 / sub; j < (s + 1) * 8 / sub; ++j) {

@@ -74,10 +74,10 @@ HEADRACE_INLINE F32v add_group(F32v acc, I32v dot, F32v scale, F32v min, const A
     return acc;
 }
 
-// Where the integer sums of group s start: minus the zero point times the sum of x.
+// Minus the sum of x over group s: the integer sums of the group start at this times the zero point.
 template <int group>
-HEADRACE_INLINE I32v start_dot(const A8Block& x, int half, int s, int zero_shift) {
-    return shift_left(set_i32(group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s]), zero_shift);
+HEADRACE_INLINE int32_t negative_sum(const A8Block& x, int half, int s) {
+    return group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s];
 }
 
 static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }
