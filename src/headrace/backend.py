@@ -86,16 +86,16 @@ def start(
     if settings.draft_vocab is not None and (settings.draft_vocab < 0 or draft is None):
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
     if settings.backend != "torch":
-        problem = _why_not(settings, opened)
+        problem, level = _why_not(settings, opened), logging.INFO  # what was asked for is no surprise
         if not problem:
             try:
                 return _native(opened, settings, draft, amateur, part, heads)
             except RecordError as error:
-                problem = str(error)
+                problem, level = str(error), logging.WARNING
         if settings.backend == "native":
             raise ValueError(f"the native back end cannot run this: {problem}; use backend='auto'")
         if settings.device.type == "cpu":
-            log.info("running in torch: %s", problem)
+            log.log(level, "running in torch: %s", problem)
     return _torch(opened, settings, draft, amateur, part, heads)
 
 
