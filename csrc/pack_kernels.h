@@ -6,23 +6,8 @@
 namespace headrace {
 
 // What a row of the source holds: GGUF blocks, or plain floats (optionally quantised on the way).
-enum class SourceKind : int32_t {
-    kQ4_0,
-    kQ4_1,
-    kQ5_0,
-    kQ5_1,
-    kQ8_0,
-    kQ2K,
-    kQ3K,
-    kQ4K,
-    kQ5K,
-    kQ6K,
-    kIq4Nl,
-    kIq4Xs,
-    kBf16,
-    kF16,
-    kF32
-};
+// The blocks are numbered as in PackedKind, which has all but kF16 and kF32.
+enum class SourceKind : int32_t { kBf16 = static_cast<int32_t>(PackedKind::kBf16), kF16, kF32 };
 
 struct PackSource {
     const uint8_t* rows;

@@ -8,9 +8,9 @@ from typing import Any
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
 from headrace.bench.engines import ENGINES, WORKERS, Engine, Say
-from headrace.bench.machine import commit, cores, machine
+from headrace.bench.machine import cores
 from headrace.bench.pairs import ratio
-from headrace.bench.peers import kv_bytes
+from headrace.bench.peers import heading, kv_bytes
 from headrace.bench.rounds import Party, measure
 from headrace.bench.worker import Worker
 from headrace.loading import open_model
@@ -45,7 +45,7 @@ def compare(
     }
     if beside:
         commands[PEER] = (peer().command, {"beams": beams}, {})
-    result: dict[str, Any] = {"model": opened.path.name, "machine": machine(), "commit": commit(), "rounds": rounds, **task}
+    result = {**heading(opened, rounds), **task}
     with ExitStack() as stack:
         parties = []
         for name, (command, setting, env) in commands.items():

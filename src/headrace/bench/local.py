@@ -8,8 +8,8 @@ from typing import Any
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import CELLS, Cell
 from headrace.bench.engines import Say
-from headrace.bench.machine import commit, cores, machine
-from headrace.bench.peers import fitting, kv_bytes, line_up
+from headrace.bench.machine import cores
+from headrace.bench.peers import fitting, heading, kv_bytes, line_up
 from headrace.bench.rounds import measure
 from headrace.loading import open_model
 
@@ -54,7 +54,7 @@ def measure_local(
     opened.source.close()
     cells = fitting(cells, opened.config, say)
     task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
-    result: dict[str, Any] = {"model": opened.path.name, "machine": machine(), "commit": commit(), "rounds": rounds, **task}
+    result = {**heading(opened, rounds), **task}
     with ExitStack() as stack:
         lineup = line_up(stack, opened.path, [], setting or {}, task, say)
         (party,), (about,) = lineup.parties, lineup.about.values()

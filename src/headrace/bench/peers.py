@@ -14,7 +14,7 @@ from headrace.bench.machine import commit, cores, machine
 from headrace.bench.rounds import Party, judge, measure
 from headrace.bench.worker import Worker
 from headrace.config import ModelConfig
-from headrace.loading import open_model
+from headrace.loading import Opened, open_model
 from headrace.weights.store import home
 
 OURS = "headrace"
@@ -54,7 +54,7 @@ def compare(
         raise ValueError(f"{model} is no GGUF file, and the other engines need one; name a model in GGUF")
     cells = fitting(cells, opened.config, say)
     task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
-    result: dict[str, Any] = {"model": opened.path.name, "machine": machine(), "commit": commit(), "rounds": rounds, **task}
+    result = {**heading(opened, rounds), **task}
     with ExitStack() as stack:
         lineup = line_up(stack, opened.path, engines, setting or {}, task, say)
         result |= {"engines": lineup.about, "left_out": lineup.left_out, "cells": {}}
@@ -65,6 +65,11 @@ def compare(
             result["cells"][cell.name] = judge(ours, others, cell, around)
             done(result)
     return result
+
+
+def heading(opened: Opened, rounds: int) -> dict[str, Any]:
+    """How the JSON of a measurement begins."""
+    return {"model": opened.path.name, "machine": machine(), "commit": commit(), "rounds": rounds}
 
 
 def line_up(

@@ -3,24 +3,19 @@
 Setting: device properties, as {"INFERENCE_PRECISION_HINT": "f32"}; none is the default precision.
 """
 
+import runpy
 import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import openvino
 import openvino_genai as genai
 
+Pipeline: Any = runpy.run_path(str(Path(__file__).with_name("openvino_pipeline.py")))["Pipeline"]
 
-class Worker:
+
+class Worker(Pipeline):
     def __init__(self, model: str, threads: int, setting: dict[str, Any], kv_bytes: float) -> None:
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = -(-int(kv_bytes) >> 30) + 1  # GB
-        scheduler.max_num_batched_tokens = 4096  # a prompt in one piece
-        scheduler.enable_prefix_caching = False
-        properties = {"INFERENCE_NUM_THREADS": threads, **setting}
-        self.pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
-        self.requests = 0
-        self.about = f"OpenVINO GenAI {genai.__version__}"
+        super().__init__(model, threads, kv_bytes, **setting)
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[int]]:
         config = genai.GenerationConfig()
@@ -36,10 +31,6 @@ class Worker:
         while self.pipeline.has_non_finished_requests():  # none, unless a sequence stopped early
             self.pipeline.step()
         return prefilled - start, decoded - prefilled, first
-
-    def add(self, prompt: list[int], config: Any) -> Any:
-        self.requests += 1
-        return self.pipeline.add_request(self.requests, openvino.Tensor(np.array([prompt], np.int64)), config)
 
     def advance(self, handles: list[Any], tokens: int) -> list[int]:
         """Step until every request has so many tokens more; the first of them."""

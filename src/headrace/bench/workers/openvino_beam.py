@@ -3,26 +3,21 @@
 Setting: {"beams": 4}, and device properties.
 """
 
+import runpy
 import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import openvino
 import openvino_genai as genai
 
+Pipeline: Any = runpy.run_path(str(Path(__file__).with_name("openvino_pipeline.py")))["Pipeline"]
 
-class Worker:
+
+class Worker(Pipeline):
     def __init__(self, model: str, threads: int, setting: dict[str, Any], kv_bytes: float) -> None:
         options = dict(setting)
         self.beams = options.pop("beams")
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = -(-int(kv_bytes) >> 30) + 1  # GB
-        scheduler.max_num_batched_tokens = 4096  # a prompt in one piece
-        scheduler.enable_prefix_caching = False
-        properties = {"INFERENCE_NUM_THREADS": threads, **options}
-        self.pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
-        self.requests = 0
-        self.about = f"OpenVINO GenAI {genai.__version__}"
+        super().__init__(model, threads, kv_bytes, **options)
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[int]]:
         config = genai.GenerationConfig()
@@ -39,7 +34,3 @@ class Worker:
         if any(len(ids) != new_tokens for ids in outputs):
             raise RuntimeError(f"{new_tokens} tokens were asked for, {[len(ids) for ids in outputs]} came")
         return 0.0, seconds, [ids[0] for ids in outputs]
-
-    def add(self, prompt: list[int], config: Any) -> Any:
-        self.requests += 1
-        return self.pipeline.add_request(self.requests, openvino.Tensor(np.array([prompt], np.int64)), config)

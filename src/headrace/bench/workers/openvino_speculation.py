@@ -3,28 +3,23 @@
 Setting: {"draft": a GGUF file} or {"draft": ""} for prompt lookup. Options of a question: fields of its GenerationConfig.
 """
 
+import runpy
 import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import openvino
 import openvino_genai as genai
 
+Pipeline: Any = runpy.run_path(str(Path(__file__).with_name("openvino_pipeline.py")))["Pipeline"]
 
-class Worker:
+
+class Worker(Pipeline):
     def __init__(self, model: str, threads: int, setting: dict[str, Any], kv_bytes: float) -> None:
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = -(-int(kv_bytes) >> 30) + 1  # GB
-        scheduler.max_num_batched_tokens = 4096  # a prompt in one piece
-        scheduler.enable_prefix_caching = False
-        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
         if setting["draft"]:
-            properties["draft_model"] = genai.draft_model(setting["draft"], "CPU", INFERENCE_NUM_THREADS=threads)
+            helper = {"draft_model": genai.draft_model(setting["draft"], "CPU", INFERENCE_NUM_THREADS=threads)}
         else:
-            properties["prompt_lookup"] = True
-        self.pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
-        self.requests = 0
-        self.about = f"OpenVINO GenAI {genai.__version__}"
+            helper = {"prompt_lookup": True}
+        super().__init__(model, threads, kv_bytes, **helper)
 
     def run(self, prompts: list[list[int]], new_tokens: int, **options: Any) -> tuple[float, float, list[int], int]:
         config = genai.GenerationConfig()
@@ -43,10 +38,6 @@ class Worker:
             self.step(handles, made)
         seconds = time.perf_counter() - prefilled
         return prefilled - start, seconds, [ids[0] for ids in made], sum(map(len, made)) - before
-
-    def add(self, prompt: list[int], config: Any) -> Any:
-        self.requests += 1
-        return self.pipeline.add_request(self.requests, openvino.Tensor(np.array([prompt], np.int64)), config)
 
     def step(self, handles: list[Any], made: list[list[int]]) -> None:
         self.pipeline.step()
