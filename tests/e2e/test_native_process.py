@@ -80,7 +80,8 @@ def test_two_engines_work_at_once(llm: LLM, tiny_gguf: Path) -> None:
 
 def test_python_goes_on_while_a_step_computes() -> None:
     """Threads that may not be interrupted for an hour: another one gets its turn only where a step gives up Python's lock."""
-    feeder = Feeder(native_runner(native_model("llama")), [[1, 2, 3]])
+    runner, step = native_runner(native_model("llama")), core().Step()
+    step.feed(Feeder(runner, [[1, 2, 3]]).sequences[0], 0, 3, 1)
     gate, ran, before = threading.Lock(), [], sys.getswitchinterval()
 
     def other() -> None:
@@ -89,21 +90,21 @@ def test_python_goes_on_while_a_step_computes() -> None:
 
     gate.acquire()
     worker = threading.Thread(target=other)
-    worker.start()
     try:
         sys.setswitchinterval(3600)
+        worker.start()  # comes back when the thread waits at the gate
         gate.release()
         for _ in range(1000):
             sum(range(1000))
         assert not ran, "the control: Python alone gives up nothing"
-        for _ in range(100_000):
+        for _ in range(10_000):
             if ran:
                 break
-            feeder.whole()
+            runner.program.run(step)
+        assert ran
     finally:
         sys.setswitchinterval(before)
-    worker.join()
-    assert ran
+        worker.join()
 
 
 def test_a_forked_child_says_what_to_do(llm: LLM) -> None:
