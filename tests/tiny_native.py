@@ -80,6 +80,7 @@ def native_engine(
     block_size: int = 4,
     seqs: int = 16,
     quantize: str = "",
+    kv_dtype: str = "auto",
     speculation: Speculation | None = None,
     **cache: bool,
 ) -> Engine:
@@ -87,13 +88,15 @@ def native_engine(
     blocks = -(-blocks * block_size // BLOCK)
     scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
     config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK, **cache))
-    runner = native_runner(model, blocks=blocks, quantize=quantize)
+    runner = native_runner(model, blocks=blocks, quantize=quantize, kv_dtype=kv_dtype)
     return Engine(InProcess(runner), config, vocab_size=model.config.vocab_size, speculation=speculation)
 
 
-def native_alone(model: Model, prompt: list[int], params: SamplingParams, child: int = 0, quantize: str = "") -> list[int]:
+def native_alone(
+    model: Model, prompt: list[int], params: SamplingParams, child: int = 0, quantize: str = "", kv_dtype: str = "auto"
+) -> list[int]:
     """Like tests.tiny.run_alone, on the native core."""
-    engine = native_engine(model, budget=256, prefix_caching=False, quantize=quantize)
+    engine = native_engine(model, budget=256, prefix_caching=False, quantize=quantize, kv_dtype=kv_dtype)
     request = engine.add(prompt, params.replace(n=1))
     request.seqs[0].index = child
     finish(engine)

@@ -83,14 +83,14 @@ def test_random_loads_equal_single_runs(seed: int) -> None:
     """Arrivals, shared prefixes, n, small budgets and small pools, all at once; the books balance after every step."""
     rng = random.Random(seed)
     model = native_model("llama")
-    quantize = rng.choice(["", "int8"])
+    forms = {"quantize": rng.choice(["", "int8"]), "kv_dtype": rng.choice(["auto", "int8"])}
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.choice([16, 40]))] for _ in range(2)]
     jobs = []
     for _ in range(10):
         prompt = rng.choice([*prefixes, []]) + [rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, 20]))]
         n, length = rng.choice([1, 1, 2, 3]), rng.choice([1, 8, 20])
         jobs.append((rng.randrange(12), prompt, SamplingParams(n=n, max_tokens=length, seed=rng.randrange(9), top_p=0.9)))
-    engine = native_engine(model, budget=rng.choice([4, 16, 64]), blocks=rng.choice([60, 80]), seqs=4, quantize=quantize)
+    engine = native_engine(model, budget=rng.choice([4, 16, 64]), blocks=rng.choice([60, 80]), seqs=4, **forms)
     requests = {}
     for step in range(2000):
         for number, (arrives, prompt, params) in enumerate(jobs):
@@ -103,6 +103,6 @@ def test_random_loads_equal_single_runs(seed: int) -> None:
             break
     equalities.tiny_engine(model)  # the fixture asks for one
     for number, (_, prompt, params) in enumerate(jobs):
-        single = [native_alone(model, prompt, params, child, quantize) for child in range(params.n)]
+        single = [native_alone(model, prompt, params, child, **forms) for child in range(params.n)]
         assert tokens_of(requests[number]) == single, f"seed {seed} job {number}"
     assert isinstance(engine.executor.runner, NativeRunner)  # type: ignore[attr-defined]
