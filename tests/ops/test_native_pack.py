@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from headrace import native
+from headrace.weights.kinds import KINDS
 from tests.native_blocks import FLOAT_KINDS, INTEGER_KINDS, columns, dense, float_rows, random_rows, round_bf16
 
 if not native.available():
@@ -26,6 +27,10 @@ def arena():
 
 def bits(values: np.ndarray) -> np.ndarray:
     return values.view(np.uint32)
+
+
+def test_every_kind_the_loader_knows_is_tested_here() -> None:
+    assert {*INTEGER_KINDS, *FLOAT_KINDS} == set(KINDS)
 
 
 @pytest.mark.parametrize("isa", ISAS)
