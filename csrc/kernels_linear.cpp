@@ -62,6 +62,12 @@ HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int ro
     }
 }
 
+// Fetches what the products will be added to, which another core may have written.
+HEADRACE_INLINE void fetch_sums(const LinearTask& task, int block, int row, int rows) {
+    const float* out = task.epilogue.out + row * task.epilogue.stride + block * 16;
+    for (int m = 0; m < rows; ++m) prefetch(out + m * task.epilogue.stride);
+}
+
 static void run_direct(const LinearTask& task, int unit, int row0, int row1, int most) {
     const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks;
     for (int row = row0, rows; row < row1; row += rows) {
@@ -69,6 +75,7 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
         alignas(64) Sums y;
         float* up = y + blocks * rows * 16;
         const bool again = row > row0, gated = task.epilogue.kind == EpilogueKind::kGated;
+        if (task.epilogue.kind == EpilogueKind::kAdd) fetch_sums(task, first, row, rows);
         // Gate and up in the order in which they lie in memory; bfloat16 takes two blocks at a time.
         const int step = gated && task.weight->kind != PackedKind::kBf16 ? 1 : blocks;
         for (int b = 0; b < blocks; b += step) {
