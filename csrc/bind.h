@@ -7,6 +7,7 @@ namespace headrace {
 
 void bind_attention(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
+void bind_pack(nanobind::module_& m);
 void bind_program(nanobind::module_& m);
 void bind_sample(nanobind::module_& m);
 

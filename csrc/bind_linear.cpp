@@ -1,25 +1,21 @@
-// Packing, linear layers and quantised activations in Python: what the loader uses, and entry points for tests.
+// Linear layers and quantised activations in Python: entry points for tests and measurements.
 #include "bind_linear.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bind.h"
-#include "cpu.h"
-#include "linear.h"
-#include "pack.h"
+#include "bind_arrays.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,27 +23,7 @@ using namespace nb::literals;
 namespace headrace {
 namespace {
 
-using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
-using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Array = nb::ndarray<nb::numpy, T>;
-
-void require(bool ok, const std::string& message) {
-    if (!ok) throw nb::value_error(message.c_str());
-}
-
-const Kernels& kernels_named(const std::string& isa) { return isa.empty() ? kernels() : kernels_for(parse_isa(isa)); }
-
-template <class T>
-std::pair<T*, Array<T>> new_array(std::initializer_list<size_t> shape) {
-    size_t count = 1;
-    for (const size_t n : shape) count *= n;
-    T* data = new T[count]();
-    const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return {data, Array<T>(data, shape, owner)};
-}
+using Linear = BoundLinear;
 
 // 64-byte aligned memory for the length of a call.
 class Buffer {
@@ -60,72 +36,6 @@ public:
 private:
     void* memory_;
 };
-
-using Tensor = BoundTensor;
-using Linear = BoundLinear;
-
-PackRequest request_of(const Bytes& rows, const std::string& kind, int n, int k,
-                       const std::optional<Indices>& permutation, const std::string& quantize,
-                       const std::optional<FloatVector>& bias) {
-    const SourceKind source = parse_source_kind(kind);
-    require(n > 0 && k > 0, "n and k must be positive");
-    require(rows.stride(1) == 1 || rows.shape(1) == 1, "the bytes of a row must lie side by side");
-    require(static_cast<int64_t>(rows.shape(1)) == source_row_bytes(source, k),
-            "a row of " + std::to_string(k) + " columns of " + kind + " has " +
-                std::to_string(source_row_bytes(source, k)) + " bytes, not " + std::to_string(rows.shape(1)));
-    require(permutation ? permutation->shape(0) == size_t(n) : rows.shape(0) == size_t(n),
-            permutation ? "permutation must have n entries" : "rows must hold n rows");
-    if (permutation) {
-        for (int i = 0; i < n; ++i) {
-            const int32_t row = permutation->data()[i];
-            require(row >= 0 && row < int64_t(rows.shape(0)), "permutation names a row that is not there");
-        }
-    }
-    require(!bias || bias->shape(0) == size_t(n), "bias must have n entries");
-    return {{rows.data(), rows.stride(0), source, permutation ? permutation->data() : nullptr},
-            packed_kind(source, quantize),
-            n,
-            k,
-            bias ? bias->data() : nullptr};
-}
-
-Tensor py_pack(const Bytes& rows, const std::string& kind, int n, int k, std::shared_ptr<Arena> arena, ThreadPool& pool,
-               const std::optional<Indices>& permutation, const std::string& quantize,
-               const std::optional<FloatVector>& bias, const std::string& isa) {
-    const PackRequest request = request_of(rows, kind, n, k, permutation, quantize, bias);
-    const Kernels& table = kernels_named(isa);
-    const nb::gil_scoped_release unlocked;
-    return {pack_tensor(request, table, *arena, pool), std::move(arena)};
-}
-
-std::pair<Tensor, Tensor> py_pack_pair(const Bytes& gate, const std::string& gate_kind, const Bytes& up,
-                                       const std::string& up_kind, int n, int k, std::shared_ptr<Arena> arena,
-                                       ThreadPool& pool, const std::string& quantize, const std::string& isa) {
-    const PackRequest first = request_of(gate, gate_kind, n, k, {}, quantize, {});
-    const PackRequest second = request_of(up, up_kind, n, k, {}, quantize, {});
-    const Kernels& table = kernels_named(isa);
-    const nb::gil_scoped_release unlocked;
-    const auto [a, b] = pack_pair(first, second, table, *arena, pool);
-    return {{a, arena}, {b, arena}};
-}
-
-Array<float> unpack(const Tensor& tensor, const std::optional<Indices>& rows, const std::string& isa) {
-    const Kernels& table = kernels_named(isa);
-    const size_t count = rows ? rows->shape(0) : tensor.packed.n, k = tensor.packed.k;
-    for (size_t i = 0; rows && i < count; ++i) {
-        require(rows->data()[i] >= 0 && rows->data()[i] < tensor.packed.n, "no such row");
-    }
-    auto [data, array] = new_array<float>({count, k});
-    const nb::gil_scoped_release unlocked;
-    for (size_t i = 0; i < count; ++i) table.pack->unpack(tensor.packed, rows ? rows->data()[i] : int(i), data + i * k);
-    return array;
-}
-
-Linear make_linear(std::vector<Tensor> tensors, bool gated, int segment_unit) {
-    std::vector<PackedTensor> parts;
-    for (const Tensor& tensor : tensors) parts.push_back(tensor.packed);
-    return {PackedLinear(std::move(parts), gated, segment_unit), std::move(tensors)};
-}
 
 Activation parse_activation(const std::string& name) {
     require(name == "silu" || name == "gelu_tanh", "activation must be silu or gelu_tanh, not " + name);
@@ -343,101 +253,11 @@ std::vector<double> time_linears(const std::vector<const Linear*>& linears, cons
     return seconds;
 }
 
-// Bytes per second that the pool's threads read from `mebibytes` of memory, each its share; one figure per repeat.
-std::vector<double> read_bandwidth(ThreadPool& pool, int mebibytes, int repeats) {
-    require(mebibytes >= pool.size() && repeats > 0, "at least one MiB a thread and one repeat");
-    const nb::gil_scoped_release unlocked;
-    Arena arena(size_t(mebibytes) << 20);
-    const int64_t share = (int64_t(mebibytes) << 20) / pool.size() / 1024 * 1024;
-    uint8_t* memory = arena.allocate(share * pool.size());
-    pool.run([&](int thread) { std::memset(memory + thread * share, 1, share); });
-    std::atomic<int> sink{0};
-    std::vector<double> rates;
-    for (int i = 0; i < repeats; ++i) {
-        const auto start = std::chrono::steady_clock::now();
-        pool.run([&](int thread) { sink += kernels().pack->read(memory + thread * share, share); });
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        rates.push_back(double(share) * pool.size() / seconds);
-    }
-    return rates;
-}
-
-nb::dict cpu_info() {
-    nb::dict info;
-    nb::list isas;
-    for (const Isa isa : supported_isas()) isas.append(std::string(isa_name(isa)));
-    info["isas"] = isas;
-    info["isa"] = std::string(isa_name(kernels().isa));
-    info["cpus"] = allowed_cpus().size();
-    info["quota"] = cgroup_cpus();
-    info["threads"] = default_threads();
-    return info;
-}
-
-// Milliseconds of work that crosses `barriers` barriers on every thread; the count each thread reached. For tests.
-std::vector<int> pool_barriers(ThreadPool& pool, int barriers) {
-    const nb::gil_scoped_release unlocked;
-    std::vector<std::atomic<int>> reached(pool.size());
-    std::vector<int> wrong(pool.size());
-    pool.run([&](int thread) {
-        for (int i = 1; i <= barriers; ++i) {
-            reached[thread].store(i, std::memory_order_relaxed);
-            pool.barrier(thread);
-            for (const auto& other : reached) wrong[thread] += other.load(std::memory_order_relaxed) != i;
-            pool.barrier(thread);
-        }
-    });
-    return wrong;
-}
-
 }  // namespace
 
 void bind_linear(nb::module_& m) {
-    nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
-    m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads.");
-    m.def("cgroup_cpus", &cgroup_cpus, "membership"_a = "/proc/self/cgroup", "root"_a = "/sys/fs/cgroup");
-    m.def("default_threads", &default_threads, "quota"_a, "What a pool of 0 threads has, where the quota is so many CPUs.");
-    nb::class_<ThreadPool>(m, "ThreadPool")
-        .def(
-            "__init__",
-            [](ThreadPool* self, int threads, bool pin) {
-                new (self) ThreadPool(threads ? threads : default_threads(), pin);
-            },
-            "threads"_a = 0, "pin"_a = false)
-        .def_prop_ro("size", &ThreadPool::size)
-        .def("set_spin", &ThreadPool::set_spin, "microseconds"_a)
-        .def("test_barriers", &pool_barriers, "barriers"_a, "Per thread, how often it saw another on the wrong side.");
-    nb::class_<Arena>(m, "Arena")
-        .def(nb::init<size_t>(), "block_bytes"_a = size_t{256} << 20)
-        .def_prop_ro("used", &Arena::used);
-    nb::class_<Tensor>(m, "PackedTensor")
-        .def_prop_ro("kind", [](const Tensor& t) { return std::string(packed_kind_name(t.packed.kind)); })
-        .def_prop_ro("n", [](const Tensor& t) { return t.packed.n; })
-        .def_prop_ro("k", [](const Tensor& t) { return t.packed.k; })
-        .def_prop_ro("nbytes",
-                     [](const Tensor& t) { return row_block_bytes(t.packed.kind, t.packed.k) * t.packed.row_blocks(); })
-        .def("unpack", &unpack, "rows"_a = nb::none(), "isa"_a = "");
-    nb::class_<Linear>(m, "PackedLinear")
-        .def(
-            "__init__",
-            [](Linear* self, std::vector<Tensor> tensors, bool gated, int segment_unit) {
-                new (self) Linear(make_linear(std::move(tensors), gated, segment_unit));
-            },
-            "tensors"_a, "gated"_a = false, "segment_unit"_a = 0)
-        .def_prop_ro("n", [](const Linear& l) { return l.packed.n(); })
-        .def_prop_ro("k", [](const Linear& l) { return l.packed.k(); })
-        .def_prop_ro("tensors", [](const Linear& l) { return l.tensors; })
-        .def_prop_ro("segments", [](const Linear& l) {
-            const Segments& s = l.packed.segments();
-            return std::vector<int>(s.end, s.end + s.count);
-        });
-    m.def("pack", &py_pack, "rows"_a.noconvert(), "kind"_a, "n"_a, "k"_a, "arena"_a, "pool"_a,
-          "permutation"_a = nb::none(), "quantize"_a = "", "bias"_a = nb::none(), "isa"_a = "");
-    m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a,
-          "k"_a, "arena"_a, "pool"_a, "quantize"_a = "", "isa"_a = "");
     m.def("time_linears", &time_linears, "linears"_a, "x"_a.noconvert(), "pool"_a, "repeats"_a, "path"_a = "",
           "isa"_a = "");
-    m.def("read_bandwidth", &read_bandwidth, "pool"_a, "mebibytes"_a = 256, "repeats"_a = 8);
     m.def("quantize_a8", &quantize_a8, "x"_a.noconvert(), "norm"_a = "", "weight"_a = nb::none(), "bias"_a = nb::none(),
           "eps"_a = 0.0f, "isa"_a = "");
     m.def("norm", &norm_rows, "x"_a.noconvert(), "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a = 0.0f,

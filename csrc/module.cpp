@@ -38,6 +38,7 @@ NB_MODULE(_core, m) {
         "Decode stored blocks (uint8 [bytes]) into float32 (out [elements]). Raises ValueError for an unknown kind or "
         "sizes that do not belong together.");
     headrace::bind_attention(m);
+    headrace::bind_pack(m);
     headrace::bind_linear(m);
     headrace::bind_sample(m);
     headrace::bind_program(m);
