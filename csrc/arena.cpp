@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <new>
+#include <thread>
+#include <utility>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14; before, pages come when they are first written
@@ -62,38 +64,46 @@ uint8_t* Arena::allocate(size_t bytes) {
     return memory;
 }
 
-void Arena::provide_all(ThreadPool& pool) {
-    std::vector<std::span<uint8_t>> parts;
-    for (const Block& block : blocks_) parts.emplace_back(block.base, block.used);
-    provide(pool, parts);
+void Arena::provide(std::span<const uint8_t> part) {
+    each_page(part, [&](Block& block, size_t page) { provide_page(block, page); });
 }
 
 void Arena::provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts) {
-    const std::lock_guard<std::mutex> guard(lock_);
-    std::vector<uint8_t*> pages;
+    std::vector<std::pair<Block*, size_t>> wanted;
     for (const std::span<uint8_t> part : parts) {
-        for (Block& block : blocks_) {
-            if (part.data() < block.base || part.data() >= block.base + block.bytes) continue;
-            const size_t first = static_cast<size_t>(part.data() - block.base) / kHugePage;
-            const size_t last = round_up(static_cast<size_t>(part.data() - block.base) + part.size(), kHugePage) / kHugePage;
-            for (size_t page = first; page < last; ++page) {
-                if (!block.provided[page]) pages.push_back(block.base + page * kHugePage);
-                block.provided[page] = true;
-            }
-        }
+        each_page(part, [&](Block& block, size_t page) {
+            if (block.pages[page].load(std::memory_order_acquire) != kThere) wanted.emplace_back(&block, page);
+        });
     }
-    if (pages.empty()) return;
+    if (wanted.empty()) return;
     std::atomic<size_t> next{0};
     pool.run([&](int) noexcept {
-        for (size_t at; (at = next.fetch_add(1)) < pages.size();) provide_page(pages[at]);
+        for (size_t at; (at = next.fetch_add(1)) < wanted.size();) provide_page(*wanted[at].first, wanted[at].second);
     });
 }
 
-void Arena::provide_page(uint8_t* page) {
+template <class F>
+void Arena::each_page(std::span<const uint8_t> part, F f) {
+    for (Block& block : blocks_) {
+        if (part.data() < block.base || part.data() >= block.base + block.bytes) continue;
+        const auto first = static_cast<size_t>(part.data() - block.base);
+        for (size_t page = first / kHugePage; page * kHugePage < first + part.size(); ++page) f(block, page);
+    }
+}
+
+void Arena::provide_page(Block& block, size_t page) {
+    std::atomic<Page>& state = block.pages[page];
+    Page seen = kNew;
+    if (!state.compare_exchange_strong(seen, kComing, std::memory_order_acquire)) {
+        while (state.load(std::memory_order_acquire) != kThere) std::this_thread::yield();
+        return;
+    }
+    uint8_t* memory = block.base + page * kHugePage;
     const bool small = pages_ == Pages::kQuickest && page_size_.small();
-    if (small) madvise(page, kHugePage, MADV_NOHUGEPAGE);
+    if (small) madvise(memory, kHugePage, MADV_NOHUGEPAGE);
     const double before = thread_seconds();
-    if (madvise(page, kHugePage, MADV_POPULATE_WRITE) == 0) page_size_.took(small, thread_seconds() - before);
+    if (madvise(memory, kHugePage, MADV_POPULATE_WRITE) == 0) page_size_.took(small, thread_seconds() - before);
+    state.store(kThere, std::memory_order_release);
 }
 
 Arena::Block& Arena::add_block(size_t bytes) {
@@ -102,7 +112,7 @@ Arena::Block& Arena::add_block(size_t bytes) {
     if (mapping == MAP_FAILED) throw std::bad_alloc();
     auto* base = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(mapping), kHugePage));
     madvise(base, bytes, MADV_HUGEPAGE);  // a hint: where huge pages are off, small ones serve
-    blocks_.push_back({base, bytes, 0, mapping, mapped, std::vector<bool>(bytes / kHugePage)});
+    blocks_.push_back({base, bytes, 0, mapping, mapped, std::make_unique<std::atomic<Page>[]>(bytes / kHugePage)});
     return blocks_.back();
 }
 

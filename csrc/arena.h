@@ -1,8 +1,10 @@
 // Memory for packed weights and KV pools: large blocks on 2 MB pages, given back all at once.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -48,25 +50,32 @@ public:
     // Zeroed, 64-byte aligned, valid as long as the arena. Throws std::bad_alloc.
     uint8_t* allocate(size_t bytes);
 
-    // Has the system provide memory of the arena before it is written: the threads of the pool each take pages of their
-    // own. (Two that meet in a new page would both clear one.) What was provided before costs nothing. Throws ForkedError.
+    // Has the system provide memory of the arena before it is written. Threads may ask for the same page: one of them
+    // provides it and the others wait. (Two that meet in a new page would both clear one.) What was provided before costs
+    // nothing. Not while another thread allocates.
+    void provide(std::span<const uint8_t> part);
+    // The same, on all threads of the pool. Throws ForkedError.
     void provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts);
-    void provide_all(ThreadPool& pool);  // that was allocated
 
     size_t used() const { return used_; }
 
 private:
+    enum Page : uint8_t { kNew, kComing, kThere };
+
     struct Block {
         uint8_t* base;
         size_t bytes;
         size_t used;
         void* mapping;  // what munmap takes: begins before `base`
         size_t mapped;
-        std::vector<bool> provided;  // by pages of 2 MB
+        std::unique_ptr<std::atomic<Page>[]> pages;  // of 2 MB
     };
 
     Block& add_block(size_t bytes);
-    void provide_page(uint8_t* page);  // 2 MB
+    // f(block, page) for each page of a part.
+    template <class F>
+    void each_page(std::span<const uint8_t> part, F f);
+    void provide_page(Block& block, size_t page);
 
     const size_t block_bytes_;
     const Pages pages_;

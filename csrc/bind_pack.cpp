@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -76,6 +77,58 @@ std::pair<Tensor, Tensor> py_pack_pair(const Bytes& gate, const std::string& gat
     const auto [a, b] = pack_pair(first, second, table, *arena, pool);
     return {{a, arena}, {b, arena}};
 }
+
+// A Packer that keeps what it is to pack, and the arena of what it packed. Rows that are `mapped` lie in a mapped file.
+class BoundPacker {
+public:
+    explicit BoundPacker(std::shared_ptr<Arena> arena) : arena_(std::move(arena)), packer_(*arena_) {}
+
+    Tensor add(const Bytes& rows, const std::string& kind, int n, int k, const std::optional<Indices>& permutation,
+               const std::string& quantize, const std::optional<FloatVector>& bias, bool mapped) {
+        PackRequest request = request_of(rows, kind, n, k, permutation, quantize, bias);
+        if (mapped) request.mapped_bytes = bytes_of(rows);
+        const PackedTensor tensor = packer_.add(request, kernels());
+        kept_.push_back({rows, permutation, bias});
+        return {tensor, arena_};
+    }
+
+    std::pair<Tensor, Tensor> add_pair(const Bytes& gate, const std::string& gate_kind, const Bytes& up,
+                                       const std::string& up_kind, int n, int k, const std::string& quantize,
+                                       bool mapped) {
+        PackRequest first = request_of(gate, gate_kind, n, k, {}, quantize, {});
+        PackRequest second = request_of(up, up_kind, n, k, {}, quantize, {});
+        if (mapped) first.mapped_bytes = bytes_of(gate), second.mapped_bytes = bytes_of(up);
+        const auto [a, b] = packer_.add_pair(first, second, kernels());
+        kept_.push_back({gate, {}, {}});
+        kept_.push_back({up, {}, {}});
+        return {{a, arena_}, {b, arena_}};
+    }
+
+    std::vector<int> run(ThreadPool& pool, size_t bytes) {
+        std::vector<int> broken;
+        {
+            const nb::gil_scoped_release unlocked;
+            broken = packer_.run(pool, bytes);
+        }
+        while (kept_.size() > static_cast<size_t>(packer_.waiting())) kept_.pop_front();
+        return broken;
+    }
+
+    int waiting() const { return packer_.waiting(); }
+
+private:
+    struct Kept {
+        Bytes rows;
+        std::optional<Indices> permutation;
+        std::optional<FloatVector> bias;
+    };
+
+    static size_t bytes_of(const Bytes& rows) { return rows.shape(0) * static_cast<size_t>(rows.stride(0)); }
+
+    std::shared_ptr<Arena> arena_;
+    Packer packer_;
+    std::deque<Kept> kept_;  // one for each tensor that waits
+};
 
 Array<float> unpack(const Tensor& tensor, const std::optional<Indices>& rows, const std::string& isa) {
     const Kernels& table = kernels_named(isa);
@@ -183,6 +236,14 @@ void bind_pack(nb::module_& m) {
             const Segments& s = l.packed.segments();
             return std::vector<int>(s.end, s.end + s.count);
         });
+    nb::class_<BoundPacker>(m, "Packer")
+        .def(nb::init<std::shared_ptr<Arena>>(), "arena"_a)
+        .def("add", &BoundPacker::add, "rows"_a.noconvert(), "kind"_a, "n"_a, "k"_a, "permutation"_a = nb::none(),
+             "quantize"_a = "", "bias"_a = nb::none(), "mapped"_a = false)
+        .def("add_pair", &BoundPacker::add_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a,
+             "n"_a, "k"_a, "quantize"_a = "", "mapped"_a = false)
+        .def("run", &BoundPacker::run, "pool"_a, "bytes"_a)
+        .def_prop_ro("waiting", &BoundPacker::waiting);
     m.def("pack", &py_pack, "rows"_a.noconvert(), "kind"_a, "n"_a, "k"_a, "arena"_a, "pool"_a,
           "permutation"_a = nb::none(), "quantize"_a = "", "bias"_a = nb::none(), "isa"_a = "");
     m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a,

@@ -22,7 +22,6 @@
 #include "bind.h"
 #include "bind_linear.h"
 #include "program.h"
-#include "program_check.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -332,11 +331,6 @@ void bind_program(nb::module_& m) {
     bind_building(program);
     m.def("release_pages", &release_pages, "mapped"_a.noconvert(),
           "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other memory.");
-    m.def("all_finite",
-          [](const BoundTensor& tensor, ThreadPool& pool) {
-              const nb::gil_scoped_release unlocked;
-              return all_finite(tensor.packed, pool);
-          }, "tensor"_a, "pool"_a, "Whether every scale, minimum and bfloat16 weight of a packed tensor is finite.");
 }
 
 }  // namespace headrace

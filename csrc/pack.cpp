@@ -1,13 +1,17 @@
 #include "pack.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "program_turns.h"
+#include "program_check.h"
 
 namespace headrace {
 namespace {
+
+constexpr size_t kPieceBytes = size_t{2} << 20;  // that a thread packs at a time
 
 struct SourceFormat {
     std::string_view name;
@@ -23,21 +27,8 @@ constexpr SourceFormat kSources[] = {
 
 const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int>(kind)]; }
 
-// Memory to be written at once.
-uint8_t* provided(size_t bytes, Arena& arena, ThreadPool& pool) {
-    uint8_t* memory = arena.allocate(bytes);
-    arena.provide_all(pool);
-    return memory;
-}
-
-// The bias padded to whole row blocks, in the arena.
-const float* keep_bias(const PackRequest& request, Arena& arena, ThreadPool& pool) {
-    if (!request.bias) return nullptr;
-    const size_t padded = static_cast<size_t>(request.n + 15) / 16 * 16;
-    auto* kept = reinterpret_cast<float*>(provided(padded * sizeof(float), arena, pool));
-    std::copy(request.bias, request.bias + request.n, kept);
-    return kept;
-}
+// Whole row blocks of biases.
+size_t bias_bytes(const PackedTensor& tensor) { return static_cast<size_t>(tensor.row_blocks()) * 16 * sizeof(float); }
 
 void check(const PackRequest& request) {
     if (request.n < 1 || request.k < 1)
@@ -45,15 +36,11 @@ void check(const PackRequest& request) {
     source_row_bytes(request.source.kind, request.k);
 }
 
-void fill(const PackRequest& request, const PackedTensor& tensor, uint8_t* data, const Kernels& kernels,
-          ThreadPool& pool) {
-    Turns turns;
-    turns.begin(1, pool.size());
-    pool.run([&](int thread) {
-        turns.at(0).share(tensor.row_blocks(), thread, [&](int first, int last) {
-            kernels.pack->pack(request.source, tensor, data, first, last);
-        });
-    });
+// Whole pages only, as the system takes them: neighbours read theirs again.
+void let_go(const uint8_t* mapped, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(mapped);
+    const uintptr_t first = start / 4096 * 4096;
+    madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
 }
 
 }  // namespace
@@ -90,30 +77,85 @@ PackedKind packed_kind(SourceKind kind, std::string_view quantize) {
     return quantize == "int8" ? PackedKind::kQ8_0 : PackedKind::kQ4_0;
 }
 
-PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool) {
+PackedTensor Packer::add(const PackRequest& request, const Kernels& kernels) {
     check(request);
-    PackedTensor tensor{nullptr, row_block_bytes(request.kind, request.k), request.kind, request.n, request.k, nullptr};
-    uint8_t* data = provided(static_cast<size_t>(tensor.stride) * tensor.row_blocks(), arena, pool);
-    tensor.data = data;
-    tensor.bias = keep_bias(request, arena, pool);
-    fill(request, tensor, data, kernels, pool);
+    const int64_t stride = row_block_bytes(request.kind, request.k);
+    uint8_t* data = arena_.allocate(static_cast<size_t>(stride) * ((request.n + 15) / 16));
+    return lay_out(request, data, stride, kernels);
+}
+
+std::pair<PackedTensor, PackedTensor> Packer::add_pair(const PackRequest& gate, const PackRequest& up,
+                                                       const Kernels& kernels) {
+    check(gate);
+    check(up);
+    if (gate.n != up.n || gate.k != up.k) throw std::invalid_argument("gate and up must have the same size");
+    const int64_t gate_bytes = row_block_bytes(gate.kind, gate.k), stride = gate_bytes + row_block_bytes(up.kind, up.k);
+    uint8_t* data = arena_.allocate(static_cast<size_t>(stride) * ((gate.n + 15) / 16));
+    const PackedTensor first = lay_out(gate, data, stride, kernels);
+    return {first, lay_out(up, data + gate_bytes, stride, kernels)};
+}
+
+PackedTensor Packer::lay_out(const PackRequest& request, uint8_t* data, int64_t stride, const Kernels& kernels) {
+    PackedTensor tensor{data, stride, request.kind, request.n, request.k, nullptr};
+    if (request.bias) tensor.bias = reinterpret_cast<const float*>(arena_.allocate(bias_bytes(tensor)));
+    jobs_.emplace_back(request, tensor, kernels, added_++);
+    return tensor;
+}
+
+std::vector<int> Packer::run(ThreadPool& pool, size_t bytes) {
+    std::vector<Piece> pieces;
+    size_t jobs = 0;
+    for (size_t taken = 0; jobs < jobs_.size() && taken < bytes; ++jobs) {
+        Job& job = jobs_[jobs];
+        const int blocks = job.tensor.row_blocks();
+        const int turn = std::max(1, static_cast<int>(kPieceBytes / job.tensor.stride));
+        for (int first = 0; first < blocks; first += turn)
+            pieces.push_back({&job, first, std::min(first + turn, blocks)});
+        taken += static_cast<size_t>(row_block_bytes(job.tensor.kind, job.tensor.k)) * static_cast<size_t>(blocks);
+    }
+    std::atomic<size_t> next{0};
+    pool.run([&](int) noexcept {
+        for (size_t piece; (piece = next.fetch_add(1)) < pieces.size();) fill(pieces[piece]);
+    });
+    std::vector<int> broken;
+    for (; jobs > 0; --jobs, jobs_.pop_front()) {
+        if (!jobs_.front().finite) broken.push_back(jobs_.front().number);
+    }
+    return broken;
+}
+
+void Packer::fill(const Piece& piece) {
+    Job& job = *piece.job;
+    const PackRequest& request = job.request;
+    const PackedTensor& tensor = job.tensor;
+    const int blocks = piece.last - piece.first;
+    const int64_t bytes = (blocks - 1) * tensor.stride + row_block_bytes(tensor.kind, tensor.k);
+    arena_.provide({tensor.data + piece.first * tensor.stride, static_cast<size_t>(bytes)});
+    job.kernels.pack->pack(request.source, tensor, const_cast<uint8_t*>(tensor.data), piece.first, piece.last);
+    for (int block = piece.first; block < piece.last; ++block) {
+        if (!row_block_is_finite(tensor, block)) job.finite = false;
+    }
+    if (job.left.fetch_sub(blocks) > blocks) return;
+    if (tensor.bias) {
+        arena_.provide({reinterpret_cast<const uint8_t*>(tensor.bias), bias_bytes(tensor)});
+        std::copy(request.bias, request.bias + tensor.n, const_cast<float*>(tensor.bias));
+    }
+    if (request.mapped_bytes) let_go(request.source.rows, request.mapped_bytes);
+}
+
+PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool) {
+    Packer packer(arena);
+    const PackedTensor tensor = packer.add(request, kernels);
+    packer.run(pool);
     return tensor;
 }
 
 std::pair<PackedTensor, PackedTensor> pack_pair(const PackRequest& gate, const PackRequest& up, const Kernels& kernels,
                                                 Arena& arena, ThreadPool& pool) {
-    check(gate);
-    check(up);
-    if (gate.n != up.n || gate.k != up.k) throw std::invalid_argument("gate and up must have the same size");
-    const int64_t gate_bytes = row_block_bytes(gate.kind, gate.k), stride = gate_bytes + row_block_bytes(up.kind, up.k);
-    PackedTensor first{nullptr, stride, gate.kind, gate.n, gate.k, keep_bias(gate, arena, pool)};
-    PackedTensor second{nullptr, stride, up.kind, up.n, up.k, keep_bias(up, arena, pool)};
-    uint8_t* data = provided(static_cast<size_t>(stride) * first.row_blocks(), arena, pool);
-    first.data = data;
-    second.data = data + gate_bytes;
-    fill(gate, first, data, kernels, pool);
-    fill(up, second, data + gate_bytes, kernels, pool);
-    return {first, second};
+    Packer packer(arena);
+    const auto pair = packer.add_pair(gate, up, kernels);
+    packer.run(pool);
+    return pair;
 }
 
 }  // namespace headrace

@@ -1,8 +1,12 @@
 // Packing tensors: checks, memory, threads. tile.h says what a packed tensor is.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+#include <deque>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "arena.h"
 #include "kernels.h"
@@ -26,12 +30,54 @@ struct PackRequest {
     PackedKind kind;
     int32_t n, k;
     const float* bias = nullptr;  // [n]; copied
+    size_t mapped_bytes = 0;      // of the source, if it lies in a mapped file: its pages are let go once it is packed
 };
 
-// Fills the memory on all threads of the pool.
-PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool);
+// Packs tensors together: one is laid out when it is added and filled, with others, by `run`.
+class Packer {
+public:
+    explicit Packer(Arena& arena) : arena_(arena) {}
+    Packer(const Packer&) = delete;
+    Packer& operator=(const Packer&) = delete;
 
-// Two tensors of one size, row block by row block in turns: what a gated layer reads is one stream.
+    // What the request refers to must stay until it has been packed. Tensors are numbered from 0.
+    PackedTensor add(const PackRequest& request, const Kernels& kernels);
+    // Two tensors of one size, row block by row block in turns: what a gated layer reads is one stream.
+    std::pair<PackedTensor, PackedTensor> add_pair(const PackRequest& gate, const PackRequest& up,
+                                                   const Kernels& kernels);
+
+    // Fills the next tensors, of `bytes` in all and one more, on all threads of the pool. Returns the numbers of those
+    // with values that are NaN or infinite.
+    std::vector<int> run(ThreadPool& pool, size_t bytes = SIZE_MAX);
+    int waiting() const { return static_cast<int>(jobs_.size()); }  // tensors to be filled
+
+private:
+    struct Job {
+        Job(const PackRequest& asked, const PackedTensor& made, const Kernels& table, int n)
+            : request(asked), tensor(made), kernels(table), number(n), left(made.row_blocks()) {}
+
+        const PackRequest request;
+        const PackedTensor tensor;
+        const Kernels& kernels;
+        const int number;
+        std::atomic<int> left;  // row blocks
+        std::atomic<bool> finite{true};
+    };
+    struct Piece {
+        Job* job;
+        int first, last;  // row blocks
+    };
+
+    PackedTensor lay_out(const PackRequest& request, uint8_t* data, int64_t stride, const Kernels& kernels);
+    void fill(const Piece& piece);
+
+    Arena& arena_;
+    std::deque<Job> jobs_;
+    int added_ = 0;
+};
+
+// One tensor, or a pair, at once.
+PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool);
 std::pair<PackedTensor, PackedTensor> pack_pair(const PackRequest& gate, const PackRequest& up, const Kernels& kernels,
                                                 Arena& arena, ThreadPool& pool);
 

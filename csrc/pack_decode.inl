@@ -22,7 +22,8 @@ HEADRACE_INLINE void decode_nibbles(const uint8_t* src, uint8_t* q) {
     __builtin_memcpy(q + 16, &high, 16);
 }
 
-// Bit 4 of 32 columns from a 32-bit word, eight columns at once: a byte in all eight places, of which each keeps its bit.
+// Bit 4 of 32 columns from a 32-bit word, eight columns at once: a byte in all eight places, of which each keeps its
+// bit.
 HEADRACE_INLINE void add_fifth_bits(const uint8_t* src, uint8_t* q) {
     for (int i = 0; i < 4; ++i) {
         const uint64_t kept = (src[i] * 0x0101010101010101u) & 0x8040201008040201u;

@@ -1,6 +1,5 @@
 #include "program_check.h"
 
-#include <atomic>
 #include <cstring>
 
 namespace headrace {
@@ -28,6 +27,8 @@ bool broken(const uint8_t* data, int n, uint16_t exponent) {
     return found;
 }
 
+}  // namespace
+
 bool row_block_is_finite(const PackedTensor& tensor, int block) {
     const Layout layout = layout_of(tensor.kind);
     const uint8_t* data = tensor.data + block * tensor.stride;
@@ -37,24 +38,6 @@ bool row_block_is_finite(const PackedTensor& tensor, int block) {
         if (plain ? broken(data + at, layout.block_bytes() / 2, 0x7f80) : broken(data + at, halves(layout.scales), 0x7c00)) return false;
     }
     return true;
-}
-
-}  // namespace
-
-bool all_finite(const PackedTensor& tensor, ThreadPool& pool) {
-    constexpr int kTurn = 8;
-    std::atomic<int> next{0};
-    std::atomic<bool> finite{true};
-    pool.run([&](int) {
-        for (;;) {
-            const int first = next.fetch_add(kTurn);
-            if (first >= tensor.row_blocks()) return;
-            for (int block = first; block < first + kTurn && block < tensor.row_blocks(); ++block) {
-                if (!row_block_is_finite(tensor, block)) finite = false;
-            }
-        }
-    });
-    return finite;
 }
 
 }  // namespace headrace

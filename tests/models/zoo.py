@@ -126,6 +126,9 @@ class MemorySource:
         tensor = self.tensors[name].float()
         return tensor.reshape(-1, tensor.shape[-1]).numpy().view(np.uint8)
 
+    def mapped(self, name: str) -> bool:
+        return False
+
     def release(self, name: str) -> None:
         pass
 

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "check.h"
 #include "kv_pool.h"
@@ -41,7 +42,7 @@ void page_sizes() {
     require(shared.small(), "a trial has no consequence");
 }
 
-void populated(int threads) {
+void provided(int threads) {
     ThreadPool pool(threads);
     Arena arena(size_t{4} << 20);
     std::vector<std::pair<uint8_t*, size_t>> parts;
@@ -49,9 +50,15 @@ void populated(int threads) {
     for (int i = 0; i < 12; ++i) {
         const size_t bytes = static_cast<size_t>(1 + below(rng, i % 4 == 3 ? 5 << 20 : 3 << 19));
         uint8_t* memory = arena.allocate(bytes);
-        arena.provide_all(pool);
-        require(std::all_of(memory, memory + bytes, [](uint8_t x) { return x == 0; }), "new memory is not zero");
-        std::fill(memory, memory + bytes, static_cast<uint8_t>(i + 1));
+        // Every thread asks for all of it: none may go on before it is there, none may clear what another has written.
+        std::vector<std::atomic<int>> wrong(threads);
+        pool.run([&](int thread) {
+            arena.provide({memory, bytes});
+            const size_t begin = bytes * thread / threads, end = bytes * (thread + 1) / threads;
+            wrong[thread] = !std::all_of(memory + begin, memory + end, [](uint8_t x) { return x == 0; });
+            std::fill(memory + begin, memory + end, static_cast<uint8_t>(i + 1));
+        });
+        for (const auto& thread : wrong) require(thread == 0, "new memory is not zero");
         parts.emplace_back(memory, bytes);
     }
     for (size_t i = 0; i < parts.size(); ++i) {
@@ -116,7 +123,7 @@ void blocks_provided(int threads) {
 int main() {
     page_sizes();
     for (const int threads : {1, 3}) {
-        populated(threads);
+        provided(threads);
         if (!can_provide()) continue;
         provided_in_part(threads);
         blocks_provided(threads);

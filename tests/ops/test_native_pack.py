@@ -152,6 +152,46 @@ def test_a_gated_pair_interleaves(pool, arena) -> None:
     assert np.array_equal(second.unpack(), dense(up, "Q6_K", 256))
 
 
+@pytest.mark.parametrize("at_once", [1, 1 << 30])
+def test_tensors_packed_together_are_those_packed_alone(at_once: int, tmp_path, pool, arena) -> None:
+    """Rows of a mapped file, in another order, with biases: also in parts, and what has been packed can be read again."""
+    asked = [(kind, n, np.arange(n, dtype=np.float32)) for kind in INTEGER_KINDS for n in (5, 16, 8000)]
+    stored = [random_rows(kind, n, 256) for kind, n, _ in asked]
+    (tmp_path / "rows").write_bytes(b"".join(rows.tobytes() for rows in stored))
+    file = np.memmap(tmp_path / "rows", np.uint8, "r")
+    ends = np.cumsum([rows.size for rows in stored])
+    mapped = [np.asarray(file[end - rows.size : end]).reshape(rows.shape) for end, rows in zip(ends, stored, strict=True)]
+    packer, order = core.Packer(arena), np.random.default_rng(0).permutation
+    orders = [order(n).astype(np.int32) for _, n, _ in asked]
+    tensors = [
+        packer.add(rows, kind, n, 256, permutation=order, bias=bias, mapped=True)
+        for rows, order, (kind, n, bias) in zip(mapped, orders, asked, strict=True)
+    ]
+    runs = 0
+    while packer.waiting:
+        assert packer.run(pool, at_once) == []
+        runs += 1
+    assert runs == (len(asked) if at_once == 1 else 1)
+    x = np.random.default_rng(1).standard_normal((1, 256), np.float32)
+    for rows, again, order, tensor, (kind, n, bias) in zip(stored, mapped, orders, tensors, asked, strict=True):
+        assert np.array_equal(rows, again)
+        alone = core.pack(rows, kind, n, 256, arena, pool, permutation=order, bias=bias)
+        assert np.array_equal(bits(tensor.unpack()), bits(alone.unpack()))
+        assert np.array_equal(*(core.linear(core.PackedLinear([each]), x, pool) for each in (tensor, alone)))
+
+
+def test_a_packer_names_what_is_not_finite(pool, arena) -> None:
+    packer = core.Packer(arena)
+    rows = [random_rows("Q8_0", 2000, 512) for _ in range(4)]
+    rows[1][1999, -34:-32] = 0x00, 0x7C  # the last scale: infinite
+    rows[3][0, :2] = 0x01, 0x7C  # the first one: NaN
+    for each in rows[:2]:
+        packer.add(each, "Q8_0", 2000, 512)
+    packer.add_pair(rows[2], "Q8_0", rows[3], "Q8_0", 2000, 512)
+    assert packer.run(pool, 1) == []
+    assert packer.run(pool, 1 << 30) == [1, 3]
+
+
 def test_rows_of_a_larger_array_are_read_in_place(pool, arena) -> None:
     wide = np.zeros((8, 100), np.uint8)
     rows = random_rows("Q8_0", 8, 32)

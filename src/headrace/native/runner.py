@@ -138,6 +138,7 @@ class NativeRunner:
             head_ids=head_ids,
             enter=enter,
         )
+        self.weights.pack()
         self.program = lowered.program
         self.hidden = HiddenStates(num_blocks, block_size, config.hidden_size)
         self.features = Features(num_blocks, block_size, config.hidden_size)

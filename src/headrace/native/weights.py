@@ -25,6 +25,7 @@ log = logging.getLogger("headrace")
 FLOATS = ("F32", "F16", "BF16")
 QUANTIZE = ("", "int8", "int4")
 MARGIN = 1.03  # 6-bit scales are stored as bytes
+PACKED_AT_ONCE = 512 << 20  # bytes: about half a second, in which Python does not see a Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
 
 
 class PackedWeights:
-    """Packs the parameters of a model from an open file, each when it is first asked for.
+    """Packs the parameters of a model from an open file: each is laid out when it is first asked for, and filled by `pack`.
 
     `quantize` ("", "int8", "int4") makes integers of float weights per 32 columns; tables of tokens and the head become
     int8 at least. Raises WeightError where the file has no float weights to quantise, and on values that are not finite.
@@ -62,6 +63,8 @@ class PackedWeights:
         self.quantize = quantize
         self.arena = core().Arena()
         self._pool = pool
+        self._packer = core().Packer(self.arena)
+        self._packed: list[Part] = []  # by the packer's numbers
         self._plans = plan(model, source)
         self._paths = {id(holder): path for path, holder in model.holders()}
         self._tables: dict[str, Any] = {}
@@ -73,8 +76,18 @@ class PackedWeights:
 
     @property
     def bytes(self) -> int:
-        """Memory of everything packed so far."""
+        """Memory of everything laid out so far."""
         return int(self.arena.used)
+
+    def pack(self) -> None:
+        """Fill what was laid out since the last call, on all threads and mostly without Python's lock. Raises WeightError on
+        values that are not finite."""
+        while self._packer.waiting:
+            for number in self._packer.run(self._pool, PACKED_AT_ONCE):
+                raise WeightError(
+                    f"{self.source.path}: tensor {self._packed[number].source!r} has values that are NaN or infinite; "
+                    "the file is damaged, download it again"
+                )
 
     def said(self) -> str:
         """What was rounded, in one line; empty where nothing was."""
@@ -111,12 +124,11 @@ class PackedWeights:
         if len(parts) != 2 or len(self.form(holder)) > 1 or parts[0].shape != parts[1].shape or "bias" in holder.params():
             return None
         if path not in self._gated:
-            (gate, gate_kind, _), (up, up_kind, _) = (self._rows(part) for part in parts)
+            (gate, gate_kind, _, mapped), (up, up_kind, _, _) = (self._rows(part) for part in parts)
             n, k = parts[0].shape
             quantize = self._quantize(parts[0])
-            pair = core().pack_pair(gate, gate_kind, up, up_kind, n, k, self.arena, self._pool, quantize=quantize)
-            for part, tensor in zip(parts, pair, strict=True):
-                self._finish(part, tensor)
+            pair = self._packer.add_pair(gate, gate_kind, up, up_kind, n, k, quantize=quantize, mapped=mapped)
+            self._note(*parts, mapped=mapped)
             self._gated[path] = core().PackedLinear(list(pair), gated=True)
         return self._gated[path]
 
@@ -170,37 +182,37 @@ class PackedWeights:
             return ""
         return "int8" if self.quantize and wide else self.quantize
 
-    def _rows(self, part: Part) -> tuple[np.ndarray, str, np.ndarray | None]:
-        """Stored rows [n, row bytes], their kind, and the order to take them in (None: as they stand)."""
+    def _rows(self, part: Part) -> tuple[np.ndarray, str, np.ndarray | None, bool]:
+        """Rows [n, row bytes], their kind, the order to take them in (None: as they stand), whether they lie in a file."""
         kind = self.source.info(part.source).kind
         # Quantising would hide a NaN, so what is quantised is read, and checked, as numbers.
         if part.transpose or part.shift or (self.quantize and kind in FLOATS):
             dense = read_part(part, self.source, torch.float32).contiguous()
-            return dense.numpy().view(np.uint8), "F32", None
+            return dense.numpy().view(np.uint8), "F32", None, False
         rows = self.source.raw(part.source)
         if part.rows is not None:
             rows = rows[part.rows[0] : part.rows[1]]
         order = None if part.permutation is None else np.array(part.permutation, np.int32)
-        return rows, kind, order
+        return rows, kind, order, self.source.mapped(part.source)
 
     def _pack(self, part: Part, bias: np.ndarray | None, wide: bool = False, ids: np.ndarray | None = None) -> Any:
-        rows, kind, order = self._rows(part)
+        rows, kind, order, mapped = self._rows(part)
         if ids is not None:
             order = (ids if order is None else order[ids]).astype(np.int32)
         n, k = part.shape[0] if ids is None else len(ids), math.prod(part.shape[1:])
         quantize = self._quantize(part, wide)
-        tensor = core().pack(rows, kind, n, k, self.arena, self._pool, permutation=order, quantize=quantize, bias=bias)
-        self._finish(part, tensor)
+        tensor = self._packer.add(rows, kind, n, k, permutation=order, quantize=quantize, bias=bias, mapped=mapped)
+        self._note(part, mapped=mapped)
         return tensor
 
-    def _finish(self, part: Part, tensor: Any) -> None:
-        """Check what was packed, and let the file's pages go: the next tensor takes their place."""
-        if not core().all_finite(tensor, self._pool):
-            raise WeightError(
-                f"{self.source.path}: tensor {part.source!r} has values that are NaN or infinite; "
-                "the file is damaged, download it again"
-            )
-        kind = self.source.info(part.source).kind
-        if kind in ("F16", "F32"):
-            self._rounded.add({"F16": "float16", "F32": "float32"}[kind])
-        self.source.release(part.source)
+    def _note(self, *parts: Part, mapped: bool) -> None:
+        """Remember what the packer got; rows of our own are not left to pile up."""
+        self._packed.extend(parts)
+        for part in parts:
+            kind = self.source.info(part.source).kind
+            if kind in ("F16", "F32"):
+                self._rounded.add({"F16": "float16", "F32": "float32"}[kind])
+        if not mapped:
+            self.pack()
+            for part in parts:
+                self.source.release(part.source)

@@ -134,6 +134,9 @@ class HeadsSource:
         stored: np.ndarray = x.view(torch.uint8).reshape(self.info(name).rows, -1).numpy()
         return stored
 
+    def mapped(self, name: str) -> bool:
+        return name in self._shared and self._source.mapped(self._shared[name])
+
     def release(self, name: str) -> None:
         if name in self._shared:
             self._source.release(self._shared[name])

@@ -71,6 +71,10 @@ class GGUFFile:
         info, start = self._find(name)
         return self._bytes[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 
+    def mapped(self, name: str) -> bool:
+        """Always."""
+        return True
+
     def release(self, name: str) -> None:
         """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
         info, start = self._find(name)

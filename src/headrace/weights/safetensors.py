@@ -70,6 +70,10 @@ class SafetensorsFolder:
         data, start = self._places[name]
         return data[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 
+    def mapped(self, name: str) -> bool:
+        """Always."""
+        return True
+
     def release(self, name: str) -> None:
         """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
         if native.available():

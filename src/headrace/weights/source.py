@@ -50,6 +50,10 @@ class WeightSource(Protocol):
         """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
         ...
 
+    def mapped(self, name: str) -> bool:
+        """Whether the stored bytes lie in a mapped file, whose pages may be let go."""
+        ...
+
     def release(self, name: str) -> None:
         """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
         ...
