@@ -86,10 +86,10 @@ void begin(Program& program, const std::string& segment) {
     program.begin_head();
 }
 
-int add_rope(Program& program, const FloatTable& cos, const FloatTable& sin, bool interleaved) {
-    require(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1), "cos and sin must have the same shape");
-    return program.add_rope({std::vector<float>(cos.data(), cos.data() + cos.size()),
-                             std::vector<float>(sin.data(), sin.data() + sin.size()), static_cast<int>(cos.shape(1)) * 2, interleaved});
+int add_rope(Program& program, const std::vector<double>& frequencies, int positions, bool interleaved) {
+    require(positions > 0, "a rope has at least one position");
+    const nb::gil_scoped_release unlocked;
+    return program.add_rope(frequencies, positions, interleaved);
 }
 
 void add_linear(Program& program, const BoundLinear& linear, int in, const std::string& kind, At out, const std::string& act,
@@ -177,7 +177,7 @@ nb::bytes logits_of(Step& step, int number) {
 void bind_building(nb::class_<Program>& c) {
     c.def("buffer", [](Program& self, const std::string& kind, int width, bool local) { return self.add_buffer(buffer_kind(kind), width, local); },
           "kind"_a, "width"_a, "local"_a = false, "A new buffer (float, a8, bf16): its number.")
-        .def("rope", &add_rope, "cos"_a, "sin"_a, "interleaved"_a, "cos, sin [positions, dim / 2] -> number.")
+        .def("rope", &add_rope, "frequencies"_a, "positions"_a, "interleaved"_a, "Radians a position [dim / 2] -> number.")
         .def("tap", &Program::add_tap)
         .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
         .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(), "name"_a = "")

@@ -1,7 +1,9 @@
 #include "program.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -57,6 +59,23 @@ int Program::add_rope(Rope rope) {
             "cos and sin have dim / 2 values for each position");
     ropes_.push_back(std::move(rope));
     return static_cast<int>(ropes_.size()) - 1;
+}
+
+int Program::add_rope(const std::vector<double>& frequencies, int positions, bool interleaved) {
+    const size_t pairs = frequencies.size(), size = pairs * static_cast<size_t>(positions);
+    Rope rope{std::vector<float>(size), std::vector<float>(size), static_cast<int>(2 * pairs), interleaved};
+    std::atomic<int> next{0};
+    pool_->run([&](int) {
+        for (int position; (position = next.fetch_add(1)) < positions;) {
+            for (size_t i = 0; i < pairs; ++i) {
+                const double angle = position * frequencies[i];
+                const size_t at = static_cast<size_t>(position) * pairs + i;
+                rope.cos[at] = static_cast<float>(std::cos(angle));
+                rope.sin[at] = static_cast<float>(std::sin(angle));
+            }
+        }
+    });
+    return add_rope(std::move(rope));
 }
 
 void Program::add(Phase phase) {

@@ -25,6 +25,8 @@ class Program {
     // Building. What is wrong in a description throws std::invalid_argument, std::out_of_range.
     int add_buffer(BufferKind kind, int width, bool local = false);
     int add_rope(Rope rope);
+    // Pair i turns by frequencies[i] radians a position; angles, cos and sin are formed in float64.
+    int add_rope(const std::vector<double>& frequencies, int positions, bool interleaved);
     int add_tap() { return taps_++; }
     int taps() const { return taps_; }
     void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }  // e.g. an arena of weights

@@ -177,10 +177,14 @@ def _native(
             quantize=quantize,
             slots=slots,
             head_ids=_draft_head(each, settings) if each is draft else None,
+            pack=False,
             **shared,
         )
         for model, each in zip(models, everyone, strict=True)
     ]
+    opened.read_words()  # beside packing, which leaves Python's lock to it
+    for runner in runners:
+        runner.weights.pack()
     if heads is not None:
         runners.insert(1, NativeHeads(heads, runners[0], opened.source, **shared))
     _bound_hidden(runners[0].hidden, plan, settings.device)

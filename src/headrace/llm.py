@@ -20,7 +20,7 @@ from headrace.drafting.methods import speculation
 from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
 from headrace.heads import files as heads_files
-from headrace.loading import Opened, open_companion, open_model, pick_device
+from headrace.loading import Opened, open_companion, open_files, pick_device
 from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
 from headrace.params import BeamSearchParams, SamplingParams
 from headrace.runner.executor import InProcess
@@ -93,8 +93,7 @@ class LLM:
         draft_vocab: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.device, self.opened = pick_device(device), open_model(model, progress)
-        self.tokenizer, self.model_config = self.opened.tokenizer, self.opened.config
+        self.device, self.opened = pick_device(device), open_files(model, progress)
         beside = _beside(self.opened, speculate, progress, draft=draft, amateur=amateur)
         started = start(
             self.opened,
@@ -112,6 +111,7 @@ class LLM:
             ),
             **beside,
         )
+        self.tokenizer, self.model_config = self.opened.tokenizer, self.opened.config
         self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
         limit = started.plan.max_model_len

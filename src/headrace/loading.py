@@ -6,10 +6,10 @@ import torch
 
 from headrace.memory import check_weights_fit, free_memory
 from headrace.models.base import Model
-from headrace.opening import Opened, open_companion, open_model
+from headrace.opening import Opened, open_companion, open_files, open_model
 from headrace.weights.loader import load_model
 
-__all__ = ["DTYPES", "Opened", "load", "open_companion", "open_model", "pick_device", "pick_dtype"]
+__all__ = ["DTYPES", "Opened", "load", "open_companion", "open_files", "open_model", "pick_device", "pick_dtype"]
 
 DTYPES = {
     "float64": torch.float64,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,52 @@ from headrace.weights.safetensors import SafetensorsFolder
 GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a model needs to read and write text."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    eos_ids: frozenset[int]
+
+
 @dataclass(slots=True)
 class Opened:
-    """A model's files, open; `headrace.loading.load` reads the weights."""
+    """A model's files, open; `headrace.loading.load` reads the weights.
+
+    `tokenizer`, `template` and `eos_ids` read the vocabulary when they are first asked for, and raise what is wrong with it;
+    `read_words` begins that in a thread of its own.
+    """
 
     name: str
     path: Path
     source: GGUFFile | SafetensorsFolder
     config: ModelConfig
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    eos_ids: frozenset[int]
+    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     sampling: dict[str, Any] = field(default_factory=dict)  # the catalog's or the model's own settings
     system: str | None = None
     pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
+    _words: Future[Words] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.read_words().result().tokenizer
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self.read_words().result().template
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.read_words().result().eos_ids
+
+    def read_words(self) -> Future[Words]:
+        """Read the vocabulary, once, while the caller goes on."""
+        if self._words is None:
+            reader = ThreadPoolExecutor(1, "vocabulary")
+            self._words = reader.submit(_read_words, self.source, self.generation)
+            reader.shutdown(wait=False)
+        return self._words
 
 
 def open_model(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
@@ -39,30 +72,35 @@ def open_model(model: str | Path, progress: Progress | None = None, *, download:
 
     Raises HubError, WeightError, TokenizerError, TemplateError: one clear line each.
     """
+    opened = open_files(model, progress, download=download)
+    opened.read_words().result()
+    return opened
+
+
+def open_files(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
+    """The same, short of the vocabulary, which is read later."""
     entries = catalog.load()
     path = hub.resolve(str(model), entries=entries, progress=progress, download=download)
     entry = entries.get(str(model))
     source = SafetensorsFolder(path) if path.is_dir() else GGUFFile(path)
     config = read_config(source)
-    if isinstance(source, GGUFFile):
-        tokenizer = Tokenizer.from_gguf(source.metadata)
-        generation: Mapping[str, Any] = {}
-    else:
-        tokenizer = Tokenizer.from_folder(path)
-        generation = _read_json(path / "generation_config.json")
-    sampling = dict(entry.sampling) if entry is not None else _own_settings(generation)
+    generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
     return Opened(
         name=str(model),
         path=path,
         source=source,
         config=config,
-        tokenizer=tokenizer,
-        template=ChatTemplate.of(tokenizer),
-        eos_ids=frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id")),
-        sampling=sampling,
+        generation=generation,
+        sampling=dict(entry.sampling) if entry is not None else _own_settings(generation),
         system=entry.chat.system if entry is not None else None,
         pooling=_pooling(path) if config.encoder else "last",
     )
+
+
+def _read_words(source: GGUFFile | SafetensorsFolder, generation: Mapping[str, Any]) -> Words:
+    tokenizer = Tokenizer.from_gguf(source.metadata) if isinstance(source, GGUFFile) else Tokenizer.from_folder(source.path)
+    eos_ids = frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id"))
+    return Words(tokenizer, ChatTemplate.of(tokenizer), eos_ids)
 
 
 def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:

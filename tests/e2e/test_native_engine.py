@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace import native
+from headrace import native, opening
 from headrace.bench.export import write_folder
 from headrace.llm import LLM
 from headrace.native.runner import NativeRunner
+from headrace.native.weights import PackedWeights
 from headrace.params import SamplingParams
 from headrace.runner.record import RecordError
 from headrace.runner.runner import TorchRunner
+from headrace.text.tokenizer import TokenizerError
 from headrace.weights.gguf import GGUFFile
 from tests.tiny_files import write_tiny_gguf
 
@@ -40,6 +43,40 @@ def tokens(llm: LLM, prompt: list[int] = PROMPT, params: SamplingParams = GREEDY
     (output,) = llm.generate([prompt], params)
     assert output.error is None, output.error
     return output.outputs[0].token_ids
+
+
+def test_the_vocabulary_is_read_while_weights_are_packed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other to begin."""
+    reading, packing = threading.Event(), threading.Event()
+    read, pack = opening._read_words, PackedWeights.pack
+
+    def read_words(*found: Any) -> Any:
+        reading.set()
+        assert packing.wait(30)
+        return read(*found)
+
+    def pack_weights(weights: PackedWeights) -> None:
+        packing.set()
+        assert reading.wait(30)
+        pack(weights)
+
+    monkeypatch.setattr(opening, "_read_words", read_words)
+    monkeypatch.setattr(PackedWeights, "pack", pack_weights)
+    assert tokens(open_tiny(tiny))
+
+
+def test_a_broken_vocabulary_is_said_in_one_line(tiny: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(tiny.read_bytes().replace(b"gpt2", b"gpt9", 1))
+    for open_it in (open_tiny, opening.open_model):
+        with pytest.raises(TokenizerError, match="unknown tokenizer model 'gpt9'") as caught:
+            open_it(broken)
+        assert "\n" not in str(caught.value)
+    opened = opening.open_files(broken)
+    assert opened.config.hidden_size
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match="gpt9"):
+            _ = opened.tokenizer
 
 
 # -- which back end ----------------------------------------------------------------------------------------------------

@@ -109,6 +109,17 @@ def test_a_string_is_not_decoded_before_it_is_read(tmp_path: Path) -> None:
             read()
 
 
+def test_strings_may_hold_zeros_and_are_text_each_for_itself(tmp_path: Path) -> None:
+    """All are decoded in one go, with zeros between them: neither may show."""
+    words = ["", "a\0", "\0", "", "\0\0b", "你" * 300, ""]
+    halves = raw.text("你好".encode()[:4]) + raw.text("你好".encode()[4:])
+    arrays = [raw.array("words", raw.STRING, 7, b"".join(map(raw.text, words))), raw.array("halves", raw.STRING, 2, halves)]
+    metadata = GGUFFile(save(tmp_path, raw.gguf(arrays))).metadata
+    assert metadata["words"].tolist() == words
+    with pytest.raises(WeightError, match="not UTF-8"):
+        metadata["halves"].tolist()
+
+
 def test_tensors_equal_the_oracle(written: Path) -> None:
     file = GGUFFile(written)
     oracle = {tensor.name: tensor for tensor in gguf.GGUFReader(written).tensors}

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 HIDDEN, HEAD_ROWS = 0, 1  # the buffers every program begins with
 
 
@@ -70,7 +68,5 @@ class Ropes:
             return -1
         if id(rope) not in self._numbers:
             rope.create(None)
-            phase = np.arange(self._positions, dtype=np.float64)[:, None] * rope.inv_freq.numpy()
-            tables = np.cos(phase).astype(np.float32), np.sin(phase).astype(np.float32)
-            self._numbers[id(rope)] = self._program.rope(*tables, interleaved=rope.interleaved)
+            self._numbers[id(rope)] = self._program.rope(rope.inv_freq.tolist(), self._positions, rope.interleaved)
         return self._numbers[id(rope)]

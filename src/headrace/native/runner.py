@@ -98,7 +98,7 @@ class NativeRunner:
     files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the model
     cannot be recorded, WeightError as the loader does. `slots` are shared with other runners; `head_ids` (ascending) are the
     only tokens that get logits. Without `embeds` its steps begin with hidden rows, to which `enter` may do something before the
-    first layer, and it holds no table of tokens.
+    first layer, and it holds no table of tokens. Without `pack` the caller has the weights packed before the first plan.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class NativeRunner:
         head_ids: np.ndarray | None = None,
         embeds: bool = True,
         enter: Callable[[Lowered, Ropes, Buffers], None] | None = None,
+        pack: bool = True,
     ) -> None:
         self.model = model
         self.config = config = model.config
@@ -138,7 +139,8 @@ class NativeRunner:
             head_ids=head_ids,
             enter=enter,
         )
-        self.weights.pack()
+        if pack:
+            self.weights.pack()
         self.program = lowered.program
         self.hidden = HiddenStates(num_blocks, block_size, config.hidden_size)
         self.features = Features(num_blocks, block_size, config.hidden_size)

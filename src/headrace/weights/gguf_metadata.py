@@ -3,7 +3,6 @@
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -54,13 +53,21 @@ class StringArray(Sequence[str]):
         return iter(self.tolist())
 
     def tolist(self) -> list[str]:
-        """All strings, at about 0.2 µs each."""
-        first = self._starts[0]
-        data = bytes(self._data[first : self._starts[-1] - 8]) if len(self) else b""
+        """All strings, at about 0.1 µs each."""
+        if not len(self):
+            return []
+        first = self._starts[0] - 8
+        data = np.array(self._data[first : self._starts[-1] - 8])
+        lengths = np.array(self._starts[:-1], np.int64) - 8 - first
+        data[lengths] = 0  # of the eight bytes before a string one separates it from the last, and the others go
+        kept = np.ones(len(data), bool)
+        for byte in range(1, 8):
+            kept[lengths + byte] = False
         try:
-            return [data[a - first : b - first - 8].decode() for a, b in pairwise(self._starts)]
+            _, *strings = data[kept].tobytes().decode().split("\0")
         except UnicodeDecodeError:
             raise self._not_text() from None
+        return strings if len(strings) == len(self) else [self[i] for i in range(len(self))]  # a string has zeros of its own
 
     def _not_text(self) -> WeightError:
         return WeightError(f"{self._where} holds text that is not UTF-8; the file is damaged")
