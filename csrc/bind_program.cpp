@@ -151,13 +151,12 @@ std::vector<int32_t> tokens_of(Step& step, int number) {
     return tokens;
 }
 
-void draw_each(Step& step, const std::vector<std::shared_ptr<const Sequence>>& sequences, const std::vector<int>& starts,
-               const std::vector<Key>& keys) {
-    require(starts.size() == sequences.size() && keys.size() == sequences.size(), "a start and a key for each sequence");
+void draw_each(Step& step, const std::vector<std::shared_ptr<const Sequence>>& sequences, const std::vector<int>& starts) {
+    require(starts.size() == sequences.size(), "a start for each sequence");
     for (size_t i = 0; i < sequences.size(); ++i) {
         require(sequences[i] != nullptr, "no sequence may be missing");
         step.feed(sequences[i], starts[i], 1, {}, {}, 1);
-        step.draw(0, {{keys[i].first, keys[i].second}}, {}, {});
+        step.draw(0, {sequences[i]->key}, {}, {});
     }
 }
 
@@ -236,11 +235,13 @@ void bind_step(nb::module_& m) {
     nb::class_<Sequence>(m, "Sequence", "A sequence as a runner knows it: its tokens, its blocks, how its tokens are drawn.")
         .def("__init__",
              [](Sequence* self, const std::vector<int32_t>& prompt, const SampleParams& params) {
-                 new (self) Sequence{History(prompt), params, {}};
+                 new (self) Sequence{History(prompt), params, {}, {}};
              }, "prompt"_a, "params"_a)
         .def("extend", [](Sequence& self, const std::vector<int32_t>& tokens) { self.history.extend(tokens); }, "tokens"_a)
         .def("set_table", [](Sequence& self, size_t start, const std::vector<int32_t>& blocks) { self.set_table(start, blocks); },
              "start"_a, "blocks"_a, "table[start:] = blocks")
+        .def_prop_rw("key", [](const Sequence& self) { return Key(self.key.k0, self.key.k1); },
+                     [](Sequence& self, Key key) { self.key = {key.first, key.second}; }, "The noise key that draw_each draws with.")
         .def("copy", [](const Sequence& self) { return std::make_shared<Sequence>(self); })
         .def_prop_ro("table", [](const Sequence& self) { return self.table; })
         .def("__len__", [](const Sequence& self) { return self.history.tokens().size(); });
@@ -261,8 +262,8 @@ void bind_step(nb::module_& m) {
                  for (const auto& [k0, k1] : keys) all.push_back({k0, k1});
                  return self.draw(row, std::move(all), {logprobs, processed}, mu);
              }, "row"_a, "keys"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
-        .def("draw_each", &draw_each, "sequences"_a, "starts"_a, "keys"_a,
-             "Feed each sequence its known token at a start, and draw one token after it; sequence i is answer i.")
+        .def("draw_each", &draw_each, "sequences"_a, "starts"_a,
+             "Feed each sequence its known token at a start, and draw one token after it with its key; sequence i is answer i.")
         .def("drawn", &drawn, "The tokens that `draw_each` asked for; -1 where `error` says why there is none.")
         .def("verify",
              [](Step& self, int row, Key key, int logprobs, bool processed, std::optional<double> mu) {

@@ -19,6 +19,7 @@ struct Sequence {
     History history;
     SampleParams params;
     std::vector<int32_t> table;  // block ids
+    NoiseKey key{};              // of its next draw, where the call that asks for it names none
 
     // table[start, ...) = blocks. Throws std::out_of_range when start is beyond its end.
     void set_table(size_t start, Ids blocks);

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from headrace.admission import AdmissionError, Limits, admit, groups_filled
 from headrace.config import EngineConfig
@@ -99,6 +99,7 @@ class Engine:
             raise AdmissionError(f"request id {name!r} is in use; choose another")
         if not self.config.cache.prefix_caching:
             salt += arrival.to_bytes(8, "little")  # shared with nobody but its own siblings
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         request = Request(
             id=name,
             prompt=list(prompt),
@@ -109,7 +110,7 @@ class Engine:
             arrival=arrival,
             salt=salt,
             processors=tuple(processors),
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,
         )
         request.width = request.strategy.width(request)
         admit(request, self.limits)
@@ -169,8 +170,9 @@ class Engine:
             output = self._land(flight)
             if output is not None:
                 self.scheduler.advance(flight)
+                now = self._clock()
                 for request, outputs in self._caught_up(flight, output):
-                    self._commit(request, outputs, self._select(request, outputs))
+                    self._commit(request, outputs, self._select(request, outputs), now)
             self._sweep(flight)
         return self._deliver()
 
@@ -184,11 +186,12 @@ class Engine:
                 self._fill(self.speculation, flight)
             now = self._clock()
             for work in flight.works:
-                if work.request.metrics.scheduled is None:
-                    work.request.metrics.scheduled = now
-                work.feed.wants = self._wants(work.request, work.seq, work.last)
-                if work.seq.constraint is not None and work.last and work.feed.wants:
-                    work.feed.masks = work.seq.constraint.masks(work.feed.nodes, work.feed.parents)
+                request, seq, feed = work.request, work.seq, work.feed
+                if request.metrics.scheduled is None:
+                    request.metrics.scheduled = now
+                feed.wants = self._wants(request, seq, work.last)
+                if seq.constraint is not None and work.last and feed.wants:
+                    feed.masks = seq.constraint.masks(feed.nodes, feed.parents)
             flight.began = self._clock()
             flight.ticket = self.executor.submit(flight.plan)
             self._flights.append(flight)
@@ -249,22 +252,26 @@ class Engine:
             self.speculation.took(flight.plan, self._clock() - flight.began)
         return output
 
-    def _caught_up(self, flight: Flight, output: StepOutput) -> list[tuple[Request, list[tuple[Sequence, FeedOutput]]]]:
+    def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, list[tuple[Sequence, FeedOutput]]]]:
         """The requests whose sequences all have logits now, with them; prompt scores are filed on the way."""
-        groups: dict[Request, list[tuple[Sequence, FeedOutput]]] = {}
-        for work, out in zip(flight.works, output.feeds, strict=True):
-            failed = work.seq.constraint.error if work.seq.constraint is not None else ""
-            if failed and work.request.strategy.drops_failed:
-                work.request.dropped = failed  # it brings no candidates, so it has no children
-            elif out.error or failed:
-                work.request.error = failed or out.error
-            if out.pooled:
-                file_pooled(work.request, work.feed, out.pooled)
-            if work.request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
-                file_scores(work.request, work.feed.start, out)
-            if work.last and not work.request.aborted and work.request.error is None:
-                groups.setdefault(work.request, []).append((work.seq, out))
-        return list(groups.items())
+        pairs = zip(flight.works, output.feeds, strict=True)
+        for request, fed in itertools.groupby(pairs, lambda pair: pair[0].request):  # a request's works come together
+            outputs = []
+            for work, out in fed:
+                seq = work.seq
+                failed = "" if seq.constraint is None else seq.constraint.error
+                if failed and request.strategy.drops_failed:
+                    request.dropped = failed  # it brings no candidates, so it has no children
+                elif failed or out.error:
+                    request.error = failed or out.error
+                if out.pooled:
+                    file_pooled(request, work.feed, out.pooled)
+                if request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
+                    file_scores(request, work.feed.start, out)
+                if work.last:
+                    outputs.append((seq, out))
+            if outputs and request.error is None and not request.aborted:
+                yield request, outputs
 
     def _select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         try:
@@ -274,39 +281,48 @@ class Engine:
             request.error = f"{type(error).__name__}: {error}"
             return []
 
-    def _commit(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], families: list[list[Child]]) -> None:
+    def _commit(
+        self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], families: list[list[Child]], now: float
+    ) -> None:
         """Accept, append, fork, drop: every parent becomes its children, and what ended leaves the request."""
         if request.error is not None:
             return
-        now = self._clock()
-        heirs: list[tuple[Sequence, list[Sequence]]] = []
+        changed: list[tuple[Sequence, list[Sequence]]] = []
         for (parent, out), children in zip(outputs, families, strict=True):
-            seqs = [parent] if len(children) == 1 else [clone(parent, next(self._ids)) for _ in children]
-            draft, length = parent.draft, len(parent.tokens)
-            for seq, child in zip(seqs, children, strict=True):
-                self._grow(request, parent, seq, child)
-            seqs = [seq for seq in seqs if not self._failed(request, seq)]
-            if draft is not None and seqs == [parent]:
-                out.path = list(children[0].path)  # the strategy may have walked by itself
-                self._settle(request, parent, length, out)
-            request.finished += [seq for seq in seqs if seq.finish_reason is not None]
-            if seqs != [parent] or parent.finish_reason is not None:  # else it goes on as it is
-                heirs.append((parent, [seq for seq in seqs if seq.finish_reason is None]))
-        # Those without heirs first: the slots they give back may be all there are.
-        for parent, seqs in sorted(heirs, key=lambda pair: bool(pair[1])):
-            self.scheduler.commit(request, parent, seqs)
+            heirs = self._become(request, parent, out, children)
+            if heirs != [parent]:  # else it goes on as it is
+                changed.append((parent, heirs))
+        changed.sort(key=lambda pair: bool(pair[1]))  # those without heirs first: the slots they give back may be all there are
+        for parent, heirs in changed:
+            self.scheduler.commit(request, parent, heirs)
         metrics = request.metrics
-        metrics.first_token = now if metrics.first_token is None else metrics.first_token
         metrics.last_token = now
+        if metrics.first_token is None:
+            metrics.first_token = now
         if request.error is None and (request.strategy.done(request) or not request.seqs):
             if request.strategy.drops_failed and not request.strategy.results(request):
                 request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
                 return  # the step's end sweeps it out
             self._end(request, None)
 
+    def _become(self, request: Request, parent: Sequence, out: FeedOutput, children: list[Child]) -> list[Sequence]:
+        """Let a sequence become its children; returns those that go on."""
+        draft, length = parent.draft, len(parent.tokens)
+        heirs: list[Sequence] = []
+        for child in children:
+            seq = parent if len(children) == 1 else clone(parent, next(self._ids))
+            self._grow(request, parent, seq, child)
+            if seq.constraint is not None and self._failed(request, seq):
+                continue
+            if draft is not None and seq is parent:
+                out.path = child.path  # the strategy may have walked by itself
+                self._settle(request, parent, length, out)
+            (heirs if seq.finish_reason is None else request.finished).append(seq)
+        return heirs
+
     def _failed(self, request: Request, seq: Sequence) -> bool:
         """Whether a sequence's grammar has failed and it is dropped; where nothing may be dropped, the request has failed."""
-        if seq.constraint is None or not seq.constraint.error:
+        if not seq.constraint.error:
             return False
         if request.strategy.drops_failed:
             request.dropped = seq.constraint.error
@@ -316,16 +332,20 @@ class Engine:
 
     def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child) -> None:
         """Give `seq` what its child brings, up to where the output ends."""
-        seq.index = seq.index if child.index is None else child.index
+        if child.index is not None:
+            seq.index = child.index
         seq.score, seq.state = child.score, child.state
-        tokens = [parent.draft.tokens[node] for node in child.path] if parent.draft else []
-        tokens += [] if child.token is None else [child.token]
+        draft, tokens = parent.draft, [] if child.token is None else [child.token]
+        if draft is not None:
+            tokens = [draft.tokens[node] for node in child.path] + tokens
         delta = self.stopping.extend(request, seq, tokens, child.logprobs)
-        if parent.draft is not None and not parent.draft.required:
-            delta.drafter, delta.drafted = parent.draft.drafter, len(parent.draft.tokens)
+        if draft is not None and not draft.required:
+            delta.drafter, delta.drafted = draft.drafter, len(draft.tokens)
             delta.accepted = min(len(child.path), len(delta.token_ids))
         if request.strategy.streams:
             self._outbox.append(delta)
+        else:
+            seq.shown += delta.text
 
     def _settle(self, request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
         """The draft below `length` known tokens was verified: its path is kept, and the drafter learns what became of it."""
@@ -339,8 +359,8 @@ class Engine:
 
     def _sweep(self, flight: Flight) -> None:
         """End what was aborted or has failed."""
-        for request in {work.request: None for work in flight.works}:
-            if request.status is not Status.FINISHED and (request.error is not None or request.aborted):
+        for request in [work.request for work in flight.works]:
+            if (request.error is not None or request.aborted) and request.status is not Status.FINISHED:
                 self._end(request, "abort" if request.error is None else "error")
 
     def _end(self, request: Request, reason: str | None) -> None:
@@ -366,8 +386,7 @@ class Engine:
         """End an output where it stands."""
         seq.finish_reason = reason
         request.finished.append(seq)
-        text = seq.text.close() if seq.text is not None else ""
-        return Delta(request.id, seq.index, text=text, finish_reason=reason, error=request.error)
+        return Delta(request.id, seq.index, text=self.stopping.rest(seq), finish_reason=reason, error=request.error)
 
     def _deliver(self) -> list[Delta]:
         """Hand over the deltas; static batching delivers a batch when its last request is done (card C1)."""

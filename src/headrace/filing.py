@@ -13,6 +13,8 @@ def clone(parent: Sequence, seq_id: int) -> Sequence:
         salt=parent.salt,
         groups=parent.groups,
         text=parent.text.copy() if parent.text is not None else None,
+        stops=parent.stops.copy() if parent.stops is not None else None,
+        shown=parent.shown,
         constraint=parent.constraint.copy() if parent.constraint is not None else None,
     )
 
@@ -23,8 +25,8 @@ def result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
         request.id,
         at,
         token_ids=seq.output,
-        text=seq.text.shown if seq.text is not None else "",
-        logprobs=seq.logprobs,
+        text=seq.shown,
+        logprobs=tuple(seq.logprobs),
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         cumulative_logprob=seq.score,
@@ -39,7 +41,7 @@ def pool_wants(request: Request, last: bool) -> tuple[Want, ...]:
     return (Want(rows=request.pool, kind="pool"),) if last else ()
 
 
-def file_pooled(request: Request, feed: Feed, rows: list[float]) -> None:
+def file_pooled(request: Request, feed: Feed, rows: tuple[float, ...]) -> None:
     request.pooled[:] = [a + b for a, b in zip(request.pooled, rows, strict=True)] if request.pooled else rows
     request.pooled_until = max(request.pooled_until, feed.start + feed.count)
 

@@ -108,7 +108,7 @@ class Trial:
     def _seconds(self, nodes: int, part: Part, repeats: int) -> float:
         """Median seconds of a step with one known token, and a chain, at the end of the first text."""
         tokens, _ = self.texts[0]
-        feed = Feed(SLOT, len(tokens) - 1, 1, [], (Want(),), nodes=tokens[:nodes], parents=list(range(-1, nodes - 1)))
+        feed = Feed(SLOT, len(tokens) - 1, 1, (), (Want(),), nodes=tuple(tokens[:nodes]), parents=tuple(range(-1, nodes - 1)))
         plan = StepPlan(0, feeds=[feed])
         taken = []
         with self._slot(tokens):
@@ -121,7 +121,7 @@ class Trial:
 
     def _agreement(self, part: Part, tokens: list[int], start: int) -> Iterator[bool]:
         """For each token the model wrote: whether the part finds it the likeliest."""
-        feed = Feed(SLOT, 0, len(tokens), [], (Want(rows="all", kind="score", logprobs=0),))
+        feed = Feed(SLOT, 0, len(tokens), (), (Want(rows="all", kind="score", logprobs=0),))
         with self._slot(tokens):
             (out,) = self.runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
         return (score.rank == 1 for score in out.scores[start - 1 :])

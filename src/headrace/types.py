@@ -1,7 +1,9 @@
 """The data of the loop: plain values that import nothing of Headrace but the request's parameters.
 
 Identity types (Sequence, Request) live on the host. StepPlan and StepOutput are what crosses to an executor and back:
-they are msgspec structs whose msgpack round trip is a test, so the executor may be another process or rank.
+they are msgspec structs whose msgpack round trip is a test, so the executor may be another process or rank. What is made
+anew for every token is small: a struct of its own with tuples for what is mostly empty, left alone by the garbage collector
+(gc=False), as no cycle can come of it. After a step of the model nothing is in the caches, and every line touched counts.
 """
 
 import enum
@@ -27,7 +29,7 @@ class Draft(msgspec.Struct):
     heard: bool = False  # the drafter wants to know what the target draws after each node
 
 
-class Child(msgspec.Struct):
+class Child(msgspec.Struct, gc=False):
     """What becomes of a sequence: accept these draft nodes, then append this token. No child: the sequence is dropped.
 
     Where there are several children, all paths are empty. `logprobs`: none, or one for each token of path and token.
@@ -38,7 +40,7 @@ class Child(msgspec.Struct):
     score: float = 0.0
     index: int | None = None  # the child index of the noise key; None keeps the parent's
     state: Any = None
-    logprobs: list["TokenLogprob"] = []
+    logprobs: tuple["TokenLogprob", ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +65,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # hash of each full block of `tokens`, as far as asked for
     published: int = 0  # full blocks offered to the prefix cache
     text: Any = None  # the detokenizer's state
+    stops: Any = None  # the matcher's of its stop strings; None where it has none
+    shown: str = ""  # the output's text, where a strategy gives results at the end
     state: Any = None  # the strategy's state
     constraint: Any = None  # where it stands in its grammar; None where its output is free
     logprobs: list["TokenLogprob"] = field(default_factory=list)  # of the output, where a strategy gives results at the end
@@ -146,7 +150,7 @@ class RequestMetrics(msgspec.Struct):
             self.accepted_at[place] += 1
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True):
+class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a feed needs back, declared before execution so that it is computed where the logits are.
 
     kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify (draw at the last known token,
@@ -191,7 +195,7 @@ class TableDelta(msgspec.Struct, array_like=True):
     blocks: list[int]
 
 
-class Feed(msgspec.Struct, array_like=True):
+class Feed(msgspec.Struct, array_like=True, gc=False):
     """One sequence's work in one step: known tokens start..start+count, then the nodes of its draft.
 
     `new` are the known tokens the slot has not been told yet. A companion's feed may begin beyond the known tokens:
@@ -203,13 +207,13 @@ class Feed(msgspec.Struct, array_like=True):
     slot: int
     start: int
     count: int
-    new: list[int] = []
+    new: tuple[int, ...] = ()
     wants: tuple[Want, ...] = ()
     whole: bool = False
-    nodes: list[int] = []
-    parents: list[int] = []
+    nodes: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
     masks: bytes = b""
-    q: list[bytes] = []
+    q: tuple[bytes, ...] = ()
 
 
 class StepPlan(msgspec.Struct):
@@ -242,21 +246,21 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     top_logprobs: list[float] = []
 
 
-class FeedOutput(msgspec.Struct, array_like=True):
+class FeedOutput(msgspec.Struct, array_like=True, gc=False):
     """What came back for one feed, each part only where a Want asked for it."""
 
-    tokens: list[int] = []  # verify: those of the path, then the one after it
-    path: list[int] = []  # verify: the nodes that were accepted, from the root down
-    logprobs: list[TokenLogprob] = []
-    mus: list[float] = []  # mirostat's state after each of `tokens`
-    scores: list[TokenLogprob] = []
-    top_ids: list[int] = []
-    top_logprobs: list[float] = []
-    pooled: list[float] = []
+    tokens: tuple[int, ...] = ()  # verify: those of the path, then the one after it
+    path: tuple[int, ...] = ()  # verify: the nodes that were accepted, from the root down
+    logprobs: tuple[TokenLogprob, ...] = ()
+    mus: tuple[float, ...] = ()  # mirostat's state after each of `tokens`
+    scores: tuple[TokenLogprob, ...] = ()
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    pooled: tuple[float, ...] = ()
     logits: bytes = b""  # float32, little-endian, one row
-    closest: list[float] = []  # of each node, the largest cosine of its hidden state with those of all known tokens
+    closest: tuple[float, ...] = ()  # of each node, the largest cosine of its hidden state with those of all known tokens
     error: str = ""  # this feed alone failed: NaN logits, an empty kept set
-    nodes: list["FeedOutput"] = []  # what Wants with rows="nodes" asked for, one for each node of the draft
+    nodes: tuple["FeedOutput", ...] = ()  # what Wants with rows="nodes" asked for, one for each node of the draft
 
 
 class StepOutput(msgspec.Struct):
@@ -280,14 +284,14 @@ TARGET = KVGroup("target")
 DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"  # names of groups
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """What one step added to one output of one request."""
 
     request_id: str
     index: int
     token_ids: list[int] = []
     text: str = ""
-    logprobs: list[TokenLogprob] = []
+    logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None  # where the strategy keeps it: of all the output's tokens

@@ -65,7 +65,7 @@ class Tree:
     def answer(self, seq: Sequence, temperature: float) -> FeedOutput:
         z = self.after[seq.output[0]] if seq.output else self.first
         logp, ids = (z / temperature).log_softmax(0).sort(descending=True)
-        return FeedOutput(top_ids=ids.tolist(), top_logprobs=logp.tolist())
+        return FeedOutput(top_ids=tuple(ids.tolist()), top_logprobs=tuple(logp.tolist()))
 
     @staticmethod
     def grown(seq: Sequence, child: Child) -> Sequence:

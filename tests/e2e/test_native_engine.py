@@ -307,7 +307,7 @@ def test_impossible_parameters_fail_alone(tiny: Path) -> None:
 def test_the_short_way_draws_what_the_long_way_does(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in which every sequence gets one token and nothing else are asked for all at once."""
     prompts = [PROMPT[start:] for start in range(3)]
-    params = [GREEDY, SamplingParams(seed=5, max_tokens=12), SamplingParams(seed=6, max_tokens=9, repetition_penalty=1.3)]
+    params = [GREEDY, SamplingParams(seed=5, n=2, max_tokens=12), SamplingParams(seed=6, max_tokens=9, repetition_penalty=1.3)]
     taken: list[int] = []
     short = NativeRunner._draw_each
 
@@ -317,12 +317,13 @@ def test_the_short_way_draws_what_the_long_way_does(tiny: Path, monkeypatch: pyt
         return outputs
 
     def drawn(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        return [each.token_ids for output in llm.generate(prompts, params) for each in output.outputs]
 
     llm = open_tiny(tiny, speculate=None)
     monkeypatch.setattr(NativeRunner, "_draw_each", seen)
     quick = drawn(llm, params)
-    assert max(taken) == 3
+    assert max(taken) == 4
+    assert quick[1] != quick[2]  # each child draws with its own key
     taken.clear()
     assert drawn(llm, [each.replace(logprobs=0) for each in params]) == quick
     assert not any(taken)

@@ -137,7 +137,7 @@ def a_walk_that_accepts_a_wrong_child(engine: Engine) -> None:
     def wrong(feed: Feed):  # type: ignore[no-untyped-def]
         out = answer(feed)
         if feed.nodes and not out.path:
-            out.path, out.tokens = [0], [feed.nodes[0], *out.tokens]
+            out.path, out.tokens = (0,), (feed.nodes[0], *out.tokens)
         return out
 
     runner._answer = wrong

@@ -177,7 +177,7 @@ def last_prompt_token_only(engine: Engine) -> None:
                     0, 1
                 )
                 near = rows[prompt_len - 1 : count] @ rows[count : count + len(feed.nodes)].T
-                out.closest = near.amax(0).tolist()
+                out.closest = tuple(near.amax(0).tolist())
 
     hidden.answer = answer
 

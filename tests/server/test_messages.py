@@ -52,7 +52,7 @@ FROM_ENGINE: list[Any] = [
     NotLoaded("no such file"),
     Refused("a-1", "too long"),
     Deltas(
-        [Delta("a-1", 1, [5], "é", [SCORED], "stop", "x", finished=True)],
+        [Delta("a-1", 1, [5], "é", (SCORED,), "stop", "x", finished=True)],
         [Ended("a-1", RequestMetrics(arrival=1.5, cached_tokens=16))],
         [Scores("a-1", [None, SCORED])],
         Stats(1, 2, 3, 4),

@@ -131,7 +131,7 @@ def test_a_companion_sees_what_it_would_see_alone(pair: tuple[Companions, Model,
     life.fork(0, 1, at=20)
     for slot, tail in ((0, some(3, 2)), (1, some(4, 3))):
         life.tokens[slot] += tail
-        life.target(Feed(slot, 20, len(tail) + 1, new=tail))
+        life.target(Feed(slot, 20, len(tail) + 1, new=tuple(tail)))
     check(life.logits(0, 21), life.tokens[0])
     check(life.logits(1, 21), life.tokens[1])
     check(life.logits(0, 21), life.tokens[0])
@@ -145,12 +145,12 @@ def test_what_is_moved_is_moved_for_the_companion_too(pair: tuple[Companions, Mo
     life = Life(swapped)
     prompt = some(18, 4)
     life.begin(0, prompt, SamplingParams())
-    life.target(Feed(0, 0, 18, nodes=[5, 6], parents=[-1, -1]))
-    swapped.models[1].run(StepPlan(9, feeds=[Feed(0, 0, 18, nodes=[5, 6], parents=[-1, -1])]))
+    life.target(Feed(0, 0, 18, nodes=(5, 6), parents=(-1, -1)))
+    swapped.models[1].run(StepPlan(9, feeds=[Feed(0, 0, 18, nodes=(5, 6), parents=(-1, -1))]))
     at = life.tables[0][19 // BLOCK] * BLOCK + 19 % BLOCK
     to = life.tables[0][18 // BLOCK] * BLOCK + 18 % BLOCK
     life.tokens[0] += [6, 7]
-    life.target(Feed(0, 19, 1, new=[6, 7]), moves=[(0, at, to)])
+    life.target(Feed(0, 19, 1, new=(6, 7)), moves=[(0, at, to)])
     same(runner, target)(life.logits(0, 19), life.tokens[0])
 
 
@@ -171,7 +171,7 @@ def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Companions, Model,
     for k in range(6):
         for slot, out in enumerate(outs):
             chains[slot] += out.tokens
-        feeds = [Feed(slot, known[slot] + k, 0, wants=want, nodes=chains[slot][-1:], parents=[-1]) for slot in range(2)]
+        feeds = [Feed(slot, known[slot] + k, 0, wants=want, nodes=tuple(chains[slot][-1:]), parents=(-1,)) for slot in range(2)]
         outs = life.companion(*feeds)
     native = not isinstance(runner.models[0], TorchRunner)
     for slot, each in enumerate(params):
@@ -209,16 +209,16 @@ def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Companions, Mode
     known = len(life.tokens[0])
     life.target(Feed(0, 0, known - 1))
     want = (Want(),)
-    chain = life.companion(Feed(0, known - 1, 1, wants=want))[0].tokens
+    chain = [*life.companion(Feed(0, known - 1, 1, wants=want))[0].tokens]
     for k in range(3):
-        chain += life.companion(Feed(0, known + k, 0, wants=want, nodes=chain[-1:], parents=[-1]))[0].tokens
+        chain += life.companion(Feed(0, known + k, 0, wants=want, nodes=tuple(chain[-1:]), parents=(-1,)))[0].tokens
     native = not isinstance(target, TorchRunner)
     if part.layers == 2:
         assert chain == (native_alone if native else run_alone)(model, life.tokens[0], params)[:4]
-    (out,) = life.target(Feed(0, known - 1, 1, wants=LOGITS, nodes=chain, parents=list(range(-1, 3))))
+    (out,) = life.target(Feed(0, known - 1, 1, wants=LOGITS, nodes=tuple(chain), parents=tuple(range(-1, 3))))
     same(life.runner, model)(np.frombuffer(out.logits, "<f4"), life.tokens[0])
     life.tokens[0] += [*chain, 9]
-    (out,) = life.target(Feed(0, known + 4, 1, new=[*chain, 9], wants=LOGITS))
+    (out,) = life.target(Feed(0, known + 4, 1, new=(*chain, 9), wants=LOGITS))
     same(life.runner, model)(np.frombuffer(out.logits, "<f4"), life.tokens[0])
 
 
@@ -237,4 +237,4 @@ def test_a_part_of_the_vocabulary_has_the_logits_of_the_whole(tied: bool) -> Non
         rows[name] = np.frombuffer(out.logits, "<f4"), out.top_ids
     np.testing.assert_array_equal(rows["part"][0][ids], rows["whole"][0][ids])
     assert np.isneginf(np.delete(rows["part"][0], ids)).all()
-    assert rows["part"][1] == ids[np.argsort(-rows["whole"][0][ids], kind="stable")][:5].tolist()
+    assert list(rows["part"][1]) == ids[np.argsort(-rows["whole"][0][ids], kind="stable")][:5].tolist()

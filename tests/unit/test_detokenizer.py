@@ -43,6 +43,15 @@ def test_the_pieces_joined_are_the_decoded_whole(kind: str, ids: list[int], cuts
     assert "".join(stream(kind, ids, cuts, skip=skip)) == tokenizer(kind).decode(ids, skip_special=skip)
 
 
+@settings(max_examples=500)
+@given(st.sampled_from(sorted(KINDS)), IDS, IDS, st.booleans())
+def test_one_token_at_a_time_is_the_same(kind: str, prompt: list[int], ids: list[int], skip: bool) -> None:
+    """What is plain ASCII takes a short way, control tokens and what is pending must not."""
+    whole, single = (IncrementalDetokenizer(tokenizer(kind), prompt, skip) for _ in range(2))
+    assert [single.push(token) for token in ids] == [whole.append([token]) for token in ids]
+    assert single.flush() == whole.flush()
+
+
 @settings(max_examples=300)
 @given(st.sampled_from(["bytes", "spm"]), st.text(max_size=30), CUTS)
 def test_real_text_is_given_back(kind: str, text: str, cuts: list[int]) -> None:

@@ -138,7 +138,7 @@ def test_lookahead_collects_what_trajectories_passed_through() -> None:
     assert draft is not None
     window = seq.drafting["lookahead"]
     before = [list(level) for level in window.levels]
-    out = FeedOutput(nodes=[FeedOutput(tokens=[100 + node]) for node in range(len(draft.tokens))])
+    out = FeedOutput(nodes=tuple(FeedOutput(tokens=(100 + node,)) for node in range(len(draft.tokens))))
     drafter.observe(request, seq, draft, out)
     for column, tip in enumerate(window.tips):
         assert (before[1][column], 100 + tip) in window.pool[before[0][column]]
@@ -159,7 +159,7 @@ def test_a_narrow_window_collects_too() -> None:
         assert draft is not None
         window = seq.drafting["lookahead"]
         before = [list(level) for level in window.levels]
-        out = FeedOutput(nodes=[FeedOutput(tokens=[100 + node]) for node in range(answered or len(draft.tokens))])
+        out = FeedOutput(nodes=tuple(FeedOutput(tokens=(100 + node,)) for node in range(answered or len(draft.tokens))))
         drafter.observe(request, seq, draft, out)
         assert sum(map(len, window.pool.values())) == 2
         assert window.levels[0] == [*before[1][:2], *before[0][2:]]
@@ -203,7 +203,7 @@ def test_jacobi_goes_on_with_the_answers_behind_what_was_accepted() -> None:
     draft = drafter.draft(request, seq, 8)
     assert isinstance(draft, Draft)
     assert len(draft.tokens) == 4
-    out = FeedOutput(path=[0], nodes=[FeedOutput(tokens=[10 + i]) for i in range(4)])
+    out = FeedOutput(path=(0,), nodes=tuple(FeedOutput(tokens=(10 + i,)) for i in range(4)))
     drafter.observe(request, seq, draft, out)
     again = drafter.draft(request, seq, 3)
     assert again is not None

@@ -66,12 +66,13 @@ class FakeRunner:
         out = FeedOutput()
         for want in feed.wants:
             if want.kind == "verify":
-                out.path, out.tokens = self._verify(feed, want, context)
+                path, tokens = self._verify(feed, want, context)
+                out.path, out.tokens = tuple(path), tuple(tokens)
             elif want.kind == "sample":
-                out.tokens = [draw(context, state.seed, want.child + i) for i in range(want.n)]
+                out.tokens = tuple(draw(context, state.seed, want.child + i) for i in range(want.n))
             elif want.kind == "score":
                 ends = [end for end in range(start + 1, start + count + 1) if end < len(state.tokens)]
-                out.scores = [TokenLogprob(state.tokens[end], -float(draw(context[:end], 0, 0))) for end in ends]
+                out.scores = tuple(TokenLogprob(state.tokens[end], -float(draw(context[:end], 0, 0))) for end in ends)
         return out
 
     def _verify(self, feed: Feed, want: Want, context: list[int]) -> tuple[list[int], list[int]]:

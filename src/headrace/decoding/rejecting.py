@@ -31,9 +31,9 @@ def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logpro
     if token is None and not ends:
         raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
     tokens = chain[:accepted] if token is None else [*chain[:accepted], token]
-    drawn = FeedOutput(tokens=tokens, path=list(range(accepted)))
+    drawn = FeedOutput(tokens=tuple(tokens), path=tuple(range(accepted)))
     if logprobs is not None:
-        drawn.logprobs = _report(raw, z, specs, tokens, logprobs)
+        drawn.logprobs = tuple(_report(raw, z, specs, tokens, logprobs))
     return drawn
 
 

@@ -1,5 +1,7 @@
 """Greedy decoding and sampling, with `n` parallel outputs that share their prompt."""
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -9,6 +11,12 @@ from headrace.decoding.rejecting import verify_by_rejection
 from headrace.ops.sampling import RowResult, RowSpec, sample
 from headrace.ops.trees import paths, walk
 from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
+
+
+@cache
+def _one_token(child: int, logprobs: int | None) -> Want:
+    """What nearly every feed wants; one for all sequences, which share it."""
+    return Want(child=child, logprobs=logprobs)
 
 
 class Sampling:
@@ -31,8 +39,11 @@ class Sampling:
         the caller's processors come first."""
         if request.processors:
             return Want(kind="logits", rows="nodes" if seq.draft else "last")
+        births, logprobs = self._births(request, seq), self._logprobs(request)
+        if seq.draft is None and births == 1 and seq.state is None:
+            return _one_token(seq.index, logprobs)
         kind, rows = ("reject" if request.params.rejects else "verify", "nodes") if seq.draft else ("sample", "last")
-        return Want(rows, kind, self._births(request, seq), seq.index, logprobs=self._logprobs(request), mu=seq.state)
+        return Want(rows, kind, births, seq.index, logprobs=logprobs, mu=seq.state)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         return [self._children(request, seq, out) for seq, out in outputs]
@@ -54,9 +65,9 @@ class Sampling:
             drawn = self._sample_on_host(request, seq, out)
         if seq.draft is not None and len(drawn.tokens) == len(drawn.path) and request.stop_ids.isdisjoint(drawn.tokens):
             raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
-        mus: list[float] | list[None] = drawn.mus or [None] * len(drawn.tokens)
+        mus: tuple[float | None, ...] = drawn.mus or (None,) * len(drawn.tokens)
         if seq.draft is not None:
-            return [Child(tuple(drawn.path), drawn.tokens[-1], index=seq.index, state=mus[-1], logprobs=drawn.logprobs)]
+            return [Child(drawn.path, drawn.tokens[-1], index=seq.index, state=mus[-1], logprobs=drawn.logprobs)]
         return [
             Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1], state=mu)
             for i, (token, mu) in enumerate(zip(drawn.tokens, mus, strict=True))
@@ -97,12 +108,12 @@ class Sampling:
                 mask=masks[(node + 1) * width : (node + 2) * width],
             )
             result = _sample_row(request, seq, spec, out.nodes[node].logits if node >= 0 else out.logits)
-            drawn.tokens += result.tokens
-            drawn.logprobs += result.logprobs
-            drawn.mus += result.mus
+            drawn.tokens += tuple(result.tokens)
+            drawn.logprobs += tuple(result.logprobs)
+            drawn.mus += tuple(result.mus)
             return result.tokens[0]
 
-        drawn.path = walk(draft.tokens, draft.parents, draw)
+        drawn.path = tuple(walk(draft.tokens, draft.parents, draw))
         return drawn
 
 

@@ -97,7 +97,7 @@ class DraftModel:
                 wants = (self._want(work),) if start + count == length else ()
                 masks = _mask(work, []) if wants else b""
                 feeds.append((work, Feed(work.seq.slot, start, count, work.feed.new, wants, masks=masks)))
-                work.feed.new = []
+                work.feed.new = ()
                 room -= count
         return feeds
 
@@ -164,7 +164,7 @@ def _mask(work: Fed, chain: list[int]) -> bytes:
 
 def _next(work: Fed, chain: list[int], want: Want) -> Feed:
     """The feed of a chain's last token."""
-    feed = Feed(work.seq.slot, len(work.seq.tokens) + len(chain) - 1, 0, [], (want,), nodes=chain[-1:], parents=[-1])
+    feed = Feed(work.seq.slot, len(work.seq.tokens) + len(chain) - 1, 0, (), (want,), nodes=tuple(chain[-1:]), parents=(-1,))
     feed.masks = _mask(work, chain)
     return feed
 
@@ -179,7 +179,7 @@ def settle(work: Fed, grown: Chain) -> None:
     work.request.metrics.drafted -= len(draft.tokens) - len(chain)
     draft.tokens[:], draft.parents[:] = chain, range(-1, len(chain) - 1)
     draft.q = grown.q or None
-    work.feed.nodes, work.feed.parents, work.feed.q = draft.tokens, draft.parents, grown.q
+    work.feed.nodes, work.feed.parents, work.feed.q = tuple(chain), tuple(draft.parents), tuple(grown.q)
     if not chain:
         work.request.metrics.drafts -= 1
         work.seq.draft = None

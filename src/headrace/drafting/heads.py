@@ -33,7 +33,7 @@ class TrainedHeads:
         """Replace the tokens of these works' drafts; an empty draft is taken off."""
         feeds = [self._feed(work) for work in works]
         for work in works:
-            work.feed.new = []
+            work.feed.new = ()
         for work, out in zip(works, run(self.model, feeds), strict=True):
             settle(work, self._chain(work, [out, *out.nodes]))
 
@@ -47,7 +47,7 @@ class TrainedHeads:
         if kind == "sample":
             wants = (Want(child=seq.index, logprobs=logprobs), *(wants if more else ()))
         start = len(seq.tokens) - 1
-        return Feed(seq.slot, start, 1, work.feed.new, wants, nodes=[0] * more, parents=list(range(-1, more - 1)))
+        return Feed(seq.slot, start, 1, work.feed.new, wants, nodes=(0,) * more, parents=tuple(range(-1, more - 1)))
 
     def _chain(self, work: Fed, outs: list[FeedOutput]) -> Chain:
         chain = Chain()

@@ -53,6 +53,7 @@ class Slot:
     seed: int
     params: SamplingParams
     keys: dict[int, Key] = field(default_factory=dict)  # by child
+    child: int = -1  # whose key the core has
     plain: bool = field(init=False)  # nothing but tokens comes of its draws
 
     def __post_init__(self) -> None:
@@ -76,6 +77,10 @@ class Slot:
         if child not in self.keys:
             self.keys[child] = key(self.seed, child)
         return self.keys[child]
+
+    def draw_as(self, child: int) -> None:
+        """Tell the core with whose key a token is drawn where nothing else is asked."""
+        self.child, self.sequence.key = child, self.key(child)
 
 
 @dataclass(slots=True)
@@ -197,7 +202,7 @@ class NativeRunner:
         hidden = self._run(step, plan, known, part or Part())
         outputs = [self._output(step, feed, known[feed.slot], answers) for feed, answers in zip(plan.feeds, asked, strict=True)]
         for number, first, which in pools(plan):
-            outputs[number].pooled = self._final.sum(hidden[first + which.start : first + which.stop])
+            outputs[number].pooled = tuple(self._final.sum(hidden[first + which.start : first + which.stop]))
         self.hidden.answer(plan, known, outputs)
         return StepOutput(plan.step, outputs)
 
@@ -206,21 +211,22 @@ class NativeRunner:
         some feed is or wants anything else: None, and nothing was done."""
         if self.features.kept:
             return None
-        sequences, starts, keys = [], [], []
+        sequences, starts = [], []
         for feed in plan.feeds:
             slot = slots[feed.slot]
             if feed.count != 1 or feed.nodes or feed.masks or len(feed.wants) != 1 or not slot.plain:
                 return None
-            (want,) = feed.wants
-            if (want.kind, want.rows, want.n, want.logprobs) != ("sample", "last", 1, None):
+            want = feed.wants[0]
+            if want.kind != "sample" or want.rows != "last" or want.n != 1 or want.logprobs is not None:
                 return None
+            if want.child != slot.child:
+                slot.draw_as(want.child)
             sequences.append(slot.sequence)
             starts.append(feed.start)
-            keys.append(slot.key(want.child))
-        step.draw_each(sequences, starts, keys)
+        step.draw_each(sequences, starts)
         self.program.run(step, layers=(0, part.layers or -1), skips=list(part.skips))
         tokens = step.drawn()
-        return [FeedOutput([token]) if token >= 0 else FeedOutput(error=step.error(at)) for at, token in enumerate(tokens)]
+        return [FeedOutput((token,)) if token >= 0 else FeedOutput(error=step.error(at)) for at, token in enumerate(tokens)]
 
     def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
         """Carry out the step; returns its hidden rows, where something is made of them."""
@@ -310,7 +316,7 @@ class NativeRunner:
             if want.kind == "score":
                 _scores(step, answer, out)
             elif isinstance(answer, list):
-                out.nodes = out.nodes or [FeedOutput() for _ in feed.nodes]
+                out.nodes = out.nodes or tuple(FeedOutput() for _ in feed.nodes)
                 for each, place in zip(answer, [out, *out.nodes][-len(answer) :] if answer else (), strict=True):
                     _fill(step, slot, want, each, place)
             else:
@@ -350,18 +356,18 @@ def _fill(step: Any, slot: Slot, want: Want, answer: int, out: FeedOutput) -> No
     if error := step.error(answer):
         out.error = out.error or error
     elif want.kind == "propose":
-        out.tokens, out.logits = step.tokens(answer), step.row_of_logits(answer)
+        out.tokens, out.logits = tuple(step.tokens(answer)), step.row_of_logits(answer)
     elif want.kind in ("sample", "verify", "reject"):
-        out.tokens = step.tokens(answer)
+        out.tokens = tuple(step.tokens(answer))
         if want.kind != "sample":
-            out.path = step.path(answer)
+            out.path = tuple(step.path(answer))
         if want.logprobs is not None:
-            out.logprobs = [_logprob(report) for report in step.reports(answer)]
+            out.logprobs = tuple(_logprob(report) for report in step.reports(answer))
         if slot.params.mirostat_tau:
-            out.mus = [report.mu for report in step.reports(answer)]
+            out.mus = tuple(report.mu for report in step.reports(answer))
     elif want.kind == "top":
         (best,) = step.reports(answer)
-        out.top_ids, out.top_logprobs = best.top_ids, best.top_logprobs
+        out.top_ids, out.top_logprobs = tuple(best.top_ids), tuple(best.top_logprobs)
     else:
         out.logits = step.row_of_logits(answer)
 
@@ -369,7 +375,7 @@ def _fill(step: Any, slot: Slot, want: Want, answer: int, out: FeedOutput) -> No
 def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:
     """The log-probabilities of known tokens: one answer each."""
     first, count = answer
-    out.scores = [_logprob(step.reports(at)[0]) for at in range(first, first + count)]
+    out.scores = tuple(_logprob(step.reports(at)[0]) for at in range(first, first + count))
     errors = [error for at in range(first, first + count) if (error := step.error(at))]
     out.error = out.error or "".join(errors[:1])
 

@@ -74,7 +74,7 @@ class Answers:
         self._walks: list[Walk] = []
         for feed, root, out in zip(plan.feeds, wanted.roots, self.outputs, strict=True):
             if any(want.rows == "nodes" and want.kind not in ("verify", "reject") for want in feed.wants):
-                out.nodes = [FeedOutput() for _ in feed.nodes]
+                out.nodes = tuple(FeedOutput() for _ in feed.nodes)
             for want in feed.wants:
                 self._ask(feed, want, root, out)
 
@@ -110,7 +110,7 @@ class Answers:
         elif want.kind == "propose":
             spec = self._round_spec(feed, want, [], node, want.k)
             if (drawn := draw_draft(self.logits[row].float(), spec)) is not None:
-                out.tokens, out.logits = [drawn[0]], drawn[1].cpu().numpy().astype("<f4").tobytes()
+                out.tokens, out.logits = (drawn[0],), drawn[1].cpu().numpy().astype("<f4").tobytes()
         elif want.kind == "logits":
             out.logits = self.logits[row].float().cpu().numpy().astype("<f4").tobytes()
         else:
@@ -118,16 +118,16 @@ class Answers:
 
     def _reject(self, feed: Feed, want: Want, root: int, out: FeedOutput) -> None:
         """A chain by the rule that the request names."""
-        chain, raw = feed.nodes, self.logits[root : root + 1 + len(feed.nodes)].float()
+        chain, raw = list(feed.nodes), self.logits[root : root + 1 + len(feed.nodes)].float()
         specs = [self._round_spec(feed, want, chain[:at], at - 1) for at in range(len(chain) + 1)]
-        accepted, token = verify(raw, specs, chain, feed.q or None)
+        accepted, token = verify(raw, specs, chain, list(feed.q) or None)
         if token is None and not accepted:
             out.error = "no token can be drawn: logits are broken, or what is allowed together rules out every one"
             return
-        out.path, out.tokens = list(range(accepted)), chain[:accepted] if token is None else [*chain[:accepted], token]
+        out.path, out.tokens = tuple(range(accepted)), (*chain[:accepted], *(() if token is None else (token,)))
         if want.logprobs is not None:
             rows = raw if specs[0].params.logprobs_mode == "raw" else process(raw, specs)
-            out.logprobs = token_logprobs(rows[: len(out.tokens)], torch.tensor(out.tokens), want.logprobs)
+            out.logprobs = tuple(token_logprobs(rows[: len(out.tokens)], torch.tensor(out.tokens), want.logprobs))
 
     def _round_spec(self, feed: Feed, want: Want, path: list[int], node: int, drafted: int = 0) -> RowSpec:
         """How a row of a round of the second rule is processed; `drafted` of the slot's tokens are the round's own."""
@@ -150,7 +150,8 @@ class Answers:
         values, columns = head(mask(z, [bits]), min(want.k, z.shape[-1]))
         listed = int((values > NEVER).sum())
         norm = z.amax(-1, keepdim=True) + log_total(z)
-        out.top_ids, out.top_logprobs = columns[0, :listed].tolist(), (values - norm)[0, :listed].float().tolist()
+        out.top_ids = tuple(columns[0, :listed].tolist())
+        out.top_logprobs = tuple((values - norm)[0, :listed].float().tolist())
         if not listed:
             out.error = "no token can come: the grammar rules out every one"
 
@@ -178,9 +179,9 @@ class Answers:
         logits = self.logits if rows == list(range(len(self.logits))) else self.logits[rows]
         results = sample(logits, [spec for spec, _, _ in self._draws])
         for (_, _, out), result in zip(self._draws, results, strict=True):
-            out.tokens += result.tokens
-            out.logprobs += result.logprobs
-            out.mus += result.mus
+            out.tokens += tuple(result.tokens)
+            out.logprobs += tuple(result.logprobs)
+            out.mus += tuple(result.mus)
             out.error = out.error or result.error
         self._draws = []
 
@@ -197,7 +198,7 @@ class Answers:
             if (found := child(walk.feed.nodes, walk.feed.parents, walk.node, token)) is not None:
                 walk.node = found
                 walk.path.append(token)
-                walk.out.path.append(found)
+                walk.out.path += (found,)
                 going.append(walk)
         self._walks = going
 
@@ -233,7 +234,7 @@ def _score(feed: Feed, slot: Slot, want: Want, logits: torch.Tensor, out: FeedOu
     """Row p scores token p + 1, as far as that is known."""
     targets = slot.tokens[feed.start + 1 : feed.start + feed.count + 1]
     if targets:
-        out.scores = token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs or 0)
+        out.scores = tuple(token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs or 0))
 
 
 def _top(tops: list[tuple[int, int, FeedOutput]], logits: torch.Tensor) -> None:
@@ -244,4 +245,4 @@ def _top(tops: list[tuple[int, int, FeedOutput]], logits: torch.Tensor) -> None:
     for (k, _, out), entry in zip(tops, best, strict=True):
         if not entry.top_ids:
             out.error = "the model's logits are broken: no token has a probability; check the weights"
-        out.top_ids, out.top_logprobs = entry.top_ids[:k], entry.top_logprobs[:k]
+        out.top_ids, out.top_logprobs = tuple(entry.top_ids[:k]), tuple(entry.top_logprobs[:k])

@@ -92,7 +92,7 @@ class HiddenStates(Stored):
         """Fill in what wants ask for; what the feeds brought has been kept."""
         for feed, out in zip(plan.feeds, outputs, strict=True):
             if any(want.closest for want in feed.wants):
-                out.closest = self.closest(feed, slots[feed.slot].table)
+                out.closest = tuple(self.closest(feed, slots[feed.slot].table))
 
     def closest(self, feed: Feed, table: Sequence[int]) -> list[float]:
         """The degeneration penalty of contrastive search (Su et al. 2022): for each of a feed's nodes, the largest cosine of

@@ -74,7 +74,7 @@ class TorchRunner:
         outputs = answer(plan, known, logits, wanted)
         for number, first, which in pools(plan):
             final = self.model.final(x[first + which.start : first + which.stop])
-            outputs[number].pooled = final.to(accumulator(final.dtype)).sum(0).tolist()
+            outputs[number].pooled = tuple(final.to(accumulator(final.dtype)).sum(0).tolist())
         self.hidden.answer(plan, known, outputs)
         return StepOutput(plan.step, outputs)
 

@@ -23,10 +23,11 @@ class IncrementalDetokenizer:
     the first word is kept after a prompt. A prompt that ends inside a character is completed by the output.
     """
 
-    __slots__ = ("_at_start", "_hidden", "_pending", "_tokenizer")
+    __slots__ = ("_ascii", "_at_start", "_hidden", "_pending", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._ascii = tokenizer.ascii
         self._hidden = tokenizer.special_ids if skip_special else frozenset()
         self._at_start = tokenizer.strip_space and not any(self._spell([token]) for token in prompt_ids)
         tail = b""
@@ -38,10 +39,8 @@ class IncrementalDetokenizer:
 
     def push(self, token: int) -> str:
         """`append` of one token, quickly where it is plain ASCII with nothing pending: most tokens are."""
-        if self._pending or self._at_start or token in self._hidden:
-            return self.append((token,))
-        data = self._tokenizer.token_bytes(token)
-        return data.decode("ascii") if data.isascii() else self.append((token,))
+        text = self._ascii.get(token)
+        return self.append((token,)) if text is None or self._pending or self._at_start else text
 
     def append(self, token_ids: Iterable[int]) -> str:
         """The text these tokens complete; empty while a character is still open."""

@@ -24,6 +24,7 @@ class Tokenizer:
         self._backend = vocabulary.backend
         self._plain: Any = None
         self._bytes: list[bytes | None] = [None] * vocabulary.size
+        self.ascii: dict[int, str] = {}  # the texts of tokens seen so far that are plain ASCII and no control tokens
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -69,6 +70,8 @@ class Tokenizer:
         known = self._bytes[token]
         if known is None:
             known = self._bytes[token] = spell(self._vocabulary, token)
+            if known.isascii() and token not in self.special_ids:
+                self.ascii[token] = known.decode("ascii")
         return known
 
     def token_text(self, token: int) -> str:
