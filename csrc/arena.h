@@ -15,9 +15,9 @@ namespace headrace {
 
 // Whether 2 MB of memory are to be asked for as one page or as small ones, learned from what they cost.
 //
-// A page of 2 MB takes 0.1 to 0.5 ms, mostly to clear it. In a virtual machine that has given its free memory back, the host
-// must find all of it anew, for 5 ms or more, while small pages come from memory that is in pieces and still held. So once
-// a few pages have been slow, small ones are tried once, and kept where they take less than half as long.
+// A page of 2 MB takes 0.1 to 0.5 ms, mostly to clear it. In a virtual machine that has given its free memory back, the
+// host must find all of it anew, for 5 ms or more, while small pages come from memory that is in pieces and still held.
+// So once a few pages have been slow, small ones are tried once, and kept where they take less than half as long.
 class PageSize {
 public:
     bool small();                           // how the next 2 MB are to be asked for
@@ -38,7 +38,8 @@ private:
 
 class Arena {
 public:
-    // What is provided comes in pages of 2 MB, or in small ones where those are much quicker to get and a little slower to use.
+    // What is provided comes in pages of 2 MB, or in small ones where those are much quicker to get and a little slower
+    // to use.
     enum class Pages { kQuickest, kLarge };
 
     // Blocks of `block_bytes` (rounded up to 2 MB) are mapped as they are needed; pages cost memory once written.
@@ -51,8 +52,8 @@ public:
     uint8_t* allocate(size_t bytes);
 
     // Has the system provide memory of the arena before it is written. Threads may ask for the same page: one of them
-    // provides it and the others wait. (Two that meet in a new page would both clear one.) What was provided before costs
-    // nothing. Not while another thread allocates.
+    // provides it and the others wait. (Two that meet in a new page would both clear one.) What was provided before
+    // costs nothing. Not while another thread allocates.
     void provide(std::span<const uint8_t> part);
     // The same, on all threads of the pool. Throws ForkedError.
     void provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts);

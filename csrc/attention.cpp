@@ -9,11 +9,11 @@
 namespace headrace {
 namespace {
 
-constexpr int kAppendRows = 64;    // about what one append job stores
-constexpr int kPiecesAThread = 4;  // items a thread gets where tiles must be cut
+constexpr int kAppendRows = 64;           // about what one append job stores
+constexpr int kPiecesAThread = 4;         // items a thread gets where tiles must be cut
 constexpr int64_t kFetchBytes = 8 << 20;  // of a layer's K and V that are fetched before its attention begins
 constexpr size_t kFetchRows = 16;         // with fewer rows, linear layers wait for memory themselves
-constexpr int kFetchCost = 6;      // reading a token's K and V, in rows multiplied with it
+constexpr int kFetchCost = 6;             // reading a token's K and V, in rows multiplied with it
 
 uint64_t bits_below(int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
@@ -133,10 +133,12 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
 }
 
 // The pages of every thread's items, as Turn::deal gives them out.
-void AttentionLayout::list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table, int threads) {
+void AttentionLayout::list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table,
+                           int threads) {
     fetched_.resize(static_cast<size_t>(threads));
     for (auto& pages : fetched_) pages.clear();
-    if (rows_.size() < kFetchRows || static_cast<int64_t>(page_table.size()) * kv_.page_offset(1, 0) > kFetchBytes) return;
+    if (rows_.size() < kFetchRows || static_cast<int64_t>(page_table.size()) * kv_.page_offset(1, 0) > kFetchBytes)
+        return;
     for (size_t i = 0; i < items_.size(); ++i) {
         const AttentionItem& item = items_[i];
         const AttentionTile& tile = tiles_[static_cast<size_t>(item.tile)];
@@ -222,7 +224,8 @@ FetchList AttentionStep::fetch_list(const AttentionLayout& layout, int layer, in
     return list;
 }
 
-void AttentionStep::append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const {
+void AttentionStep::append_job(const AttentionLayout& layout, const AttentionTask& task, int job,
+                               float* scratch) const {
     const AppendJob& work = layout.appends_[static_cast<size_t>(job)];
     kernels_.attention->append(task, work.feed, work.kv_head, work.first, work.last, scratch);
 }

@@ -100,8 +100,8 @@ public:
     void append_job(const AttentionLayout& layout, const AttentionTask& task, int job, float* scratch) const;
     void attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, int after,
                      float* scratch) const;
-    // K and V that a thread's items read in a layer of this layout, to be fetched beforehand: nothing where there is more
-    // than a cache keeps, or where few rows leave no time for it.
+    // K and V that a thread's items read in a layer of this layout, to be fetched beforehand: nothing where there is
+    // more than a cache keeps, or where few rows leave no time for it.
     FetchList fetch_list(const AttentionLayout& layout, int layer, int thread) const;
     size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
 

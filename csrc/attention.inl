@@ -25,7 +25,7 @@ struct Tile {
     int q_stride;
     Ahead ahead;
     int begin_page, end_page;  // of the item
-    State state;  // of the split at hand; row r is query head r % share of token r / share
+    State state;               // of the split at hand; row r is query head r % share of token r / share
 
     const AttentionRow& row(int r) const { return task.rows[tile.row + r / share]; }
 };
@@ -315,7 +315,8 @@ HEADRACE_INLINE State partial_state(const AttentionTask& task, const AttentionTi
 }
 
 template <class Pool>
-static void attend_item(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch) {
+static void attend_item(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after,
+                        float* scratch) {
     const KVShape& kv = task.kv;
     const AttentionTile& at = task.tiles[item.tile];
     const AttentionFeed& feed = task.feeds[at.feed];

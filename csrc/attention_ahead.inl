@@ -15,8 +15,11 @@ HEADRACE_INLINE void fetch(const void* from, int bytes) {
 // What storing the feed's first token writes (a piece of every line of K, one line of tokens of V), and what it stores.
 HEADRACE_INLINE void fetch_append(const AttentionTask& task, const AttentionFeed& feed, int kv_head) {
     const KVShape& kv = task.kv;
-    const int slot = feed.kv_start % kPageTokens, deep = kv.type == KVType::kBf16 ? 2 : kv.type == KVType::kInt8 ? 4 : 1;
-    const uint8_t* page = task.pool + kv.page_offset(task.page_table[feed.pages + feed.kv_start / kPageTokens], kv_head);
+    const int slot = feed.kv_start % kPageTokens, deep = kv.type == KVType::kBf16   ? 2
+                                                         : kv.type == KVType::kInt8 ? 4
+                                                                                    : 1;
+    const uint8_t* page =
+        task.pool + kv.page_offset(task.page_table[feed.pages + feed.kv_start / kPageTokens], kv_head);
     fetch(page, kv.half_bytes);
     fetch(page + kv.half_bytes + slot / deep * kv.padded * 4, kv.padded * 4);
     fetch(task.k + feed.row * task.stride + kv_head * kv.dim, kv.dim * 4);

@@ -39,9 +39,7 @@ struct Bf16Pool {
     HEADRACE_INLINE F32v start(F32v o, float keep) { return o * set_f32(keep); }
     HEADRACE_INLINE F32v finish(F32v, F32v sum, float, const Weights&, int) { return sum; }
 
-    static void prepare(const float* x, int dp, float* row) {
-        round_to_bf16(x, dp, (uint16_t*)row);
-    }
+    static void prepare(const float* x, int dp, float* row) { round_to_bf16(x, dp, (uint16_t*)row); }
     // A page's scores from its products, where kScaled.
     HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
     // Takes vector i of a row's weights, rounded. Their sum is that of the rounded ones, so that it agrees with the

@@ -10,5 +10,6 @@ void bind_linear(nanobind::module_& m);
 void bind_pack(nanobind::module_& m);
 void bind_program(nanobind::module_& m);
 void bind_sample(nanobind::module_& m);
+void bind_step(nanobind::module_& m);
 
 }  // namespace headrace

@@ -1,4 +1,4 @@
-// What the bindings of packed weights and of linear layers share: arrays in and out, and the kernels that a test names.
+// What bindings share: arrays in and out, a requirement, and the kernels that a test names.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "bind.h"
+#include "bind_arrays.h"
 #include "threadpool.h"
 
 namespace nb = nanobind;
@@ -33,12 +34,6 @@ using Masks = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device:
 using A8Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bf16Out = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Pairs = std::vector<std::pair<int32_t, int32_t>>;
-
-void require(bool ok, const char* message) {
-    if (!ok) throw nb::value_error(message);
-}
-
-const Kernels& kernels_named(const std::string& isa) { return isa.empty() ? kernels() : kernels_for(parse_isa(isa)); }
 
 void check_tokens(const KVPool& pool, int layer, const Int32s& positions, size_t n, size_t heads, size_t dim) {
     require(layer >= 0 && layer < pool.layers(), "no such layer");

@@ -201,7 +201,8 @@ void bind_pack(nb::module_& m) {
     nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
     m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads.");
     m.def("cgroup_cpus", &cgroup_cpus, "membership"_a = "/proc/self/cgroup", "root"_a = "/sys/fs/cgroup");
-    m.def("default_threads", &default_threads, "quota"_a, "What a pool of 0 threads has, where the quota is so many CPUs.");
+    m.def("default_threads", &default_threads, "quota"_a,
+          "What a pool of 0 threads has, where the quota is so many CPUs.");
     nb::class_<ThreadPool>(m, "ThreadPool")
         .def(
             "__init__",

@@ -1,4 +1,4 @@
-// Programs in Python: building one phase by phase, steps, and what is asked of them.
+// Programs in Python: building one phase by phase, and carrying out steps.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "bind_arrays.h"
 #include "bind_linear.h"
 #include "program.h"
 
@@ -29,15 +30,9 @@ using namespace nb::literals;
 namespace headrace {
 namespace {
 
-using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Key = std::pair<uint32_t, uint32_t>;
 using At = std::pair<int, int>;  // buffer, column
-
-void require(bool ok, const std::string& message) {
-    if (!ok) throw nb::value_error(message.c_str());
-}
 
 template <class T, size_t n>
 T choose(const std::string& name, const std::pair<const char*, T> (&choices)[n]) {
@@ -47,16 +42,11 @@ T choose(const std::string& name, const std::pair<const char*, T> (&choices)[n])
     throw nb::value_error(("unknown name " + name).c_str());
 }
 
-std::vector<uint32_t> words_of(const nb::bytes& bits) {
-    std::vector<uint32_t> words(bits.size() / sizeof(uint32_t));
-    if (!words.empty()) std::memcpy(words.data(), bits.data(), words.size() * sizeof(uint32_t));
-    return words;
-}
-
 Place place(At at) { return {at.first, at.second}; }
 
 BufferKind buffer_kind(const std::string& name) {
-    return choose<BufferKind>(name, {{"float", BufferKind::kFloat}, {"a8", BufferKind::kA8}, {"bf16", BufferKind::kBf16}});
+    return choose<BufferKind>(name,
+                              {{"float", BufferKind::kFloat}, {"a8", BufferKind::kA8}, {"bf16", BufferKind::kBf16}});
 }
 
 EpilogueKind epilogue_kind(const std::string& name) {
@@ -80,7 +70,8 @@ std::vector<float> copied(const std::optional<FloatVector>& x) {
 NormWeights norm_of(const NormWeights* norm) { return norm ? *norm : NormWeights{}; }
 
 void begin(Program& program, const std::string& segment) {
-    require(segment == "embed" || segment == "layer" || segment == "head", "a segment is embed, layer or head, not " + segment);
+    require(segment == "embed" || segment == "layer" || segment == "head",
+            "a segment is embed, layer or head, not " + segment);
     if (segment == "embed") return program.begin_embed();
     if (segment == "layer") return program.begin_layer();
     program.begin_head();
@@ -92,18 +83,20 @@ int add_rope(Program& program, const std::vector<double>& frequencies, int posit
     return program.add_rope(frequencies, positions, interleaved);
 }
 
-void add_linear(Program& program, const BoundLinear& linear, int in, const std::string& kind, At out, const std::string& act,
-                float scale, float softcap, int maxima, int sublayer, const std::string& name) {
+void add_linear(Program& program, const BoundLinear& linear, int in, const std::string& kind, At out,
+                const std::string& act, float scale, float softcap, int maxima, int sublayer, const std::string& name) {
     for (const BoundTensor& tensor : linear.tensors) program.keep(tensor.arena);
     const Activation activation = act == "gelu_tanh" ? Activation::kGeluTanh : Activation::kSilu;
     program.add({LinearPhase{linear.packed, in, epilogue_kind(kind), place(out), activation, scale, softcap, maxima},
                  static_cast<uint8_t>(sublayer), name});
 }
 
-void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions, const std::string& name) {
+void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions,
+               const std::string& name) {
     program.keep(table.arena);
     if (positions) program.keep(positions->arena);
-    program.add({EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out}, 0, name});
+    program.add(
+        {EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out}, 0, name});
 }
 
 void run(Program& program, Step& step, std::pair<int, int> layers, const std::optional<FloatTable>& hidden,
@@ -140,189 +133,132 @@ void release_pages(const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, n
 #endif
 }
 
-const Answer& answer_of(Step& step, int number) {
-    if (number < 0 || static_cast<size_t>(number) >= step.answers().size()) throw nb::index_error("no such answer");
-    return step.answers()[static_cast<size_t>(number)];
-}
-
-std::vector<int32_t> tokens_of(Step& step, int number) {
-    std::vector<int32_t> tokens;
-    for (const TokenReport& report : answer_of(step, number).reports) tokens.push_back(report.id);
-    return tokens;
-}
-
-void draw_each(Step& step, const std::vector<std::shared_ptr<const Sequence>>& sequences, const std::vector<int>& starts) {
-    require(starts.size() == sequences.size(), "a start for each sequence");
-    for (size_t i = 0; i < sequences.size(); ++i) {
-        require(sequences[i] != nullptr, "no sequence may be missing");
-        step.feed(sequences[i], starts[i], 1, {}, {}, 1);
-        step.draw(0, {sequences[i]->key}, {}, {});
-    }
-}
-
-std::vector<int32_t> drawn(Step& step) {
-    std::vector<int32_t> tokens;
-    for (const Answer& answer : step.answers()) {
-        tokens.push_back(answer.error.empty() && !answer.reports.empty() ? answer.reports.back().id : -1);
-    }
-    return tokens;
-}
-
-nb::bytes logits_of(Step& step, int number) {
-    const std::vector<float>& logits = answer_of(step, number).logits;
-    return nb::bytes(reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float));
-}
-
 void bind_building(nb::class_<Program>& c) {
-    c.def("buffer", [](Program& self, const std::string& kind, int width, bool local) { return self.add_buffer(buffer_kind(kind), width, local); },
-          "kind"_a, "width"_a, "local"_a = false, "A new buffer (float, a8, bf16): its number.")
-        .def("rope", &add_rope, "frequencies"_a, "positions"_a, "interleaved"_a, "Radians a position [dim / 2] -> number.")
+    c.def(
+         "buffer",
+         [](Program& self, const std::string& kind, int width, bool local) {
+             return self.add_buffer(buffer_kind(kind), width, local);
+         },
+         "kind"_a, "width"_a, "local"_a = false, "A new buffer (float, a8, bf16): its number.")
+        .def("rope", &add_rope, "frequencies"_a, "positions"_a, "interleaved"_a,
+             "Radians a position [dim / 2] -> number.")
         .def("tap", &Program::add_tap)
         .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
-        .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(), "name"_a = "")
-        .def("norm",
-             [](Program& self, At in, At out, int width, const NormWeights& norm, int sublayer, const std::string& name) {
-                 self.add({NormPhase{norm, place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
-             }, "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "")
-        .def("quantize",
-             [](Program& self, At in, int out, const NormWeights* norm, int sublayer, const std::string& name) {
-                 self.add({QuantizePhase{norm_of(norm), place(in), out}, static_cast<uint8_t>(sublayer), name});
-             }, "source"_a, "out"_a, "norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
-        .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "", "scale"_a = 1.0f, "softcap"_a = 0.0f,
-             "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "")
-        .def("act",
-             [](Program& self, const std::string& kind, At in, At out, int width, int sublayer, const std::string& name) {
-                 self.add({ActPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
-             }, "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
-        .def("act_mul",
-             [](Program& self, const std::string& kind, At in, At out, int width, int sublayer, const std::string& name) {
-                 self.add({ActMulPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
-             }, "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
-        .def("residual",
-             [](Program& self, At x, At y, At out, int width, const NormWeights* post_norm, int sublayer, const std::string& name) {
-                 self.add({ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width}, static_cast<uint8_t>(sublayer), name});
-             }, "x"_a, "y"_a, "out"_a, "width"_a, "post_norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
-        .def("copy",
-             [](Program& self, At in, At out, int width, int sublayer, const std::string& name) {
-                 self.add({CopyPhase{place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
-             }, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
-        .def("scatter",
-             [](Program& self, int in, int out, int maxima, const std::vector<int32_t>& ids, int vocab_size, const std::string& name) {
-                 self.add({ScatterPhase{in, out, maxima, ids, vocab_size}, 0, name});
-             }, "source"_a, "out"_a, "maxima"_a, "ids"_a, "vocab_size"_a, "name"_a = "",
-             "Logits of the tokens `ids` (ascending) to their places among all; the others are -inf.")
-        .def("copy_to_tap",
-             [](Program& self, At in, int tap, const std::string& name) {
-                 self.add({TapPhase{place(in), self.hidden(), tap}, 0, name});
-             }, "source"_a, "tap"_a, "name"_a = "")
-        .def("attention",
-             [](Program& self, int layer, int heads, At q, At k, At v, At out, float scale, int rope, const NormWeights* q_norm,
-                const NormWeights* k_norm, int window, float softcap, const std::optional<FloatVector>& sinks, bool causal,
-                const std::optional<FloatVector>& k_shift, int sublayer, const std::string& name) {
-                 const KVShape& kv = self.kv().shape();
-                 if (k_shift && k_shift->size() != static_cast<size_t>(kv.heads) * static_cast<size_t>(kv.dim)) {
-                     throw nb::value_error("k_shift holds a value for each of K's");
-                 }
-                 self.add({AttentionPhase{layer, {heads, window, causal}, place(q), place(k), place(v), place(out), norm_of(q_norm),
-                                          norm_of(k_norm), rope, scale, softcap, copied(sinks), copied(k_shift)},
-                           static_cast<uint8_t>(sublayer), name});
-             }, "layer"_a, "heads"_a, "q"_a, "k"_a, "v"_a, "out"_a, "scale"_a, "rope"_a = -1, "q_norm"_a.none() = nb::none(),
-             "k_norm"_a.none() = nb::none(), "window"_a = 0, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true,
-             "k_shift"_a = nb::none(), "sublayer"_a = 0, "name"_a = "");
-}
-
-void bind_step(nb::module_& m) {
-    nb::class_<Sequence>(m, "Sequence", "A sequence as a runner knows it: its tokens, its blocks, how its tokens are drawn.")
-        .def("__init__",
-             [](Sequence* self, const std::vector<int32_t>& prompt, const SampleParams& params) {
-                 new (self) Sequence{History(prompt), params, {}, {}};
-             }, "prompt"_a, "params"_a)
-        .def("extend", [](Sequence& self, const std::vector<int32_t>& tokens) { self.history.extend(tokens); }, "tokens"_a)
-        .def("set_table", [](Sequence& self, size_t start, const std::vector<int32_t>& blocks) { self.set_table(start, blocks); },
-             "start"_a, "blocks"_a, "table[start:] = blocks")
-        .def_prop_rw("key", [](const Sequence& self) { return Key(self.key.k0, self.key.k1); },
-                     [](Sequence& self, Key key) { self.key = {key.first, key.second}; }, "The noise key that draw_each draws with.")
-        .def("copy", [](const Sequence& self) { return std::make_shared<Sequence>(self); })
-        .def_prop_ro("table", [](const Sequence& self) { return self.table; })
-        .def("__len__", [](const Sequence& self) { return self.history.tokens().size(); });
-    nb::class_<Step>(m, "Step", "What one step computes and what is asked of it; answers are read after Program.run.")
-        .def(nb::init<>())
-        .def("clear", &Step::clear)
-        .def("feed",
-             [](Step& self, std::shared_ptr<const Sequence> sequence, int start, int count, int logits,
-                const std::vector<int32_t>& nodes, const std::vector<int32_t>& parents) {
-                 self.feed(std::move(sequence), start, count, nodes, parents, logits);
-             }, "sequence"_a, "start"_a, "count"_a, "logits"_a = 0, "nodes"_a = std::vector<int32_t>{},
-             "parents"_a = std::vector<int32_t>{})
-        .def("mask", [](Step& self, const nb::bytes& bits) { self.mask(words_of(bits)); }, "bits"_a,
-             "What may be drawn after the feed added last: 32-bit words, a bit per token, for its last known token and each node.")
-        .def("draw",
-             [](Step& self, int row, const std::vector<Key>& keys, int logprobs, bool processed, std::optional<double> mu) {
-                 std::vector<NoiseKey> all;
-                 for (const auto& [k0, k1] : keys) all.push_back({k0, k1});
-                 return self.draw(row, std::move(all), {logprobs, processed}, mu);
-             }, "row"_a, "keys"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
-        .def("draw_each", &draw_each, "sequences"_a, "starts"_a,
-             "Feed each sequence its known token at a start, and draw one token after it with its key; sequence i is answer i.")
-        .def("drawn", &drawn, "The tokens that `draw_each` asked for; -1 where `error` says why there is none.")
-        .def("verify",
-             [](Step& self, int row, Key key, int logprobs, bool processed, std::optional<double> mu) {
-                 return self.verify(row, {key.first, key.second}, {logprobs, processed}, mu);
-             }, "row"_a, "key"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
-        .def("reject",
-             [](Step& self, int row, Key key, const std::vector<nb::bytes>& q, bool block, int logprobs, bool processed) {
-                 std::vector<std::vector<float>> rows;
-                 for (const nb::bytes& each : q) {
-                     rows.emplace_back(each.size() / sizeof(float));
-                     std::memcpy(rows.back().data(), each.c_str(), rows.back().size() * sizeof(float));
-                 }
-                 return self.reject(row, {key.first, key.second}, std::move(rows), block, {logprobs, processed});
-             }, "row"_a, "key"_a, "q"_a, "block"_a = false, "logprobs"_a = -1, "processed"_a = false,
-             "Verify a chain by rejection. q: float32 bytes for each drafted token; empty: they were chosen, not drawn.")
-        .def("propose", [](Step& self, int row, Key key) { return self.propose(row, {key.first, key.second}); }, "row"_a, "key"_a,
-             "A token for a draft; its row of logits are then the probabilities it was drawn from.")
-        .def("top", &Step::top, "row"_a, "k"_a)
-        .def("score",
-             [](Step& self, int row, int k) {
-                 int count = 0;
-                 const int first = self.score(row, k, count);
-                 return std::pair(first, count);
-             }, "row"_a, "k"_a, "Every row from `row` on scores the known token after it -> first answer, how many.")
-        .def("logits", &Step::logits, "row"_a)
-        .def("contrast",
-             [](Step& self, int row, Step& amateur, int answer, float alpha, float beta) {
-                 answer_of(amateur, answer);
-                 self.contrast(row, std::move(amateur.answers()[static_cast<size_t>(answer)].logits), alpha, beta);
-             }, "row"_a, "amateur"_a, "answer"_a, "alpha"_a, "beta"_a,
-             "Combine a row of logits with those another step answered, which are taken from it.")
-        .def_prop_ro("rows", &Step::rows)
-        .def("tokens", &tokens_of, "answer"_a)
-        .def("reports", [](Step& self, int number) { return answer_of(self, number).reports; }, "answer"_a)
-        .def("path", [](Step& self, int number) { return answer_of(self, number).path; }, "answer"_a)
-        .def("row_of_logits", &logits_of, "answer"_a, "float32 bytes")
-        .def("error", [](Step& self, int number) { return answer_of(self, number).error; }, "answer"_a);
+        .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(),
+             "name"_a = "")
+        .def(
+            "norm",
+            [](Program& self, At in, At out, int width, const NormWeights& norm, int sublayer,
+               const std::string& name) {
+                self.add({NormPhase{norm, place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+            },
+            "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "")
+        .def(
+            "quantize",
+            [](Program& self, At in, int out, const NormWeights* norm, int sublayer, const std::string& name) {
+                self.add({QuantizePhase{norm_of(norm), place(in), out}, static_cast<uint8_t>(sublayer), name});
+            },
+            "source"_a, "out"_a, "norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
+        .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "", "scale"_a = 1.0f,
+             "softcap"_a = 0.0f, "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "")
+        .def(
+            "act",
+            [](Program& self, const std::string& kind, At in, At out, int width, int sublayer,
+               const std::string& name) {
+                self.add(
+                    {ActPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+            },
+            "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+        .def(
+            "act_mul",
+            [](Program& self, const std::string& kind, At in, At out, int width, int sublayer,
+               const std::string& name) {
+                self.add(
+                    {ActMulPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+            },
+            "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+        .def(
+            "residual",
+            [](Program& self, At x, At y, At out, int width, const NormWeights* post_norm, int sublayer,
+               const std::string& name) {
+                self.add({ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width},
+                          static_cast<uint8_t>(sublayer), name});
+            },
+            "x"_a, "y"_a, "out"_a, "width"_a, "post_norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
+        .def(
+            "copy",
+            [](Program& self, At in, At out, int width, int sublayer, const std::string& name) {
+                self.add({CopyPhase{place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+            },
+            "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+        .def(
+            "scatter",
+            [](Program& self, int in, int out, int maxima, const std::vector<int32_t>& ids, int vocab_size,
+               const std::string& name) { self.add({ScatterPhase{in, out, maxima, ids, vocab_size}, 0, name}); },
+            "source"_a, "out"_a, "maxima"_a, "ids"_a, "vocab_size"_a, "name"_a = "",
+            "Logits of the tokens `ids` (ascending) to their places among all; the others are -inf.")
+        .def(
+            "copy_to_tap",
+            [](Program& self, At in, int tap, const std::string& name) {
+                self.add({TapPhase{place(in), self.hidden(), tap}, 0, name});
+            },
+            "source"_a, "tap"_a, "name"_a = "")
+        .def(
+            "attention",
+            [](Program& self, int layer, int heads, At q, At k, At v, At out, float scale, int rope,
+               const NormWeights* q_norm, const NormWeights* k_norm, int window, float softcap,
+               const std::optional<FloatVector>& sinks, bool causal, const std::optional<FloatVector>& k_shift,
+               int sublayer, const std::string& name) {
+                const KVShape& kv = self.kv().shape();
+                if (k_shift && k_shift->size() != static_cast<size_t>(kv.heads) * static_cast<size_t>(kv.dim)) {
+                    throw nb::value_error("k_shift holds a value for each of K's");
+                }
+                self.add({AttentionPhase{layer,
+                                         {heads, window, causal},
+                                         place(q),
+                                         place(k),
+                                         place(v),
+                                         place(out),
+                                         norm_of(q_norm),
+                                         norm_of(k_norm),
+                                         rope,
+                                         scale,
+                                         softcap,
+                                         copied(sinks),
+                                         copied(k_shift)},
+                          static_cast<uint8_t>(sublayer), name});
+            },
+            "layer"_a, "heads"_a, "q"_a, "k"_a, "v"_a, "out"_a, "scale"_a, "rope"_a = -1,
+            "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0, "softcap"_a = 0.0f,
+            "sinks"_a = nb::none(), "causal"_a = true, "k_shift"_a = nb::none(), "sublayer"_a = 0, "name"_a = "");
 }
 
 }  // namespace
 
 void bind_program(nb::module_& m) {
-    bind_step(m);
     nb::class_<NormWeights>(m, "NormWeights")
-        .def("__init__",
-             [](NormWeights* self, const std::string& kind, const FloatVector& weight, const std::optional<FloatVector>& bias, float eps) {
-                 const NormKind made = choose<NormKind>(kind, {{"rms", NormKind::kRms}, {"layer", NormKind::kLayer}});
-                 require(!bias || bias->size() == weight.size(), "a norm has as many biases as weights");
-                 new (self) NormWeights{made, copied(weight), copied(bias), eps};
-             }, "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a);
-    nb::class_<Program> program(m, "Program", "A model as phases that all threads run together: one call for each step.");
+        .def(
+            "__init__",
+            [](NormWeights* self, const std::string& kind, const FloatVector& weight,
+               const std::optional<FloatVector>& bias, float eps) {
+                const NormKind made = choose<NormKind>(kind, {{"rms", NormKind::kRms}, {"layer", NormKind::kLayer}});
+                require(!bias || bias->size() == weight.size(), "a norm has as many biases as weights");
+                new (self) NormWeights{made, copied(weight), copied(bias), eps};
+            },
+            "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a);
+    nb::class_<Program> program(m, "Program",
+                                "A model as phases that all threads run together: one call for each step.");
     program
-        .def("__init__",
-             [](Program* self, std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, int hidden, int vocab_size, const std::string& isa) {
-                 const Kernels& table = isa.empty() ? kernels() : kernels_for(parse_isa(isa));
-                 new (self) Program(std::move(pool), std::move(kv), table, hidden, vocab_size);
-             }, "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "")
-        .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(), "hidden_out"_a.noconvert() = nb::none(),
-             "skips"_a = std::vector<uint8_t>{}, "taps"_a = std::vector<std::pair<int, OutTable>>{},
+        .def(
+            "__init__",
+            [](Program* self, std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, int hidden, int vocab_size,
+               const std::string& isa) {
+                new (self) Program(std::move(pool), std::move(kv), kernels_named(isa), hidden, vocab_size);
+            },
+            "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "")
+        .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(),
+             "hidden_out"_a.noconvert() = nb::none(), "skips"_a = std::vector<uint8_t>{},
+             "taps"_a = std::vector<std::pair<int, OutTable>>{},
              "Carry out a step: layers [first, last) (-1: to the end), from its ids or from `hidden`.")
         .def_rw("profiling", &Program::profiling)
         .def_prop_ro("profile", &Program::profile)
@@ -331,7 +267,8 @@ void bind_program(nb::module_& m) {
         .def_prop_ro("threads", &Program::threads);
     bind_building(program);
     m.def("release_pages", &release_pages, "mapped"_a.noconvert(),
-          "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other memory.");
+          "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other "
+          "memory.");
 }
 
 }  // namespace headrace

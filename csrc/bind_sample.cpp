@@ -103,7 +103,8 @@ public:
 
     std::tuple<std::vector<int32_t>, std::vector<TokenReport>, std::string> reject(
         const Rows& logits, const SampleParams& params, const History& history, std::pair<uint32_t, uint32_t> key,
-        const std::vector<int32_t>& tokens, const std::optional<ConstRows>& q, bool block, int logprobs, bool processed) {
+        const std::vector<int32_t>& tokens, const std::optional<ConstRows>& q, bool block, int logprobs,
+        bool processed) {
         check(logits.shape(1) == static_cast<size_t>(size_) && logits.shape(0) == tokens.size() + 1,
               "logits must have one value per token, and one row more than the chain has tokens");
         std::vector<std::vector<float>> rows;
@@ -123,7 +124,8 @@ public:
     }
 
     std::tuple<int32_t, std::vector<float>, std::string> propose(const Row& logits, const SampleParams& params,
-                                                                 const History& history, std::pair<uint32_t, uint32_t> key,
+                                                                 const History& history,
+                                                                 std::pair<uint32_t, uint32_t> key,
                                                                  const std::vector<int32_t>& path) {
         check(logits.size() == static_cast<size_t>(size_), "logits must have one value per token");
         const SampleRow row{logits.data(), nullptr, &params, &history, path};
@@ -249,8 +251,7 @@ void bind_sample(nb::module_& m) {
         .def(nb::init<int, const std::optional<std::string>&>(), "vocab_size"_a, "isa"_a = nb::none())
         .def("draw", &PySampler::draw, "logits"_a.noconvert(), "params"_a, "history"_a, "keys"_a,
              "path"_a = std::vector<int32_t>{}, "logprobs"_a = -1, "processed"_a = false,
-             "purpose"_a = Sampler::kTarget, "maxima"_a = nb::none(), "mask"_a = nb::none(),
-             "mu"_a = nb::none(),
+             "purpose"_a = Sampler::kTarget, "maxima"_a = nb::none(), "mask"_a = nb::none(), "mu"_a = nb::none(),
              "One token per key from logits [V] -> (reports, error). The logits are put back as they were.")
         .def("verify", &PySampler::verify, "logits"_a.noconvert(), "params"_a, "history"_a, "key"_a, "tokens"_a,
              "parents"_a, "logprobs"_a = -1, "processed"_a = false, "maxima"_a = nb::none(), "masks"_a = nb::none(),
@@ -258,9 +259,11 @@ void bind_sample(nb::module_& m) {
              "Walk a draft tree: logits [1 + nodes, V] -> (path, reports of the drawn tokens, error).")
         .def("reject", &PySampler::reject, "logits"_a.noconvert(), "params"_a, "history"_a, "key"_a, "tokens"_a,
              "q"_a = nb::none(), "block"_a = false, "logprobs"_a = -1, "processed"_a = false,
-             "Verify a chain by rejection: logits [1 + tokens, V], q [tokens, V] -> (path, reports of the tokens, error).")
+             "Verify a chain by rejection: logits [1 + tokens, V], q [tokens, V] -> (path, reports of the tokens, "
+             "error).")
         .def("propose", &PySampler::propose, "logits"_a.noconvert(), "params"_a, "history"_a, "key"_a,
-             "path"_a = std::vector<int32_t>{}, "A drafted token from logits [V], and what from -> (token, q [V], error).")
+             "path"_a = std::vector<int32_t>{},
+             "A drafted token from logits [V], and what from -> (token, q [V], error).")
         .def("top", &PySampler::top, "logits"_a.noconvert(), "k"_a, "params"_a.none() = nb::none(),
              "history"_a.none() = nb::none(), "maxima"_a = nb::none(),
              "The k best tokens of logits [V] after biases, bans and penalties -> (report, error).")

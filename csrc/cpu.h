@@ -17,8 +17,8 @@ void pin_thread(pthread_t thread, int cpu);
 // The arguments are for tests.
 double cgroup_cpus(const std::string& membership = "/proc/self/cgroup", const std::string& root = "/sys/fs/cgroup");
 
-// One thread for each core that the affinity mask reaches (two hyperthreads are one core), no more than the quota, which
-// is rounded to the nearest and is one thread at least.
+// One thread for each core that the affinity mask reaches (two hyperthreads are one core), no more than the quota,
+// which is rounded to the nearest and is one thread at least.
 int default_threads(double quota = cgroup_cpus());
 
 }  // namespace headrace

@@ -111,7 +111,8 @@ static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
     for (int row = row0, i = 0, rows; row < row1; row += rows, ++i) {
         rows = step_rows(row1 - row, kPanelRows);
         if (task.epilogue.kind == EpilogueKind::kAdd && row + 3 * kPanelRows <= row1) {
-            for (int b = 0; b < blocks; ++b) fetch_sums(task, unit * task.unit_blocks + b, row + 2 * kPanelRows, kPanelRows);
+            for (int b = 0; b < blocks; ++b)
+                fetch_sums(task, unit * task.unit_blocks + b, row + 2 * kPanelRows, kPanelRows);
         }
         const float *y = scratch.sums[0] + i * kStepFloats, *second = scratch.sums[1] + i * kStepFloats;
         alignas(64) Sums joined;

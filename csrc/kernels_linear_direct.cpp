@@ -13,7 +13,8 @@ const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows] = {
 #if HEADRACE_IS(plain)
 #define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1)},
 #elif HEADRACE_IS(avx512)
-#define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5), HEADRACE_TWO(kind, 7)},
+#define HEADRACE_ENTRY(kind) \
+    {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5), HEADRACE_TWO(kind, 7)},
 #else
 #define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5)},
 #endif

@@ -48,7 +48,8 @@ void KVPool::provide(ThreadPool& pool, int blocks) {
     const size_t size = layer_bytes_ / static_cast<size_t>(num_blocks_);
     std::vector<std::span<uint8_t>> parts;
     for (uint8_t* base : layers_) {
-        parts.emplace_back(base + static_cast<size_t>(provided_) * size, static_cast<size_t>(blocks - provided_) * size);
+        parts.emplace_back(base + static_cast<size_t>(provided_) * size,
+                           static_cast<size_t>(blocks - provided_) * size);
     }
     arena_.provide(pool, parts);
     provided_ = blocks;

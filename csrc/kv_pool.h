@@ -19,8 +19,8 @@ KVType parse_kv_type(std::string_view name);
 
 class KVPool {
 public:
-    // Zeroed; memory is taken as blocks are first provided or written. Throws std::invalid_argument for sizes that cannot be:
-    // block_size must be a multiple of 16, and a head of kInt8 at most 512 wide (its integer sums).
+    // Zeroed; memory is taken as blocks are first provided or written. Throws std::invalid_argument for sizes that
+    // cannot be: block_size must be a multiple of 16, and a head of kInt8 at most 512 wide (its integer sums).
     KVPool(KVType type, int layers, int num_blocks, int block_size, int heads, int dim);
 
     const KVShape& shape() const { return shape_; }
@@ -32,7 +32,8 @@ public:
     // What one block takes in all layers.
     static size_t block_bytes(KVType type, int layers, int block_size, int heads, int dim);
 
-    // Has the system provide the memory of the first `blocks` blocks, page by page, each by one thread. Throws ForkedError.
+    // Has the system provide the memory of the first `blocks` blocks, page by page, each by one thread. Throws
+    // ForkedError.
     void provide(ThreadPool& pool, int blocks);
 
     uint8_t* layer(int layer) const { return layers_[static_cast<size_t>(layer)]; }

@@ -75,7 +75,8 @@ void run_units(const LinearWork& work, const WorkSplit& split, int first, int la
 // Items [first, last), stretch by stretch.
 void run_items(const LinearWork& work, const WorkSplit& split, int first, int last, void* scratch) {
     for (int item = first; item < last;) {
-        const int stretch = item / split.units, start = stretch * split.units, end = std::min(last, start + split.units);
+        const int stretch = item / split.units, start = stretch * split.units,
+                  end = std::min(last, start + split.units);
         const int row0 = stretch * split.rows, row1 = std::min(row0 + split.rows, work.rows);
         run_units(work, split, item - start, end - start, row0, row1, scratch);
         item = end;
@@ -127,7 +128,8 @@ int linear_grain(const LinearWork& work) {
     const PackedLinear& linear = *work.linear;
     const WorkSplit split(work);
     double bytes = 0;
-    for (const PackedTensor& part : linear.parts()) bytes += static_cast<double>(row_block_bytes(part.kind, part.k)) * part.row_blocks();
+    for (const PackedTensor& part : linear.parts())
+        bytes += static_cast<double>(row_block_bytes(part.kind, part.k)) * part.row_blocks();
     const double products = static_cast<double>(linear.n()) * linear.k() * (linear.gated() ? 2 : 1) * work.rows;
     const double microseconds = std::max(bytes / kBytes, products / kProducts);
     return std::max(1, static_cast<int>(split.items / std::max(1.0, microseconds)));

@@ -46,8 +46,9 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t a
 #pragma GCC unroll 8
                 for (int i = 0; i < together; ++i) {
                     const A8Block& row = x[first + i][tile];
-                    dots[i] = layout.has_min() ? set_i32(0)
-                                               : shift_left(set_i32(negative_sum<group>(row, half, s)), log2_of(layout.zero));
+                    dots[i] = layout.has_min()
+                                  ? set_i32(0)
+                                  : shift_left(set_i32(negative_sum<group>(row, half, s)), log2_of(layout.zero));
                 }
 #pragma GCC unroll 8
                 for (int j = s * 8 / sub; j < (s + 1) * 8 / sub; ++j) {
@@ -69,7 +70,8 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int part, int64_t a
 // Row block `data` times `rows` rows of x (each `stride` blocks after the one before) into y[row][16]. As many bytes
 // are fetched from data + ahead on.
 template <PackedKind kind, int rows>
-static void direct(const uint8_t* data, int64_t ahead, const Segments& segments, const A8Block* x, int64_t stride, float* y) {
+static void direct(const uint8_t* data, int64_t ahead, const Segments& segments, const A8Block* x, int64_t stride,
+                   float* y) {
     const A8Block* row[rows];
     for (int m = 0; m < rows; ++m) row[m] = x + m * stride;
     const U8v table = load_table(kIq4Table);

@@ -29,8 +29,8 @@ static void finish_store(const LinearTask& task, int block, int blocks, int row,
     }
 }
 
-// 32 outputs of `rows` rows, columns [32 * unit, 32 * unit + 32) of the next layer's input. The last unit also writes the
-// zeros up to a multiple of 64.
+// 32 outputs of `rows` rows, columns [32 * unit, 32 * unit + 32) of the next layer's input. The last unit also writes
+// the zeros up to a multiple of 64.
 HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int rows, int n, const float (*value)[32]) {
     const int columns = n - 32 * unit < 32 ? n - 32 * unit : 32;
     const bool pad = unit % 2 == 0 && columns + 32 * unit == n;
@@ -58,7 +58,8 @@ HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int 
 // y: the gate's sums; up: the other's.
 static void finish_gated(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
                          const float* up) {
-    // All activations, then all that follows: either way values that do not wait for each other stand next to each other.
+    // All activations, then all that follows: either way values that do not wait for each other stand next to each
+    // other.
     alignas(64) float value[kDirectRows][32];
     if (blocks < 2) __builtin_memset(value, 0, sizeof value);
     for (int b = 0; b < blocks; ++b) {
@@ -81,7 +82,8 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
     for (int m = 0; m < rows; ++m) {
         Lanes16 largest;
         for (int part = 0; part < kParts; ++part) largest.part[part] = lowest;
-        I32v sizes = set_i32(0);  // without the sign, as integers: above those of infinity are the NaNs, which max forgets
+        I32v sizes =
+            set_i32(0);  // without the sign, as integers: above those of infinity are the NaNs, which max forgets
         for (int b = 0; b < blocks; ++b) {
             for (int part = 0; part < kParts; ++part) {
                 const int n = (unit * 4 + b) * 16 + part * kLanes,

@@ -61,8 +61,8 @@ HEADRACE_INLINE F32v load_min(const uint8_t* header, int g, int part) {
     }
 }
 
-// What group s of 32 columns (half `half` of a tile; s is 0 unless groups are of 16) adds to one row's sums: the order of
-// operations that linear_kernels.h states.
+// What group s of 32 columns (half `half` of a tile; s is 0 unless groups are of 16) adds to one row's sums: the order
+// of operations that linear_kernels.h states.
 template <int group, bool has_min>
 HEADRACE_INLINE F32v add_group(F32v acc, I32v dot, F32v scale, F32v min, const A8Block& x, int half, int s) {
     const F32v x_scale = set_f32(x.scale[half]);

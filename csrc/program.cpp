@@ -32,7 +32,8 @@ void each(const std::vector<Phase>& segment, F f) {
 
 }  // namespace
 
-Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden, int vocab_size)
+Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
+                 int vocab_size)
     : pool_(std::move(pool)),
       kv_(std::move(kv)),
       kernels_(kernels),
@@ -44,7 +45,8 @@ Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, c
     add_buffer(BufferKind::kFloat, hidden);
     add_buffer(BufferKind::kFloat, hidden);
     of_head_[kHeadRows] = true;
-    for (int i = 0; i < pool_->size(); ++i) samplers_.push_back(std::make_unique<Sampler>(*kernels_.sample, vocab_size));
+    for (int i = 0; i < pool_->size(); ++i)
+        samplers_.push_back(std::make_unique<Sampler>(*kernels_.sample, vocab_size));
 }
 
 int Program::add_buffer(BufferKind kind, int width, bool local) {
@@ -82,7 +84,8 @@ void Program::add(Phase phase) {
     require(open_, "a segment must be begun before phases are added");
     scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
     if (const auto* attention = std::get_if<AttentionPhase>(&phase.work)) {
-        require(attention->layer >= 0 && attention->layer < kv_->layers(), "attention names a layer that the KV pool has not");
+        require(attention->layer >= 0 && attention->layer < kv_->layers(),
+                "attention names a layer that the KV pool has not");
         require(attention->rope < static_cast<int>(ropes_.size()), "attention names a rope that is not there");
         scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(attention->view.heads) * sizeof(float));
     }
@@ -95,8 +98,8 @@ void Program::add(Phase phase) {
         if (embed->positions) positions_ = std::min(positions_, embed->positions->n);
     }
     if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work)) {
-        require(std::is_sorted(scatter->ids.begin(), scatter->ids.end()) && !scatter->ids.empty() && scatter->ids.front() >= 0 &&
-                    scatter->ids.back() < vocab_size_,
+        require(std::is_sorted(scatter->ids.begin(), scatter->ids.end()) && !scatter->ids.empty() &&
+                    scatter->ids.front() >= 0 && scatter->ids.back() < vocab_size_,
                 "the tokens of a part of the head must be named in ascending order");
         logits_ = scatter->out, maxima_ = scatter->maxima;
     }
@@ -106,7 +109,8 @@ void Program::add(Phase phase) {
 void Program::check(const Step& step) const {
     const int last = step.last_layer < 0 ? layers() : step.last_layer;
     require(step.rows() > 0, "a step has at least one row");
-    require(step.first_layer >= 0 && step.first_layer <= last && last <= layers(), "a step names layers that the model has not");
+    require(step.first_layer >= 0 && step.first_layer <= last && last <= layers(),
+            "a step names layers that the model has not");
     require(step.first_layer == 0 || step.hidden, "a step that does not begin with layer 0 needs hidden rows");
     require(step.head_rows().empty() || logits_ >= 0, "the program has no head");
     int positions = positions_;
@@ -115,7 +119,8 @@ void Program::check(const Step& step) const {
         if (id < 0 || id >= ids_) throw std::out_of_range("a token id is outside the vocabulary");
     }
     for (const int32_t position : step.positions()) {
-        if (position < 0 || position >= positions) throw std::out_of_range("a position is beyond those the model knows");
+        if (position < 0 || position >= positions)
+            throw std::out_of_range("a position is beyond those the model knows");
     }
 }
 
@@ -125,7 +130,8 @@ void Program::prepare(Step& step) {
     attention_.begin(step.feeds());
     kv_->provide(*pool_, attention_.blocks());
     for (int i = step.first_layer; i < (step.last_layer < 0 ? layers() : step.last_layer); ++i) {
-        each<AttentionPhase>(layers_[static_cast<size_t>(i)], [&](const AttentionPhase& work) { attention_.layout(work.view); });
+        each<AttentionPhase>(layers_[static_cast<size_t>(i)],
+                             [&](const AttentionPhase& work) { attention_.layout(work.view); });
     }
     const int head_rows = std::min(static_cast<int>(step.head_rows().size()), kMostHeadRows);
     for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : step.rows());
@@ -134,7 +140,8 @@ void Program::prepare(Step& step) {
     if (step.hidden) {
         Buffer& to = buffers_[kHidden];
         for (int r = 0; r < step.rows(); ++r) {
-            std::memcpy(to.floats() + r * to.stride(), step.hidden + int64_t{r} * hidden_, sizeof(float) * static_cast<size_t>(hidden_));
+            std::memcpy(to.floats() + r * to.stride(), step.hidden + int64_t{r} * hidden_,
+                        sizeof(float) * static_cast<size_t>(hidden_));
         }
     }
     plan_head(step);
@@ -158,7 +165,8 @@ void Program::plan_head(Step& step) {
     std::vector<Ask>& asks = step.asks();
     std::vector<int> order(asks.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return asks[static_cast<size_t>(a)].row < asks[static_cast<size_t>(b)].row; });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return asks[static_cast<size_t>(a)].row < asks[static_cast<size_t>(b)].row; });
     step.answers().assign(asks.size(), {});
     chunks_.clear();
     const int rows = static_cast<int>(step.head_rows().size());
@@ -203,7 +211,8 @@ void Program::work(Worker& worker, Step& step) {
         const Buffer& from = buffers_[kHidden];
         worker.share(step.rows(), [&](int first, int end) {
             for (int r = first; r < end; ++r) {
-                std::memcpy(step.hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(), sizeof(float) * static_cast<size_t>(hidden_));
+                std::memcpy(step.hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(),
+                            sizeof(float) * static_cast<size_t>(hidden_));
             }
         });
     }
@@ -226,7 +235,8 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     worker.share(worker.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
             const int row = step.head_rows()[static_cast<size_t>(chunk.first + r)];
-            std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(), sizeof(float) * static_cast<size_t>(hidden_));
+            std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(),
+                        sizeof(float) * static_cast<size_t>(hidden_));
         }
     });
     run_segment(head_, 0, worker);

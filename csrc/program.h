@@ -1,8 +1,8 @@
 // A model as phases that all threads of a pool run together, one after the other: one call for each step.
 //
-// A program is built once, phase by phase, in segments: embed, one for each layer, head. Values are rows in buffers. A step
-// runs embed or starts from given hidden rows, runs some of the layers, and the head on chosen rows. A row's result depends
-// on that row alone, however the threads share the work and whatever else is in the step.
+// A program is built once, phase by phase, in segments: embed, one for each layer, head. Values are rows in buffers. A
+// step runs embed or starts from given hidden rows, runs some of the layers, and the head on chosen rows. A row's
+// result depends on that row alone, however the threads share the work and whatever else is in the step.
 #pragma once
 
 #include <limits>
@@ -18,9 +18,10 @@
 namespace headrace {
 
 class Program {
-  public:
+public:
     // `hidden`: width of the hidden rows. Buffer 0 holds those of the step, buffer 1 those that go through the head.
-    Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden, int vocab_size);
+    Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
+            int vocab_size);
 
     // Building. What is wrong in a description throws std::invalid_argument, std::out_of_range.
     int add_buffer(BufferKind kind, int width, bool local = false);
@@ -35,8 +36,8 @@ class Program {
     void begin_head() { open_ = &head_; }
     void add(Phase phase);
 
-    // Carries out a step and fills its answers. One step at a time. Throws std::out_of_range, std::invalid_argument for a
-    // step that does not fit, ForkedError after a fork; then nothing was computed.
+    // Carries out a step and fills its answers. One step at a time. Throws std::out_of_range, std::invalid_argument for
+    // a step that does not fit, ForkedError after a fork; then nothing was computed.
     void run(Step& step);
 
     int layers() const { return static_cast<int>(layers_.size()); }
@@ -50,7 +51,7 @@ class Program {
     const std::map<std::string, double>& profile() const { return profile_; }
     void clear_profile() { profile_.clear(); }
 
-  private:
+private:
     using Segment = std::vector<Phase>;
 
     static constexpr int kHidden = 0, kHeadRows = 1;  // buffers

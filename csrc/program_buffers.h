@@ -10,16 +10,18 @@ namespace headrace {
 
 // 64-byte aligned memory that grows, without keeping what was in it.
 class Memory {
-  public:
+public:
     Memory() = default;
-    Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr, other.bytes_ = 0; }
+    Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+        other.data_ = nullptr, other.bytes_ = 0;
+    }
     Memory& operator=(Memory&&) = delete;
     ~Memory();
     // Throws std::bad_alloc.
     void reserve(size_t bytes);
     uint8_t* data() const { return data_; }
 
-  private:
+private:
     uint8_t* data_ = nullptr;
     size_t bytes_ = 0;
 };
@@ -34,7 +36,7 @@ struct Place {
 };
 
 class Buffer {
-  public:
+public:
     // `local`: an input that every thread may make for itself while it is small, instead of waiting for the others.
     Buffer(BufferKind kind, int width, bool local, int threads);
     void reserve(int rows);
@@ -48,7 +50,7 @@ class Buffer {
     A8 a8(int rows, int thread) const;
     Bf16Rows bf16(int rows, int thread) const;
 
-  private:
+private:
     // About where normalising and quantising a row once more costs what a barrier costs.
     static constexpr int kLocalTiles = 32;
 

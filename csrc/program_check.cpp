@@ -8,10 +8,17 @@ namespace {
 // The f16 values at the beginning of a header.
 int halves(Scales scales) {
     switch (scales) {
-        case Scales::kZero32: case Scales::kSuper32: case Scales::kSuper16Min: return 32;
-        case Scales::kMin32: return 64;
-        case Scales::kSuper16: case Scales::kSuperI8: return 16;
-        case Scales::kNone: return 0;
+        case Scales::kZero32:
+        case Scales::kSuper32:
+        case Scales::kSuper16Min:
+            return 32;
+        case Scales::kMin32:
+            return 64;
+        case Scales::kSuper16:
+        case Scales::kSuperI8:
+            return 16;
+        case Scales::kNone:
+            return 0;
     }
     return 0;
 }
@@ -35,7 +42,9 @@ bool row_block_is_finite(const PackedTensor& tensor, int block) {
     const int64_t bytes = row_block_bytes(tensor.kind, tensor.k);
     for (int64_t at = 0; at < bytes; at += layout.block_bytes()) {
         const bool plain = layout.scales == Scales::kNone;
-        if (plain ? broken(data + at, layout.block_bytes() / 2, 0x7f80) : broken(data + at, halves(layout.scales), 0x7c00)) return false;
+        if (plain ? broken(data + at, layout.block_bytes() / 2, 0x7f80)
+                  : broken(data + at, halves(layout.scales), 0x7c00))
+            return false;
     }
     return true;
 }

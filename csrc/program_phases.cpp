@@ -16,13 +16,16 @@ struct Overloaded : Fs... {
 };
 
 void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int first, int last, int width) {
-    for (int r = first; r < last; ++r) std::memcpy(to + r * to_stride, from + r * from_stride, sizeof(float) * static_cast<size_t>(width));
+    for (int r = first; r < last; ++r)
+        std::memcpy(to + r * to_stride, from + r * from_stride, sizeof(float) * static_cast<size_t>(width));
 }
 
 void activate(const Kernels& kernels, ActKind kind, const float* x, int n, float* out) {
     switch (kind) {
-        case ActKind::kSilu: return kernels.quantize->act(Activation::kSilu, x, n, out);
-        case ActKind::kGeluTanh: return kernels.quantize->act(Activation::kGeluTanh, x, n, out);
+        case ActKind::kSilu:
+            return kernels.quantize->act(Activation::kSilu, x, n, out);
+        case ActKind::kGeluTanh:
+            return kernels.quantize->act(Activation::kGeluTanh, x, n, out);
         case ActKind::kGelu:
             for (int i = 0; i < n; ++i) out[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
             return;
@@ -66,9 +69,9 @@ void run(const EmbedPhase& phase, Worker& w) {
 
 void run(const NormPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
-        w.run.kernels.quantize->norm(w.floats(phase.in) + first * w.stride(phase.in), w.stride(phase.in), 0, last - first,
-                                     phase.width, phase.norm.view(), w.floats(phase.out) + first * w.stride(phase.out),
-                                     w.stride(phase.out));
+        w.run.kernels.quantize->norm(w.floats(phase.in) + first * w.stride(phase.in), w.stride(phase.in), 0,
+                                     last - first, phase.width, phase.norm.view(),
+                                     w.floats(phase.out) + first * w.stride(phase.out), w.stride(phase.out));
     });
 }
 
@@ -98,14 +101,24 @@ void run(const LinearPhase& phase, Worker& w) {
         epilogue.block_max = w.buffer(phase.maxima).floats();
         epilogue.max_stride = w.buffer(phase.maxima).stride();
     }
-    const LinearWork work{&w.run.kernels, &phase.linear, in.a8(w.rows, w.thread), in.bf16(w.rows, w.thread),
-                          w.rows, w.run.threads, epilogue, 0, &w.fetch};
+    const LinearWork work{&w.run.kernels,
+                          &phase.linear,
+                          in.a8(w.rows, w.thread),
+                          in.bf16(w.rows, w.thread),
+                          w.rows,
+                          w.run.threads,
+                          epilogue,
+                          0,
+                          &w.fetch};
     const QuantizePhase*& owed = w.owed[static_cast<size_t>(phase.in)];
-    w.share(linear_items(work), [&](int first, int last) {
-        if (owed) quantize(*owed, w, 0, w.rows);
-        owed = nullptr;
-        run_linear_items(work, first, last, w.scratch);
-    }, linear_grain(work));
+    w.share(
+        linear_items(work),
+        [&](int first, int last) {
+            if (owed) quantize(*owed, w, 0, w.rows);
+            owed = nullptr;
+            run_linear_items(work, first, last, w.scratch);
+        },
+        linear_grain(work));
 }
 
 void run(const ActPhase& phase, Worker& w) {
@@ -160,8 +173,10 @@ void run(const AttentionPhase& phase, Worker& w) {
     task.k = w.floats(phase.k);
     task.v = w.floats(phase.v);
     task.stride = w.stride(phase.q);
-    if (phase.q_norm.kind != NormKind::kNone) task.q_norm = phase.q_norm.weight.data(), task.norm_eps = phase.q_norm.eps;
-    if (phase.k_norm.kind != NormKind::kNone) task.k_norm = phase.k_norm.weight.data(), task.norm_eps = phase.k_norm.eps;
+    if (phase.q_norm.kind != NormKind::kNone)
+        task.q_norm = phase.q_norm.weight.data(), task.norm_eps = phase.q_norm.eps;
+    if (phase.k_norm.kind != NormKind::kNone)
+        task.k_norm = phase.k_norm.weight.data(), task.norm_eps = phase.k_norm.eps;
     if (phase.rope >= 0) {
         const Rope& rope = w.run.ropes[static_cast<size_t>(phase.rope)];
         task.rope = {rope.cos.data(), rope.sin.data(), rope.dim, rope.interleaved};
@@ -191,13 +206,15 @@ void run(const TapPhase& phase, Worker& w) {
     const std::vector<float*>& taps = w.run.step.taps;
     if (static_cast<size_t>(phase.tap) >= taps.size() || !taps[static_cast<size_t>(phase.tap)]) return;
     w.share(w.rows, [&](int first, int last) {
-        copy_rows(w.floats(phase.in), w.stride(phase.in), taps[static_cast<size_t>(phase.tap)], phase.width, first, last, phase.width);
+        copy_rows(w.floats(phase.in), w.stride(phase.in), taps[static_cast<size_t>(phase.tap)], phase.width, first,
+                  last, phase.width);
     });
 }
 
 void run(const CopyPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
-        copy_rows(w.floats(phase.in), w.stride(phase.in), w.floats(phase.out), w.stride(phase.out), first, last, phase.width);
+        copy_rows(w.floats(phase.in), w.stride(phase.in), w.floats(phase.out), w.stride(phase.out), first, last,
+                  phase.width);
     });
 }
 
@@ -206,11 +223,13 @@ void run(const ScatterPhase& phase, Worker& w) {
     const int pieces = (phase.vocab_size + kPiece - 1) / kPiece;
     w.share(w.rows * pieces, [&](int first, int last) {
         for (int item = first; item < last; ++item) {
-            const int row = item / pieces, start = item % pieces * kPiece, end = std::min(start + kPiece, phase.vocab_size);
+            const int row = item / pieces, start = item % pieces * kPiece,
+                      end = std::min(start + kPiece, phase.vocab_size);
             const float* in = w.floats({phase.in, 0}) + row * w.stride({phase.in, 0});
             float* out = w.floats({phase.out, 0}) + row * w.stride({phase.out, 0});
             std::fill(out + start, out + end, -std::numeric_limits<float>::infinity());
-            for (auto id = std::lower_bound(phase.ids.begin(), phase.ids.end(), start); id != phase.ids.end() && *id < end; ++id) {
+            for (auto id = std::lower_bound(phase.ids.begin(), phase.ids.end(), start);
+                 id != phase.ids.end() && *id < end; ++id) {
                 out[*id] = in[id - phase.ids.begin()];
             }
             float* maxima = w.floats({phase.maxima, 0}) + row * w.stride({phase.maxima, 0}) + start / kVocabBlock;

@@ -55,8 +55,8 @@ struct QuantizePhase {
     int out;
 };
 
-// kStore and kAdd leave floats at `out`; kGated an input in buffer `out`, or floats where that is a float buffer; kLogits
-// the logits of the head in `out` and their block maxima in `maxima`.
+// kStore and kAdd leave floats at `out`; kGated an input in buffer `out`, or floats where that is a float buffer;
+// kLogits the logits of the head in `out` and their block maxima in `maxima`.
 struct LinearPhase {
     PackedLinear linear;
     int in;
@@ -106,7 +106,8 @@ struct TapPhase {
     int tap;
 };
 
-// Logits of some tokens (ids ascending) to their places among all of the vocabulary, -inf elsewhere, and the block maxima.
+// Logits of some tokens (ids ascending) to their places among all of the vocabulary, -inf elsewhere, and the block
+// maxima.
 struct ScatterPhase {
     int in, out, maxima;  // buffers
     std::vector<int32_t> ids;
@@ -147,7 +148,7 @@ struct Worker {
     int thread;
     uint8_t* scratch;
     std::vector<const QuantizePhase*>& owed;  // [buffers] inputs to be made by this thread before it uses them, or null
-    int rows = 0;  // of the segment at hand
+    int rows = 0;                             // of the segment at hand
     int turn = 0;
     FetchList fetch{};  // for linear layers to fetch
 

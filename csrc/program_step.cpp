@@ -23,7 +23,8 @@ void Sequence::set_table(size_t start, Ids blocks) {
 }
 
 void Step::clear() {
-    for (auto* each : {&ids_, &positions_, &kv_start_, &known_, &tables_, &head_rows_, &nodes_, &parents_}) each->clear();
+    for (auto* each : {&ids_, &positions_, &kv_start_, &known_, &tables_, &head_rows_, &nodes_, &parents_})
+        each->clear();
     row_start_.assign(1, 0);
     masks_.clear();
     sequences_.clear();
@@ -39,9 +40,11 @@ void Step::clear() {
 void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits) {
     const std::vector<int32_t>& tokens = sequence->history.tokens();
     const size_t rows = static_cast<size_t>(count) + nodes.size();
-    require(start >= 0 && count >= 0 && rows >= 1 && static_cast<size_t>(start) + static_cast<size_t>(count) <= tokens.size(),
+    require(start >= 0 && count >= 0 && rows >= 1 &&
+                static_cast<size_t>(start) + static_cast<size_t>(count) <= tokens.size(),
             "a feed must name known tokens of its sequence, or have a draft");
-    require(nodes.size() == parents.size() && nodes.size() <= kMostNodes, "a draft has up to 64 nodes, each with a parent");
+    require(nodes.size() == parents.size() && nodes.size() <= kMostNodes,
+            "a draft has up to 64 nodes, each with a parent");
     require(logits >= 0 && static_cast<size_t>(logits) <= rows, "a feed has no more rows of logits than rows");
     for (size_t i = 0; i < parents.size(); ++i) {
         require(parents[i] >= -1 && parents[i] < static_cast<int32_t>(i), "a node's parent must come before it");
@@ -128,7 +131,8 @@ int Step::score(int row, int k, int& count) {
     require(!sequences_.empty(), "there is no feed to ask about");
     const std::vector<int32_t>& tokens = sequences_.back()->history.tokens();
     const int first = static_cast<int>(asks_.size()), rows = last_known_ - first_head_row_ + 1 - row;
-    const size_t next = static_cast<size_t>(kv_start_.back() + known_.back() - rows + 1);  // the token after the first row
+    const size_t next =
+        static_cast<size_t>(kv_start_.back() + known_.back() - rows + 1);  // the token after the first row
     count = 0;
     for (; count < rows && next + static_cast<size_t>(count) < tokens.size(); ++count) {
         ask({Ask::Kind::kScore, row + count, nullptr, {}, {}, k, tokens[next + static_cast<size_t>(count)]});
@@ -139,9 +143,11 @@ int Step::score(int row, int k, int& count) {
 void Step::contrast(int row, std::vector<float> amateur, float alpha, float beta) {
     require(!sequences_.empty() && row >= 0 && first_head_row_ + row < static_cast<int>(head_rows_.size()),
             "what is contrasted must be rows of logits of the last feed");
-    require(contrasts_.empty() || contrasts_.back().row < first_head_row_ + row, "rows are contrasted once, in their order");
+    require(contrasts_.empty() || contrasts_.back().row < first_head_row_ + row,
+            "rows are contrasted once, in their order");
     const int place = first_head_row_ + row - last_known_;
-    contrasts_.push_back({first_head_row_ + row, std::move(amateur), alpha, beta, sequences_.back(), path_to(row), allowed_, place});
+    contrasts_.push_back(
+        {first_head_row_ + row, std::move(amateur), alpha, beta, sequences_.back(), path_to(row), allowed_, place});
 }
 
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
@@ -151,7 +157,8 @@ StepFeeds Step::feeds() {
     for (const auto& sequence : sequences_) width = std::max(width, sequence->table.size());
     tables_.assign(width * sequences_.size(), -1);
     for (size_t i = 0; i < sequences_.size(); ++i) {
-        std::copy(sequences_[i]->table.begin(), sequences_[i]->table.end(), tables_.begin() + static_cast<ptrdiff_t>(i * width));
+        std::copy(sequences_[i]->table.begin(), sequences_[i]->table.end(),
+                  tables_.begin() + static_cast<ptrdiff_t>(i * width));
     }
     return {positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(width)};
 }
@@ -161,14 +168,16 @@ void combine(const Contrast& contrast, const Logits& logits, const SampleKernels
     float* z = logits.values + (contrast.row - logits.base) * logits.stride;
     float* maxima = const_cast<float*>(logits.maxima) + (contrast.row - logits.base) * logits.maxima_stride;
     const int shared = std::min(logits.vocab_size, static_cast<int>(contrast.amateur.size()));
-    const size_t words = (static_cast<size_t>(logits.vocab_size) + 31) / 32, place = static_cast<size_t>(contrast.place);
+    const size_t words = (static_cast<size_t>(logits.vocab_size) + 31) / 32,
+                 place = static_cast<size_t>(contrast.place);
     SampleRow row{z, maxima, &contrast.sequence->params, &contrast.sequence->history, contrast.path};
     if (contrast.place >= 0 && contrast.allowed && contrast.allowed->size() >= words * (place + 1)) {
         row.mask = contrast.allowed->data() + place * words;
     }
     const float least = best_permitted(row, shared) + std::log(contrast.alpha);
     for (int i = 0; i < shared; ++i) {
-        z[i] = z[i] < least ? kNever : (1.0f + contrast.beta) * z[i] - contrast.beta * contrast.amateur[static_cast<size_t>(i)];
+        z[i] = z[i] < least ? kNever
+                            : (1.0f + contrast.beta) * z[i] - contrast.beta * contrast.amateur[static_cast<size_t>(i)];
     }
     std::fill(z + shared, z + logits.vocab_size, kNever);
     kernels.block_maxima(z, logits.vocab_size, maxima);
@@ -178,7 +187,8 @@ void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits)
     static const SampleParams neutral;
     static const History nothing;
     SampleRow row{logits.values + (ask.row - logits.base) * logits.stride,
-                  logits.maxima + (ask.row - logits.base) * logits.maxima_stride, &ask.sequence->params, &ask.sequence->history};
+                  logits.maxima + (ask.row - logits.base) * logits.maxima_stride, &ask.sequence->params,
+                  &ask.sequence->history};
     row.mu = ask.mu;
     const size_t words = (static_cast<size_t>(logits.vocab_size) + 31) / 32;
     const bool draws = ask.kind != Ask::Kind::kScore && ask.kind != Ask::Kind::kLogits;

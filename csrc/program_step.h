@@ -34,27 +34,29 @@ struct Ask {
     std::shared_ptr<const Sequence> sequence;
     std::vector<NoiseKey> keys{};  // kDraw: one token each; kVerify: one key
     Report report{};
-    int k = 0;                    // kTop, kScore: alternatives
-    int32_t token = -1;           // kScore
+    int k = 0;                                // kTop, kScore: alternatives
+    int32_t token = -1;                       // kScore
     std::vector<int32_t> nodes{}, parents{};  // kVerify: the tree whose rows follow `row`
     std::optional<double> mu{};               // kDraw, kVerify: mirostat's state
-    std::shared_ptr<const std::vector<uint32_t>> allowed{};  // bits of the ids that may come after its feed's rows; or null
-    int place = 0;                                           // of `row` among them: 0 = the last known token's
-    std::vector<std::vector<float>> q{};      // kReject: what the chain was drawn from, or nothing
-    bool block = false;                       // kReject: by the block rule
-    std::vector<int32_t> path{};              // kDraw, kPropose: the draft tokens between the known ones and this row
+    std::shared_ptr<const std::vector<uint32_t>>
+        allowed{};                        // bits of the ids that may come after its feed's rows; or null
+    int place = 0;                        // of `row` among them: 0 = the last known token's
+    std::vector<std::vector<float>> q{};  // kReject: what the chain was drawn from, or nothing
+    bool block = false;                   // kReject: by the block rule
+    std::vector<int32_t> path{};          // kDraw, kPropose: the draft tokens between the known ones and this row
 
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
 
-// Contrastive decoding: head row `row` becomes (1 + beta) * expert - beta * amateur where the expert's logit is at least
-// its best + ln(alpha), and -inf elsewhere. The best is that of the ids that may come, so that one of them is left.
+// Contrastive decoding: head row `row` becomes (1 + beta) * expert - beta * amateur where the expert's logit is at
+// least its best + ln(alpha), and -inf elsewhere. The best is that of the ids that may come, so that one of them is
+// left.
 struct Contrast {
     int row;
     std::vector<float> amateur;
     float alpha, beta;
     std::shared_ptr<const Sequence> sequence;
-    std::vector<int32_t> path;                             // as in an ask
+    std::vector<int32_t> path;  // as in an ask
     std::shared_ptr<const std::vector<uint32_t>> allowed;
     int place;
 };
@@ -68,21 +70,24 @@ struct Answer {
 
 // Built feed by feed, run by a Program, then read; `clear` makes it new and keeps its memory.
 class Step {
-  public:
+public:
     void clear();
 
     // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the token
-    // before KV index start + count). Nodes alone may lie beyond the known tokens. The last `logits` rows go through the
-    // head. Throws std::invalid_argument.
+    // before KV index start + count). Nodes alone may lie beyond the known tokens. The last `logits` rows go through
+    // the head. Throws std::invalid_argument.
     void feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits);
 
-    // What may be drawn after the feed added last: a bit per token for its last known token and each node. All asks of the
-    // feed heed it but scores and logits.
-    void mask(std::vector<uint32_t> words) { allowed_ = std::make_shared<const std::vector<uint32_t>>(std::move(words)); }
+    // What may be drawn after the feed added last: a bit per token for its last known token and each node. All asks of
+    // the feed heed it but scores and logits.
+    void mask(std::vector<uint32_t> words) {
+        allowed_ = std::make_shared<const std::vector<uint32_t>>(std::move(words));
+    }
 
-    // Of the feed added last; `row` counts from the first of its rows that go through the head. Each returns the number of
-    // its (first) answer.
-    int draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu);  // at a node: after its path
+    // Of the feed added last; `row` counts from the first of its rows that go through the head. Each returns the number
+    // of its (first) answer.
+    int draw(int row, std::vector<NoiseKey> keys, Report report,
+             std::optional<double> mu);  // at a node: after its path
     int verify(int row, NoiseKey key, Report report, std::optional<double> mu);
     // The draft must be a chain. `q`: a row for each of its tokens, or none.
     int reject(int row, NoiseKey key, std::vector<std::vector<float>> q, bool block, Report report);
@@ -106,12 +111,12 @@ class Step {
 
     // What is run: layers [first_layer, last_layer) (-1: to the end), from the ids or from given hidden rows.
     int first_layer = 0, last_layer = -1;
-    const float* hidden = nullptr;     // [rows][hidden size]; null: the step starts with its ids
-    float* hidden_out = nullptr;       // [rows][hidden size] after the last layer; or null
-    std::vector<uint8_t> skips;        // per layer a bit for each sublayer that is left out; may be shorter
-    std::vector<float*> taps;          // per tap of the program where its rows go, or null; may be shorter
+    const float* hidden = nullptr;  // [rows][hidden size]; null: the step starts with its ids
+    float* hidden_out = nullptr;    // [rows][hidden size] after the last layer; or null
+    std::vector<uint8_t> skips;     // per layer a bit for each sublayer that is left out; may be shorter
+    std::vector<float*> taps;       // per tap of the program where its rows go, or null; may be shorter
 
-  private:
+private:
     int ask(Ask ask, int rows = 1);
     std::vector<int32_t> path_to(int row) const;  // the draft tokens between the last feed's known ones and a row of it
 

@@ -20,7 +20,8 @@ void Turn::yield() { std::this_thread::yield(); }
 
 void Turns::begin(int turns, int threads) {
     threads_ = threads;
-    const size_t lines = static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one to look ahead to
+    const size_t lines =
+        static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one to look ahead to
     if (lines_.size() < lines) lines_ = std::vector<Turn::Line>(lines);
     for (size_t i = 0; i < lines; ++i) lines_[i].count.store(0, std::memory_order_relaxed);
 }

@@ -23,8 +23,8 @@ public:
     Turn(Line* lines, int threads) : lines_(lines), threads_(threads) {}
 
     // f(first, last) for this thread's share of `items`, in any order; returns when all of them are done by whichever
-    // thread, and what they wrote can be seen. `grain`: so many items at a time, where fewer are not worth a look at what
-    // is left: it may lie in another core's cache.
+    // thread, and what they wrote can be seen. `grain`: so many items at a time, where fewer are not worth a look at
+    // what is left: it may lie in another core's cache.
     template <class F>
     void share(int items, int thread, F f, int grain = 1) {
         grain = std::clamp(items / (4 * threads_), 1, grain);
@@ -46,8 +46,8 @@ public:
         }
     }
 
-    // The same for items that differ much: f(item, next) one by one, every thread its own in turn, then those that others
-    // have not come to. `next`: the item that the thread will come to next, or -1.
+    // The same for items that differ much: f(item, next) one by one, every thread its own in turn, then those that
+    // others have not come to. `next`: the item that the thread will come to next, or -1.
     template <class F>
     void deal(int items, int thread, F f) {
         fetch_next(thread);

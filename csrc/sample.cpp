@@ -169,8 +169,8 @@ std::string Sampler::score(const SampleRow& row, int32_t token, int k, TokenRepo
     return "";
 }
 
-// Log-probabilities under a norm, that of log-softmax over a whole row: of each report's token (where it has one) and of
-// the k best.
+// Log-probabilities under a norm, that of log-softmax over a whole row: of each report's token (where it has one) and
+// of the k best.
 void Sampler::describe(const LogitRow& row, double norm, int k, std::span<TokenReport> out) {
     std::vector<int32_t> ids;
     std::vector<float> logprobs;

@@ -1,8 +1,9 @@
 // From logits to tokens, in card B1's order; token for token what headrace.ops.sampling says in torch.
 //
 // bias, allowed ids, mask, bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY
-// -> (greedy: argmax) -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat -> argmax of
-// logit + noise over what is kept. Of equals the lowest id comes first, everywhere. Probabilities are added in fixed point (2^-40), so no order matters.
+// -> (greedy: argmax) -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat -> argmax
+// of logit + noise over what is kept. Of equals the lowest id comes first, everywhere. Probabilities are added in fixed
+// point (2^-40), so no order matters.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +22,8 @@ namespace headrace {
 struct TokenReport {
     int32_t id = -1;
     float logprob = 0.0f;
-    int rank = 0;      // from 1; 0: not reported
-    double mu = 0.0;   // mirostat's state after this token
+    int rank = 0;     // from 1; 0: not reported
+    double mu = 0.0;  // mirostat's state after this token
     std::vector<int32_t> top_ids;
     std::vector<float> top_logprobs;
 };
@@ -59,8 +60,8 @@ struct Distribution {
     double of(int32_t token) const;
 };
 
-// A chain of drafted tokens, and what each was drawn from: a row of probabilities by id, short of those that are 0. Without
-// rows the tokens were chosen, and each q is all on its token. `block`: the chain is judged as a whole.
+// A chain of drafted tokens, and what each was drawn from: a row of probabilities by id, short of those that are 0.
+// Without rows the tokens were chosen, and each q is all on its token. `block`: the chain is judged as a whole.
 struct DraftChain {
     Ids tokens;
     std::span<const std::vector<float>> q;
@@ -76,7 +77,8 @@ struct Walk {
 // text, empty where there is none, because one bad row must not stop the others.
 class Sampler {
 public:
-    static constexpr uint32_t kTarget = 0, kDraft = 1, kAccept = 2, kResidual = 3, kCoin = 4;  // purposes of the noise (headrace.ops.noise.Purpose)
+    static constexpr uint32_t kTarget = 0, kDraft = 1, kAccept = 2, kResidual = 3,
+                              kCoin = 4;  // purposes of the noise (headrace.ops.noise.Purpose)
 
     Sampler(const SampleKernels& kernels, int vocab_size)
         : kernels_(kernels), size_(vocab_size), edits_(kernels, vocab_size), kept_(kernels) {}
@@ -90,16 +92,16 @@ public:
     std::string verify(const SampleRow& first, const DraftTree& tree, RowStrides strides, NoiseKey key, Report report,
                        Walk& out);
 
-    // Verification by rejection: `first` is row 0, and each drafted token has a row after it. Where a token's row cannot be
-    // drawn from, the reports end with the path.
+    // Verification by rejection: `first` is row 0, and each drafted token has a row after it. Where a token's row
+    // cannot be drawn from, the reports end with the path.
     std::string reject(const SampleRow& first, const DraftChain& chain, RowStrides strides, NoiseKey key, Report report,
                        Walk& out);
 
     // Draws a token to be drafted, and tells what from: q by id.
     std::string propose(const SampleRow& row, NoiseKey key, int32_t& token, std::vector<float>& q);
 
-    // The k best tokens and their log-probabilities after biases, bans and penalties, as a report without a token. A mask
-    // leaves fewer to choose from and their log-probabilities as they were.
+    // The k best tokens and their log-probabilities after biases, bans and penalties, as a report without a token. A
+    // mask leaves fewer to choose from and their log-probabilities as they were.
     std::string top(const SampleRow& row, int k, TokenReport& out);
 
     // A given token under the model's own logits.

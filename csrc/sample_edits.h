@@ -50,8 +50,8 @@ private:
     std::vector<int32_t> touched_;  // blocks
 };
 
-// The largest of the first `size` logits of a row among the ids that may come: allowed, in the mask, not banned. -inf where
-// there is none.
+// The largest of the first `size` logits of a row among the ids that may come: allowed, in the mask, not banned. -inf
+// where there is none.
 float best_permitted(const SampleRow& row, int size);
 
 }  // namespace headrace

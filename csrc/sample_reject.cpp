@@ -1,5 +1,6 @@
-// Speculative sampling by rejection (Leviathan et al. 2022; card F1) and by blocks (Sun et al. 2024): what headrace.ops.rejection
-// says in torch, on rows of logits where they are. p and q are processed alike, as a draw's candidates are.
+// Speculative sampling by rejection (Leviathan et al. 2022; card F1) and by blocks (Sun et al. 2024): what
+// headrace.ops.rejection says in torch, on rows of logits where they are. p and q are processed alike, as a draw's
+// candidates are.
 #include <algorithm>
 #include <cmath>
 
@@ -54,14 +55,16 @@ std::string Sampler::propose(const SampleRow& row, NoiseKey key, int32_t& token,
     if (!error.empty()) return error;
     token = kept_.draw({{key.k0, key.k1}, static_cast<uint32_t>(row.position()), kDraft});
     q.assign(static_cast<size_t>(size_), 0.0f);
-    for (size_t i = 0; i < found.ids.size(); ++i) q[static_cast<size_t>(found.ids[i])] = static_cast<float>(found.shares[i]);
+    for (size_t i = 0; i < found.ids.size(); ++i)
+        q[static_cast<size_t>(found.ids[i])] = static_cast<float>(found.shares[i]);
     return "";
 }
 
 // argmax of log share + noise at a row, over what is left of p once q has had its part, or over p itself.
 int32_t Sampler::draw_left(const Distribution& p, const std::vector<double>& left, NoiseKey key, uint32_t position) {
     std::vector<float> noise(p.ids.size() + 16);
-    kernels_.gumbel(p.ids.data(), static_cast<int>(p.ids.size()), {{key.k0, key.k1}, position, kResidual}, noise.data());
+    kernels_.gumbel(p.ids.data(), static_cast<int>(p.ids.size()), {{key.k0, key.k1}, position, kResidual},
+                    noise.data());
     size_t best = 0;
     double score = -HUGE_VAL;
     for (size_t i = 0; i < p.ids.size(); ++i) {
@@ -71,8 +74,8 @@ int32_t Sampler::draw_left(const Distribution& p, const std::vector<double>& lef
     return p.ids[best];
 }
 
-std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, RowStrides strides, NoiseKey key, Report report,
-                            Walk& out) {
+std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, RowStrides strides, NoiseKey key,
+                            Report report, Walk& out) {
     out.path.clear();
     out.reports.clear();
     const auto row_at = [&](size_t at) {

@@ -1,5 +1,5 @@
-// The memory of packed weights and KV pools, as a program: which pages are asked for, and that providing them changes nothing
-// written.
+// The memory of packed weights and KV pools, as a program: which pages are asked for, and that providing them changes
+// nothing written.
 #include "arena.h"
 
 #include <sys/mman.h>
@@ -31,7 +31,8 @@ void page_sizes() {
     require(small_ones(quick, 100, 0.2e-3, 0.7e-3) == 0, "small pages where those of 2 MB are quick");
     require(small_ones(slow, 100, 5e-3, 0.7e-3) == 96, "slow pages of 2 MB where small ones are quick");
     require(small_ones(both_slow, 100, 5e-3, 4e-3) == 1, "small pages that are no quicker are tried once");
-    require(small_ones(late, 50, 0.2e-3, 0.7e-3) == 0 && small_ones(late, 50, 5e-3, 0.7e-3) == 46, "it does not learn late");
+    require(small_ones(late, 50, 0.2e-3, 0.7e-3) == 0 && small_ones(late, 50, 5e-3, 0.7e-3) == 46,
+            "it does not learn late");
     // One thread tries; what the other has asked for meanwhile does not count as the trial.
     PageSize shared;
     small_ones(shared, 4, 5e-3, 0);
@@ -110,7 +111,8 @@ void blocks_provided(int threads) {
         kv.provide(pool, blocks);
         for (int layer = 0; layer < kLayers; ++layer) {
             uint8_t* base = kv.layer(layer);
-            require(resident(base) && resident(base + static_cast<size_t>(blocks) * block - 1), "a block's page is missing");
+            require(resident(base) && resident(base + static_cast<size_t>(blocks) * block - 1),
+                    "a block's page is missing");
             require(!resident(base + static_cast<size_t>(kBlocks - 512) * block), "pages of blocks that nobody uses");
             require(base[0] == (blocks == 1 ? 0 : layer + 1), "a block was changed");
             base[0] = static_cast<uint8_t>(layer + 1);
