@@ -29,6 +29,7 @@ namespace headrace {
 namespace {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
+using WholeBytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Tensor = BoundTensor;
 using Linear = BoundLinear;
@@ -249,6 +250,11 @@ void bind_pack(nb::module_& m) {
           "permutation"_a = nb::none(), "quantize"_a = "", "bias"_a = nb::none(), "isa"_a = "");
     m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a,
           "k"_a, "arena"_a, "pool"_a, "quantize"_a = "", "isa"_a = "");
+    m.def(
+        "release_pages", [](const WholeBytes& mapped) { release_pages(mapped.data(), mapped.nbytes()); },
+        "mapped"_a.noconvert(),
+        "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other "
+        "memory.");
     m.def("read_bandwidth", &read_bandwidth, "pool"_a, "mebibytes"_a = 256, "repeats"_a = 8);
 }
 

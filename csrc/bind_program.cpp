@@ -8,10 +8,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -121,16 +117,6 @@ void run(Program& program, Step& step, std::pair<int, int> layers, const std::op
     }
     const nb::gil_scoped_release unlocked;
     program.run(step);
-}
-
-void release_pages(const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& mapped) {
-#if defined(__linux__)
-    const auto start = reinterpret_cast<uintptr_t>(mapped.data());
-    const uintptr_t first = start / 4096 * 4096;
-    madvise(reinterpret_cast<void*>(first), start + mapped.nbytes() - first, MADV_DONTNEED);
-#else
-    static_cast<void>(mapped);
-#endif
 }
 
 void bind_building(nb::class_<Program>& c) {
@@ -266,9 +252,6 @@ void bind_program(nb::module_& m) {
         .def_prop_ro("layers", &Program::layers)
         .def_prop_ro("threads", &Program::threads);
     bind_building(program);
-    m.def("release_pages", &release_pages, "mapped"_a.noconvert(),
-          "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other "
-          "memory.");
 }
 
 }  // namespace headrace

@@ -36,14 +36,14 @@ void check(const PackRequest& request) {
     source_row_bytes(request.source.kind, request.k);
 }
 
+}  // namespace
+
 // Whole pages only, as the system takes them: neighbours read theirs again.
-void let_go(const uint8_t* mapped, size_t bytes) {
+void release_pages(const uint8_t* mapped, size_t bytes) {
     const auto start = reinterpret_cast<uintptr_t>(mapped);
     const uintptr_t first = start / 4096 * 4096;
     madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
 }
-
-}  // namespace
 
 SourceKind parse_source_kind(std::string_view name) {
     for (size_t i = 0; i < std::size(kSources); ++i) {
@@ -140,7 +140,7 @@ void Packer::fill(const Piece& piece) {
         arena_.provide({reinterpret_cast<const uint8_t*>(tensor.bias), bias_bytes(tensor)});
         std::copy(request.bias, request.bias + tensor.n, const_cast<float*>(tensor.bias));
     }
-    if (request.mapped_bytes) let_go(request.source.rows, request.mapped_bytes);
+    if (request.mapped_bytes) release_pages(request.source.rows, request.mapped_bytes);
 }
 
 PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool) {
