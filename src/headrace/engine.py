@@ -6,26 +6,30 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from headrace.admission import AdmissionError, Limits, admit, groups_filled
 from headrace.config import EngineConfig
 from headrace.decoding.base import Drafting, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.methods import strategy_for
-from headrace.decoding.processors import Processor
+from headrace.decoding.processors import Processor, ProcessorError
 from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
 from headrace.drafting.speculation import Speculation
 from headrace.filing import clone, file_pooled, file_scores, pool_wants, result
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
-from headrace.runner.executor import Executor
-from headrace.scheduler import Flight, Scheduler
+from headrace.runner.executor import Done, Executor
+from headrace.scheduler import Flight, Scheduler, Work
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import (
     TARGET,
+    WANT_KINDS,
+    WANT_ROWS,
     Child,
     Delta,
+    Draft,
     Feed,
     FeedOutput,
     KVGroup,
@@ -75,6 +79,8 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._outbox: list[Delta] = []
         self._ids = itertools.count()
+        self._names = itertools.count()
+        self._idle = 0  # steps in a row that could feed nobody
         self._clock = clock
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -94,7 +100,7 @@ class Engine:
         `pool` (first, last, mean) asks for the prompt's pooled hidden rows instead of an answer.
         """
         arrival = next(self._ids)
-        name = request_id or f"request-{arrival}"
+        name = request_id or self._free_name()
         if name in self.requests:
             raise AdmissionError(f"request id {name!r} is in use; choose another")
         if not self.config.cache.prefix_caching:
@@ -129,6 +135,10 @@ class Engine:
         self.requests[name] = request
         self.scheduler.add(request)
         return request
+
+    def _free_name(self) -> str:
+        """A request id that no open request has, a caller's own ids included."""
+        return next(name for name in map("request-{}".format, self._names) if name not in self.requests)
 
     def _reserve(self, params: SamplingParams) -> None:
         if params.penalty_alpha:
@@ -165,6 +175,7 @@ class Engine:
         """Run one step and return what it added to whom; empty when there is nothing to do."""
         self._launch()
         if self._flights:
+            self._idle = 0
             flight = self._flights.popleft()
             self.fed = flight.plan.num_tokens
             output = self._land(flight)
@@ -172,9 +183,21 @@ class Engine:
                 self.scheduler.advance(flight)
                 now = self._clock()
                 for request, outputs in self._caught_up(flight, output):
-                    self._commit(request, outputs, self._select(request, outputs), now)
+                    self._ask(request, self._commit, request, outputs, now)
             self._sweep(flight)
+        elif self.requests and not self._outbox:
+            self._stuck()
         return self._deliver()
+
+    def _ask(self, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
+        """What a hook says. One that raises fails its request and no other, which the step's end sweeps out; it says None."""
+        try:
+            return hook(*args)
+        except Exception as error:  # a strategy, processor or constraint may raise anything
+            level = logging.DEBUG if isinstance(error, ProcessorError) else logging.ERROR
+            log.log(level, "request %s failed", request.id, exc_info=True)
+            request.error = request.error or f"{type(error).__name__}: {error}"
+            return None
 
     def _launch(self) -> None:
         """Schedule, draft and submit until the executor is full."""
@@ -182,30 +205,57 @@ class Engine:
             self._propose()
             if (flight := self.scheduler.schedule()) is None:
                 return
+            self._flights.append(flight)  # before any hook runs: whatever one does, the flight lands
             if self.speculation is not None:
                 self._fill(self.speculation, flight)
             now = self._clock()
             for work in flight.works:
-                request, seq, feed = work.request, work.seq, work.feed
-                if request.metrics.scheduled is None:
-                    request.metrics.scheduled = now
-                feed.wants = self._wants(request, seq, work.last)
-                if seq.constraint is not None and work.last and feed.wants:
-                    feed.masks = seq.constraint.masks(feed.nodes, feed.parents)
+                if work.request.metrics.scheduled is None:
+                    work.request.metrics.scheduled = now
+                self._ask(work.request, self._want, work)
             flight.began = self._clock()
-            flight.ticket = self.executor.submit(flight.plan)
-            self._flights.append(flight)
+            try:
+                flight.ticket = self.executor.submit(flight.plan)
+            except Exception as error:
+                flight.ticket = Done(None, error)
+
+    def _want(self, work: Work) -> None:
+        """Put into a feed what is wanted of it, and what may be drawn where a grammar says so."""
+        seq, feed = work.seq, work.feed
+        if seq.constraint is not None and work.last:
+            feed.masks = seq.constraint.masks(feed.nodes, feed.parents)
+        feed.wants = self._wants(work.request, seq, work.last)
 
     def _propose(self) -> None:
-        """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it."""
-        for request in self.scheduler.requests:
+        """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it.
+
+        Of those that wait, the first are asked, as many as a step can admit: a step's work does not grow with the queue.
+        """
+        scheduler = self.scheduler
+        for request in [*scheduler.running, *scheduler.waiting[: self.config.scheduler.max_num_seqs]]:
             if request.drafts and not request.in_flight:
                 for seq in request.seqs:
-                    seq.draft = request.strategy.draft(request, seq)
+                    seq.draft = self._ask(request, self._required, request, seq)
+                if request.error is not None:
+                    self._end(request, "error")
         if self.speculation is not None and not self.speculation.pauses():
-            idle = [request for request in self.scheduler.running if not request.in_flight]
+            idle = [request for request in scheduler.running if not request.in_flight]
             decoding = [(request, seq) for request in idle for seq in request.seqs if seq.pending == 1]
             self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding))
+
+    def _required(self, request: Request, seq: Sequence) -> Draft | None:
+        """What a strategy's next step must verify. Raises ValueError where no step could feed it."""
+        draft: Draft | None = request.strategy.draft(request, seq)
+        if draft is None:
+            return None
+        most, vocab = request.strategy.nodes(request), self.limits.vocab_size
+        if len(draft.tokens) > most:
+            raise ValueError(f"the strategy drafted {len(draft.tokens)} nodes, and nodes() says at most {most}")
+        if not all(0 <= token < vocab for token in draft.tokens):
+            raise ValueError(f"the strategy drafted a token that is not in the vocabulary (0 to {vocab - 1})")
+        if len(draft.parents) != len(draft.tokens) or not all(-1 <= up < at for at, up in enumerate(draft.parents)):
+            raise ValueError("a draft names the parent of each node, -1 or an earlier node")
+        return draft
 
     def _fill(self, speculation: Speculation, flight: Flight) -> None:
         """Let a model that drafts say which tokens the drafts are that found room."""
@@ -231,6 +281,8 @@ class Engine:
             return pool_wants(request, last)
         scores = request.params.prompt_logprobs
         want = request.strategy.want(request, seq) if last else None
+        if want is not None and (not isinstance(want, Want) or want.kind not in WANT_KINDS or want.rows not in WANT_ROWS):
+            raise ValueError(f"the strategy wants what no step gives: {want!r}")
         wants = () if want is None else (want,)
         if last and seq.draft is not None and seq.draft.heard:
             wants = (*wants, Want(rows="nodes", child=seq.index))
@@ -240,13 +292,17 @@ class Engine:
 
     def _land(self, flight: Flight) -> StepOutput | None:
         """The step's result. A step that fails commits nothing: its requests end with the error."""
+        output: StepOutput | None = None
         try:
-            output: StepOutput | None = flight.ticket.result()
+            output = flight.ticket.result()
+            if len(output.feeds) != len(flight.works):
+                raise RuntimeError(f"{len(output.feeds)} answers to {len(flight.works)} feeds")
         except Exception as error:  # whatever the back end raises must not take the other requests down
             output = None
             log.exception("a step failed; its requests end with the error")
             for request in {work.request: None for work in flight.works}:
                 request.error = f"the step failed: {error}"
+            self.scheduler.fail(flight)
         self.scheduler.land(flight)
         if self.speculation is not None and output is not None and self.executor.depth == 1:
             self.speculation.took(flight.plan, self._clock() - flight.began)
@@ -273,25 +329,20 @@ class Engine:
             if outputs and request.error is None and not request.aborted:
                 yield request, outputs
 
-    def _select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        try:
-            families: list[list[Child]] = request.strategy.select(request, outputs)
-            return families
-        except Exception as error:  # a user's processor may raise anything; it fails this request alone
-            request.error = f"{type(error).__name__}: {error}"
-            return []
-
-    def _commit(
-        self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], families: list[list[Child]], now: float
-    ) -> None:
+    def _commit(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], now: float) -> None:
         """Accept, append, fork, drop: every parent becomes its children, and what ended leaves the request."""
-        if request.error is not None:
-            return
+        families: list[list[Child]] = request.strategy.select(request, outputs)
+        if len(families) != len(outputs):
+            raise ValueError(f"the strategy gave children for {len(families)} sequences of {len(outputs)}")
         changed: list[tuple[Sequence, list[Sequence]]] = []
+        live = 0
         for (parent, out), children in zip(outputs, families, strict=True):
             heirs = self._become(request, parent, out, children)
+            live += len(heirs)
             if heirs != [parent]:  # else it goes on as it is
                 changed.append((parent, heirs))
+        if live > request.width:  # the slots of others
+            raise ValueError(f"the strategy holds {live} sequences, and width() says at most {request.width}")
         changed.sort(key=lambda pair: bool(pair[1]))  # those without heirs first: the slots they give back may be all there are
         for parent, heirs in changed:
             self.scheduler.commit(request, parent, heirs)
@@ -300,9 +351,6 @@ class Engine:
         if metrics.first_token is None:
             metrics.first_token = now
         if request.error is None and (request.strategy.done(request) or not request.seqs):
-            if request.strategy.drops_failed and not request.strategy.results(request):
-                request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
-                return  # the step's end sweeps it out
             self._end(request, None)
 
     def _become(self, request: Request, parent: Sequence, out: FeedOutput, children: list[Child]) -> list[Sequence]:
@@ -332,8 +380,12 @@ class Engine:
 
     def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child) -> None:
         """Give `seq` what its child brings, up to where the output ends."""
-        if child.index is not None:
+        if child.index is not None and child.index != seq.index:
+            if request.strategy.streams and not 0 <= child.index < request.params.n:
+                raise ValueError(f"the strategy gave a child index {child.index}, and n is {request.params.n}")
             seq.index = child.index
+        if child.token is not None and not 0 <= child.token < self.limits.vocab_size:
+            raise ValueError(f"the strategy chose token {child.token}, and the vocabulary ends at {self.limits.vocab_size - 1}")
         seq.score, seq.state = child.score, child.state
         draft, tokens = parent.draft, [] if child.token is None else [child.token]
         if draft is not None:
@@ -357,6 +409,17 @@ class Engine:
             request.metrics.accept(min(len(out.path), len(seq.tokens) - length))
             self.speculation.observe(request, seq, draft, out)
 
+    def _stuck(self) -> None:
+        """Requests are open, nothing is under way, and nobody can be fed: a fault of the engine. They end with it, so that no
+        caller waits for ever."""
+        self._idle += 1
+        if self._idle < 2:
+            return
+        log.critical("no request can be fed; all end. This is a fault of Headrace: please report it")
+        for request in list(self.requests.values()):
+            request.error = "the engine can feed no request; this is a fault of Headrace, please report it"
+            self._end(request, "error")
+
     def _sweep(self, flight: Flight) -> None:
         """End what was aborted or has failed."""
         for request in [work.request for work in flight.works]:
@@ -374,13 +437,22 @@ class Engine:
         if request.strategy.streams:
             self._outbox += [self._close(request, seq, reason or "stop") for seq in open_seqs]
         elif reason is None:
-            ranked = enumerate(request.strategy.results(request))
-            self._outbox += [result(request, seq, score, at) for at, (seq, score) in ranked]
+            self._outbox += self._ask(request, self._results, request) or []
         mine = [delta for delta in self._outbox if delta.request_id == request.id]
-        if not mine:
+        if not mine or (request.error is not None and mine[-1].error is None):
+            reason = reason if request.error is None else "error"
             mine = [Delta(request.id, 0, finish_reason=reason, error=request.error)]
             self._outbox += mine
         mine[-1].finished = True
+
+    def _results(self, request: Request) -> list[Delta]:
+        """The outputs of a request that does not stream; where there is none, it has failed."""
+        ranked = request.strategy.results(request)
+        if len(ranked) > request.params.n:
+            raise ValueError(f"the strategy gave {len(ranked)} outputs, and n is {request.params.n}")
+        if not ranked:
+            request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
+        return [result(request, seq, score, at) for at, (seq, score) in enumerate(ranked)]
 
     def _close(self, request: Request, seq: Sequence, reason: str) -> Delta:
         """End an output where it stands."""

@@ -25,6 +25,7 @@ from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_o
 from headrace.params import BeamSearchParams, SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.signals import Uninterrupted
+from headrace.turns import Turns
 from headrace.types import Delta
 from headrace.weights.progress import Progress
 
@@ -35,6 +36,7 @@ log = logging.getLogger("headrace")
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
+Inbox = deque[Delta]  # where a caller finds what steps, its own or another thread's, have brought it
 
 
 @dataclass(slots=True)
@@ -114,8 +116,8 @@ class LLM:
         self.tokenizer, self.model_config = self.opened.tokenizer, self.opened.config
         self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
         log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
-        limit = started.plan.max_model_len
-        scheduler = _budgeted(SchedulerConfig.preset(preset, limit, max_num_seqs, policy), max_num_batched_tokens)
+        scheduler = SchedulerConfig.preset(preset, started.plan.max_model_len, max_num_seqs, policy)
+        scheduler = _budgeted(scheduler, max_num_batched_tokens)
         scheduler = scheduler.for_encoder() if self.model_config.encoder else scheduler
         self.engine = Engine(
             InProcess(started.runner),
@@ -126,8 +128,8 @@ class LLM:
             groups=started.groups,
             speculation=_speculation(speculate, started, draft_tokens, beside),
         )
-        self._open: dict[str, tuple[RequestOutput, deque[Delta]]] = {}
-        self._seeds = random.Random(seed) if seed is not None else None
+        self._open: dict[str, tuple[RequestOutput, Inbox]] = {}
+        self._turns, self._seeds = Turns(), random.Random(seed) if seed is not None else None
 
     # -- what callers use ----------------------------------------------------------------------------------------------
     def generate(
@@ -141,17 +143,19 @@ class LLM:
         """Outputs in the order of the prompts (texts or token ids); `params`: one for all or one each.
 
         No chat template is applied. A request that fails while running has `error` set and finish_reason "error"; one that
-        could never run raises AdmissionError before anything runs.
+        could never run raises AdmissionError before anything runs. Threads may call at once: their requests run together, and
+        each gets its own. One `strategy` object serves the whole batch: what it remembers belongs in `request.state` and
+        `seq.state`.
         """
         batch = _as_batch(prompts)
         settings = _spread(params or SamplingParams(), len(batch))
-        before = set(self._open)
+        inbox: Inbox = deque()
         try:
-            outputs = self._add_all(batch, settings, tuple(processors), strategy)
-            for _ in self._drain(outputs):
+            outputs = self._add_all(batch, settings, tuple(processors), strategy, inbox=inbox)
+            for _ in self._drain(outputs, inbox):
                 pass
         except BaseException:  # a Ctrl-C may come between the two
-            self._abort([name for name in self._open if name not in before])
+            self._abort(inbox)
             raise
         return outputs
 
@@ -177,10 +181,11 @@ class LLM:
         """Deltas of one prompt as they come. Closing the iterator aborts the request. `output`, if given, receives the
         RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked between steps, also where a step
         gives no delta; once it says yes the request ends with finish_reason "abort"."""
-        (made,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), None)
+        inbox: Inbox = deque()
+        (made,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), None, inbox=inbox)
         if output is not None:
             output.append(made)
-        yield from self._drain([made], cancelled)
+        yield from self._drain([made], inbox, cancelled)
 
     def add(
         self,
@@ -196,9 +201,15 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
+        with self._turns:
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         ended = []
         with Uninterrupted():
             for delta in self.engine.step():
+                if delta.request_id not in self._open:
+                    continue  # its caller has gone
                 output, inbox = self._open[delta.request_id]
                 output.add(delta)
                 inbox.append(delta)
@@ -233,8 +244,9 @@ class LLM:
             raise ValueError(f"dimensions must be 1 to {size} of this model, not {dimensions}")
         batch = _as_batch(texts)
         params = [SamplingParams(max_tokens=1)] * len(batch)
-        outputs = self._add_all(batch, params, (), None, pooling or self.opened.pooling)
-        for _ in self._drain(outputs):
+        inbox: Inbox = deque()
+        outputs = self._add_all(batch, params, (), None, pooling or self.opened.pooling, inbox)
+        for _ in self._drain(outputs, inbox):
             pass
         if failed := next((output.error for output in outputs if output.error is not None), None):
             raise ValueError(failed)
@@ -250,7 +262,8 @@ class LLM:
         return SamplingParams(**{"max_tokens": None, **self.opened.sampling, **changes})
 
     def close(self) -> None:
-        self.engine.executor.close()
+        with self._turns:
+            self.engine.executor.close()
 
     # -- driving the engine --------------------------------------------------------------------------------------------
     def _add_all(
@@ -260,12 +273,16 @@ class LLM:
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
         pool: str = "",
+        inbox: Inbox | None = None,
     ) -> list[RequestOutput]:
-        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits."""
+        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits.
+
+        `inbox`, if given, receives what each step adds to them.
+        """
         encoded = [self._encode(prompt) for prompt in prompts]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: dict[int, RequestOutput] = {}
-        with Uninterrupted():  # no request is queued that is not known here
+        with self._turns, Uninterrupted():  # no request is queued that is not known here
             try:
                 for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
                     params = settings[at]
@@ -273,7 +290,7 @@ class LLM:
                         params = params.replace(seed=self._seeds.getrandbits(64))
                     request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy, pool=pool)
                     outputs[at] = empty_output(request, texts[at])
-                    self._open[request.id] = (outputs[at], deque(maxlen=0))
+                    self._open[request.id] = (outputs[at], deque(maxlen=0) if inbox is None else inbox)
             except BaseException:
                 for output in outputs.values():
                     self.engine.abort(output.request_id)
@@ -285,27 +302,50 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return list(prompt)
 
-    def _drain(self, outputs: list[RequestOutput], cancelled: Callable[[], bool] | None = None) -> Iterator[Delta]:
+    def _drain(
+        self, outputs: list[RequestOutput], inbox: Inbox, cancelled: Callable[[], bool] | None = None
+    ) -> Iterator[Delta]:
         """Step the engine until these requests are done; leaving early aborts what is left."""
-        inbox: deque[Delta] = deque()
-        for output in outputs:
-            self._open[output.request_id] = (output, inbox)
+        left = deque(outputs)
         try:
-            while inbox or any(output.request_id in self._open for output in outputs):
-                if not inbox and cancelled is not None and cancelled():
-                    self._abort([output.request_id for output in outputs])
-                elif not inbox:
-                    self.step()
+            while True:
                 while inbox:
                     yield inbox.popleft()
+                while left and left[0].finished:
+                    left.popleft()
+                if not left:
+                    return
+                if cancelled is not None and cancelled():
+                    self._abort(inbox)
+                    continue
+                with self._turns:
+                    if not inbox and not left[0].finished:  # another thread's step may have brought what this one waits for
+                        self._advance(left[0])
         finally:
-            self._abort([output.request_id for output in outputs if output.request_id in self._open])
+            if left:
+                self._abort(inbox)
 
-    def _abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.engine.abort(request_id)
-        while any(request_id in self._open for request_id in request_ids):
-            self.step()
+    def _advance(self, output: RequestOutput) -> None:
+        """One step for an output that is waited for."""
+        if not self.engine.busy:
+            raise RuntimeError(
+                f"the engine has lost request {output.request_id}; this is a fault of Headrace, please report it"
+            )
+        self._step()
+
+    def _abort(self, inbox: Inbox) -> None:
+        """End what is open of the caller with this inbox, and take in the last that the engine says of it."""
+        with self._turns:
+            names = [name for name, (_, box) in self._open.items() if box is inbox]
+            for name in names:
+                self.engine.abort(name)
+            try:
+                for _ in range(self.engine.executor.depth):  # a step that is under way lands first, and each call lands one
+                    if any(name in self._open for name in names):
+                        self._step()
+            finally:
+                for output, _ in [self._open.pop(name) for name in names if name in self._open]:
+                    output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))
 
 
 def _budgeted(scheduler: SchedulerConfig, tokens: int | None) -> SchedulerConfig:

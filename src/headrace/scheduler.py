@@ -125,6 +125,18 @@ class Scheduler:
         for work in flight.works:
             work.request.in_flight = False
 
+    def fail(self, flight: Flight) -> None:
+        """The step failed, and what the runner carried out of its plan is not known.
+
+        Slots that nobody has are given back once more; a request that was to get slots with this plan and was not fed begins
+        again. The requests that were fed are the caller's to end.
+        """
+        idle = set(self._slots)
+        self._freed_slots += [slot for slot in flight.plan.free if slot in idle]
+        made = {new.slot for new in flight.plan.new}
+        for request in [r for r in self.running if not r.in_flight and any(seq.slot in made for seq in r.seqs)]:
+            self._preempt(request)
+
     def advance(self, flight: Flight) -> None:
         """The step went well: what it fed is computed, and full blocks are offered to others."""
         for work in flight.works:
@@ -209,7 +221,9 @@ class Scheduler:
         spans: list[Span] = []
         for seq in request.seqs:
             if shares:
-                request.metrics.cached_tokens += self.blocks.match(seq)
+                saved = self.blocks.match(seq)
+                if not request.metrics.preemptions:  # what a preempted request finds again it has computed itself
+                    request.metrics.cached_tokens += saved
                 if self._promised(seq, promises):
                     held = True
                     continue
@@ -336,6 +350,8 @@ class Scheduler:
             if cut or max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
                 for seq in request.seqs:
                     self.blocks.release(seq)
+                if not request.metrics.preemptions:
+                    request.metrics.cached_tokens = 0  # it will match again
                 return
             self._start(request)
             self._feed(request, spans, flight)

@@ -150,6 +150,10 @@ class RequestMetrics(msgspec.Struct):
             self.accepted_at[place] += 1
 
 
+WANT_KINDS = frozenset({"sample", "verify", "top", "score", "reject", "propose", "pool", "logits"})
+WANT_ROWS = frozenset({"first", "last", "nodes", "all"})
+
+
 class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a feed needs back, declared before execution so that it is computed where the logits are.
 

@@ -14,7 +14,7 @@ from headrace.engine import Engine
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
 from headrace.scheduler import Scheduler
-from headrace.types import Sequence, StepPlan
+from headrace.types import Request, Sequence, StepPlan
 
 SEEDS = range(64)
 
@@ -38,19 +38,26 @@ class Job:
         )
         self.aborts = rng.randrange(5, 40) if rng.random() < 0.1 else None
 
+    def add(self, engine: Engine) -> Request:
+        return engine.add(self.prompt, self.params, request_id=self.id)
+
+    def choose(self, tokens: list[int], seed: int, child: int) -> int:
+        """The token that must come after these."""
+        return draw(tokens, seed, child)
+
     def expected(self) -> list[list[int]]:
         stops = frozenset() if self.params.ignore_eos else frozenset({EOS})
         most = self.params.max_tokens or 0
         seed = self.params.seed or 0
-        return [reference(self.prompt, seed, child, most, stops) for child in range(self.params.n)]
+        return [reference(self.prompt, seed, child, most, stops, self.choose) for child in range(self.params.n)]
 
 
-def make_load(seed: int) -> tuple[list[Job], EngineConfig, int]:
+def make_load(seed: int, make: type[Job] = Job) -> tuple[list[Job], EngineConfig, int]:
     """Jobs, and an engine whose pool just fits the largest of them when it shares what it can."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
     prefixes = [[rng.randrange(VOCAB - 1) for _ in range(rng.choice([4, 16, 33, 90]))] for _ in range(2)]
-    jobs = [Job(rng, number, prefixes) for number in range(rng.choice([4, 8, 14]))]
+    jobs = [make(rng, number, prefixes) for number in range(rng.choice([4, 8, 14]))]
     largest = max(blocks_needed(len(j.prompt), j.params.max_tokens or 0, j.params.n, block_size) for j in jobs)
     scheduler = SchedulerConfig(
         max_num_seqs=rng.choice([4, 6, 16]),
@@ -96,9 +103,10 @@ def run(
     tamper: Callable[[Engine], None] | None = None,
     check: bool = True,
     speculation: Callable[[], Speculation | None] = lambda: None,
+    make: type[Job] = Job,
 ) -> tuple[list[Job], dict[str, dict[int, list[int]]], Engine]:
     """Drive the load to its end; returns the tokens of each job by child."""
-    jobs, config, depth = make_load(seed)
+    jobs, config, depth = make_load(seed, make)
     runner = FakeRunner(config.cache.num_blocks, config.cache.block_size)
     executor = Deferred(runner, depth)
     engine = Engine(executor, config, vocab_size=VOCAB, eos_ids=frozenset({EOS}), speculation=speculation())
@@ -112,7 +120,7 @@ def run(
     while step < 13 or engine.busy:
         for job in jobs:
             if job.arrives == step:
-                engine.add(job.prompt, job.params, request_id=job.id)
+                job.add(engine)
             if job.aborts == step:
                 engine.abort(job.id)
         for delta in engine.step():
@@ -284,6 +292,7 @@ def preempted_family(tamper: Callable[[Engine], None] | None) -> tuple[Job, list
     for _ in range(200):
         for delta in engine.step():
             if delta.request_id == family.id:
+                assert delta.error is None, f"the family never came back: {delta.error}"
                 outputs[delta.index] += delta.token_ids
         if not engine.busy:
             break

@@ -49,6 +49,7 @@ ROOMS = {
     "memory": "sizes config",
     "opening": "models weights text config",
     "signals": "",
+    "turns": "",
     "outputs": "params structured types",
     "loading": "opening memory models weights.loader config",
     "backend": "native.heads native.runner native.weights native loading memory models runner.heads runner kv.pool text types "
@@ -56,7 +57,7 @@ ROOMS = {
     "selfdraft": "drafting runner weights params types",
     "heads.files": "opening runner.heads text config",
     "heads": "heads.files llm selfdraft backend text opening models runner.heads layers weights.loader params types config",
-    "llm": "heads.files selfdraft backend engine loading memory outputs signals decoding drafting runner kv.pool models "
+    "llm": "heads.files selfdraft backend engine loading memory outputs signals turns decoding drafting runner kv.pool models "
     "weights text native params types config",
     "consistency": "llm outputs params types",
     "grounding": "llm outputs params types",

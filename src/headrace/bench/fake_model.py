@@ -4,7 +4,10 @@ A model that compared positions only would not notice a block that holds another
 """
 
 import hashlib
+import random
+import struct
 from collections import deque
+from collections.abc import Callable
 
 from headrace.ops.trees import walk
 from headrace.runner.slots import Slots
@@ -13,6 +16,7 @@ from headrace.types import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob,
 VOCAB = 61
 EOS = 60
 EMPTY = -1
+NONE = -2  # no token may come
 
 
 def draw(context: list[int], seed: int, child: int) -> int:
@@ -21,11 +25,33 @@ def draw(context: list[int], seed: int, child: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=4).digest(), "little") % VOCAB
 
 
-def reference(prompt: list[int], seed: int, child: int, max_tokens: int, stop_ids: frozenset[int]) -> list[int]:
-    """The output of one child, computed with no cache, batch or engine."""
+def allowed(token: int, mask: bytes) -> int:
+    """The token, or the next one up that a grammar's mask has (a bit per id, little-endian); NONE where it has none."""
+    if not mask:
+        return token
+    bits = int.from_bytes(mask, "little")
+    return next(((token + up) % VOCAB for up in range(VOCAB) if bits >> (token + up) % VOCAB & 1), NONE)
+
+
+def logits_of(context: list[int]) -> list[float]:
+    """Logits after `context`, all different: 0 to VOCAB - 1 in an order that depends on all of it."""
+    order = list(range(VOCAB))
+    random.Random(draw(context, -1, -1) * 2**32 + draw(context[-7:], -2, len(context))).shuffle(order)
+    return [float(rank) for rank in order]
+
+
+def reference(
+    prompt: list[int],
+    seed: int,
+    child: int,
+    max_tokens: int,
+    stop_ids: frozenset[int],
+    choose: Callable[[list[int], int, int], int] = draw,
+) -> list[int]:
+    """The output of one child, computed with no cache, batch or engine. `choose`: the token after a context."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(draw(tokens, seed, child))
+        tokens.append(choose(tokens, seed, child))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -63,31 +89,66 @@ class FakeRunner:
         slot, start, count = feed.slot, feed.start, feed.count
         state = self.slots[slot]
         context = [self.pool[self._at(slot, position)] for position in range(start + count)]
-        out = FeedOutput()
+        out = FeedOutput(nodes=tuple(FeedOutput() for _ in feed.nodes) if any(w.rows == "nodes" for w in feed.wants) else ())
         for want in feed.wants:
             if want.kind == "verify":
                 path, tokens = self._verify(feed, want, context)
                 out.path, out.tokens = tuple(path), tuple(tokens)
-            elif want.kind == "sample":
-                out.tokens = tuple(draw(context, state.seed, want.child + i) for i in range(want.n))
             elif want.kind == "score":
                 ends = [end for end in range(start + 1, start + count + 1) if end < len(state.tokens)]
                 out.scores = tuple(TokenLogprob(state.tokens[end], -float(draw(context[:end], 0, 0))) for end in ends)
+            elif want.kind in ROWS:
+                if want.rows != "nodes" or want.kind == "logits":
+                    ROWS[want.kind](self, feed, want, context, -1, out)
+                for node, each in enumerate(out.nodes if want.rows == "nodes" else ()):
+                    ROWS[want.kind](self, feed, want, context + self._above(feed, len(context), node), node, each)
+            else:
+                raise ValueError(f"a fake model does not answer {want.kind!r}")
         return out
+
+    def _above(self, feed: Feed, known: int, node: int) -> list[int]:
+        """What the pool holds of a node and the nodes above it, from the root down."""
+        path: list[int] = []
+        while node >= 0:
+            path.insert(0, self.pool[self._at(feed.slot, known + node)])
+            node = feed.parents[node]
+        return path
+
+    def _mask(self, feed: Feed, node: int) -> bytes:
+        """What a grammar lets come after a node (-1: the last known token). Raises ValueError where it should be there."""
+        if self.slots[feed.slot].params.structured_outputs is not None and not feed.masks:
+            raise ValueError("a request that is held to a grammar came without a mask")
+        width = len(feed.masks) // (1 + len(feed.nodes))
+        return feed.masks[(node + 1) * width : (node + 2) * width]
 
     def _verify(self, feed: Feed, want: Want, context: list[int]) -> tuple[list[int], list[int]]:
         """A node's context are the known tokens and, from where the pool holds them, the nodes above it and itself."""
         drawn: list[int] = []
 
         def draw_at(node: int) -> int:
-            above: list[int] = []
-            while node >= 0:
-                above.insert(0, self.pool[self._at(feed.slot, len(context) + node)])
-                node = feed.parents[node]
-            drawn.append(draw(context + above, self.slots[feed.slot].seed, want.child))
+            token = draw(context + self._above(feed, len(context), node), self.slots[feed.slot].seed, want.child)
+            drawn.append(allowed(token, self._mask(feed, node)))
             return drawn[-1]
 
-        return walk(feed.nodes, feed.parents, draw_at), drawn
+        return walk(feed.nodes, feed.parents, draw_at), [token for token in drawn if token != NONE]
+
+    def _sample(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
+        mask = self._mask(feed, node)
+        children = range(want.child, want.child + want.n)
+        tokens = tuple(allowed(draw(context, self.slots[feed.slot].seed, child), mask) for child in children)
+        if NONE in tokens:
+            out.error = "no token can be drawn"
+        else:
+            out.tokens = tokens
+
+    def _top(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
+        logits, mask = logits_of(context), self._mask(feed, node)
+        best = sorted((t for t in range(VOCAB) if allowed(t, mask) == t), key=lambda token: -logits[token])
+        out.top_ids = tuple(best[: want.k])
+        out.top_logprobs = tuple(logits[token] - VOCAB for token in out.top_ids)
+
+    def _logits(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
+        out.logits = struct.pack(f"<{VOCAB}f", *logits_of(context))
 
     def _at(self, slot: int, position: int) -> int:
         block, offset = divmod(position, self.block_size)
@@ -98,6 +159,9 @@ class FakeRunner:
 
     def close(self) -> None:
         pass
+
+
+ROWS = {"sample": FakeRunner._sample, "top": FakeRunner._top, "logits": FakeRunner._logits}  # asked of single rows
 
 
 class Deferred:

@@ -258,7 +258,7 @@ class NativeRunner:
         """Free, set up and fork slots, extend tables, append the tokens each feed brings."""
         slots = self.slots
         for number in plan.free:
-            del slots[number]
+            slots.pop(number, None)  # after a step that failed a slot may be given back twice
         for new in plan.new:
             slots[new.slot] = slots[new.source].fork() if new.source >= 0 else _new_slot(new)
         for delta in plan.tables:

@@ -54,7 +54,7 @@ class Slots(Mapping[int, Slot]):
     def apply(self, plan: StepPlan) -> None:
         """Free, set up and fork slots, extend tables, append the tokens each feed brings."""
         for slot in plan.free:
-            del self._slots[slot]
+            self._slots.pop(slot, None)  # after a step that failed a slot may be given back twice
         for new in plan.new:
             if new.source >= 0:
                 self._slots[new.slot] = self._slots[new.source].fork()

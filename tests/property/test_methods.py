@@ -1,0 +1,84 @@
+"""Grammars, processors and strategies of one's own under random load, with drafts of every kind: still the reference."""
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace.drafting.base import Drafter
+from headrace.drafting.lookahead import Lookahead
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import Speculation
+from headrace.engine import Engine
+from tests.property.drafters import Guessing
+from tests.property.methods import AnyJob, Following
+from tests.property.test_engine import assert_reference, run
+
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {
+    "lookahead": lambda seed: Lookahead(4, 4, 3),
+    "lookup": lambda seed: PromptLookup(),
+    "trees": Guessing,
+}
+SEEDS = range(16)
+
+
+def speculation(kind: str, seed: int) -> Callable[[], Speculation | None]:
+    return lambda: Speculation([DRAFTERS[kind](seed)], max_model_len=256, gamma=6) if kind in DRAFTERS else None
+
+
+@pytest.mark.parametrize("kind", ["none", *DRAFTERS])
+def test_every_output_equals_the_reference(kind: str) -> None:
+    kinds = set()
+    for seed in SEEDS:
+        jobs, outputs, engine = run(seed, speculation=speculation(kind, seed), make=AnyJob)
+        assert_reference(jobs, outputs)
+        assert engine.blocks.used == 0
+        assert not engine.scheduler.requests
+        kinds |= {job.kind for job in jobs if outputs[job.id] and isinstance(job, AnyJob)}
+    assert len(kinds) == 4
+
+
+def a_mask_of_the_node_before(engine: Engine) -> None:
+    """A node is masked by what may follow the node before it in the draft, not by what may follow itself."""
+
+    class Shifted(Following):
+        def masks(self, tokens=(), parents=()):  # type: ignore[no-untyped-def]
+            rows = super().masks(tokens, parents)
+            width = len(rows) // (1 + len(tokens))
+            return rows[:width] + rows[: len(rows) - width]
+
+    add = engine.add
+
+    def adding(*args, **more):  # type: ignore[no-untyped-def]
+        request = add(*args, **more)
+        for seq in request.seqs:
+            if seq.constraint is not None:
+                seq.constraint = Shifted()
+        return request
+
+    engine.add = adding  # type: ignore[method-assign]
+
+
+def drafts_are_not_pruned(engine: Engine) -> None:
+    """Processors see the path of the last node for every node."""
+    runner = engine.executor.runner  # type: ignore[attr-defined]
+    answer = runner._answer
+
+    def mixed(feed):  # type: ignore[no-untyped-def]
+        out = answer(feed)
+        if len(out.nodes) > 1 and out.nodes[0].logits:
+            out.nodes = (*out.nodes[1:], out.nodes[0])
+        return out
+
+    runner._answer = mixed
+
+
+@pytest.mark.parametrize("tamper", [a_mask_of_the_node_before, drafts_are_not_pruned])
+def test_a_broken_verification_is_caught(tamper: Callable[[Engine], None]) -> None:
+    failures = 0
+    for seed in SEEDS:
+        try:
+            jobs, outputs, _ = run(seed, tamper, check=False, speculation=speculation("trees", seed), make=AnyJob)
+            assert_reference(jobs, outputs)
+        except AssertionError:
+            failures += 1
+    assert failures > 0
