@@ -4,7 +4,7 @@ from headrace.config import EngineConfig
 from headrace.decoding.base import Drafting
 from headrace.decoding.processors import ProcessorError, check_processors
 from headrace.params import ParamError, SamplingParams
-from headrace.types import AMATEUR, FEATURES, HIDDEN, TARGET, KVGroup, Request
+from headrace.types import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup, Request
 
 POOLS = ("first", "last", "mean")
 
@@ -118,6 +118,10 @@ def _check_blocks(request: Request, limits: Limits) -> None:
     room = limits.scheduler.max_model_len - prompt
     output = 1 if request.pool else room if request.params.max_tokens is None else min(room, request.params.max_tokens)
     nodes = request.strategy.nodes(request) if isinstance(request.strategy, Drafting) else 0
+    if nodes > MAX_NODES:
+        raise AdmissionError(
+            f"the strategy drafts up to {nodes} nodes and a step verifies {MAX_NODES}; let its nodes() be fewer"
+        )
     if nodes + request.width > limits.scheduler.max_num_batched_tokens:
         raise AdmissionError(f"the request feeds {nodes} candidates a step; lower top_k, or raise max_num_batched_tokens")
     need = blocks_needed(prompt, output + nodes, request.width, limits.cache.block_size)

@@ -103,6 +103,7 @@ class Engine:
         name = request_id or self._free_name()
         if name in self.requests:
             raise AdmissionError(f"request id {name!r} is in use; choose another")
+        tenant = salt
         if not self.config.cache.prefix_caching:
             salt += arrival.to_bytes(8, "little")  # shared with nobody but its own siblings
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
@@ -115,6 +116,7 @@ class Engine:
             pool=pool,
             arrival=arrival,
             salt=salt,
+            tenant=tenant,
             processors=tuple(processors),
             stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,
         )

@@ -27,6 +27,7 @@ class Draft(msgspec.Struct):
     drafter: str = ""  # who proposes it
     trust: int = 0  # how sure the drafter is, by its own measure; drafts of equal trust are counted together
     heard: bool = False  # the drafter wants to know what the target draws after each node
+    memo: list[Any] = []  # what the drafter notes of each node: a node that is pruned takes its note along
 
 
 class Child(msgspec.Struct, gc=False):
@@ -101,7 +102,8 @@ class Request:
     strategy: Any
     arrival: int  # order of arrival, the tie-break of equal priorities
     width: int = 1  # the most sequences it may ever hold at once
-    salt: bytes = b""  # prefix-cache tenant
+    salt: bytes = b""  # root of the prefix cache's chains: the tenant's, or where nothing is shared one of its own
+    tenant: bytes = b""  # whose request it is: what is learnt from its outputs is for the same tenant
     stop_ids: frozenset[int] = frozenset()  # token ids that end an output: eos and the caller's
     processors: tuple[Any, ...] = ()  # host-side logit processors of the caller
     state: Any = None  # the strategy's state of the whole request

@@ -52,7 +52,7 @@ class Watched(Lookahead):
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         super().observe(request, seq, draft, out)
-        self.seen.append(seq.drafting[self.name].tips[-1] < len(out.nodes))
+        self.seen.append(len(out.nodes) == len(draft.memo))
 
 
 @pytest.mark.parametrize("free", [True, False])

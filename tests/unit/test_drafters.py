@@ -1,15 +1,20 @@
 """The drafters that need no model: what they find, against brute force, and that they forget."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
+from headrace.drafting.base import Drafter, Observes
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import bounded, prune
 from headrace.drafting.suffix import SEPARATOR, SuffixAutomaton, SuffixTree
 from headrace.ops.trees import paths
 from headrace.params import SamplingParams
-from headrace.types import Draft, FeedOutput, Request, Sequence
+from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence
 
 
 def sequence(tokens: list[int]) -> tuple[Request, Sequence]:
@@ -91,7 +96,7 @@ def test_past_outputs_help_their_own_tenant_only() -> None:
     draft = drafter.draft(again, other, 8)
     assert draft is not None
     assert (draft.tokens, draft.trust) == ([8, 9, 10], 2)
-    again.salt = b"somebody else"
+    again.tenant = b"somebody else"
     assert drafter.draft(again, sequence([1, 6, 7])[1], 8) is None
 
 
@@ -119,6 +124,12 @@ def test_memory_is_bounded() -> None:
     assert len(drafter._past) <= 16
 
 
+def tips_of(draft: Draft) -> list[int]:
+    """The last node of each trajectory of lookahead's window, in the order of their columns."""
+    tips = {column: node for node, column in enumerate(draft.memo) if column is not None}
+    return [tips[column] for column in sorted(tips)]
+
+
 def test_the_lookahead_window_is_a_tree_in_which_each_trajectory_sees_its_own_history() -> None:
     request, seq = sequence(list(range(40)))
     drafter = Lookahead(width=4, length=4, guesses=2)
@@ -126,7 +137,7 @@ def test_the_lookahead_window_is_a_tree_in_which_each_trajectory_sees_its_own_hi
     assert draft is not None
     window = seq.drafting["lookahead"]
     seen = paths(draft.tokens, draft.parents)
-    for column, tip in enumerate(window.tips):
+    for column, tip in enumerate(tips_of(draft)):
         assert seen[tip] == [*window.levels[0][: column + 1], *(level[column] for level in window.levels[1:])]
     assert len(draft.tokens) == 4 * 3
 
@@ -140,9 +151,9 @@ def test_lookahead_collects_what_trajectories_passed_through() -> None:
     before = [list(level) for level in window.levels]
     out = FeedOutput(nodes=tuple(FeedOutput(tokens=(100 + node,)) for node in range(len(draft.tokens))))
     drafter.observe(request, seq, draft, out)
-    for column, tip in enumerate(window.tips):
+    for column, tip in enumerate(tips_of(draft)):
         assert (before[1][column], 100 + tip) in window.pool[before[0][column]]
-    assert window.levels == [before[1], [100 + tip for tip in window.tips]]
+    assert window.levels == [before[1], [100 + tip for tip in tips_of(draft)]]
     seq.tokens.append(before[0][1])
     again = drafter.draft(request, seq, 8)
     assert again is not None
@@ -152,7 +163,7 @@ def test_lookahead_collects_what_trajectories_passed_through() -> None:
 
 def test_a_narrow_window_collects_too() -> None:
     """Where few tokens may be drafted, or budget cuts the tree, the trajectories that had room go on; the others wait."""
-    for most, answered in ((2, None), (8, 5)):
+    for most, answered in ((3, None), (8, 5)):
         request, seq = sequence(list(range(40)))
         drafter = Lookahead(width=4, length=3, guesses=2)
         draft = drafter.draft(request, seq, most)
@@ -163,7 +174,7 @@ def test_a_narrow_window_collects_too() -> None:
         drafter.observe(request, seq, draft, out)
         assert sum(map(len, window.pool.values())) == 2
         assert window.levels[0] == [*before[1][:2], *before[0][2:]]
-        assert window.levels[1] == [*(100 + tip for tip in window.tips[:2]), *before[1][2:]]
+        assert window.levels[1] == [*(100 + tip for tip in tips_of(draft)[:2]), *before[1][2:]]
 
 
 def test_the_pool_keeps_the_latest_guesses() -> None:
@@ -208,3 +219,127 @@ def test_jacobi_goes_on_with_the_answers_behind_what_was_accepted() -> None:
     again = drafter.draft(request, seq, 3)
     assert again is not None
     assert again.tokens == [11, 12, 13]
+
+
+# -- what holds for every drafter ------------------------------------------------------------------------------------------
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": PromptLookup,
+    "suffix": SuffixTree,
+    "lookahead": Lookahead,
+    "short lookahead": lambda: Lookahead(width=9, length=2, guesses=9),
+    "long lookahead": lambda: Lookahead(width=4, length=9, guesses=4, from_prompt=True),
+    "jacobi": lambda: Jacobi(80),
+    "heads": lambda: TrainedHeads(5),
+    "draft": DraftModel,
+    "self": lambda: DraftModel("self", group=None),
+}
+
+
+def depth(draft: Draft) -> int:
+    return max(len(path) for path in paths(draft.tokens, draft.parents))
+
+
+def answered(rng: random.Random, draft: Draft) -> FeedOutput:
+    """A verification of a draft, cut short or not: an accepted path, and after each node a token, or nothing to draw."""
+    fed = rng.randint(1, len(draft.tokens))
+    nodes = tuple(FeedOutput(tokens=(rng.randrange(6),) * rng.choice([0, 1, 1, 1])) for _ in range(fed))
+    path: list[int] = []
+    while below := [node for node in range(fed) if draft.parents[node] == (path[-1] if path else -1) and rng.random() < 0.7]:
+        path.append(below[0])
+    return FeedOutput(path=tuple(path), nodes=nodes)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_draft_is_deeper_than_it_may_be_nor_larger_than_a_mask(name: str) -> None:
+    """Whatever was heard, and whatever a grammar left of the draft before."""
+    rng = random.Random(11)
+    deepest = 0
+    for text in range(8):
+        drafter = DRAFTERS[name]()
+        request, seq = sequence([rng.randrange(6) for _ in range(rng.choice([1, 4, 60]))])
+        request.seed = text
+        for _ in range(60):
+            most = rng.choice([1, 2, 3, 4, 5, 7, 11, 16, MAX_NODES])
+            draft = drafter.draft(request, seq, most)
+            if draft is None:
+                seq.tokens.append(rng.randrange(6))
+                continue
+            assert 1 <= depth(draft) <= most
+            assert len(draft.tokens) <= MAX_NODES
+            deepest = max(deepest, depth(draft) - most)
+            left = prune(draft, fitting(rng, draft))
+            if left is not None and isinstance(drafter, Observes):
+                out = answered(rng, left)
+                drafter.observe(request, seq, left, out)
+                seq.tokens += [left.tokens[node] for node in out.path]
+            seq.tokens.append(rng.randrange(6))
+    assert deepest == 0, "nothing came near the bound"
+
+
+def fitting(rng: random.Random, draft: Draft) -> list[bool]:
+    """Random nodes, with all those above them."""
+    fits: list[bool] = []
+    for parent in draft.parents:
+        fits.append((parent < 0 or fits[parent]) and rng.random() < 0.95)
+    return fits
+
+
+def test_a_drafter_that_does_not_heed_its_bounds_is_cut() -> None:
+    chain = Draft([7] * 90, list(range(-1, 89)))
+    cut = bounded(chain, 5)
+    assert cut is not None
+    assert (cut.tokens, cut.parents) == ([7] * 5, [-1, 0, 1, 2, 3])
+    siblings = bounded(Draft(list(range(90)), [-1] * 90, memo=list(range(90))), 5)
+    assert siblings is not None
+    assert (siblings.tokens, siblings.memo) == (list(range(MAX_NODES)), list(range(MAX_NODES)))
+    tree = bounded(Draft([1, 2, 3, 4], [-1, 0, 1, 0], memo=["a", "b", "c", "d"]), 2)
+    assert tree is not None
+    assert (tree.tokens, tree.parents, tree.memo) == ([1, 2, 4], [-1, 0, 0], ["a", "b", "d"])
+    assert bounded(Draft([], []), 5) is None
+
+
+def test_after_a_node_with_nothing_to_draw_lookahead_and_jacobi_go_on() -> None:
+    request, seq = sequence(list(range(40)))
+    drafter = Lookahead(width=3, length=3, guesses=2)
+    draft = drafter.draft(request, seq, 8)
+    assert draft is not None
+    window = seq.drafting["lookahead"]
+    before = [list(level) for level in window.levels]
+    nodes = [FeedOutput(tokens=(100 + node,)) for node in range(len(draft.tokens))]
+    tips = tips_of(draft)
+    nodes[tips[1]] = FeedOutput(error="no token can be drawn")
+    drafter.observe(request, seq, draft, FeedOutput(nodes=tuple(nodes)))
+    assert window.levels == [
+        [before[1][0], before[0][1], before[1][2]],
+        [100 + tips[0], before[1][1], 100 + tips[2]],
+    ]
+    assert sum(map(len, window.pool.values())) == 2
+    jacobi = Jacobi(width=4)
+    draft = jacobi.draft(request, seq, 4)
+    assert draft is not None
+    nodes = [FeedOutput(tokens=(100 + node,)) for node in range(4)]
+    nodes[2] = FeedOutput(error="no token can be drawn")
+    jacobi.observe(request, seq, draft, FeedOutput(path=(0,), nodes=tuple(nodes)))
+    assert seq.drafting["jacobi"] == [101], "what is known beyond the gap is of another place"
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_lookahead_reads_the_nodes_that_a_grammar_left(dropped: int) -> None:
+    """A trajectory is pruned whole; the answers of the others are theirs, wherever their nodes are now."""
+    request, seq = sequence(list(range(40)))
+    drafter = Lookahead(width=3, length=3, guesses=2)
+    draft = drafter.draft(request, seq, 8)
+    assert draft is not None
+    window = seq.drafting["lookahead"]
+    before = [list(level) for level in window.levels]
+    tips = tips_of(draft)
+    answers = {tip: 100 + column for column, tip in enumerate(tips)}
+    left = prune(draft, [node != tips[dropped] for node in range(len(draft.tokens))])
+    assert left is not None
+    kept = [node for node in range(len(draft.tokens)) if node != tips[dropped]]
+    out = FeedOutput(nodes=tuple(FeedOutput(tokens=(answers.get(node, 99),)) for node in kept))
+    drafter.observe(request, seq, left, out)
+    collected = {(first, *rest) for first, many in window.pool.items() for rest in many}
+    assert collected == {(before[0][column], before[1][column], 100 + column) for column in range(3) if column != dropped}

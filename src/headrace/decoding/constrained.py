@@ -64,14 +64,16 @@ class Constraint:
 
     def masks(self, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> bytes:
         """One bit per token id (little-endian words of 32), set where it may come: a row for the next token, and one for
-        what follows each node of a draft tree, zeros where the node itself does not fit. Empty after a failure."""
+        what follows each node of a draft tree, zeros where the node itself does not fit or the matcher fails behind it, which
+        may never be reached. Empty after a failure."""
         rows = np.zeros((1 + len(tokens), self._words), dtype=np.uint32)
         for row, matcher in enumerate([self._matcher, *self._nodes(tokens, parents)]):
             if matcher is None or self.error:
                 continue
             matcher.unsafe_compute_mask_ptr(rows[row].ctypes.data, rows[row].nbytes)
             if matcher.is_error():
-                self.error = _why(matcher) or "the constraint has failed"
+                rows[row] = 0
+                self.error = "" if row else _why(matcher) or "the constraint has failed"
         return b"" if self.error else rows.tobytes()
 
     def fitting(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:

@@ -5,13 +5,15 @@ draws like it. All sequences draft together: one step of the model for each toke
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from headrace.drafting.base import Fed, Filled, Run
+from headrace.ops.noise import Purpose, key
 from headrace.ops.rejection import draw_draft, row_spec
+from headrace.ops.sampling import sample
 from headrace.types import Draft, Feed, FeedOutput, Request, Sequence, Want
 
 
@@ -135,7 +137,8 @@ def told(out: FeedOutput, chain: Chain) -> bool:
 
 
 def drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
-    """A token drawn here from whole rows of logits, and what it was drawn from; False: there is none.
+    """A token drawn here from whole rows of logits: for the rejection rule, and with it what it was drawn from; else as the
+    target will draw it. False: there is none.
 
     q is held to the grammar as p is: to take a token off after it was drawn would make q another distribution.
     """
@@ -143,7 +146,13 @@ def drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
     if not mask and work.seq.constraint is not None:
         return False
     logits = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())
-    found = draw_draft(logits, row_spec(work.request, work.seq, list(chain.tokens), mask))
+    spec = row_spec(work.request, work.seq, list(chain.tokens), mask)
+    if not work.request.params.rejects:
+        params = work.request.params.replace(logprobs=0, logprobs_mode="processed")
+        noise = key(work.request.seed, work.seq.index)
+        (result,) = sample(logits[None], [replace(spec, params=params, keys=[noise], purpose=Purpose.TARGET)])
+        return told(FeedOutput(tuple(result.tokens), logprobs=tuple(result.logprobs)), chain)
+    found = draw_draft(logits, spec)
     if found is not None:
         token, q = found
         chain.tokens.append(token)

@@ -42,7 +42,8 @@ class TrainedHeads:
         draft, seq = work.seq.draft, work.seq
         assert draft is not None
         more = len(draft.tokens) - 1
-        kind, logprobs = ("logits", None) if work.request.params.rejects else ("sample", 0 if self.least > 0 else None)
+        here = work.request.params.rejects or seq.constraint is not None  # what may come next hangs on the head before
+        kind, logprobs = ("logits", None) if here else ("sample", 0 if self.least > 0 else None)
         wants: tuple[Want, ...] = (Want(rows="nodes", kind=kind, child=seq.index, logprobs=logprobs),)
         if kind == "sample":
             wants = (Want(child=seq.index, logprobs=logprobs), *(wants if more else ()))

@@ -8,8 +8,11 @@ sampling the answers are drawn with each position's own noise, so a trajectory c
 import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence
+
+LENGTH = 5  # of lookahead's n-grams
 
 
 class Jacobi:
@@ -28,8 +31,8 @@ class Jacobi:
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """What was answered behind the accepted nodes is the next guess; the first of it is already a token."""
-        answers = [token for node in out.nodes for token in node.tokens[:1]]
-        seq.drafting[self.name] = answers[len(out.path) :]
+        behind = takewhile(lambda node: node.tokens, out.nodes[len(out.path) :])  # after a node nothing may be drawn
+        seq.drafting[self.name] = [node.tokens[0] for node in behind]
 
 
 @dataclass(slots=True)
@@ -39,21 +42,20 @@ class Window:
     levels: list[list[int]]
     pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=OrderedDict)  # by first token
     read: int = 0  # tokens whose n-grams are in the pool, where the prompt's and the output's are taken too
-    tips: list[int] = field(default_factory=list)  # the nodes of the draft whose answers extend the trajectories
 
 
 class Lookahead:
     """A window of `width` trajectories of `length` - 1 tokens, and up to `guesses` collected n-grams to verify, as one tree.
 
     A node of the window descends from the first level up to its column and then along its own trajectory; guesses descend
-    from the last known token. `from_prompt` takes n-grams from the text itself too (the authors' POOL_FROM_PROMPT), which is
-    prompt lookup by another name (W24).
+    from the last known token. A draft's memo has a column at the node whose answer extends that trajectory. `from_prompt`
+    takes n-grams from the text itself too (the authors' POOL_FROM_PROMPT), which is prompt lookup by another name (W24).
     """
 
     name = "lookahead"
     trees = True
 
-    def __init__(self, width: int = 7, length: int = 5, guesses: int = 7, *, from_prompt: bool = False) -> None:
+    def __init__(self, width: int = 7, length: int = LENGTH, guesses: int = 7, *, from_prompt: bool = False) -> None:
         nodes = (width + guesses) * (length - 1)
         if length < 2 or nodes > MAX_NODES:
             raise ValueError(f"lookahead needs length >= 2 and (width + guesses) * (length - 1) <= {MAX_NODES}, not {nodes}")
@@ -67,30 +69,32 @@ class Lookahead:
         window = self._window(request, seq)
         if self.from_prompt:
             self._read(window, seq.tokens)
-        draft = Draft([], [], drafter=self.name, heard=True)
+        draft = Draft([], [], drafter=self.name, heard=True, memo=[])
         children: dict[tuple[int, int], int] = {}
         for guess in reversed(window.pool.get(seq.tokens[-1], {})):  # the latest first
             _graft(draft, guess[:most], children)
         draft.trust = 2 if draft.tokens else 1  # without a guess little can be accepted, which says nothing of guesses
         root = -1
-        window.tips = []
-        for column in range(min(self.width, most)):
+        for column in range(min(self.width, most - len(window.levels) + 1)):
             root = node = _append(draft, window.levels[0][column], root)
             for level in window.levels[1:]:
                 node = _append(draft, level[column], node)
-            window.tips.append(node)
-        return draft
+            draft.memo[node] = column
+        return draft if draft.tokens else None
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """Collect what each trajectory has passed through, and move the window past the tokens that came out."""
         window: Window = seq.drafting[self.name]
-        answers = [out.nodes[tip].tokens[0] for tip in window.tips if tip < len(out.nodes)]
-        for column, answer in enumerate(answers):
-            self._collect(window, (*(level[column] for level in window.levels), answer))
-        shift, done = len(out.path), len(answers)  # trajectories that had no room stay where they are
-        ahead = [*window.levels[1:], answers]
-        moved = [[*new[:done], *old[done:]] for new, old in zip(ahead, window.levels, strict=True)]
-        window.levels = [[*level[shift:], *_noise(request, seq, min(shift, self.width))][: self.width] for level in moved]
+        for column, node in zip(draft.memo, out.nodes, strict=False):  # a tree may have been cut short
+            if column is None or not node.tokens:  # a trajectory that was not fed, or after which nothing may come, stays
+                continue
+            passed = (*(level[column] for level in window.levels), node.tokens[0])
+            self._collect(window, passed)
+            for level, token in zip(window.levels, passed[1:], strict=True):
+                level[column] = token
+        shift = len(out.path)
+        fresh = _noise(request, seq, min(shift, self.width))
+        window.levels = [[*level[shift:], *fresh][: self.width] for level in window.levels]
 
     def _window(self, request: Request, seq: Sequence) -> Window:
         if self.name not in seq.drafting:
@@ -118,6 +122,7 @@ class Lookahead:
 def _append(draft: Draft, token: int, parent: int) -> int:
     draft.tokens.append(token)
     draft.parents.append(parent)
+    draft.memo.append(None)
     return len(draft.tokens) - 1
 
 

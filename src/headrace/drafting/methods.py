@@ -3,7 +3,7 @@
 from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
-from headrace.drafting.lookahead import Jacobi, Lookahead
+from headrace.drafting.lookahead import LENGTH, Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
@@ -42,10 +42,10 @@ def speculation(
         raise ValueError("speculation by heads needs trained ones; name their folder with draft (--draft)")
     if given and method not in ("auto", given):
         raise ValueError(f"{what} given and {method} does not use that; choose auto or {given}, or leave it out")
-    return Speculation(_drafters(str(method), companion, heads), max_model_len, draft_tokens)
+    return Speculation(_drafters(str(method), draft_tokens, companion, heads), max_model_len, draft_tokens)
 
 
-def _drafters(method: str, companion: bool, heads: tuple[str, int] | None) -> list[Drafter]:
+def _drafters(method: str, most: int | None, companion: bool, heads: tuple[str, int] | None) -> list[Drafter]:
     match method:
         case "heads" | "auto" if heads is not None:
             kind, count = heads
@@ -58,7 +58,7 @@ def _drafters(method: str, companion: bool, heads: tuple[str, int] | None) -> li
         case "suffix":
             return [SuffixTree()]
         case "lookahead":
-            return [Lookahead()]
+            return [Lookahead(length=LENGTH if most is None else min(LENGTH, most + 1))]  # no deeper, and one drawn behind it
         case "jacobi":
             return [Jacobi()]
         case "auto" if companion:

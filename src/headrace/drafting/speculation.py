@@ -207,6 +207,7 @@ class Speculation:
             if lag > GAP and self.ledger.empty(drafter.name):
                 continue
             draft = drafter.draft(request, seq, most)
+            draft = None if draft is None else bounded(draft, most)
             if draft is not None and seq.constraint is not None and model is None:
                 draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
             if draft is None:
@@ -250,10 +251,22 @@ def _shape(draft: Draft, model: bool) -> tuple[int, int]:
     """How deep a draft is, and how many nodes it has where it is a tree; 0: a chain."""
     if model or draft.parents == list(range(-1, len(draft.tokens) - 1)):
         return len(draft.tokens), 0
-    depth: list[int] = []
+    return max(_depths(draft)), len(draft.tokens)
+
+
+def _depths(draft: Draft) -> list[int]:
+    """How many tokens each node and those above it are."""
+    depths: list[int] = []
     for parent in draft.parents:
-        depth.append(1 + (depth[parent] if parent >= 0 else 0))
-    return max(depth), len(draft.tokens)
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return depths
+
+
+def bounded(draft: Draft, most: int) -> Draft | None:
+    """The nodes that lie no deeper than `most`, MAX_NODES at most. None: nothing is left."""
+    if len(draft.tokens) <= min(most, MAX_NODES):
+        return draft if draft.tokens else None
+    return prune(draft, [node < MAX_NODES and depth <= most for node, depth in enumerate(_depths(draft))])
 
 
 def prune(draft: Draft, fits: list[bool]) -> Draft | None:
@@ -264,4 +277,5 @@ def prune(draft: Draft, fits: list[bool]) -> Draft | None:
     place = {node: at for at, node in enumerate(kept)} | {-1: -1}
     tokens, parents = [draft.tokens[node] for node in kept], [place[draft.parents[node]] for node in kept]
     q = None if draft.q is None else [draft.q[node] for node in kept]
-    return Draft(tokens, parents, draft.required, q, draft.drafter, draft.trust, draft.heard) if kept else None
+    memo = [draft.memo[node] for node in kept] if draft.memo else []
+    return Draft(tokens, parents, draft.required, q, draft.drafter, draft.trust, draft.heard, memo) if kept else None

@@ -123,7 +123,7 @@ class SuffixTree:
         return found
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        past, reading = self.past(request.salt), seq.drafting.get(self.name)
+        past, reading = self.past(request.tenant), seq.drafting.get(self.name)
         if reading is None or reading.past is not past:
             reading = seq.drafting[self.name] = Reading(past)
         reading.read(seq.tokens)
@@ -140,10 +140,10 @@ class SuffixTree:
 
     def remember(self, request: Request, seq: Sequence) -> None:
         """Keep an output that has ended."""
-        past, half = self.past(request.salt), self.memory // 2
+        past, half = self.past(request.tenant), self.memory // 2
         if len(past.text) + len(seq.tokens) >= self.memory:
             kept = past.text[-half:]
-            past = self._past[request.salt] = SuffixAutomaton()
+            past = self._past[request.tenant] = SuffixAutomaton()
             for token in kept:
                 past.push(token)
         for token in [*seq.tokens[1 - half :], SEPARATOR]:
