@@ -20,7 +20,7 @@ from headrace.drafting.speculation import Speculation
 from headrace.filing import clone, file_pooled, file_scores, pool_wants, result
 from headrace.kv.blocks import BlockManager
 from headrace.params import SamplingParams
-from headrace.runner.executor import Done, Executor
+from headrace.runner.executor import Done, Executor, Ticket
 from headrace.scheduler import Flight, Scheduler, Work
 from headrace.text.tokenizer import Tokenizer
 from headrace.types import (
@@ -216,10 +216,14 @@ class Engine:
                     work.request.metrics.scheduled = now
                 self._ask(work.request, self._want, work)
             flight.began = self._clock()
-            try:
-                flight.ticket = self.executor.submit(flight.plan)
-            except Exception as error:
-                flight.ticket = Done(None, error)
+            if flight.ticket is None:
+                flight.ticket = self._submit(flight.plan)
+
+    def _submit(self, plan: StepPlan) -> Ticket:
+        try:
+            return self.executor.submit(plan)
+        except Exception as error:
+            return Done(None, error)
 
     def _want(self, work: Work) -> None:
         """Put into a feed what is wanted of it, and what may be drawn where a grammar says so."""
@@ -266,17 +270,17 @@ class Engine:
         def run(model: int, feeds: list[Feed]) -> list[FeedOutput]:
             # What changes slots, tables and pools comes first, and with the target's plan: the companions share it.
             ahead = StepPlan(plan.step, 0, plan.free, plan.new, plan.tables, plan.moves, plan.copies)
+            try:
+                self.executor.submit(ahead).result()
+            except Exception as error:  # what of it was carried out is not known, so the target's step has failed with it
+                flight.ticket = Done(None, error)
+                raise
             plan.free, plan.new, plan.tables, plan.moves, plan.copies = [], [], [], [], []
-            self.executor.submit(ahead).result()
             return self.executor.submit(StepPlan(plan.step, model, feeds=feeds)).result().feeds
 
         works = [work for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
-        try:
-            speculation.fill([*works], run, self.blocks.fill)
-        except Exception:  # a draft that fails costs time and no answer
-            log.exception("drafting failed; this step does without")
-            for work in works:
-                self.scheduler.strip(work)
+        for work in speculation.fill(works, run, self.blocks.fill):
+            self.scheduler.strip(work)
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
         if request.pool:

@@ -32,7 +32,7 @@ class Flight:
     room: int  # tokens the budget still allows
     works: list[Work] = field(default_factory=list)
     promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
-    ticket: Any = None
+    ticket: Any = None  # None: not submitted yet
     began: float = 0.0  # when it was submitted
 
 

@@ -183,6 +183,7 @@ def test_the_loads_do_what_they_are_for() -> None:
         seen["preempted"] += engine.scheduler.preemptions
         seen["forked and preempted"] += sum(r.metrics.preemptions > 0 and r.width > 1 for r in requests)
         seen["hits"] += sum(r.metrics.cached_tokens > 0 for r in requests)
+        assert all(r.metrics.cached_tokens < len(r.prompt) for r in requests), "more hits than tokens"
     assert all(count >= 10 for count in seen.values()), seen
 
 

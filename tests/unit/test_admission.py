@@ -3,11 +3,12 @@
 import pytest
 
 from headrace.admission import AdmissionError, blocks_needed
-from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
+from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.decoding.base import Strategy
 from headrace.engine import Engine
 from headrace.params import SamplingParams
-from headrace.types import StepPlan
+from headrace.types import Child, Draft, FeedOutput, Request, Sequence, StepPlan, Want
 
 
 @pytest.fixture
@@ -80,6 +81,98 @@ def test_a_failed_processor_fails_its_request_alone() -> None:
     broken.scope = "stateful"
     with pytest.raises(AdmissionError, match="set n to 1"):
         engine.add([1], SamplingParams(n=2), processors=(broken,))  # type: ignore[arg-type]
+    unlucky = engine.add([1, 2], SamplingParams(max_tokens=5), processors=(broken,))  # type: ignore[arg-type]
+    beside = engine.add([1, 2], SamplingParams(max_tokens=5, seed=3))
+    errors = run_to_end(engine)
+    assert errors == {unlucky.id: "ProcessorError: logit processor Broken raised RuntimeError: I am broken"}
+    assert beside.finished[0].output == reference([1, 2], 3, 0, 5, frozenset())
+    assert engine.blocks.used == 0
+
+
+def run_to_end(engine: Engine) -> dict[str, str]:
+    """The errors of all that is queued."""
+    errors = {}
+    for _ in range(200):
+        errors.update({delta.request_id: delta.error for delta in engine.step() if delta.error is not None})
+        engine.check()
+        if not engine.busy:
+            return errors
+    raise AssertionError("a request never ends")
+
+
+def test_a_failing_step_ends_all_its_requests() -> None:
+    """What one of two requests was fed cannot be trusted any more than what the other was."""
+    runner = FakeRunner(12, 4)
+    engine = Engine(Deferred(runner, 1), EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4)), vocab_size=VOCAB)
+    both = [engine.add([1, 2], SamplingParams(max_tokens=5)).id for _ in range(2)]
+    execute = runner.execute
+
+    def broken(plan: StepPlan) -> object:
+        raise RuntimeError("out of memory")
+
+    runner.execute = broken  # type: ignore[method-assign, assignment]
+    assert {delta.request_id: delta.error for delta in engine.step()} == dict.fromkeys(both, "the step failed: out of memory")
+    runner.execute = execute  # type: ignore[method-assign]
+    assert not engine.busy
+
+
+def test_unnamed_requests_get_names_that_are_free(engine: Engine) -> None:
+    taken = [engine.add([1], SamplingParams(), request_id=f"request-{number}").id for number in range(3)]
+    names = [engine.add([1], SamplingParams()).id for _ in range(3)]
+    assert len({*taken, *names}) == 6
+
+
+def test_a_prefix_hit_is_counted_once() -> None:
+    """A request that shares two blocks waits for room while others run: it says two blocks, not two for each pass."""
+    config = EngineConfig(SchedulerConfig(4, 64, 64), CacheConfig(10, 4))
+    engine = Engine(Deferred(FakeRunner(10, 4), 1), config, vocab_size=VOCAB)
+    shared = [1, 2, 3, 4, 5, 6, 7, 8]
+    engine.add([*shared, 9], SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    late = engine.add([*shared, *range(10, 38)], SamplingParams(max_tokens=1))
+    waited = 0
+    while engine.busy:
+        engine.step()
+        waited += late.metrics.scheduled is None
+    assert waited > 5
+    assert late.metrics.cached_tokens == 8
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_queue() -> None:
+    """Of strategies with drafts of their own only those are asked that this step could admit."""
+
+    class Asked(Strategy):
+        streams = True
+        calls = 0
+
+        def width(self, request: Request) -> int:
+            return 1
+
+        def nodes(self, request: Request) -> int:
+            return 0
+
+        def draft(self, request: Request, seq: Sequence) -> Draft | None:
+            Asked.calls += 1
+            return None
+
+        def want(self, request: Request, seq: Sequence) -> Want:
+            return Want(child=seq.index)
+
+        def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+            return [[Child(token=out.tokens[0])] for _, out in outputs]
+
+        def done(self, request: Request) -> bool:
+            return False
+
+    config = EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4))
+    engine = Engine(Deferred(FakeRunner(12, 4), 1), config, vocab_size=VOCAB)
+    for _ in range(300):
+        engine.add([1, 2], SamplingParams(max_tokens=4, ignore_eos=True), strategy=Asked())
+    for _ in range(10):
+        Asked.calls = 0
+        engine.step()
+        assert Asked.calls <= 8, "4 that run, and 4 that could be admitted"
 
 
 def test_a_step_that_fails_commits_nothing_and_the_engine_goes_on() -> None:

@@ -1,15 +1,21 @@
 """Speculation as the engine sees it: who drafts for which sequence, and how far."""
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Remembers, Run
 from headrace.drafting.budget import WAITED, Ledger
 from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
+
+log = logging.getLogger("headrace")
+
+AnyFed = TypeVar("AnyFed", bound=Fed)
 
 CROWD, REST = 4, 3  # in batches of this size a sequence that gives nothing to draft is left alone for so many steps
 TREE_REST = 16  # and one whose tree does not pay, for so many: to build it takes time too
@@ -64,6 +70,7 @@ class Speculation:
         self._step = 0
         self._rest: dict[int, int] = {}  # by sequence: the last step without a drafter
         self._pause = 0  # the last step in which nobody is asked
+        self._failed: dict[str, set[str]] = {}  # by request: drafters that raised
         # Asked once: to ask a protocol takes as long as to draft.
         self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, Fills)}
 
@@ -109,20 +116,30 @@ class Speculation:
         if self.gamma is None and not any(proposal.choice.gamma for proposal in made):
             self._pause = self._step + plain // 2
 
-    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
-        """These works' drafts have their room: drafters that run a model now say of which tokens they are."""
+    def fill(self, works: list[AnyFed], run: Run, filled: Filled) -> list[AnyFed]:
+        """These works' drafts have their room: drafters that run a model now say of which tokens they are. Returns the works
+        whose drafts failed."""
+        failed: list[AnyFed] = []
         for name, drafter in self._fills.items() if works else ():
             mine = [work for work in works if work.seq.draft is not None and work.seq.draft.drafter == name]
             if not mine:
                 continue
-            behind = sum(drafter.lag(work.seq) for work in mine)
-            began = self._clock()
-            drafter.fill(mine, run, filled)
-            seconds = self._clock() - began
-            made = [work.seq.draft for work in mine if work.seq.draft is not None]
-            for draft in made:
-                draft.drafter = name
-            self._filled(name, len(mine), max([len(draft.tokens) for draft in made], default=1), behind, seconds)
+            try:
+                self._fill(drafter, name, [*mine], run, filled)
+            except Exception:
+                self._switch_off(drafter, list({work.request.id: work.request for work in mine}.values()))
+                failed += mine
+        return failed
+
+    def _fill(self, drafter: Fills, name: str, works: list[Fed], run: Run, filled: Filled) -> None:
+        behind = sum(drafter.lag(work.seq) for work in works)
+        began = self._clock()
+        drafter.fill(works, run, filled)
+        seconds = self._clock() - began
+        made = [work.seq.draft for work in works if work.seq.draft is not None]
+        for draft in made:
+            draft.drafter = name
+        self._filled(name, len(works), max([len(draft.tokens) for draft in made], default=1), behind, seconds)
 
     def _filled(self, name: str, sequences: int, longest: int, behind: int, seconds: float) -> None:
         """A model drafted for so many sequences, `longest` steps, and first read what it was behind."""
@@ -156,7 +173,7 @@ class Speculation:
         self.ledger.verified(draft.drafter, len(draft.tokens), len(out.path))
         for drafter in self.drafters if draft.heard else ():
             if drafter.name == draft.drafter and isinstance(drafter, Observes):
-                drafter.observe(request, seq, draft, out)
+                self._ask(drafter, request, drafter.observe, request, seq, draft, out)
 
     def end(self, request: Request) -> None:
         """A request is over: what its outputs were may help the next."""
@@ -167,7 +184,8 @@ class Speculation:
             self._rest.pop(seq.id, None)
             for drafter in self.drafters:
                 if isinstance(drafter, Remembers):
-                    drafter.remember(request, seq)
+                    self._ask(drafter, request, drafter.remember, request, seq)
+        self._failed.pop(request.id, None)
 
     def _dear(self, choice: Choice, plain: int) -> bool:
         """Whether a tree was left out because it would cost more than it brings."""
@@ -206,10 +224,7 @@ class Speculation:
             lag = model.lag(seq) if model is not None and self.gamma is None else 0
             if lag > GAP and self.ledger.empty(drafter.name):
                 continue
-            draft = drafter.draft(request, seq, most)
-            draft = None if draft is None else bounded(draft, most)
-            if draft is not None and seq.constraint is not None and model is None:
-                draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
+            draft = self._ask(drafter, request, self._drafted, drafter, request, seq, most)
             if draft is None:
                 continue
             draft.drafter = draft.drafter or drafter.name
@@ -225,6 +240,29 @@ class Speculation:
         if len(made) < 2:
             return made[0] if made else None
         return max(made, key=lambda proposal: value(proposal.choice, plain, self.costs))
+
+    def _drafted(self, drafter: Drafter, request: Request, seq: Sequence, most: int) -> Draft | None:
+        """What a drafter proposes, as far as it can be fed and a grammar lets it come."""
+        draft = drafter.draft(request, seq, most)
+        draft = None if draft is None else bounded(draft, most)
+        if draft is not None and seq.constraint is not None and drafter.name not in self._fills:
+            draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
+        return draft
+
+    def _ask(self, drafter: Drafter, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
+        """What a drafter says. One that raises is not asked again for this request, which loses nothing but drafts."""
+        if drafter.name in self._failed.get(request.id, ()):
+            return None
+        try:
+            return hook(*args)
+        except Exception:
+            self._switch_off(drafter, [request])
+            return None
+
+    def _switch_off(self, drafter: Drafter, requests: list[Request]) -> None:
+        log.exception("drafter %s failed; %s goes on without", drafter.name, ", ".join(request.id for request in requests))
+        for request in requests:
+            self._failed.setdefault(request.id, set()).add(drafter.name)
 
     def _decide(self, proposal: Proposal) -> None:
         draft, seq = proposal.draft, proposal.seq

@@ -1,0 +1,207 @@
+"""Hooks, rows, steps and drafters fail at random under random load: nobody else notices, nothing is lost, nothing hangs."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from headrace import native
+from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner
+from headrace.config import EngineConfig
+from headrace.drafting.speculation import Speculation
+from headrace.engine import Engine
+from headrace.params import SamplingParams
+from headrace.types import Request
+from tests.property import test_strategies as strategies
+from tests.property.chaos import HOOKS, Chaos, FaultyDrafter
+from tests.property.drafters import Guessing
+from tests.property.methods import AnyJob
+from tests.property.test_engine import forbid_reuse, make_load
+
+SEEDS = range(48)
+STEPS = 4000  # a load takes a few hundred
+
+
+class Plain(AnyJob):
+    """As any job; what is aborted is of no interest here."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.aborts = None
+
+
+def play(seed: int, tamper: Callable[[Engine], None] | None = None) -> tuple[Chaos, FaultyDrafter]:
+    """One load on the fake model, two thirds of whose requests are broken at random. An AssertionError says what is wrong."""
+    jobs, config, depth = make_load(seed, Plain)
+    drafter = FaultyDrafter(Guessing(seed), seed)
+    runner = FakeRunner(config.cache.num_blocks, config.cache.block_size)
+    speculation = Speculation([drafter], max_model_len=256, gamma=6) if seed % 3 else None
+    engine = Engine(Deferred(runner, depth), config, vocab_size=VOCAB, eos_ids=frozenset({EOS}), speculation=speculation)
+    chaos = Chaos(seed)
+    chaos.install(engine, lambda request: int(request.id.split("-")[1]) % 3 != 2)
+    if tamper is not None:
+        tamper(engine)
+    forbid_reuse(engine)
+    outputs: dict[str, dict[int, list[int]]] = {job.id: {} for job in jobs}
+    ended: Counter[str] = Counter()
+    errors: dict[str, str] = {}
+    for step in range(STEPS):
+        for job in jobs:
+            if job.arrives == step:
+                job.add(engine)
+        for delta in engine.step():
+            outputs[delta.request_id].setdefault(delta.index, []).extend(delta.token_ids)
+            ended[delta.request_id] += delta.finished
+            if delta.error is not None:
+                errors[delta.request_id] = delta.error
+        engine.check()
+        if step > 12 and not engine.busy:
+            break
+    assert not engine.busy, "a request never ends"
+    assert ended == Counter({job.id: 1 for job in jobs}), "an end is missing, or told twice"
+    assert set(errors) <= chaos.struck, f"others failed: { {name: errors[name] for name in set(errors) - chaos.struck} }"
+    for job in jobs:
+        for child, expected in enumerate(job.expected()):
+            got = outputs[job.id].get(child, [])
+            wanted = expected[: len(got)] if job.id in errors else expected
+            assert got == wanted, f"{job.id} child {child}"
+    assert_nothing_is_lost(engine, runner.slots, config)
+    return chaos, drafter
+
+
+def assert_nothing_is_lost(engine: Engine, slots: object, config: EngineConfig) -> None:
+    """Blocks and slots have come back, and the runner holds none but that of a request that comes now."""
+    assert engine.blocks.used == 0
+    assert not engine.requests
+    assert not engine.scheduler.requests
+    assert sorted(engine.scheduler._slots) == list(range(config.scheduler.max_num_seqs))
+    held = engine.scheduler._freed_slots
+    assert set(slots) <= set(held), "the runner keeps a slot that nobody will give back"  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_others_do_not_notice(seed: int) -> None:
+    play(seed)
+
+
+def test_everything_fails_somewhere() -> None:
+    """In these loads every hook, both kinds of steps, rows and drafters have failed, and most requests have not."""
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        chaos, drafter = play(seed)
+        seen.update(chaos.hooks)
+        seen["drafter"] += drafter.raised
+    everything = {*HOOKS, "step before", "step after", "row", "drafter"} - {"results", "draft"}  # of strategies on real models
+    assert all(seen[what] >= 5 for what in everything), seen
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------------
+
+
+def unguarded(hook: str) -> Callable[[Engine], None]:
+    """An engine that guards all hooks but one."""
+
+    def tamper(engine: Engine) -> None:
+        ask = engine._ask
+
+        def asking(request: Request, what: Callable, *args: object) -> object:
+            return what(*args) if what.__name__ == hook else ask(request, what, *args)
+
+        engine._ask = asking  # type: ignore[method-assign]
+
+    return tamper
+
+
+def a_flight_known_too_late(engine: Engine) -> None:
+    """The flight is remembered when it is submitted, not before the hooks run, and they are not guarded."""
+    launch = engine._launch
+
+    def late() -> None:
+        flights = engine._flights
+        known = len(flights)
+        try:
+            launch()
+        except Exception:
+            while len(flights) > known:
+                flights.pop()
+            raise
+
+    engine._launch = late  # type: ignore[method-assign]
+    unguarded("_want")(engine)
+
+
+def a_failed_step_is_one_requests(engine: Engine) -> None:
+    """Of the requests of a failed step only the first gets the error."""
+    land = engine._land
+
+    def one(flight):  # type: ignore[no-untyped-def]
+        output = land(flight)
+        if output is None:
+            for work in flight.works[1:]:
+                if work.request is not flight.works[0].request:
+                    work.request.error = None
+        return output
+
+    engine._land = one  # type: ignore[method-assign]
+
+
+def slots_of_a_failed_step_are_forgotten(engine: Engine) -> None:
+    engine.scheduler.fail = lambda flight: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        unguarded("_want"),
+        unguarded("_commit"),
+        a_flight_known_too_late,
+        a_failed_step_is_one_requests,
+        slots_of_a_failed_step_are_forgotten,
+    ],
+)
+def test_a_broken_boundary_is_caught(tamper: Callable[[Engine], None]) -> None:
+    failures = 0
+    for seed in SEEDS:
+        try:
+            play(seed, tamper)
+        except Exception:  # a hook's error comes out of `step`, or an assertion of the load fails
+            failures += 1
+    assert failures > 0
+
+
+# -- natively ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not native.available(), reason=native.reason() or "native")
+def test_others_do_not_notice_natively() -> None:
+    """Beams, contrastive search and decoding, samples and greedy on the native core, broken at random."""
+    seen: Counter[str] = Counter()
+    for seed in range(16):
+        jobs, engine = strategies.load("native", seed)
+        chaos = Chaos(seed, rate=0.03, step_rate=0.01)
+        seen.update(play_natively(jobs, engine, chaos))
+    everything = {"want", "select", "done", "results", "draft", "step before", "step after", "row"}
+    assert all(seen[what] >= 2 for what in everything), seen
+
+
+def play_natively(jobs: list[strategies.Job], engine: Engine, chaos: Chaos) -> dict[str, int]:
+    chaos.install(engine, lambda request: request.arrival % 2 == 1)
+    made: dict[strategies.Job, Request] = {}
+    errors: set[str] = set()
+    for step in range(STEPS):
+        for job in jobs:
+            if job not in made and job.arrives <= step:
+                made[job] = job.add(engine)
+        errors |= {delta.request_id for delta in engine.step() if delta.error is not None}
+        engine.check()
+        if len(made) == len(jobs) and not engine.busy:
+            break
+    assert not engine.busy, "a request never ends"
+    assert errors <= chaos.struck
+    for job, request in made.items():
+        if request.id not in errors:
+            own = job.params.seed if isinstance(job.params, SamplingParams) else None
+            assert strategies.texts(job, request) == strategies.wanted("native", job.kind, own, tuple(job.prompt)), job.kind
+    slots = engine.executor.runner.models[0].slots  # type: ignore[attr-defined]
+    assert_nothing_is_lost(engine, slots, engine.config)
+    return chaos.hooks
