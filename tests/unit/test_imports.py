@@ -39,8 +39,9 @@ ROOMS = {
     "native.uses": "runner",
     "native.centring": "native.weights runner layers config",
     "native.program": "native.centring native.uses native.weights native runner layers config",
-    "native.runner": "native.program native.weights native runner models ops weights params types config",
-    "native.heads": "native.program native.runner native.weights native runner.heads runner models weights types",
+    "native.slots": "native ops params types",
+    "native.runner": "native.program native.slots native.weights native runner models ops weights params types config",
+    "native.heads": "native.program native.runner native.slots native.weights native runner.heads runner models weights types",
     "scheduler": "kv.blocks params types config",
     "admission": "decoding params types config",
     "filing": "types",
@@ -51,8 +52,8 @@ ROOMS = {
     "signals": "",
     "outputs": "params structured types",
     "loading": "opening memory models weights.loader config",
-    "backend": "native.heads native.runner native.weights native loading memory models runner.heads runner kv.pool text types "
-    "config",
+    "backend": "native.heads native.runner native.slots native.weights native loading memory models runner.heads runner kv.pool "
+    "text types config",
     "selfdraft": "drafting runner weights params types",
     "heads.files": "opening runner.heads text config",
     "heads": "heads.files llm selfdraft backend text opening models runner.heads layers weights.loader params types config",

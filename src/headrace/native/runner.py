@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,16 +13,15 @@ from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
 from headrace.native.program import FUSIONS, Lowered, lower
-from headrace.native.sampling import sample_params
+from headrace.native.slots import Slot, new_slot
 from headrace.native.weights import PackedWeights
-from headrace.ops.noise import Key, key
 from headrace.ops.rejection import round_key
 from headrace.params import SamplingParams
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.pooling import pools
 from headrace.runner.record import record
-from headrace.types import Feed, FeedOutput, NewSlot, StepOutput, StepPlan, TokenLogprob, Want
+from headrace.types import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 from headrace.weights.source import WeightSource
 
 log = logging.getLogger("headrace")
@@ -43,44 +42,6 @@ def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
     """Bytes that one block of the pool takes in all layers."""
     sizes = config.num_layers, block_size, config.num_kv_heads, config.head_dim
     return int(core().KVPool.block_bytes(*sizes, KV_DTYPES[kv_dtype]))
-
-
-@dataclass(slots=True)
-class Slot:
-    """A live sequence: what the core knows of it, and the keys of its noise."""
-
-    sequence: Any  # _core.Sequence
-    seed: int
-    params: SamplingParams
-    keys: dict[int, Key] = field(default_factory=dict)  # by child
-    child: int = -1  # whose key the core has
-    plain: bool = field(init=False)  # nothing but tokens comes of its draws
-
-    def __post_init__(self) -> None:
-        self.plain = not (self.params.penalty_alpha or self.params.mirostat_tau)
-
-    def __len__(self) -> int:
-        return len(self.sequence)
-
-    @property
-    def table(self) -> list[int]:
-        table: list[int] = self.sequence.table
-        return table
-
-    def extend(self, tokens: list[int]) -> None:
-        self.sequence.extend(tokens)
-
-    def fork(self) -> "Slot":
-        return Slot(self.sequence.copy(), self.seed, self.params, self.keys)
-
-    def key(self, child: int) -> Key:
-        if child not in self.keys:
-            self.keys[child] = key(self.seed, child)
-        return self.keys[child]
-
-    def draw_as(self, child: int) -> None:
-        """Tell the core with whose key a token is drawn where nothing else is asked."""
-        self.child, self.sequence.key = child, self.key(child)
 
 
 @dataclass(slots=True)
@@ -260,7 +221,7 @@ class NativeRunner:
         for number in plan.free:
             del slots[number]
         for new in plan.new:
-            slots[new.slot] = slots[new.source].fork() if new.source >= 0 else _new_slot(new)
+            slots[new.slot] = slots[new.source].fork() if new.source >= 0 else new_slot(new)
         for delta in plan.tables:
             slots[delta.slot].sequence.set_table(delta.start, delta.blocks)
         for feed in plan.feeds:
@@ -378,13 +339,6 @@ def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:
     out.scores = tuple(_logprob(step.reports(at)[0]) for at in range(first, first + count))
     errors = [error for at in range(first, first + count) if (error := step.error(at))]
     out.error = out.error or "".join(errors[:1])
-
-
-def _new_slot(new: NewSlot) -> Slot:
-    assert new.params is not None
-    sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids))
-    sequence.extend(new.tokens[new.prompt_len :])
-    return Slot(sequence, new.seed, new.params)
 
 
 def _logprob(report: Any) -> TokenLogprob:
