@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     allowed_token_ids: tuple[int, ...] | None = None
     structured_outputs: StructuredOutputs | None = None  # what the output must be: a JSON schema, a regex, …
-    min_tokens: int = 0
+    min_tokens: int = 0  # these first tokens hold no end token, and no stop string in them ends the output
     max_tokens: int | None = 16  # None: up to the context limit
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

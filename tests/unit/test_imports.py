@@ -52,8 +52,8 @@ ROOMS = {
     "signals": "",
     "outputs": "params structured types",
     "loading": "opening memory models weights.loader config",
-    "backend": "native.heads native.runner native.slots native.weights native loading memory models runner.heads runner kv.pool "
-    "text types config",
+    "backend": "native.heads native.runner native.slots native.weights native loading memory models runner.heads runner "
+    "kv.pool text types config",
     "selfdraft": "drafting runner weights params types",
     "heads.files": "opening runner.heads text config",
     "heads": "heads.files llm selfdraft backend text opening models runner.heads layers weights.loader params types config",

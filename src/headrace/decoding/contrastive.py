@@ -39,10 +39,10 @@ class ContrastiveSearch:
         return Draft(list(seq.state.tokens), [-1] * len(seq.state.tokens), required=True)
 
     def want(self, request: Request, seq: Sequence) -> Want:
-        k = request.params.top_k + len(request.stop_ids)  # enough where min_tokens rules these out
+        live = bool(request.params.min_tokens and request.stop_ids)  # enough is left where min_tokens rules the ends out
         if seq.draft is None:
-            return Want(kind="top", k=k)
-        return Want(kind="top", rows="nodes", k=k, closest=True)
+            return Want(kind="top", k=request.params.top_k, live=live)
+        return Want(kind="top", rows="nodes", k=request.params.top_k, live=live, closest=True)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         return [[self._child(request, seq, out)] for seq, out in outputs]

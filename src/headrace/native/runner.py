@@ -17,6 +17,7 @@ from headrace.native.slots import Slot, new_slot
 from headrace.native.weights import PackedWeights
 from headrace.ops.rejection import round_key
 from headrace.params import SamplingParams
+from headrace.runner.answers import add_live
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.pooling import pools
@@ -228,8 +229,8 @@ class NativeRunner:
             if feed.new:
                 slots[feed.slot].sequence.extend(feed.new)
 
-    def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[Any]:
-        """Add a feed and what is wanted of it; returns where the answers will be, one for each want."""
+    def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[tuple[Want, Any]]:
+        """Add a feed and what is wanted of it; returns where the answers will be."""
         rows, last = _head_rows(feed)
         if feed.nodes:
             step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
@@ -237,7 +238,11 @@ class NativeRunner:
             step.feed(slot.sequence, feed.start, feed.count, rows)
         if feed.masks:
             step.mask(feed.masks)
-        return [self._ask_all(step, slot, want, last, feed) for want in feed.wants]
+        asked = [(want, self._ask_all(step, slot, want, last, feed)) for want in feed.wants]
+        if live := [want for want in feed.wants if want.live]:
+            step.mask(slot.live_masks(feed, self.config.vocab_size))  # for all that is asked from here on
+            asked += [(want, self._ask_all(step, slot, want, last, feed)) for want in live]
+        return asked
 
     def _ask_all(self, step: Any, slot: Slot, want: Want, last: int, feed: Feed) -> Any:
         """Ask at the last known token, or at each node: a list, which begins with the last known token's where that counts."""
@@ -269,9 +274,9 @@ class NativeRunner:
             return step.logits(last)
         raise ValueError(f"this runner does not answer {want.kind!r}")
 
-    def _output(self, step: Any, feed: Feed, slot: Slot, answers: list[Any]) -> FeedOutput:
+    def _output(self, step: Any, feed: Feed, slot: Slot, asked: list[tuple[Want, Any]]) -> FeedOutput:
         out = FeedOutput()
-        for want, answer in zip(feed.wants, answers, strict=True):
+        for want, answer in asked:
             if want.kind == "pool":
                 continue  # filled in where the hidden rows are
             if want.kind == "score":
@@ -314,7 +319,10 @@ def _head_rows(feed: Feed) -> tuple[int, int]:
 
 def _fill(step: Any, slot: Slot, want: Want, answer: int, out: FeedOutput) -> None:
     """What was asked of one row, or of the walk over a draft."""
-    if error := step.error(answer):
+    if want.live and out.top_ids:  # the second answer: the best that end nothing, of which none may be left
+        for best in () if step.error(answer) else step.reports(answer):
+            add_live(out, best.top_ids, best.top_logprobs)
+    elif error := step.error(answer):
         out.error = out.error or error
     elif want.kind == "propose":
         out.tokens, out.logits = tuple(step.tokens(answer)), step.row_of_logits(answer)
