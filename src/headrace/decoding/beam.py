@@ -7,6 +7,7 @@ in float64: a temperature would change which hypothesis wins (W14).
 
 from dataclasses import dataclass, field
 
+from headrace.param_checks import BEAMS
 from headrace.params import BeamSearchParams
 from headrace.types import Child, FeedOutput, Request, Sequence, Want
 
@@ -37,6 +38,7 @@ class BeamSearch:
     streams = False  # which hypothesis wins is known at the end
     speculates = False
     drops_failed = True
+    honours = BEAMS
 
     def __init__(self, params: BeamSearchParams) -> None:
         self.params = params

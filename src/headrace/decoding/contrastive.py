@@ -8,6 +8,7 @@ the prompt's included. Deterministic; lossy by design: a trade of likelihood for
 import math
 from dataclasses import dataclass
 
+from headrace.param_checks import SEARCH
 from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 
@@ -25,6 +26,7 @@ class ContrastiveSearch:
     streams = True
     speculates = False
     drops_failed = False
+    honours = SEARCH
 
     def width(self, request: Request) -> int:
         return 1
