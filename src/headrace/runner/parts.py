@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from headrace.runner.record import Segment
+
 ATTENTION, MLP = 1, 2  # sublayers, as bits
 
 
@@ -15,3 +17,24 @@ class Part:
     def skip(self, layer: int) -> int:
         """The bits of a layer's sublayers that are left out."""
         return self.skips[layer] if layer < len(self.skips) else 0
+
+
+def sublayers(segment: Segment) -> list[int]:
+    """Per node the sublayer that a step may skip: what leads to a residual that carries the rows on. 0: never skipped."""
+    marks = [0] * len(segment.nodes)
+    first, carried = 0, segment.entry
+    for index, node in enumerate(segment.nodes):
+        if node.op == "tap":
+            first = index + 1
+            carried = node.outputs[0] if node.inputs["x"] == carried else carried
+        if node.op != "residual":
+            continue
+        group = segment.nodes[first : index + 1]
+        made = {value for member in group for value in member.outputs}
+        read = {value for member in group for value in member.inputs.values()}
+        if node.inputs["x"] != carried or read - made != {carried}:
+            return [0] * len(segment.nodes)
+        mark = ATTENTION if any(member.op == "attention" for member in group) else MLP
+        marks[first : index + 1] = [mark] * len(group)
+        first, carried = index + 1, node.outputs[0]
+    return marks
