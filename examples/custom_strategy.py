@@ -19,6 +19,9 @@ class Mirostat(Strategy):
     """It says what it needs of each step, and turns what comes back into children."""
 
     streams = True  # tokens may be shown as they come
+    # It heeds no field of SamplingParams beside those the loop does (max_tokens, stop, seed …), so a request that sets another,
+    # such as a temperature, is refused: nothing is dropped in silence. A strategy that heeds some names them here.
+    honours = frozenset[str]()
 
     def __init__(self, target: float = 3.0, rate: float = 0.1, k: int = 50) -> None:
         self.target = target  # bits

@@ -65,6 +65,8 @@ def reference(model: Model, prompt: list[int], params: BeamSearchParams, stop_id
             options = []
             for place, (tokens, score) in enumerate(live[group]):
                 for token, logprob in enumerate(log_probs(model, prompt + tokens)):
+                    if token in stop_ids and len(tokens) < params.min_tokens:
+                        continue
                     cost = params.diversity_penalty * taken.get(token, 0)
                     options.append((-(score + logprob - cost), place, token, score + logprob))
             options.sort()

@@ -53,13 +53,18 @@ def contrastive_search(model: Model, prompt: list[int], params: SamplingParams, 
     """Of the k likeliest tokens the one with the largest (1 - a) * p - a * max cosine with the tokens from `first` on."""
     tokens = list(prompt)
     alpha = params.penalty_alpha
-    for _ in range(params.max_tokens or 0):
+    for count in range(params.max_tokens or 0):
         logits, hidden = forward(model, tokens)
-        probs, candidates = logits[-1].double().softmax(-1).topk(params.top_k)
+        likely = logits[-1].double().softmax(-1)
+        if count < params.min_tokens:
+            likely[list(params.stop_token_ids)] = 0
+        probs, candidates = likely.topk(params.top_k)
         scores = []
         for p, token in zip(probs.tolist(), candidates.tolist(), strict=True):
             vector = forward(model, [*tokens, token])[1][-1:].double()
             near = torch.cosine_similarity(hidden[first:].double(), vector).max()
             scores.append((1 - alpha) * p - alpha * float(near))
         tokens.append(candidates.tolist()[scores.index(max(scores))])
+        if tokens[-1] in params.stop_token_ids and count >= params.min_tokens:
+            break
     return tokens[len(prompt) :]

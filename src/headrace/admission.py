@@ -3,6 +3,7 @@
 from headrace.config import EngineConfig
 from headrace.decoding.base import Drafting
 from headrace.decoding.processors import ProcessorError, check_processors
+from headrace.param_checks import unheeded
 from headrace.params import ParamError, SamplingParams
 from headrace.types import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup, Request
 
@@ -28,6 +29,7 @@ def admit(request: Request, limits: Limits) -> None:
     _check_prompt(request, limits)
     _check_ids(request, limits)
     _check_processors(request)
+    _check_honours(request)
     _check_width(request, limits)
     _check_blocks(request, limits)
 
@@ -70,15 +72,22 @@ def _check_ids(request: Request, limits: Limits) -> None:
         raise AdmissionError("stop strings need a tokenizer; use stop_token_ids, or load the model with its tokenizer")
 
 
+def _check_honours(request: Request) -> None:
+    """Nothing may be asked for that the strategy would drop."""
+    honours: frozenset[str] = request.strategy.honours
+    given = unheeded(request.params, honours)
+    if request.processors and "processors" not in honours:
+        given.append("processors")
+    if given:
+        name = type(request.strategy).__name__
+        raise AdmissionError(f"the strategy {name} does not heed {', '.join(given)}; leave out what it would drop")
+
+
 def _check_processors(request: Request) -> None:
     try:
         check_processors(request.processors)
     except ProcessorError as error:
         raise AdmissionError(str(error)) from None
-    if request.processors and (request.params.beam is not None or request.params.penalty_alpha):
-        raise AdmissionError(
-            "logit processors change what is drawn, and neither beam search nor contrastive search draws; leave them out"
-        )
     if request.width > 1 and any(processor.scope == "stateful" for processor in request.processors):
         raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 

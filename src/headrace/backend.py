@@ -14,7 +14,8 @@ from headrace.kv.pool import KVPool
 from headrace.loading import DTYPES, Opened, load, pick_dtype
 from headrace.models.registry import describe
 from headrace.native.heads import NativeHeads
-from headrace.native.runner import KV_DTYPES, NativeRunner, Slot, kv_block_bytes
+from headrace.native.runner import KV_DTYPES, NativeRunner, kv_block_bytes
+from headrace.native.slots import Slot
 from headrace.native.weights import packed_bytes
 from headrace.runner.companions import Companions, ModelRunner, SelfDraft
 from headrace.runner.executor import Runs

@@ -11,6 +11,27 @@ FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigm
 VERIFICATIONS = ("noise", "rejection", "block")
 MAX_CANDIDATES = 64  # nodes of a draft tree
 
+# Who heeds a field of SamplingParams. The loop itself, whatever the strategy:
+COMMON = frozenset(
+    "max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens seed priority".split()
+)
+# A want of kind `sample`, by itself:
+DRAWN = frozenset(
+    (
+        "temperature top_k top_p min_p typical_p top_n_sigma xtc_probability xtc_threshold repetition_penalty presence_penalty "
+        "frequency_penalty no_repeat_ngram dry_multiplier dry_base dry_allowed_length dry_breakers dry_range contrastive_beta "
+        "contrastive_alpha logit_bias bad_words allowed_token_ids structured_outputs min_tokens"
+    ).split()
+)
+# The methods that are chosen by a field:
+BEAMS = frozenset("beam temperature n min_tokens structured_outputs".split())
+SEARCH = frozenset("penalty_alpha top_k min_tokens".split())
+# Values that say nothing, beside the defaults, and fields that say nothing without another one.
+_NEUTRAL: dict[str, tuple[object, ...]] = {"temperature": (0,), "best_of": (1,)}
+_DETAILS = frozenset(
+    "xtc_threshold mirostat_eta dry_base dry_allowed_length dry_breakers dry_range contrastive_alpha logprobs_mode".split()
+)
+
 
 class ParamError(ValueError):
     """A parameter no request can have; the message says which and what to change."""
@@ -29,6 +50,16 @@ def as_tuple(name: str, value: object) -> object:
 def require(ok: bool, message: str) -> None:
     if not ok:
         raise ParamError(message)
+
+
+def unheeded(params: Any, honours: frozenset[str]) -> list[str]:
+    """The fields that are set and would be dropped by a method that heeds those in `honours`, and what the loop does."""
+    heeded = COMMON | _DETAILS | honours
+    return [
+        name
+        for name, default in zip(params.__struct_fields__, params.__struct_defaults__, strict=True)
+        if name not in heeded and getattr(params, name) not in (default, *_NEUTRAL.get(name, ()))
+    ]
 
 
 def check_types(params: Any) -> None:
@@ -136,7 +167,7 @@ def check_contrast(params: Any) -> None:
         f"contrastive search needs top_k between 2 and {MAX_CANDIDATES} (its candidates), not {params.top_k}; try 4",
     )
     require(params.n == 1, "contrastive search has one answer; set n to 1, or penalty_alpha to 0")
-    given = [name for name, neutral in _NO_SEARCH.items() if getattr(params, name) not in neutral]
+    given = unheeded(params, SEARCH)
     require(
         not given,
         f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha",
@@ -189,30 +220,6 @@ _FLOATS = (
     "penalty_alpha",
 )
 _OPTIONAL_FLOATS = frozenset({"contrastive_beta"})
-# What contrastive search does not look at, and the values that say nothing.
-_NO_SEARCH: dict[str, tuple[object, ...]] = {
-    "temperature": (0, 1),
-    "top_p": (1,),
-    "top_n_sigma": (0,),
-    "xtc_probability": (0,),
-    "mirostat_tau": (0,),
-    "dry_multiplier": (0,),
-    "best_of": (None, 1),
-    "min_p": (0,),
-    "typical_p": (1,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "no_repeat_ngram": (0,),
-    "logit_bias": (None,),
-    "bad_words": ((),),
-    "allowed_token_ids": (None,),
-    "logprobs": (None,),
-    "prompt_logprobs": (None,),
-    "contrastive_beta": (None,),
-    "verification": ("noise",),
-    "structured_outputs": (None,),
-}
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL_INTS = frozenset({"best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _INTS = (

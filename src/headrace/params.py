@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from headrace.param_checks import (
+    BEAMS,
     DRY_LONGEST,
     FILTERS,
     MAX_CANDIDATES,
@@ -18,6 +19,7 @@ from headrace.param_checks import (
     check_ranges,
     check_types,
     require,
+    unheeded,
 )
 from headrace.structured import ConstraintError, StructuredOutputs
 
@@ -151,7 +153,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     allowed_token_ids: tuple[int, ...] | None = None
     structured_outputs: StructuredOutputs | None = None  # what the output must be: a JSON schema, a regex, …
-    min_tokens: int = 0
+    min_tokens: int = 0  # these first tokens hold no end token, and no stop string in them ends the output
     max_tokens: int | None = 16  # None: up to the context limit
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -178,12 +180,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_beam(self, beam: BeamSearchParams) -> None:
         """Nothing may be asked for that beam search would drop."""
-        shared = beam.shared()
-        for name, neutral in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
-            wanted = shared.get(name, neutral)
-            require(
-                name in ("seed", "beam") or getattr(self, name) == wanted,
-                f"{name} does not go with beam search, which ranks by the model's own log-probabilities; leave it out",
+        given = [name for name, wanted in beam.shared().items() if getattr(self, name) != wanted] + unheeded(self, BEAMS)
+        for name in given:
+            raise ParamError(
+                f"{name} does not go with beam search, which ranks by the model's own log-probabilities; leave it out"
             )
 
     def named_ids(self) -> dict[str, list[int]]:

@@ -160,11 +160,11 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a feed needs back, declared before execution so that it is computed where the logits are.
 
     kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify (draw at the last known token,
-    follow the draft's child that has the drawn token, draw there, and so on) | top (the `k` best log-probs) | score (log-prob
-    of each next known token) | reject (verify a chain by rejection, as the parameters say) | propose (a token for a draft,
-    `k` tokens after the round's known ones, and in FeedOutput.logits what it was drawn from) | pool (hidden rows after the
-    final norm: of `rows` first or last that one, of all the sum from KV index `k` on) | logits (the whole row, for custom
-    processors).
+    follow the draft's child that has the drawn token, draw there, and so on) | top (the `k` best log-probs; with `live` those
+    of the `k` best tokens that end no output follow, as far as they are not among them) | score (log-prob of each next known
+    token) | reject (verify a chain by rejection, as the parameters say) | propose (a token for a draft, `k` tokens after the
+    round's known ones, and in FeedOutput.logits what it was drawn from) | pool (hidden rows after the final norm: of `rows`
+    first or last that one, of all the sum from KV index `k` on) | logits (the whole row, for custom processors).
     rows: last (the last known token) | nodes (each node of the draft: FeedOutput.nodes; verify has the last known token and
     all nodes, and logits with `nodes` too) | all (every row fed) | first.
     """
@@ -178,6 +178,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     hidden: tuple[str, ...] = ()
     mu: float | None = None  # mirostat's state before the draw; None: at its beginning
     closest: bool = False  # with nodes: how near each one's hidden state comes to those of the tokens before
+    live: bool = False  # with top: as many that go on, however many ends there are
 
 
 class NewSlot(msgspec.Struct, array_like=True):

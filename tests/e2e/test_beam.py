@@ -73,8 +73,11 @@ def test_beams_equal_the_reference(name: str, seed: int) -> None:
 def test_min_tokens_and_more_end_tokens_than_beams() -> None:
     model = tiny_model(tiny_config(vocab_size=11))
     stops = frozenset(range(3, 10))
-    params = BeamSearchParams(beam_width=2, n=2, max_tokens=9, min_tokens=4)
-    assert all(len(tokens) >= 4 for tokens, _ in beams(model, [1, 2], params, stops))
+    for least in (1, 4):
+        params = BeamSearchParams(beam_width=2, n=2, max_tokens=9, min_tokens=least)
+        found = [tokens for tokens, _ in beams(model, [1, 2], params, stops)]
+        assert all(stops.isdisjoint(tokens[:least]) and len(tokens) > least for tokens in found)  # an end comes after as many
+        assert found == reference(model, [1, 2], params, stops)
     plain = BeamSearchParams(beam_width=2, n=2, max_tokens=9)
     assert [tokens for tokens, _ in beams(model, [1, 2], plain, stops)] == reference(model, [1, 2], plain, stops)
 

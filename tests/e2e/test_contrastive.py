@@ -230,9 +230,12 @@ def test_min_tokens_keeps_the_end_token_out_of_the_candidates(expert: Model, ama
     params = SEARCH.replace(stop_token_ids=(text[2],))
     engine = engine_of(expert, amateur)
     assert outputs(engine, [(prompt, params)]) == [text[:3]]
-    longer = outputs(engine, [(prompt, params.replace(min_tokens=6))])[0]
-    assert text[2] not in longer[:5]
-    assert len(longer) >= 6
+    for least in range(7):
+        least_of_it = params.replace(min_tokens=least, max_tokens=12)
+        found = outputs(engine, [(prompt, least_of_it)])[0]
+        assert found == contrastive_search(expert, prompt, least_of_it)
+        assert text[2] not in found[:least]
+        assert (found == text[:3]) == (least <= 2)  # the very next token may be the end
 
 
 # -- with speculation --------------------------------------------------------------------------------------------------

@@ -79,8 +79,20 @@ def test_min_tokens_comes_before_every_stop(tokenizer: Tokenizer) -> None:
     eos = min(tokenizer.eos_ids)
     params = SamplingParams(min_tokens=6, stop=("b",), max_tokens=50)
     assert grow(tokenizer, "abcabcabc", params)[0] == "abcabca"
-    got, _ = grow(tokenizer, "ab", SamplingParams(min_tokens=4, max_tokens=50), extra=(eos, eos, eos))
-    assert got == "ab"
+    got, seq = grow(tokenizer, "ab", SamplingParams(min_tokens=4, max_tokens=50), extra=(eos,) * 5)
+    assert (got, len(seq.output)) == ("ab", 5)
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("least", range(7))
+def test_min_tokens_is_one_number_for_ends_and_stop_strings(tokenizer: Tokenizer, least: int, pieces: int) -> None:
+    """As in drawing, where no end may come before so many tokens are there: the first end is the one after them."""
+    eos = min(tokenizer.eos_ids)
+    _, seq = grow(tokenizer, "abcbcb", SamplingParams(min_tokens=least, stop=("b",), max_tokens=6), pieces)
+    assert len(seq.output) == [2, 2, 4, 4, 6, 6, 6][least]
+    assert seq.finish_reason == ("length" if least == 6 else "stop")
+    _, seq = grow(tokenizer, "", SamplingParams(min_tokens=least, max_tokens=50), pieces, extra=(eos,) * 9)
+    assert (len(seq.output), seq.finish_reason) == (least + 1, "stop")
 
 
 def test_max_tokens_and_the_context_end_it(tokenizer: Tokenizer) -> None:

@@ -2,7 +2,10 @@
 
 from typing import Protocol, runtime_checkable
 
+from headrace.param_checks import COMMON, DRAWN
 from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
+
+__all__ = ["COMMON", "DRAWN", "Drafting", "Strategy"]
 
 
 class Strategy(Protocol):
@@ -19,6 +22,10 @@ class Strategy(Protocol):
 
     drops_failed: bool = False
     """Whether a sequence whose grammar fails is dropped while others go on; if not, it fails the request."""
+
+    honours: frozenset[str] = frozenset()
+    """The fields of SamplingParams it heeds beside those of COMMON, which the loop does; `processors` stands for the caller's
+    own. A request that sets any other is refused. What draws by wants of kind `sample` heeds those of DRAWN."""
 
     def width(self, request: Request) -> int:
         """The most sequences the request may hold at once; slots and blocks are admitted for that many."""

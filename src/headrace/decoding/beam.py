@@ -7,6 +7,7 @@ in float64: a temperature would change which hypothesis wins (W14).
 
 from dataclasses import dataclass, field
 
+from headrace.param_checks import BEAMS
 from headrace.params import BeamSearchParams
 from headrace.types import Child, FeedOutput, Request, Sequence, Want
 
@@ -37,6 +38,7 @@ class BeamSearch:
     streams = False  # which hypothesis wins is known at the end
     speculates = False
     drops_failed = True
+    honours = BEAMS
 
     def __init__(self, params: BeamSearchParams) -> None:
         self.params = params
@@ -46,11 +48,10 @@ class BeamSearch:
         return self.params.beam_width
 
     def want(self, request: Request, seq: Sequence) -> Want:
-        """Enough of the best tokens that the live beams are filled even if every end token is among them, and, with groups,
-        even if earlier groups have taken the best."""
-        ends = max(2, 1 + len(request.stop_ids))
-        taken = self.params.beam_width if self.params.groups > 1 else 0
-        return Want(kind="top", k=ends * self.group_width + taken)
+        """The best tokens, and the best that end nothing: so many that a group finds its first `group_width` candidates, and
+        as many that go on, whatever ends and whatever earlier groups took (each at most two for each of its hypotheses)."""
+        taken = 2 * (self.params.beam_width - self.group_width)
+        return Want(kind="top", k=self.group_width + taken, live=bool(request.stop_ids))
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         """The children of each live hypothesis, chosen group by group."""
@@ -98,7 +99,7 @@ class BeamSearch:
         """Every continuation the back end offered, best first; ties: earlier hypothesis, then lower id."""
         candidates = []
         for parent, (seq, out) in enumerate(outputs):
-            early = len(seq.tokens) - seq.prompt_len + 1 < self.params.min_tokens
+            early = len(seq.tokens) - seq.prompt_len < self.params.min_tokens
             for token, logprob in zip(out.top_ids, out.top_logprobs, strict=True):
                 if early and token in request.stop_ids:
                     continue

@@ -12,6 +12,7 @@ class BestOf(Sampling):
     """
 
     streams = False  # which outputs are the best is known at the end
+    honours = Sampling.honours | {"best_of"}
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         families = super().select(request, outputs)

@@ -8,6 +8,7 @@ the prompt's included. Deterministic; lossy by design: a trade of likelihood for
 import math
 from dataclasses import dataclass
 
+from headrace.param_checks import SEARCH
 from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 
@@ -25,6 +26,7 @@ class ContrastiveSearch:
     streams = True
     speculates = False
     drops_failed = False
+    honours = SEARCH
 
     def width(self, request: Request) -> int:
         return 1
@@ -39,10 +41,10 @@ class ContrastiveSearch:
         return Draft(list(seq.state.tokens), [-1] * len(seq.state.tokens), required=True)
 
     def want(self, request: Request, seq: Sequence) -> Want:
-        k = request.params.top_k + len(request.stop_ids)  # enough where min_tokens rules these out
+        live = bool(request.params.min_tokens and request.stop_ids)  # enough is left where min_tokens rules the ends out
         if seq.draft is None:
-            return Want(kind="top", k=k)
-        return Want(kind="top", rows="nodes", k=k, closest=True)
+            return Want(kind="top", k=request.params.top_k, live=live)
+        return Want(kind="top", rows="nodes", k=request.params.top_k, live=live, closest=True)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         return [[self._child(request, seq, out)] for seq, out in outputs]

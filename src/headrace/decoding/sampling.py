@@ -10,6 +10,7 @@ from headrace.decoding.processors import History, ProcessorError, apply_processo
 from headrace.decoding.rejecting import verify_by_rejection
 from headrace.ops.sampling import RowResult, RowSpec, sample
 from headrace.ops.trees import paths, walk
+from headrace.param_checks import DRAWN
 from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 
@@ -30,6 +31,9 @@ class Sampling:
     streams = True
     speculates = True
     drops_failed = False
+    honours = DRAWN | {
+        "n", "logprobs", "logprobs_mode", "prompt_logprobs", "mirostat_tau", "mirostat_eta", "verification", "processors",
+    }  # fmt: skip
 
     def width(self, request: Request) -> int:
         return self._outputs(request)

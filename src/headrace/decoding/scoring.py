@@ -9,6 +9,7 @@ class Scoring:
     streams = True
     speculates = False
     drops_failed = False
+    honours = frozenset({"prompt_logprobs"})
 
     def width(self, request: Request) -> int:
         return 1

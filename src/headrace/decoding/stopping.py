@@ -28,15 +28,15 @@ class Stopping:
         Of its text only that is shown which no later token can change or retract.
         """
         text, stops, shown = seq.text, seq.stops, ""
-        may_stop = seq.prompt_len + request.params.min_tokens  # tokens from which on it may stop
+        early = seq.prompt_len + request.params.min_tokens  # tokens that end nothing; what comes after them may
         for at, token in enumerate(tokens, 1):
             seq.tokens.append(token)
             if seq.constraint is not None:
                 seq.constraint.push(token)
             if text is not None:
                 piece = text.push(token)
-                shown += piece if stops is None or len(seq.tokens) < may_stop else stops.append(piece)
-            self._judge(request, seq, token, may_stop)
+                shown += piece if stops is None or len(seq.tokens) <= early else stops.append(piece)
+            self._judge(request, seq, token, early)
             if seq.finish_reason is not None:
                 tokens = tokens[:at]
                 if stops is None or stops.matched is None:
@@ -51,9 +51,9 @@ class Stopping:
         text: str = seq.text.flush()
         return text if seq.stops is None else seq.stops.append(text) + seq.stops.flush()
 
-    def _judge(self, request: Request, seq: Sequence, token: int, may_stop: int) -> None:
+    def _judge(self, request: Request, seq: Sequence, token: int, early: int) -> None:
         length, most = len(seq.tokens), request.params.max_tokens
-        if token in request.stop_ids and length >= may_stop:
+        if token in request.stop_ids and length > early:
             seq.finish_reason = "stop"
             seq.stop_reason = token if token in request.params.stop_token_ids else None
         elif seq.stops is not None and seq.stops.matched is not None:

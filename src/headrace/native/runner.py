@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,16 +13,16 @@ from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
 from headrace.native.program import FUSIONS, Lowered, lower
-from headrace.native.sampling import sample_params
+from headrace.native.slots import Slot, new_slot
 from headrace.native.weights import PackedWeights
-from headrace.ops.noise import Key, key
 from headrace.ops.rejection import round_key
 from headrace.params import SamplingParams
+from headrace.runner.answers import add_live
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.pooling import pools
 from headrace.runner.record import record
-from headrace.types import Feed, FeedOutput, NewSlot, StepOutput, StepPlan, TokenLogprob, Want
+from headrace.types import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 from headrace.weights.source import WeightSource
 
 log = logging.getLogger("headrace")
@@ -43,44 +43,6 @@ def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
     """Bytes that one block of the pool takes in all layers."""
     sizes = config.num_layers, block_size, config.num_kv_heads, config.head_dim
     return int(core().KVPool.block_bytes(*sizes, KV_DTYPES[kv_dtype]))
-
-
-@dataclass(slots=True)
-class Slot:
-    """A live sequence: what the core knows of it, and the keys of its noise."""
-
-    sequence: Any  # _core.Sequence
-    seed: int
-    params: SamplingParams
-    keys: dict[int, Key] = field(default_factory=dict)  # by child
-    child: int = -1  # whose key the core has
-    plain: bool = field(init=False)  # nothing but tokens comes of its draws
-
-    def __post_init__(self) -> None:
-        self.plain = not (self.params.penalty_alpha or self.params.mirostat_tau)
-
-    def __len__(self) -> int:
-        return len(self.sequence)
-
-    @property
-    def table(self) -> list[int]:
-        table: list[int] = self.sequence.table
-        return table
-
-    def extend(self, tokens: list[int]) -> None:
-        self.sequence.extend(tokens)
-
-    def fork(self) -> "Slot":
-        return Slot(self.sequence.copy(), self.seed, self.params, self.keys)
-
-    def key(self, child: int) -> Key:
-        if child not in self.keys:
-            self.keys[child] = key(self.seed, child)
-        return self.keys[child]
-
-    def draw_as(self, child: int) -> None:
-        """Tell the core with whose key a token is drawn where nothing else is asked."""
-        self.child, self.sequence.key = child, self.key(child)
 
 
 @dataclass(slots=True)
@@ -260,15 +222,15 @@ class NativeRunner:
         for number in plan.free:
             slots.pop(number, None)  # after a step that failed a slot may be given back twice
         for new in plan.new:
-            slots[new.slot] = slots[new.source].fork() if new.source >= 0 else _new_slot(new)
+            slots[new.slot] = slots[new.source].fork() if new.source >= 0 else new_slot(new)
         for delta in plan.tables:
             slots[delta.slot].sequence.set_table(delta.start, delta.blocks)
         for feed in plan.feeds:
             if feed.new:
                 slots[feed.slot].sequence.extend(feed.new)
 
-    def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[Any]:
-        """Add a feed and what is wanted of it; returns where the answers will be, one for each want."""
+    def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[tuple[Want, Any]]:
+        """Add a feed and what is wanted of it; returns where the answers will be."""
         rows, last = _head_rows(feed)
         if feed.nodes:
             step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
@@ -276,7 +238,11 @@ class NativeRunner:
             step.feed(slot.sequence, feed.start, feed.count, rows)
         if feed.masks:
             step.mask(feed.masks)
-        return [self._ask_all(step, slot, want, last, feed) for want in feed.wants]
+        asked = [(want, self._ask_all(step, slot, want, last, feed)) for want in feed.wants]
+        if live := [want for want in feed.wants if want.live]:
+            step.mask(slot.live_masks(feed, self.config.vocab_size))  # for all that is asked from here on
+            asked += [(want, self._ask_all(step, slot, want, last, feed)) for want in live]
+        return asked
 
     def _ask_all(self, step: Any, slot: Slot, want: Want, last: int, feed: Feed) -> Any:
         """Ask at the last known token, or at each node: a list, which begins with the last known token's where that counts."""
@@ -308,9 +274,9 @@ class NativeRunner:
             return step.logits(last)
         raise ValueError(f"this runner does not answer {want.kind!r}")
 
-    def _output(self, step: Any, feed: Feed, slot: Slot, answers: list[Any]) -> FeedOutput:
+    def _output(self, step: Any, feed: Feed, slot: Slot, asked: list[tuple[Want, Any]]) -> FeedOutput:
         out = FeedOutput()
-        for want, answer in zip(feed.wants, answers, strict=True):
+        for want, answer in asked:
             if want.kind == "pool":
                 continue  # filled in where the hidden rows are
             if want.kind == "score":
@@ -353,7 +319,10 @@ def _head_rows(feed: Feed) -> tuple[int, int]:
 
 def _fill(step: Any, slot: Slot, want: Want, answer: int, out: FeedOutput) -> None:
     """What was asked of one row, or of the walk over a draft."""
-    if error := step.error(answer):
+    if want.live and out.top_ids:  # the second answer: the best that end nothing, of which none may be left
+        for best in () if step.error(answer) else step.reports(answer):
+            add_live(out, best.top_ids, best.top_logprobs)
+    elif error := step.error(answer):
         out.error = out.error or error
     elif want.kind == "propose":
         out.tokens, out.logits = tuple(step.tokens(answer)), step.row_of_logits(answer)
@@ -378,13 +347,6 @@ def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:
     out.scores = tuple(_logprob(step.reports(at)[0]) for at in range(first, first + count))
     errors = [error for at in range(first, first + count) if (error := step.error(at))]
     out.error = out.error or "".join(errors[:1])
-
-
-def _new_slot(new: NewSlot) -> Slot:
-    assert new.params is not None
-    sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids))
-    sequence.extend(new.tokens[new.prompt_len :])
-    return Slot(sequence, new.seed, new.params)
 
 
 def _logprob(report: Any) -> TokenLogprob:

@@ -27,6 +27,24 @@ def token_logprobs(
     return out
 
 
+def best_tokens(logits: torch.Tensor, permitted: torch.Tensor, k: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """The k best permitted tokens of each row with their log-softmax: ids and numbers, best first, lowest id on ties.
+
+    `permitted` [r, m] is `logits` [r, m] with -inf where a token may not come; how likely the others are stays as it was.
+    Tokens of probability 0 are not listed, and nothing is where a row is no distribution.
+    """
+    step = max(1, CHUNK // logits.shape[-1])
+    out = []
+    for start in range(0, len(logits), step):
+        z = logits[start : start + step].float()
+        top, order = head(permitted[start : start + step].float(), min(k, z.shape[-1]))
+        logp = ((top.double() - z.amax(-1, keepdim=True)) - log_total(z)).float()
+        for ids, values in zip(order.tolist(), logp.tolist(), strict=True):
+            listed = sum(value > NEVER for value in values)  # NaN is not above
+            out.append((tuple(ids[:listed]), tuple(values[:listed])))
+    return out
+
+
 def _chunk(z: torch.Tensor, column: torch.Tensor, k: int, ids: torch.Tensor | None) -> list[TokenLogprob]:
     best, total = z.amax(-1, keepdim=True), log_total(z)
     value = z.gather(-1, column)

@@ -1,13 +1,13 @@
 """From logits to what each feed asked for: rows are picked first, so that only they go through the head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from headrace.ops.filters import NEVER, head, log_total
-from headrace.ops.logprobs import token_logprobs
+from headrace.ops.logprobs import best_tokens, token_logprobs
 from headrace.ops.noise import Purpose, key
-from headrace.ops.penalties import TokenCounts, check_mask, mask
+from headrace.ops.penalties import TokenCounts, ban, check_mask, mask
 from headrace.ops.processing import permitted
 from headrace.ops.rejection import draw_draft, round_key, verify
 from headrace.ops.sampling import RowSpec, process, sample
@@ -62,6 +62,17 @@ class Walk:
     path: list[int] = field(default_factory=list)  # the tokens from the root to the node
 
 
+@dataclass(slots=True)
+class Top:
+    """The likeliest tokens of a row of logits."""
+
+    want: Want
+    row: int
+    mask: bytes  # what may come; empty: anything
+    stop_ids: list[int]
+    out: FeedOutput
+
+
 class Answers:
     """Carries out the wants of one plan: collected feed by feed, then computed together."""
 
@@ -70,7 +81,7 @@ class Answers:
         self.slots = slots
         self.outputs = [FeedOutput() for _ in plan.feeds]
         self._draws: list[tuple[RowSpec, int, FeedOutput]] = []  # how to draw, row of logits, for whom
-        self._tops: list[tuple[int, int, FeedOutput]] = []  # how many, row of logits, for whom
+        self._tops: list[Top] = []
         self._walks: list[Walk] = []
         for feed, root, out in zip(plan.feeds, wanted.roots, self.outputs, strict=True):
             if any(want.rows == "nodes" and want.kind not in ("verify", "reject") for want in feed.wants):
@@ -137,23 +148,17 @@ class Answers:
 
     def _top(self, feed: Feed, want: Want, row: int, out: FeedOutput, node: int) -> None:
         """A grammar leaves fewer tokens to choose from and their log-probabilities as they were."""
-        if self.slots[feed.slot].params.structured_outputs is None:
-            self._tops.append((want.k, row, out))
-            return
-        words = len(feed.masks) // (1 + len(feed.nodes))
-        z, bits = self.logits[row : row + 1].float(), feed.masks[(node + 1) * words : (node + 2) * words]
-        try:
-            check_mask(bits, z.shape[-1])
-        except ValueError as error:
-            out.error = str(error)
-            return
-        values, columns = head(mask(z, [bits]), min(want.k, z.shape[-1]))
-        listed = int((values > NEVER).sum())
-        norm = z.amax(-1, keepdim=True) + log_total(z)
-        out.top_ids = tuple(columns[0, :listed].tolist())
-        out.top_logprobs = tuple((values - norm)[0, :listed].float().tolist())
-        if not listed:
-            out.error = "no token can come: the grammar rules out every one"
+        slot = self.slots[feed.slot]
+        bits = b""
+        if slot.params.structured_outputs is not None:
+            words = len(feed.masks) // (1 + len(feed.nodes))
+            bits = feed.masks[(node + 1) * words : (node + 2) * words]
+            try:
+                check_mask(bits, self.logits.shape[-1])
+            except ValueError as error:
+                out.error = str(error)
+                return
+        self._tops.append(Top(want, row, bits, slot.stop_ids, out))
 
     def _spec(self, feed: Feed, want: Want, path: list[int], node: int, mu: float | None = None) -> RowSpec:
         slot = self.slots[feed.slot]
@@ -237,12 +242,32 @@ def _score(feed: Feed, slot: Slot, want: Want, logits: torch.Tensor, out: FeedOu
         out.scores = tuple(token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs or 0))
 
 
-def _top(tops: list[tuple[int, int, FeedOutput]], logits: torch.Tensor) -> None:
+def _top(tops: list[Top], logits: torch.Tensor) -> None:
     """The likeliest tokens of each row with their log-probabilities, best first, lowest id on ties."""
-    rows = logits[[row for _, row, _ in tops]]
-    most = max(k for k, _, _ in tops)
-    best = token_logprobs(rows, torch.zeros(len(rows), dtype=torch.int64), most)
-    for (k, _, out), entry in zip(tops, best, strict=True):
-        if not entry.top_ids:
-            out.error = "the model's logits are broken: no token has a probability; check the weights"
-        out.top_ids, out.top_logprobs = tuple(entry.top_ids[:k]), tuple(entry.top_logprobs[:k])
+    rows = logits[[top.row for top in tops]].float()
+    permitted = rows
+    if held := [at for at, top in enumerate(tops) if top.mask]:
+        permitted = rows.clone()
+        permitted[held] = mask(rows[held], [tops[at].mask for at in held])
+    for top, (ids, logprobs) in zip(tops, best_tokens(rows, permitted, max(top.want.k for top in tops)), strict=True):
+        top.out.top_ids, top.out.top_logprobs = ids[: top.want.k], logprobs[: top.want.k]
+        if not ids:
+            top.out.error = NOTHING_MAY_COME if top.mask else BROKEN_LOGITS
+    if live := [at for at, top in enumerate(tops) if top.want.live]:
+        going = ban(permitted[live], [[token for token in tops[at].stop_ids if token < rows.shape[-1]] for at in live])
+        most = max(tops[at].want.k for at in live)
+        for at, (ids, logprobs) in zip(live, best_tokens(rows[live], going, most), strict=True):
+            k = tops[at].want.k
+            add_live(tops[at].out, ids[:k], logprobs[:k])
+
+
+def add_live(out: FeedOutput, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """List the best tokens that end nothing behind the best of all: those that are not among them come after them."""
+    known = set(out.top_ids)
+    more = [at for at, token in enumerate(ids) if token not in known]
+    out.top_ids += tuple(ids[at] for at in more)
+    out.top_logprobs += tuple(logprobs[at] for at in more)
+
+
+NOTHING_MAY_COME = "no token can come: the grammar rules out every one"
+BROKEN_LOGITS = "the model's logits are broken: no token has a probability; check the weights"

@@ -1,0 +1,136 @@
+"""How many tokens beam search and contrastive search ask for: as many as they use, whatever the number of end tokens."""
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from headrace import native
+from headrace.decoding.beam import BeamSearch
+from headrace.decoding.contrastive import ContrastiveSearch
+from headrace.engine import Engine
+from headrace.models.base import Model
+from headrace.params import BeamSearchParams, SamplingParams
+from headrace.types import Request, Sequence, Want
+from tests.beams import CASES, beams, reference
+from tests.contrast_engines import engine_of, native_engine_of
+from tests.tiny import finish, tiny_config, tiny_engine, tiny_model, tokens_of
+
+VOCAB = 40
+BACKENDS = [
+    "torch",
+    pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason=native.reason() or "native")),
+]
+
+
+@lru_cache
+def model(backend: str, seed: int = 0) -> Model:
+    made = tiny_model(tiny_config(vocab_size=VOCAB), seed=seed)
+    if backend == "torch":
+        return made
+    from tests.tiny_native import as_bfloat16
+
+    return as_bfloat16(made)
+
+
+def engines(backend: str) -> Callable[..., Engine]:
+    if backend == "torch":
+        return tiny_engine
+    from tests.tiny_native import native_engine
+
+    return native_engine
+
+
+def ends(rng: random.Random, count: int) -> frozenset[int]:
+    return frozenset(rng.sample(range(VOCAB), count))
+
+
+def everything(monkeypatch: pytest.MonkeyPatch, strategy: type) -> None:
+    """Have every token offered."""
+    want = strategy.want
+
+    def unbounded(self: Any, request: Request, seq: Sequence) -> Want:
+        asked = want(self, request, seq)
+        return Want(asked.rows, asked.kind, k=VOCAB, closest=asked.closest)
+
+    monkeypatch.setattr(strategy, "want", unbounded)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_what_is_asked_for_does_not_depend_on_the_number_of_ends(count: int) -> None:
+    stops = frozenset(range(count))
+    for params, k in (
+        (BeamSearchParams(beam_width=16).sampling(), 16),
+        (BeamSearchParams(beam_width=12, groups=3).sampling(), 4 + 2 * 8),
+        (SamplingParams(penalty_alpha=0.5, top_k=6, min_tokens=2), 6),
+    ):
+        strategy = ContrastiveSearch() if params.beam is None else BeamSearch(params.beam)
+        request = Request("r", [1], params, 0, strategy, 0, stop_ids=stops)
+        want = strategy.want(request, Sequence(0, 0, [1], 1))
+        assert (want.kind, want.k, want.live) == ("top", k, bool(count))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_beams_lose_nothing_by_the_bound(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypotheses and scores are, bit for bit, those of beams that are offered the whole vocabulary."""
+    rng = random.Random(name)
+    jobs = [(rng.choices(range(VOCAB), k=5), ends(rng, count), seed) for seed, count in enumerate((1, 5, 20, 36, 39))]
+
+    def found() -> list[Any]:
+        return [beams(model(backend, seed), prompt, CASES[name], stops, engines(backend)) for prompt, stops, seed in jobs]
+
+    bounded = found()
+    everything(monkeypatch, BeamSearch)
+    assert bounded == found()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_the_tokens_that_go_on_they_would(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: ends crowd out what goes on where the best tokens alone are listed."""
+    rng = random.Random(3)
+    jobs = [(rng.choices(range(VOCAB), k=5), ends(rng, 30), seed) for seed in range(6)]
+    want = BeamSearch.want
+
+    def plain(self: BeamSearch, request: Request, seq: Sequence) -> Want:
+        return Want(kind="top", k=want(self, request, seq).k)  # as many of all
+
+    def found() -> list[Any]:
+        return [beams(model(backend, seed), prompt, CASES["never"], stops, engines(backend)) for prompt, stops, seed in jobs]
+
+    right = found()
+    monkeypatch.setattr(BeamSearch, "want", plain)
+    assert right != found()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_with_many_ends_equal_the_reference(seed: int) -> None:
+    """Earlier groups take ends, too, and what they took costs later ones."""
+    rng = random.Random(seed)
+    stops, prompt = ends(rng, 34), rng.choices(range(VOCAB), k=4)
+    params = BeamSearchParams(beam_width=8, n=8, max_tokens=6, groups=4, diversity_penalty=5.0, early_stopping="never")
+    found = beams(model("torch", seed), prompt, params, stops)
+    assert [tokens for tokens, _ in found] == reference(model("torch", seed), prompt, params, stops)
+
+
+def searched(backend: str, seed: int, prompt: list[int], params: SamplingParams) -> list[int]:
+    make = engine_of if backend == "torch" else native_engine_of
+    engine = make(model(backend, seed), model(backend, seed))
+    request = engine.add(prompt, params)
+    finish(engine)
+    return tokens_of(request)[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_contrastive_search_loses_nothing_by_the_bound(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(7)
+    jobs = []
+    for seed, count in enumerate((1, 12, 30, 37)):
+        stops = tuple(sorted(ends(rng, count)))
+        params = SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=9, min_tokens=seed * 2, stop_token_ids=stops)
+        jobs.append((seed, rng.choices(range(VOCAB), k=6), params))
+    bounded = [searched(backend, *job) for job in jobs]
+    everything(monkeypatch, ContrastiveSearch)
+    assert bounded == [searched(backend, *job) for job in jobs]
