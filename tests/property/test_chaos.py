@@ -185,7 +185,8 @@ def test_others_do_not_notice_natively() -> None:
 
 
 def play_natively(jobs: list[strategies.Job], engine: Engine, chaos: Chaos) -> dict[str, int]:
-    chaos.install(engine, lambda request: request.arrival % 2 == 1)
+    numbers: dict[str, int] = {}
+    chaos.install(engine, lambda request: numbers.setdefault(request.id, len(numbers)) % 2 == 1)
     made: dict[strategies.Job, Request] = {}
     errors: set[str] = set()
     for step in range(STEPS):
