@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace import types
+from tests.unit.test_imports import LONGER, MAX_FUNCTION, MAX_LINES
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
@@ -71,3 +72,12 @@ def test_the_plan_of_the_house_is_the_houses() -> None:
 def test_both_readmes_show_the_same_code() -> None:
     blocks = [re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL) for name in READMES]
     assert blocks[0] == blocks[1] != []
+
+
+def test_the_lengths_that_pages_name_are_those_that_are_checked() -> None:
+    for name in ("docs/architecture.md", "CONTRIBUTING.md"):
+        page = " ".join((ROOT / name).read_text("utf-8").split())
+        said = re.search(r"at most (\d+)[ (;a-z]+C\+\+, `engine.py` and `scheduler.py` (\d+)\), functions at most (\d+)", page)
+        assert said, name
+        assert [int(number) for number in said.groups()] == [MAX_LINES[".py"], MAX_LINES[".cpp"], MAX_FUNCTION]
+    assert {Path(name).name: most for name, most in LONGER.items()} == {"engine.py": 500, "scheduler.py": 500}
