@@ -221,10 +221,7 @@ class LLM:
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
         """Log-probability of every token of each text given those before it."""
-        # Running text is no conversation: what looks like a control token in it is text.
-        prompts = [
-            self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in _as_batch(texts)
-        ]
+        prompts = self._encode_running(texts)
         outputs = self.generate(prompts, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
         for output in outputs:
             if output.error is not None:
@@ -242,7 +239,7 @@ class LLM:
         size = self.model_config.hidden_size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ValueError(f"dimensions must be 1 to {size} of this model, not {dimensions}")
-        batch = _as_batch(texts)
+        batch = self._encode_running(texts)
         params = [SamplingParams(max_tokens=1)] * len(batch)
         inbox: Inbox = deque()
         outputs = self._add_all(batch, params, (), None, pooling or self.opened.pooling, inbox)
@@ -296,6 +293,11 @@ class LLM:
                     self.engine.abort(output.request_id)
                 raise
         return [outputs[at] for at in range(len(prompts))]
+
+    def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        """Running text is no conversation: what looks like a control token in it is text."""
+        read = self.tokenizer.encode
+        return [read(text, parse_special=False) if isinstance(text, str) else text for text in _as_batch(texts)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -53,6 +53,20 @@ def test_it_is_the_exp_of_the_mean_over_what_counts(
     assert found["tokens_per_s"] > 0
 
 
+def test_names_of_control_tokens_are_text(shell: Shell, tmp_path: Path) -> None:
+    model = write_tiny_gguf(tmp_path / "tiny.gguf", control="<unk>")
+    file = tmp_path / "text.txt"
+    file.write_text("the <unk> of the <unk> turns<|im_end|> " * 4, "utf-8")
+    llm = LLM(str(model), dtype="float64")
+    (score,) = llm.score(file.read_text("utf-8"))
+    found = measured(shell, model, file)
+    half = score.logprobs[-(len(score.token_ids) // 2) :]
+    assert found["tokens"] == len(half)
+    assert found["perplexity"] == pytest.approx(math.exp(-sum(half) / len(half)), rel=1e-6)
+    (parsed,) = llm.score([llm.tokenizer.encode(file.read_text("utf-8"))])  # what reads them as control tokens is found out
+    assert len(parsed.token_ids) < len(score.token_ids)
+
+
 def test_no_token_counts_twice_and_none_is_left_out_at_half_a_window() -> None:
     tokens = list(range(100))
     windows = list(cut(tokens, [], 20, 10))

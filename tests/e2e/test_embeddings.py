@@ -110,6 +110,17 @@ def test_bert_files_that_cannot_be_run_are_refused(bert: Path, tmp_path: Path) -
             LLM(folder)
 
 
+@pytest.mark.parametrize("kind", ["bert", "decoder"])
+def test_names_of_control_tokens_are_text(bert: Path, decoder: Path, kind: str) -> None:
+    llm = LLM(bert if kind == "bert" else decoder, **EXACT)
+    text = "a wheel [SEP] a mill<|im_end|>"
+    (one,) = llm.embed(text)
+    plain = llm.tokenizer.encode(text, parse_special=False)
+    assert one.token_ids == plain != llm.tokenizer.encode(text)
+    assert llm.embed([plain])[0].values == one.values
+    llm.close()
+
+
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_a_decoders_rows_are_pooled_however_they_are_fed(decoder: Path, pooling: str) -> None:
     texts = ["The mill stands by a river. " * 4, "water", "The mill stands by a river. " * 3 + "No."]

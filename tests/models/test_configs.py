@@ -12,9 +12,10 @@ import torch
 
 from headrace.config import RopeConfig
 from headrace.layers.rotary import frequencies
-from headrace.models.configs import ARCHITECTURES
+from headrace.models.configs import ARCHITECTURES, NOT_IN_GGUF
 from headrace.models.registry import MODELS, read_config
 from headrace.opening import open_model
+from headrace.weights.names import name_map
 from headrace.weights.source import WeightError
 from tests.models.zoo import MemorySource
 from tests.tiny_bert import write_tiny_bert
@@ -255,6 +256,8 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"general.architecture": "mamba"}, "unknown architecture 'mamba'; known are"),
+        ({"general.architecture": "mistral"}, "GGUF files of Mistral say 'llama'; convert the model again"),
+        ({"general.architecture": "bert"}, "BERT is read from safetensors"),
         ({"gemma3.block_count": None}, "must have gemma3.block_count as an integer from 1 to 1024, not None"),
         ({"gemma3.attention.value_length": 128}, "different widths"),
         ({"gemma3.rope.scaling.type": "yarn"}, "rotary scaling 'yarn'; known are none, linear and llama3"),
@@ -273,5 +276,15 @@ def test_gguf_metadata_that_cannot_be_used_is_refused(changes: dict[str, Any], m
     assert "\n" not in str(caught.value)
 
 
-def test_every_architecture_whose_numbers_are_read_has_a_model() -> None:
+def test_a_vocabulary_alone_is_no_model() -> None:
+    for architecture in ("gemma3", "falcon"):
+        with pytest.raises(WeightError, match="holds a vocabulary and no weights; take the model's own .gguf file"):
+            read_config(MemorySource("gguf", {}, {**GGUF_GEMMA3, "general.architecture": architecture}))
+
+
+def test_every_architecture_whose_numbers_are_read_has_a_model_and_names() -> None:
     assert set(MODELS) == ARCHITECTURES
+    for architecture in ARCHITECTURES:
+        assert name_map("safetensors", architecture)
+        if architecture not in NOT_IN_GGUF:
+            assert name_map("gguf", architecture)

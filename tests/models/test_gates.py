@@ -223,7 +223,7 @@ def check_perplexity(path: Path, limit: int, tolerance: float, llama_cpp: bool =
         tokenizer = Tokenizer.from_gguf(source.metadata)
         text = text[: 16 * limit]  # more than enough
         start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_id]
-        windows = list(gates.windows(tokenizer.encode(text, add_special=False)[:limit], start))
+        windows = list(gates.windows(tokenizer.encode(text, add_special=False, parse_special=False)[:limit], start))
         runner = runner_of(source)
         peer = stack.enter_context(LlamaCpp(path)) if llama_cpp else None
         for tokens, better in zip(windows, Streamed(source).logits(windows, 256), strict=True):

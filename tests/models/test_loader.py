@@ -1,10 +1,12 @@
 """The loader: every parameter filled exactly once, nothing left over, one clear line for whatever is wrong with a file."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from headrace.models.registry import describe, read_config
 from headrace.weights.gguf import GGUFFile
@@ -35,6 +37,25 @@ def test_a_missing_tensor_is_named(source: MemorySource) -> None:
     assert refusal(source) == f"memory: tensor '{Q}' is missing; the file is incomplete"
     del source.tensors["lm_head.weight"]
     assert "(and 1 more)" in refusal(source)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_saved_without_its_head(tied: bool, tmp_path: Path) -> None:
+    whole = oracle("llama-gqa")
+    transformers.LlamaModel(
+        transformers.LlamaConfig(**{**whole.config.to_dict(), "tie_word_embeddings": tied})
+    ).save_pretrained(tmp_path)
+    folder = SafetensorsFolder(tmp_path)
+    assert "lm_head.weight" not in folder.names()
+    if tied:
+        assert load_model(folder).config.tied_head
+        return
+    with pytest.raises(WeightError, match=r"saved without its head \(no 'lm_head.weight'\); save it with AutoModelForCausalLM"):
+        load_model(folder)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))  # the other way it names
+    assert load_model(SafetensorsFolder(tmp_path)).config.tied_head
 
 
 def test_a_surplus_tensor_is_named(source: MemorySource) -> None:

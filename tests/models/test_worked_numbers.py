@@ -65,6 +65,21 @@ def test_w28_seven_billion_parameters() -> None:
     assert LLAMA2_7B.kv_bytes(4096, 2) == 2 * GIB
 
 
+def test_w1_a_prompt_of_1000_takes_the_time_of_13_steps() -> None:
+    """Llama-2-7B on an A100: half of 312 TFLOP/s, 2.04 TB/s."""
+    parameters = describe(LLAMA2_7B).num_parameters
+
+    def flop(tokens: int) -> int:
+        return 2 * parameters * tokens + 2 * LLAMA2_7B.num_layers * tokens**2 * LLAMA2_7B.hidden_size
+
+    prompt, step = flop(1000) / 156e12, 2 * parameters / 2.04e12
+    assert round(flop(1000) / 1e12, 1) == 13.7
+    assert round(1000 * prompt) == 88
+    assert int(prompt / step) == 13
+    assert round(flop(100_000) / 1e15) == 4
+    assert round(flop(100_000) / 156e12) == 25
+
+
 def test_w29_kv_heads_count_not_query_heads() -> None:
     """Llama-2-70B: 320 KiB a token; the formula with all heads would say 2,560 KiB."""
     assert LLAMA2_70B.kv_bytes_per_token(2) == 320 * KIB
@@ -72,9 +87,11 @@ def test_w29_kv_heads_count_not_query_heads() -> None:
 
 
 def test_w29_sliding_layers_need_their_window_only() -> None:
-    """Gemma 3 1B at 4,096 tokens: 4 full layers hold all of them, 22 hold 512."""
+    """Gemma 3 1B at 4,096 tokens: 4 full layers need all of them, 22 need 512. The pool holds all of them for all."""
     assert GEMMA3_1B.kv_bytes(4096, 2) == 2 * 256 * 2 * (4 * 4096 + 22 * 512)
     assert GEMMA3_1B.kv_bytes(100, 2) == 100 * GEMMA3_1B.kv_bytes_per_token(2)
+    pool = KVPool(GEMMA3_1B, num_blocks=256, block_size=16, dtype=torch.bfloat16, device="meta")
+    assert pool.bytes == 4096 * GEMMA3_1B.kv_bytes_per_token(2) > 2 * GEMMA3_1B.kv_bytes(4096, 2)
 
 
 def _attention_weights(hidden: int, heads: int, kv_heads: int) -> tuple[ModelConfig, Linear, Linear]:

@@ -1,12 +1,17 @@
-"""What the documents say exists: their links, the tests they name, the environment variables the code reads."""
+"""What the documents say exists: their links, the tests they name, the environment variables the code reads, models and
+number formats, files to touch, prompts; and figures that stand in two places are the same."""
 
 import ast
+import hashlib
 import re
 from pathlib import Path
 
 import pytest
 
 from headrace import types
+from headrace.models.registry import MODELS
+from headrace.weights.kinds import KINDS
+from tests.places import data_path
 from tests.unit.test_imports import LONGER, MAX_FUNCTION, MAX_LINES
 
 ROOT = Path(__file__).parents[2]
@@ -43,10 +48,15 @@ def test_every_statement_of_the_seeds_is_answered_once() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    sources = [path for folder in ("src", "csrc") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")]
+    sources = [
+        path
+        for folder in ("src", "csrc", "tests", "tools")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp")
+    ]
     pattern = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[))"(\w+)"(?!\] = )""")
     read = {name for path in sources for name in pattern.findall(path.read_text("utf-8"))}
-    assert {"HEADRACE_HOME", "HEADRACE_LOG", "HEADRACE_ISA"} <= read
+    assert {"HEADRACE_HOME", "HEADRACE_LOG", "HEADRACE_ISA", "SOAK_SECONDS"} <= read
     page = (ROOT / "docs/environment.md").read_text("utf-8")
     assert [name for name in sorted(read) if f"`{name}`" not in page] == []
 
@@ -81,3 +91,99 @@ def test_the_lengths_that_pages_name_are_those_that_are_checked() -> None:
         assert said, name
         assert [int(number) for number in said.groups()] == [MAX_LINES[".py"], MAX_LINES[".cpp"], MAX_FUNCTION]
     assert {Path(name).name: most for name, most in LONGER.items()} == {"engine.py": 500, "scheduler.py": 500}
+
+
+# What the READMEs call each architecture.
+CALLED = {
+    "bert": "BERT", "gemma3_text": "Gemma 3", "gpt2": "GPT-2", "llama": "Llama 2", "mistral": "Mistral", "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}  # fmt: skip
+ENGINES = "LRV"  # llama.cpp, ONNX Runtime GenAI, OpenVINO GenAI: the columns of the log's tables, in this order
+CELLS = ("pp512", "pp2048", "b1", "b4", "b8", "b16", "b32", "b1 at 4k")
+Cells = dict[str, tuple[str, str, str]]  # cell -> tokens/s, times the best, the engines that ran
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_a_readme_lists_the_models_and_formats_that_there_are(name: str) -> None:
+    (said,) = re.findall(r"^\* (?:Models|模型).*(?:\n  .*)*", (ROOT / name).read_text("utf-8"), re.MULTILINE)
+    assert set(CALLED) == set(MODELS)
+    assert [called for called in CALLED.values() if called not in said] == []
+    kinds = list(KINDS)
+    formats: list[str] = []
+    for first, last in re.findall(r"\b(I?[FBQ]+\d\w*)(?:\s*(?:to|至)\s*(Q\w+))?", said.replace("\n  ", "")):
+        formats += kinds[kinds.index(first) : kinds.index(last or first) + 1]
+    assert formats == kinds
+
+
+def logged(page: str) -> list[Cells]:
+    """The tables of our speed beside three engines in the log's newest section of that kind: SmolLM2's and the 1.5B's."""
+    section = page[page.index("## 2026-11-22: the native core beside its peers") :]
+    tables: list[Cells] = []
+    for table in section.split("\n\n"):
+        if re.match(r"\| (SmolLM2|Qwen).*\| llama.cpp \| ORT \| OpenVINO \|", table):
+            tables.append({})
+            for line in table.splitlines()[2:]:
+                cell, ours, *theirs, times = [part.strip() for part in line.split("|")[1:7]]
+                ran = "".join(letter for letter, figure in zip(ENGINES, theirs, strict=True) if figure)
+                tables[-1].setdefault(cell.split(" (")[0], (ours, times.split()[0].strip("*"), ran))
+    return tables[:2]
+
+
+def printed(page: str) -> list[Cells]:
+    """The same of a README's table."""
+    rows = re.findall(r"^\| [^|`]+ \| ([\d.]+) \| ([\d.]+) ([LRV ]+) \| ([\d.]+) \| ([\d.]+) ([LRV ]+) \|$", page, re.MULTILINE)
+    cells: list[Cells] = [{}, {}]
+    for cell, row in zip(CELLS, rows, strict=True):
+        for at in (0, 1):
+            ours, times, ran = row[3 * at : 3 * at + 3]
+            cells[at][cell] = (ours, times, ran.replace(" ", ""))
+    return cells
+
+
+def test_the_speeds_of_the_readmes_are_those_of_the_log() -> None:
+    log = (ROOT / "docs/performance-log.md").read_text("utf-8")
+    measured = logged(log)
+    assert [set(table) for table in measured] == [set(CELLS)] * 2
+    for name in READMES:
+        page = (ROOT / name).read_text("utf-8")
+        assert printed(page) == measured
+        assert printed(page.replace("1.25 L R |", "1.25 L R V |")) != measured  # an engine that did not run in that cell
+    grid = log[log.index("Is auto ever slower?") :].split("\n\n")[1]
+    medians = [float(cell.split()[0]) for line in grid.splitlines()[2:] for cell in line.split("|")[2:5]]
+    assert (len(medians), min(medians), max(medians)) == (30, 0.98, 3.09)
+    assert "our grid of 30 cells" in " ".join((ROOT / READMES[0]).read_text("utf-8").split())
+    assert all("0.98" in (page := (ROOT / name).read_text("utf-8")) and "3.09" in page for name in READMES)
+
+
+def test_both_readmes_say_what_is_not_built() -> None:
+    sections = [
+        re.split(r"^## (?:Not yet|尚未实现)$", (ROOT / name).read_text("utf-8"), flags=re.MULTILINE)[1] for name in READMES
+    ]
+    points = [re.findall(r"^\* ", section.split("\n## ")[0], re.MULTILINE) for section in sections]
+    assert len(points[0]) == len(points[1]) > 4
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    named = set(re.findall(r"`([\w/]+/[\w.]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
+    assert {"models/registry.py", "models/hf_config.py", "weights/names.py", "tests/models/zoo.py"} <= named
+    assert [name for name in named if not any((ROOT / base / name).exists() for base in ("", "src/headrace"))] == []
+
+
+def prompts_elsewhere() -> dict[str, str]:
+    """Prompt files that are not in the repository, and their SHA-256, as the log names them."""
+    log = (ROOT / "docs/performance-log.md").read_text("utf-8")
+    return dict(re.findall(r"^\| `([\w]+\.jsonl)` \|.*\| `([0-9a-f]{64})` \|$", log, re.MULTILINE))
+
+
+def test_the_prompts_of_measurements_are_here_or_named_by_their_hash() -> None:
+    here = {path.name for path in (ROOT / "benchmarks/prompts").iterdir()}
+    for name in ("docs/performance-log.md", "docs/speculation.md"):
+        page = (ROOT / name).read_text("utf-8")
+        used = {Path(path).name for path in re.findall(r"(?:-i |`)([\w/.]+\.jsonl)\b", page)}
+        assert "code.jsonl" in used
+        assert used - here - set(prompts_elsewhere()) - {"IN.jsonl", "OUT.jsonl", "prompts.jsonl"} == set()
+
+
+@pytest.mark.parametrize("name", sorted(prompts_elsewhere()))
+def test_the_hash_is_that_of_the_file(name: str) -> None:
+    assert hashlib.sha256(data_path(f"prompts/{name}").read_bytes()).hexdigest() == prompts_elsewhere()[name]

@@ -459,12 +459,15 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
         ("folder/none.gguf", "there is no file or folder"),
         ("/none/at/all", "there is no file or folder"),
         ("{tmp}", "without config.json"),
+        ("{tmp}/genai", r"genai holds ONNX weights \(model.onnx\), which are not read"),
         ("{tmp}/x.bin", "not a .gguf file"),
         ("", "no model of the catalog"),
     ],
 )
 def test_what_is_no_model_is_refused(model: str, clue: str, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"")
+    (tmp_path / "genai").mkdir()
+    (tmp_path / "genai/model.onnx").write_bytes(b"")  # without config.json, as ONNX Runtime GenAI has it
     with pytest.raises(HubError, match=clue):
         get(model.format(tmp=tmp_path), entry())
 

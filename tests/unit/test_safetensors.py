@@ -171,6 +171,22 @@ def test_safetensors_win_over_pickled_weights(single: Path) -> None:
     assert SafetensorsFolder(single).files == [single / "model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("model.onnx", r"holds ONNX weights \(model.onnx\), which are not read; .*safetensors or GGUF"),
+        ("onnx/model_q4.onnx", r"holds ONNX weights \(onnx/model_q4.onnx\)"),
+        ("openvino_model.xml", r"holds OpenVINO weights \(openvino_model.xml\)"),
+        ("tf_model.h5", r"holds TensorFlow weights \(tf_model.h5\)"),
+        ("flax_model.msgpack", r"holds Flax weights \(flax_model.msgpack\)"),
+    ],
+)
+def test_a_folder_of_another_format_is_called_what_it_is(folder: Path, file: str, says: str) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_bytes(b"")
+    assert_refused(folder, says)
+
+
 def test_an_empty_folder_is_refused(folder: Path) -> None:
     assert_refused(folder, "has neither model.safetensors nor")
     (folder / "config.json").unlink()

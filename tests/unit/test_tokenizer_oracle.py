@@ -69,6 +69,17 @@ def test_splits_equal_those_transformers_has() -> None:
             assert pieces(pre_tokenizer(SPLITS[name]), text) == pieces(isolated(theirs[name]), text), name
 
 
+def test_falcon_splits_numbers_after_it_has_spelled_bytes() -> None:
+    steps = [pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.ByteLevel(False)]
+    numbers = [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")]
+    stated = pre_tokenizers.Sequence([*steps, *numbers])  # of its tokenizer.json
+    before = pre_tokenizers.Sequence([steps[0], *numbers, steps[1]])
+    texts = [*HARD, "4 ½ months, 1234²5 ¼¾ `a` $5^2", *(f"a{chr(code)}1" for code in range(0x20, 0x3000))]
+    ours = [pieces(pre_tokenizer(SPLITS["falcon"]), text) for text in texts]
+    assert ours == [pieces(stated, text) for text in texts]
+    assert ours != [pieces(before, text) for text in texts]
+
+
 @pytest.mark.parametrize("name", sorted(SPLITS))
 def test_no_split_loses_a_byte(name: str) -> None:
     for text in HARD:

@@ -21,7 +21,7 @@ COMMANDS = (run, chat, ask, generate, embed, serve, models, inspect, perplexity,
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-HELP = "Run language models on this machine: fast, offline, every decoding method in one engine."
+HELP = "Run language models on this machine: fast, offline, many decoding methods in one loop."
 EPILOG = "\n\n".join(
     (
         "Exit codes: 0 done; 1 error, or generate had lines with errors; 2 wrong usage; 130 interrupted.",

@@ -69,9 +69,8 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokenizer", f"{found['tokenizer'] or 'unknown'}, {number(found['vocab_size'])} tokens"),
     ]
     if found["sliding_window"]:
-        fields.append(
-            ("window", number(found["sliding_window"], " tokens in some or all layers, whose KV stops growing there"))
-        )
+        window = number(found["sliding_window"], " tokens in some or all layers; K and V are kept for the whole context")
+        fields.append(("window", window))
     text = found["chat_template"]
     fields.append(("chat template", "none" if text is None else f"{len(text):,} characters (--template prints it)"))
     return fields

@@ -58,7 +58,7 @@ def perplexity(
     window = window or min(WINDOW, most)
     if window > most:
         raise ValueError(f"the model's context holds windows of {most} tokens; use --window {most} or less")
-    tokens = llm.tokenizer.encode(text, add_special=False)[:limit]
+    tokens = llm.tokenizer.encode(text, add_special=False, parse_special=False)[:limit]  # as LLM.score reads a text
     windows = list(cut(tokens, beginning(llm.tokenizer), window, stride or window))
     start = time.perf_counter()
     scores = _score(llm, windows)

@@ -40,7 +40,7 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
         raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
     texts: list[list[int]] = []
     for one in given:
-        ids = await service.llm.encode(one) if isinstance(one, str) else list(one)  # type: ignore[arg-type]
+        ids = await service.llm.encode(one, parse_special=False) if isinstance(one, str) else list(one)  # type: ignore[arg-type]
         if not ids or one == "":
             raise bad("an input is empty; give at least one character or token", "input")
         texts.append(ids)

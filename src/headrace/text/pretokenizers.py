@@ -26,7 +26,7 @@ SEED_CODER = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPA
 TEKKEN = rf"{_TITLE}|{_CAPS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 GPT4O = rf"{_TITLE}{_CONTRACTIONS}?|{_CAPS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
-FALCON = (r"[\p{P}$+<=>^~|`]+", GPT2, r"\p{N}+", r"[0-9]{3}")
+FALCON = (r"[\p{P}$+<=>^~|`]+", GPT2)
 DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9]{3}")
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _NOT_DEEPSEEK = (
@@ -51,9 +51,11 @@ DEEPSEEK_V3 = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way to split. `patterns` are applied in turn to what the one before left."""
+    """One way to split. `patterns` are applied in turn to what the one before left; `spelled` in the same way, to the bytes
+    as they are spelled, where the second byte of ½ is a number."""
 
     patterns: tuple[str, ...]
+    spelled: tuple[str, ...] = ()
     nfc: bool = False
     ignore_merges: bool = False  # a whole word of the vocabulary is one token, whatever its merges
     add_bos: bool = False  # where the file does not say
@@ -81,7 +83,7 @@ SPLITS = {
     **_named(Split((GPT4O,)), "gpt-4o llama4"),
     **_named(Split(DEEPSEEK_V3), "deepseek-v3 hunyuan-dense"),
     **_named(Split(DEEPSEEK_CODER), "deepseek-coder"),
-    **_named(Split(FALCON), "falcon"),
+    **_named(Split(FALCON, spelled=(r"\p{N}+", r"[0-9]{3}")), "falcon"),
     **_named(Split(DEEPSEEK_LLM), "deepseek-llm"),
     **_named(Split((BLOOM,)), "bloom poro-chat gpt3-finnish"),
     **_named(Split((BLOOM, r"\p{N}")), "viking"),
@@ -97,11 +99,14 @@ def split_named(name: str) -> Split:
 
 
 def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
-    """The splits of a vocabulary, then the byte alphabet (which knows GPT-2's split itself)."""
+    """The splits of a vocabulary, the byte alphabet (which knows GPT-2's split itself), the splits of what it spells."""
     last = split.patterns[-1] == GPT2
-    patterns = split.patterns[:-1] if last else split.patterns
-    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(p), behavior="isolated") for p in patterns]
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=last)])
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=last)
+    return pre_tokenizers.Sequence([*_isolate(split.patterns[: -1 if last else None]), spelling, *_isolate(split.spelled)])
+
+
+def _isolate(patterns: tuple[str, ...]) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
 
 
 def normalizer(split: Split) -> normalizers.Normalizer | None:

@@ -20,6 +20,7 @@ from headrace.weights import catalog
 from headrace.weights.catalog import Entry, Source
 from headrace.weights.fetch import FetchError, HubFile, check, fetch_hub, listing, look_up
 from headrace.weights.progress import Progress, Silent, human_size
+from headrace.weights.source import foreign
 from headrace.weights.store import Record, Store, StoredFile, StoreError, require_space
 from headrace.weights.wheels import fetch_wheels
 
@@ -90,7 +91,8 @@ def split_name(model: str) -> tuple[str, str]:
 
 def _check_local(path: Path) -> Path:
     if path.is_dir() and not (path / "config.json").exists():
-        raise HubError(f"{path} is a folder without config.json; name a .gguf file or a folder with safetensors")
+        what = foreign(path) or "is a folder without config.json; name a .gguf file or a folder with safetensors"
+        raise HubError(f"{path} {what}")
     if path.is_file() and path.suffix != ".gguf":
         raise HubError(f"{path} is not a .gguf file; name one, or a folder with safetensors")
     return path

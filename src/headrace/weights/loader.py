@@ -18,6 +18,7 @@ from headrace.weights.dequant import read_tensor
 from headrace.weights.names import NameMap, Origin, name_map
 from headrace.weights.source import WeightError, WeightSource
 
+HEAD = "lm_head.weight"  # of a Hugging Face folder; a GGUF file without a head is one with a tied head
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
@@ -140,10 +141,20 @@ def plan(model: Model, source: WeightSource) -> dict[str, tuple[Part, ...]]:
         key = ".".join(param)
         plans[key] = (*plans.get(key, ()), made)
     if missing:
-        more = f" (and {len(set(missing)) - 1} more)" if len(set(missing)) > 1 else ""
-        raise WeightError(f"{source.path}: tensor {missing[0]!r} is missing{more}; the file is incomplete")
+        raise WeightError(f"{source.path}: {_lacking(list(dict.fromkeys(missing)))}")
     _refuse_surplus(stored, used, names, model.config, source)
     return plans
+
+
+def _lacking(missing: list[str]) -> str:
+    """What is said of a file without these tensors."""
+    if missing == [HEAD]:
+        return (
+            f"the model was saved without its head (no {HEAD!r}); save it with AutoModelForCausalLM, or, where its head is its "
+            'table of tokens, set "tie_word_embeddings": true in config.json'
+        )
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    return f"tensor {missing[0]!r} is missing{more}; the file is incomplete"
 
 
 def _wanted(model: Model) -> Iterator[tuple[tuple[str, str], ParamSpec, str, int]]:

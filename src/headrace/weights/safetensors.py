@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from headrace import native
-from headrace.weights.source import TensorInfo, WeightError
+from headrace.weights.source import TensorInfo, WeightError, foreign
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -136,7 +136,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
             f"{folder}: has only pickled weights ({pickled[0]}), which can run code and are never opened; "
             "take the safetensors version of the model, or convert it (save_pretrained of transformers writes safetensors)"
         )
-    raise WeightError(f"{folder}: has neither {SINGLE} nor {INDEX}; download the model again")
+    raise WeightError(f"{folder}: {foreign(folder) or f'has neither {SINGLE} nor {INDEX}; download the model again'}")
 
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:

@@ -32,6 +32,27 @@ class TensorInfo:
         return self.nbytes // self.rows
 
 
+# Formats of weights that are not read, by files that they leave in a folder.
+FOREIGN = {
+    "ONNX": ("*.onnx", "onnx/*.onnx"),
+    "OpenVINO": ("openvino*.xml",),
+    "TensorFlow": ("*.h5",),
+    "Flax": ("*.msgpack",),
+}
+
+
+def foreign(folder: Path) -> str:
+    """What is said of a folder with weights of a format that is not read; empty where none is known."""
+    for name, patterns in FOREIGN.items():
+        found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+        if found:
+            return (
+                f"holds {name} weights ({found[0].relative_to(folder)}), which are not read; "
+                "look for the same model as safetensors or GGUF (the model it was converted from often has them)"
+            )
+    return ""
+
+
 class WeightSource(Protocol):
     """An open file (or folder) of named tensors."""
 
