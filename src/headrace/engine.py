@@ -103,9 +103,8 @@ class Engine:
         name = request_id or self._free_name()
         if name in self.requests:
             raise AdmissionError(f"request id {name!r} is in use; choose another")
-        tenant = salt
-        if not self.config.cache.prefix_caching:
-            salt += arrival.to_bytes(8, "little")  # shared with nobody but its own siblings
+        # Without the cache a prefix is shared with nobody but its own siblings.
+        root = salt if self.config.cache.prefix_caching else salt + arrival.to_bytes(8, "little")
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         request = Request(
             id=name,
@@ -115,8 +114,7 @@ class Engine:
             strategy=strategy or (Scoring() if pool else strategy_for(params)),
             pool=pool,
             arrival=arrival,
-            salt=salt,
-            tenant=tenant,
+            tenant=salt,
             processors=tuple(processors),
             stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,
         )
@@ -126,7 +124,7 @@ class Engine:
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError(why)
-        seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=salt)
+        seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=root)
         seq.computed = [0] * len(self.blocks.groups)
         seq.groups = groups_filled(params, self.blocks.groups)
         self._reserve(params)

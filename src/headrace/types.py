@@ -102,8 +102,7 @@ class Request:
     strategy: Any
     arrival: int  # order of arrival, the tie-break of equal priorities
     width: int = 1  # the most sequences it may ever hold at once
-    salt: bytes = b""  # root of the prefix cache's chains: the tenant's, or where nothing is shared one of its own
-    tenant: bytes = b""  # whose request it is: what is learnt from its outputs is for the same tenant
+    tenant: bytes = b""  # whose request it is: what is cached, or learnt from its outputs, is for the same tenant
     stop_ids: frozenset[int] = frozenset()  # token ids that end an output: eos and the caller's
     processors: tuple[Any, ...] = ()  # host-side logit processors of the caller
     state: Any = None  # the strategy's state of the whole request

@@ -210,5 +210,15 @@ def test_a_draft_that_fails_costs_no_answer(side: Torch) -> None:
         return run_it(*args, **kwargs)
 
     companion.run = failing
-    run(side, engine, load(4))
+    speculation: Any = engine.speculation
+    observe, verified = speculation.observe, [0, 0]
+
+    def observing(request: Any, seq: Any, draft: Any, out: Any) -> None:
+        verified[0] += 1
+        verified[1] += len(draft.tokens)
+        observe(request, seq, draft, out)
+
+    speculation.observe = observing
+    requests = run(side, engine, load(4))
     assert calls[0] > 9
+    assert [sum(getattr(one.metrics, name) for one in requests) for name in ("drafts", "drafted")] == verified

@@ -1,16 +1,23 @@
 """Speculation leaves every output as it is: the rule by worked examples, and what it does to KV. In numbers: test_exactness."""
 
+import gc
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.decoding.processors import History
+from headrace.decoding.sampling import Sampling
 from headrace.drafting.base import Drafter
+from headrace.drafting.controller import Acceptance
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.drafting.suffix import SuffixTree
+from headrace.engine import AdmissionError, Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
@@ -22,6 +29,7 @@ from headrace.types import Draft, FeedOutput, Request, Sequence
 from tests import tiny_files
 from tests.cli_shell import Shell
 from tests.e2e.test_exactness import prompts_of
+from tests.e2e.test_verification import BACKENDS
 from tests.tiny import VOCAB, finish, run_alone, tiny_engine, tiny_model, tokens_of
 from tests.tiny_files import write_tiny_gguf
 
@@ -134,6 +142,189 @@ def test_a_part_of_the_vocabulary_is_a_drafts(tiny_gguf: Path, shell: Shell) -> 
     assert "name that model with draft" in err
     command = ["run", tiny_gguf, "hello", "--draft", tiny_gguf, "--draft-vocab", 40, "-m", 4, "--threads", 1]
     assert shell(*command)[0] == 0
+
+
+# -- what no draft may do ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("drafter", [Lookahead, Jacobi])
+def test_a_guess_after_which_nothing_may_come_harms_nobody(backend: str, drafter: Callable[[], Drafter]) -> None:
+    """What the window is filled with is no output: after b, which is of the prompt, nothing may be drawn."""
+    a, b, c = 3, 40, 17
+    params = GREEDY.replace(allowed_token_ids=(a,), bad_words=((b, a),), max_tokens=8)
+    engine = BACKENDS[backend]("llama")(speculation=Speculation([drafter()], 256, gamma=7))
+    limited = engine.add([b] * 20 + [c], params)
+    other = engine.add([5, 17, 40, 3], GREEDY)
+    finish(engine)
+    assert tokens_of(limited) == [[a] * 8]
+    engine = BACKENDS[backend]("llama")()
+    alone = engine.add([5, 17, 40, 3], GREEDY)
+    finish(engine)
+    assert tokens_of(other) == tokens_of(alone)
+    assert limited.metrics.drafted > 0
+
+
+class Careless:
+    """Heeds no bounds: a chain, or siblings, beyond what a mask holds."""
+
+    name = "careless"
+
+    def __init__(self, chain: bool) -> None:
+        self.chain = chain
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        return Draft([7] * 70, list(range(-1, 69)) if self.chain else [-1] * 70)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("drafter", [Lookahead, lambda: Careless(True), lambda: Careless(False)], ids=["look", "deep", "wide"])
+def test_a_draft_ends_where_the_model_knows_no_positions(backend: str, drafter: Callable[[], Drafter]) -> None:
+    """GPT-2's positions are a table: text and draft together must not pass its end, nor a draft the nodes of a mask."""
+    make = BACKENDS[backend]("gpt2", max_position=256)
+    rng = random.Random(3)
+    prompts = [rng.choices(range(VOCAB), k=length) for length in (225, 238)]
+    texts = []
+    for speculation in (None, Speculation([drafter()], 256, gamma=7)):
+        engine = make(blocks=256, budget=512, speculation=speculation)
+        requests = [engine.add(prompt, GREEDY.replace(max_tokens=100)) for prompt in prompts]
+        finish(engine)
+        texts.append([tokens_of(request) for request in requests])
+    assert texts[0] == texts[1]
+    assert [len(text[0]) for text in texts[1]] == [256 - 225, 256 - 238]
+
+
+class Broad(Sampling):
+    """A strategy with drafts of its own, of more nodes than a step verifies."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def nodes(self, request: Request) -> int:
+        return self.count
+
+    def draft(self, request: Request, seq: Sequence) -> Draft | None:
+        return None
+
+
+def test_a_strategy_says_how_many_nodes_its_drafts_have() -> None:
+    engine = tiny_engine(tiny_model(), budget=256)
+    engine.add([1, 2, 3], GREEDY.replace(max_tokens=3), strategy=Broad(64))
+    with pytest.raises(AdmissionError, match="drafts up to 65 nodes and a step verifies 64; let its nodes"):
+        engine.add([1, 2, 3], GREEDY, strategy=Broad(65))
+    finish(engine)
+
+
+class InOrder:
+    """A processor that must see every token, in order."""
+
+    scope = "stateful"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def apply(self, logits: torch.Tensor, history: History, paths: list[list[int]]) -> torch.Tensor:
+        self.seen += [len(history.output) + len(path) for path in paths]
+        return logits
+
+
+def test_a_stateful_processor_gets_no_drafts() -> None:
+    model, prompt = tiny_model(), [5, 17, 40, 3]
+    engine = tiny_engine(model, speculation=Speculation([Jacobi()], 256, gamma=4))
+    processor = InOrder()
+    request = engine.add(prompt, GREEDY, processors=(processor,))
+    beside = engine.add(prompt, GREEDY)
+    finish(engine)
+    assert processor.seen == list(range(32))
+    assert (request.metrics.drafted, request.metrics.steps) == (0, 32)
+    assert beside.metrics.drafted > 0
+    assert tokens_of(request) == tokens_of(beside)
+
+
+class Wrong:
+    """Drafts a long chain of a token that does not come."""
+
+    name = "wrong"
+
+    def __init__(self, never: int) -> None:
+        self.never = never
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        return Draft([self.never] * most, list(range(-1, most - 1)))
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_rejected_draft_leaves_no_block_behind(prefix_caching: bool) -> None:
+    """After each step a sequence holds the blocks of its computed tokens, and the pool knows of no others."""
+    model, prompt = tiny_model(), [5, 17, 40, 3]
+    never = min(set(range(VOCAB)).difference(run_alone(model, prompt, GREEDY)))
+    engine = tiny_engine(model, speculation=Speculation([Wrong(never)], 256, gamma=12), prefix_caching=prefix_caching)
+    request = engine.add(prompt, GREEDY)
+    engine.step()
+    while request.seqs:
+        (seq,) = request.seqs
+        assert len(seq.tables[0]) == -(-seq.computed[0] // 4)
+        assert seq.computed[0] == len(seq.tokens) - 1
+        engine.step()
+    assert request.metrics.drafted > 200
+    assert request.metrics.accepted == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_suffixes_are_learnt_with_and_without_the_prefix_cache(prefix_caching: bool) -> None:
+    """What a tenant's outputs were helps the tenant's next request; another tenant does not see it."""
+    engine = tiny_engine(tiny_model(), speculation=Speculation([SuffixTree()], 256, gamma=6), prefix_caching=prefix_caching)
+    steps = []
+    for tenant in (b"one", b"one", b"two", b"one"):
+        request = engine.add([5, 17, 40, 3], SamplingParams(temperature=1.0, seed=4, max_tokens=40), salt=tenant)
+        finish(engine)
+        steps.append(request.metrics.steps)
+    assert steps[1] == steps[3] < steps[0] / 2
+    assert steps[2] == steps[0]
+
+
+def test_nothing_is_kept_of_requests_that_are_over() -> None:
+    """However they ended: whole, aborted, failed, or as siblings whose parent is gone."""
+
+    class Fails:
+        scope = "path"
+
+        def apply(self, logits: torch.Tensor, history: History, paths: list[list[int]]) -> torch.Tensor:
+            if len(history.output) > 6:
+                raise ValueError("no more")
+            return logits
+
+    speculation = Speculation([PromptLookup(), Lookahead()], 256)
+    took = speculation.took
+    speculation.took = lambda plan, _: took(plan, 1.0 * plan.num_tokens)  # type: ignore[method-assign]
+    engine = tiny_engine(tiny_model(), blocks=256, speculation=speculation)
+    gc.collect()
+    before, sizes = sequences_alive(), []
+    for _ in range(4):
+        for number in range(8):
+            params = SamplingParams(temperature=1.0, seed=number, max_tokens=24, n=1 + number % 2)
+            more = {"processors": (Fails(),)} if number == 3 else {}
+            engine.add([1, 2, 3, 1, 2, 3, number], params, request_id=f"{number}", **more)  # type: ignore[arg-type]
+        for step in range(200):
+            engine.step()
+            if step == 12:
+                engine.abort("5")
+                engine.abort("6")
+        assert not engine.busy
+        sizes.append(kept_by(speculation) + kept_by(speculation.acceptance))
+    assert sizes[0] == sizes[-1]
+    gc.collect()
+    assert sequences_alive() == before
+
+
+def sequences_alive() -> int:
+    return sum(isinstance(one, Sequence) for one in gc.get_objects())
+
+
+def kept_by(what: Speculation | Acceptance) -> int:
+    """Entries in all containers of an object."""
+    names = vars(what) if hasattr(what, "__dict__") else what.__slots__
+    return sum(len(value) for name in names if isinstance(value := getattr(what, name), dict | list | set))
 
 
 # -- worked examples ---------------------------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ Make = Callable[..., Engine]
 Asks = list[tuple[list[int], SamplingParams, dict[str, Any]]]
 
 
-def on_torch(architecture: str) -> Make:
-    model = tiny_model(tiny_config(architecture))
+def on_torch(architecture: str, **changes: object) -> Make:
+    model = tiny_model(tiny_config(architecture, **changes))
     return lambda **settings: tiny_engine(model, **settings)
 
 
-def on_native(architecture: str) -> Make:
-    model: Model = native_model(architecture)
+def on_native(architecture: str, **changes: object) -> Make:
+    model: Model = native_model(architecture, **changes)
     return lambda **settings: native_engine(model, **settings)
 
 

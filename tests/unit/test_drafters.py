@@ -2,14 +2,15 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from headrace.drafting.base import Drafter, Observes
+from headrace.drafting.base import READ, SHORT, Drafter, Observes
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.lookahead import Jacobi, Lookahead
-from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.ngram import Ngrams, PromptLookup
 from headrace.drafting.speculation import bounded, prune
 from headrace.drafting.suffix import SEPARATOR, SuffixAutomaton, SuffixTree
 from headrace.ops.trees import paths
@@ -116,12 +117,75 @@ def test_memory_is_bounded() -> None:
     rng = random.Random(1)
     for _ in range(40):
         request, seq = sequence([rng.randrange(50) for _ in range(rng.choice([10, 100, 5000]))])
+        drafter.begin()
         drafter.remember(request, seq)
-        assert len(drafter.past(b"").text) <= 1000
-    assert drafter.past(b"").text[-1] == SEPARATOR
+        young, *old = drafter.pasts(b"")
+        assert young.text[-1] == SEPARATOR
+        assert len(young.text) <= 500
+        assert all(500 - 5000 < len(past.text) <= 500 for past in old)
+        assert len(old) <= 1
+        end = young.text[-1 - min(len(seq.tokens), 499) : -1]
+        assert end == seq.tokens[-len(end) :]
     for tenant in range(40):
-        drafter.past(bytes([tenant]))
-    assert len(drafter._past) <= 16
+        drafter.pasts(bytes([tenant]))
+    assert len(drafter._pasts) <= 16
+
+
+def test_what_was_said_before_the_last_is_remembered_too() -> None:
+    """When an automaton is full a new one begins, and a sequence that is under way finds what is in either of them."""
+    drafter = SuffixTree(memory=200)
+    request, under_way = sequence([900, 901])
+    for text in range(30):
+        _, seq = sequence(list(range(20 * text, 20 * text + 20)))
+        drafter.begin()
+        drafter.draft(request, under_way, 4)
+        drafter.remember(request, seq)
+        for back, place in ((0, 3), (4, 12)):
+            at = 20 * (text - back) + place
+            for reader in (under_way, sequence([])[1]) if text >= back else ():
+                reader.tokens += [999, at, at + 1]
+                draft = drafter.draft(request, reader, 4)
+                assert draft is not None
+                assert draft.tokens == [at + 2, at + 3, at + 4, at + 5]
+
+
+@pytest.mark.parametrize("make", [PromptLookup, SuffixTree])
+def test_a_long_text_is_read_in_several_steps(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step reads more than READ tokens, and SHORT of each text beyond that, whoever's they are."""
+    read = [0]
+    for owner, name in ((SuffixAutomaton, "push"), (Ngrams, "_pass")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, plain=plain: (read.__setitem__(0, read[0] + 1), plain(*args))[1])
+    drafter = make()
+    texts = [sequence([*range(5000 + i), 7, 8, 9]) for i in range(3)]
+    drafts: dict[int, Draft] = {}
+    for step in range(9):
+        drafter.begin()
+        before = read[0]
+        for number, (request, seq) in enumerate(texts):
+            if number not in drafts and (draft := drafter.draft(request, seq, 3)) is not None:
+                drafts[number] = draft
+        assert read[0] - before <= READ + 3 * SHORT
+        assert (len(drafts) > 0) == (step > 1)
+    assert [draft.tokens for draft in drafts.values()] == [[10, 11, 12]] * 3
+
+
+def test_outputs_that_ended_are_read_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = SuffixTree()
+    for at in (0, 10_000):
+        drafter.remember(*sequence(list(range(at, at + 5000))))
+    lengths = []
+    for _ in range(6):
+        lengths.append(sum(len(past.text) for past in drafter.pasts(b"")))
+        drafter.begin()
+    assert lengths == [READ, 2 * READ, 3 * READ, 4 * READ, 10_002, 10_002]
+    for at in (0, 10_000):
+        draft = drafter.draft(*sequence([at + 4990, at + 4991]), 3)
+        assert draft is not None
+        assert draft.tokens == [at + 4992, at + 4993, at + 4994]
+    for _ in range(100):
+        drafter.remember(*sequence(list(range(5000))))
+    assert sum(len(tokens) for _, tokens in drafter._ended) <= drafter.memory
 
 
 def tips_of(draft: Draft) -> list[int]:

@@ -6,6 +6,8 @@ from typing import Protocol, runtime_checkable
 from headrace.types import Draft, Feed, FeedOutput, Request, Sequence
 
 Run = Callable[[int, list[Feed]], list[FeedOutput]]  # carries out feeds of a model (StepPlan.model)
+# Tokens of texts that a drafter reads in a step (some 4 microseconds each); and of each text where others have taken those.
+READ, SHORT = 2048, 64
 Filled = Callable[[Sequence, int, int], None]  # a KV group of a sequence is new from a KV index on
 
 
@@ -47,6 +49,14 @@ class Observes(Protocol):
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """A draft of its own was verified: `out.path` was accepted, `out.nodes` say what the target drew after each node."""
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A drafter that reads texts: only so much of them in a step that no step waits for a long one."""
+
+    def begin(self) -> None:
+        """A step begins."""
 
 
 @runtime_checkable

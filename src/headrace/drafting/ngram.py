@@ -1,5 +1,6 @@
 """Prompt lookup: what followed the same few tokens before (card F5; Saxena 2023). It pays where text is copied."""
 
+from headrace.drafting.base import READ, SHORT
 from headrace.types import Draft, Request, Sequence
 
 
@@ -11,13 +12,17 @@ class Ngrams:
         self._read = 0  # tokens that are in it; the last n-grams too, whose followers are still to come
         self._found = (0, 0)
 
+    def read(self, tokens: list[int], most: int) -> int:
+        """Go on with `tokens` for at most so many of them; returns how many these were."""
+        begun, self._read = self._read, min(len(tokens), self._read + most)
+        for end in range(begun + 1, self._read + 1):
+            self._found = self._pass(tokens, end)
+        return self._read - begun
+
     def find(self, tokens: list[int]) -> tuple[int, int]:
         """The place after the latest earlier occurrence of the longest known end of `tokens`, and the length of that end;
-        (0, 0) where nothing of it came before."""
-        for end in range(self._read + 1, len(tokens) + 1):
-            self._found = self._pass(tokens, end)
-        self._read = len(tokens)
-        return self._found
+        (0, 0) where nothing of it came before, or not all of it was read."""
+        return self._found if self._read == len(tokens) else (0, 0)
 
     def _pass(self, tokens: list[int], end: int) -> tuple[int, int]:
         """Look up the n-grams before `end`, the longest first, and write down that `end` follows them now."""
@@ -38,9 +43,14 @@ class PromptLookup:
     def __init__(self, longest: int = 3, shortest: int = 1) -> None:
         self.longest = longest
         self.shortest = shortest
+        self._room = READ
+
+    def begin(self) -> None:
+        self._room = READ
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
         known = seq.drafting.setdefault(self.name, Ngrams(self.longest))
+        self._room -= known.read(seq.tokens, max(self._room, SHORT))
         at, length = known.find(seq.tokens)
         if length < self.shortest or length == 0:
             return None

@@ -7,10 +7,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Remembers, Run
+from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Reads, Remembers, Run
 from headrace.drafting.budget import WAITED, Ledger
 from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
+from headrace.drafting.draft_model import Chain, settle
 from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
 
 log = logging.getLogger("headrace")
@@ -22,6 +23,7 @@ TREE_REST = 16  # and one whose tree does not pay, for so many: to build it take
 TEXT = 256.0  # tokens that an output is thought to have before one has ended
 LEFT = 32  # and how many it is thought to have still, at least
 LAG, GAP = 3, 16  # tokens behind that a model reads as it begins to draft; and beyond which it catches up with a text
+OURS = ""  # no drafter's name: where what is kept of a sequence lies
 MOST = 16  # the longest chain, unless told otherwise: what lies further is seldom reached
 
 
@@ -42,6 +44,14 @@ class Shadow:
     length: int  # of the sequence when it was made
     token: int
     kind: tuple[str, int]
+
+
+@dataclass(slots=True)
+class Standing:
+    """What is kept of a sequence, beside what its drafters remember; it goes when the sequence goes."""
+
+    shadow: Shadow | None = None
+    rest: int = 0  # the last step without a drafter
 
 
 class Speculation:
@@ -66,13 +76,12 @@ class Speculation:
         self.ledger = Ledger()
         self._clock = clock
         self._text = TEXT  # how long outputs are, on average
-        self._shadows: dict[int, Shadow] = {}  # by sequence
         self._step = 0
-        self._rest: dict[int, int] = {}  # by sequence: the last step without a drafter
         self._pause = 0  # the last step in which nobody is asked
         self._failed: dict[str, set[str]] = {}  # by request: drafters that raised
         # Asked once: to ask a protocol takes as long as to draft.
         self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, Fills)}
+        self._reads = [drafter for drafter in drafters if isinstance(drafter, Reads)]
 
     def serves(self, request: Request) -> bool:
         """Whether a request's sequences may carry drafts: its strategy can verify them, and no processor must see every
@@ -97,6 +106,8 @@ class Speculation:
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
         """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
         made = []
+        for drafter in self._reads:
+            drafter.begin()
         if (base := self.costs.step(plain)) is not None:
             self.ledger.open([drafter.name for drafter in self.drafters], base)
         for request, seq in seqs:
@@ -106,13 +117,13 @@ class Speculation:
             if proposal is not None:
                 made.append(proposal)
             if self.gamma is None and plain >= CROWD and (proposal is None or proposal.choice.alpha < LEAST):
-                self._rest[seq.id] = self._step + REST
+                _standing(seq).rest = self._step + REST
         if self.gamma is None:
             choose([proposal.choice for proposal in made], plain, self.costs, self.ledger.purses)
         for proposal in made:
             self._decide(proposal)
             if self.gamma is None and proposal.choice.rows and self._dear(proposal.choice, plain):
-                self._rest[proposal.seq.id] = self._step + TREE_REST
+                _standing(proposal.seq).rest = self._step + TREE_REST
         if self.gamma is None and not any(proposal.choice.gamma for proposal in made):
             self._pause = self._step + plain // 2
 
@@ -128,6 +139,9 @@ class Speculation:
                 self._fill(drafter, name, [*mine], run, filled)
             except Exception:
                 self._switch_off(drafter, list({work.request.id: work.request for work in mine}.values()))
+                for work in mine:
+                    if work.seq.draft is not None:
+                        settle(work, Chain())
                 failed += mine
         return failed
 
@@ -179,9 +193,7 @@ class Speculation:
         """A request is over: what its outputs were may help the next."""
         self.acceptance.forget(request.id)
         for seq in request.finished:
-            self._text += 0.1 * (len(seq.output) - self._text)
-            self._shadows.pop(seq.id, None)
-            self._rest.pop(seq.id, None)
+            self._text += 0.1 * (_written(seq) - self._text)
             for drafter in self.drafters:
                 if isinstance(drafter, Remembers):
                     self._ask(drafter, request, drafter.remember, request, seq)
@@ -194,7 +206,7 @@ class Speculation:
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether nobody drafts for a sequence now, because it gave nothing to believe a moment ago."""
-        rests = self._rest.get(seq.id, 0) >= self._step
+        rests = _standing(seq).rest >= self._step
         if rests:
             seq.draft = None
         return rests
@@ -203,7 +215,7 @@ class Speculation:
         """How many tokens an output may still have."""
         left = self.max_model_len - len(seq.tokens)
         if request.params.max_tokens is not None:
-            left = min(left, request.params.max_tokens - len(seq.output))
+            left = min(left, request.params.max_tokens - _written(seq))
         return left
 
     def _room(self, request: Request, seq: Sequence) -> int:
@@ -233,7 +245,7 @@ class Speculation:
             choice = Choice(alpha, min(deep, most), model is not None, rows=rows, drafter=drafter.name)
             if lag > GAP:
                 choice.ahead = self.costs.catching_up(lag)
-                choice.rest = int(min(self._left(request, seq), max(self._text - len(seq.output), LEFT)))
+                choice.rest = int(min(self._left(request, seq), max(self._text - _written(seq), LEFT)))
             elif lag > LAG:
                 choice.behind = self.costs.catching_up(lag)
             made.append(Proposal(request, seq, draft, choice))
@@ -271,7 +283,7 @@ class Speculation:
             return
         gamma, tree = proposal.choice.gamma, proposal.choice.rows > 0
         if gamma == 0 and not proposal.choice.model and not tree:
-            self._shadows[seq.id] = Shadow(len(seq.tokens), draft.tokens[0], (draft.drafter, draft.trust))
+            _standing(seq).shadow = Shadow(len(seq.tokens), draft.tokens[0], (draft.drafter, draft.trust))
         if gamma > 0 and not tree:
             del draft.tokens[gamma:], draft.parents[gamma:]
         if gamma > 0:
@@ -279,10 +291,23 @@ class Speculation:
 
     def _settle_shadow(self, request: Request, seq: Sequence) -> None:
         """Learn from a proposal that nobody paid for."""
-        shadow = self._shadows.pop(seq.id, None)
+        standing = _standing(seq)
+        shadow, standing.shadow = standing.shadow, None
         if shadow is not None and len(seq.tokens) > shadow.length:
             right = seq.tokens[shadow.length] == shadow.token
             self.acceptance.heard(request.id, shadow.kind, int(right), 1)
+
+
+def _standing(seq: Sequence) -> Standing:
+    if OURS not in seq.drafting:
+        seq.drafting[OURS] = Standing()
+    standing: Standing = seq.drafting[OURS]
+    return standing
+
+
+def _written(seq: Sequence) -> int:
+    """Tokens of the output so far."""
+    return len(seq.tokens) - seq.prompt_len
 
 
 def _shape(draft: Draft, model: bool) -> tuple[int, int]:

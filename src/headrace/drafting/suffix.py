@@ -4,8 +4,10 @@ Texts are held in suffix automata (Blumer et al. 1985): online, and linear in th
 al. 2024): the longer the match, the further it is trusted.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 
+from headrace.drafting.base import READ, SHORT
 from headrace.types import Draft, Request, Sequence
 
 SEPARATOR = -1  # between texts; no token
@@ -85,25 +87,63 @@ class SuffixAutomaton:
         return len(self._link)
 
 
+@dataclass(slots=True)
+class Follower:
+    """The longest end of a text that a tenant's automaton contains, as the text goes on."""
+
+    past: SuffixAutomaton
+    state: int = 0
+    length: int = 0
+
+    def follow(self, token: int) -> None:
+        self.state, self.length = self.past.advance(self.state, self.length, token)
+
+
 class Reading:
-    """Where one sequence stands: its own automaton, and its longest end that earlier outputs contain."""
+    """Where one sequence stands: its own automaton, and its longest ends that earlier outputs contain."""
 
-    def __init__(self, past: SuffixAutomaton) -> None:
+    def __init__(self) -> None:
         self.own = SuffixAutomaton()
-        self.past = past
-        self.state, self.length = 0, 0
+        self.pasts: list[Follower] = []
 
-    def read(self, tokens: list[int]) -> None:
-        for token in tokens[len(self.own.text) :]:
+    def meet(self, pasts: list[SuffixAutomaton]) -> None:
+        """These hold what earlier outputs were; one that is new is met with the last tokens that were read."""
+        if [one.past for one in self.pasts] != pasts:
+            known = {id(one.past): one for one in self.pasts}
+            self.pasts = [known.get(id(past)) or self._begin(past) for past in pasts]
+
+    def _begin(self, past: SuffixAutomaton) -> Follower:
+        new = Follower(past)
+        for token in self.own.text[-SHORT:]:
+            new.follow(token)
+        return new
+
+    def read(self, tokens: list[int], most: int) -> int:
+        """Go on with `tokens` for at most so many of them; returns how many these were."""
+        at = len(self.own.text)
+        more = tokens[at : at + most]
+        for token in more:
             self.own.push(token)
-            self.state, self.length = self.past.advance(self.state, self.length, token)
+            for past in self.pasts:
+                past.follow(token)
+        return len(more)
+
+    def find(self) -> tuple[list[int], int, int]:
+        """The text that has the longest known end of this one, the place after it there, and its length; 0: there is none."""
+        place, length = self.own.repeated()
+        text = self.own.text
+        for one in self.pasts:
+            if one.length > length:
+                text, place, length = one.past.text, one.past.ends[one.state], one.length
+        return text, place, length
 
 
 class SuffixTree:
     """Proposes what followed the longest known end of a sequence, as many tokens as `factor` times the match is long.
 
-    Outputs that have ended are remembered, prompts included, up to `memory` tokens for each tenant; beyond that the older half
-    is forgotten. Tenants do not see each other's, not even by what is fast.
+    Outputs that have ended are remembered, prompts included, up to `memory` tokens for each tenant, in two automata: when the
+    younger is full the older is forgotten. Tenants do not see each other's, not even by what is fast. What is too long to be
+    read in one step is read in several.
     """
 
     name = "suffix"
@@ -112,25 +152,31 @@ class SuffixTree:
         self.factor = factor
         self.shortest = shortest
         self.memory = memory
-        self._past: OrderedDict[bytes, SuffixAutomaton] = OrderedDict()
+        self._pasts: OrderedDict[bytes, list[SuffixAutomaton]] = OrderedDict()  # by tenant, the younger first
+        self._ended: deque[tuple[bytes, deque[int]]] = deque()  # outputs that are still to be read
+        self._room = READ
 
-    def past(self, salt: bytes) -> SuffixAutomaton:
+    def begin(self) -> None:
+        self._room = READ
+        self._read_ended()
+
+    def pasts(self, tenant: bytes) -> list[SuffixAutomaton]:
         """What a tenant's outputs were."""
-        found = self._past.setdefault(salt, SuffixAutomaton())
-        self._past.move_to_end(salt)
-        if len(self._past) > TENANTS:
-            self._past.popitem(last=False)
+        found = self._pasts.setdefault(tenant, [SuffixAutomaton()])
+        self._pasts.move_to_end(tenant)
+        if len(self._pasts) > TENANTS:
+            self._pasts.popitem(last=False)
         return found
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        past, reading = self.past(request.tenant), seq.drafting.get(self.name)
-        if reading is None or reading.past is not past:
-            reading = seq.drafting[self.name] = Reading(past)
-        reading.read(seq.tokens)
-        place, length = reading.own.repeated()
-        text = reading.own.text
-        if reading.length > length:
-            place, length, text = past.ends[reading.state], reading.length, past.text
+        reading = seq.drafting.get(self.name)
+        if reading is None:
+            reading = seq.drafting[self.name] = Reading()
+        reading.meet(self.pasts(request.tenant))
+        self._room -= reading.read(seq.tokens, max(self._room, SHORT))
+        if len(reading.own.text) < len(seq.tokens):
+            return None
+        text, place, length = reading.find()
         if length < self.shortest:
             return None
         tokens = text[place : place + min(most, int(length * self.factor))]
@@ -139,15 +185,24 @@ class SuffixTree:
         return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, trust=_trust(length)) if tokens else None
 
     def remember(self, request: Request, seq: Sequence) -> None:
-        """Keep an output that has ended."""
-        past, half = self.past(request.tenant), self.memory // 2
-        if len(past.text) + len(seq.tokens) >= self.memory:
-            kept = past.text[-half:]
-            past = self._past[request.tenant] = SuffixAutomaton()
-            for token in kept:
-                past.push(token)
-        for token in [*seq.tokens[1 - half :], SEPARATOR]:
-            past.push(token)
+        """Keep an output that has ended: its end, where it is longer than an automaton."""
+        self._ended.append((request.tenant, deque([*seq.tokens[1 - self.memory // 2 :], SEPARATOR])))
+        while len(self._ended) > 1 and sum(len(tokens) for _, tokens in self._ended) > self.memory:
+            self._ended.popleft()  # they end faster than they are read
+        self._read_ended()
+
+    def _read_ended(self) -> None:
+        """Put outputs that have ended where they are found, as far as there is room in this step."""
+        while self._ended and self._room > 0:
+            tenant, tokens = self._ended[0]
+            pasts = self.pasts(tenant)
+            if len(pasts[0].text) + len(tokens) > self.memory // 2:
+                pasts[:] = [SuffixAutomaton(), pasts[0]]
+            for _ in range(min(len(tokens), self._room)):
+                pasts[0].push(tokens.popleft())
+                self._room -= 1
+            if not tokens:
+                self._ended.popleft()
 
 
 def _trust(length: int) -> int:
