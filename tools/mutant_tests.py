@@ -20,9 +20,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "COVERAGE_CORE": "ctrace"}
 
 import coverage
-import hypothesis  # noqa: F401 (imported once, before anything is forked: this takes seconds)
 import pytest
-import torch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "mutants"
@@ -31,6 +29,8 @@ TESTS = ("ops", "unit", "property", "e2e")
 ELSEWHERE = "bench beside cli docs examples gguf hub imports install interrupt mutants native_build native_process".split()
 ELSEWHERE += "native_start peers progress safetensors tokenizer".split()
 MARKS = "not slow and not weights and not peers"
+# Imported once, before anything is forked: this takes seconds.
+AHEAD = "torch numpy scipy.stats hypothesis jsonschema msgspec llguidance tokenizers jinja2 safetensors gguf rich".split()
 LIMIT = 60.0  # seconds for the tests of a mutant
 BUDGET = 30.0  # of them by the record: a mutant that takes twice that hangs
 LONGEST = 20.0  # seconds of a test that is taken
@@ -70,6 +70,9 @@ def copy_tree(folder: Path) -> Path:
 
 def work(jobs: Iterable[Job], trees: list[Path]) -> None:
     """Do them all, as many at once as there are copies."""
+    for name in AHEAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     free, running, serial = list(trees), dict[int, tuple[Job, Path, float]](), 0
     waiting = iter(jobs)
     job = next(waiting, None)

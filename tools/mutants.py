@@ -66,22 +66,22 @@ def sources(module: str) -> list[str]:
 
 
 def mutants(module: str, sample: int, seed: int) -> list[Mutant]:
-    """A sample of a module's mutants, by file and line."""
-    found: list[tuple[str, libcst.Module, Any]] = []
+    """A sample of a module's mutants, in the order of the draw: as many as were run are a sample, too."""
+    found: list[tuple[str, str, libcst.Module, Any]] = []
     for file in sources(module):
-        visitor = Visitor(mutation_operators, IgnoredCode(set(), set(), set()))
-        tree = libcst.MetadataWrapper(libcst.parse_module((ROOT / file).read_text())).visit(visitor)
-        found += [(file, tree, mutation) for mutation in visitor.mutations]
+        visitor, text = Visitor(mutation_operators, IgnoredCode(set(), set(), set())), (ROOT / file).read_text()
+        tree = libcst.MetadataWrapper(libcst.parse_module(text)).visit(visitor)
+        found += [(file, text, tree, mutation) for mutation in visitor.mutations]
     random.Random(f"{module} {seed}").shuffle(found)
     made: dict[str, Mutant] = {}
-    for file, tree, mutation in found:
+    for file, text, tree, mutation in found:
         if len(made) == sample:
             break
-        before, code = tree.code, tree.deep_replace(mutation.original_node, mutation.mutated_node).code
-        if code != before and _compiles(code):
-            mutant = _describe(module, file, before, code)
+        code = tree.deep_replace(mutation.original_node, mutation.mutated_node).code
+        if code != text and _compiles(code):
+            mutant = _describe(module, file, text, code)
             made.setdefault(mutant.key, mutant)
-    return sorted(made.values(), key=lambda mutant: (mutant.file, mutant.line))
+    return list(made.values())
 
 
 def _compiles(code: str) -> bool:
@@ -138,7 +138,7 @@ def report(chosen: dict[str, list[Mutant]]) -> str:
     table = ["| module | mutants | killed | timeout | survived | equivalent |", "|---|" + "---:|" * 5]
     for module, each in chosen.items():
         counts: Counter[str] = Counter()
-        for mutant in each:
+        for mutant in sorted(each, key=lambda mutant: (mutant.file, mutant.line)):
             told = found.get(mutant.key)
             outcome = told["outcome"] if told else "not run"
             if outcome == "survived" and (mutant.file, mutant.diff.strip()) in equivalent:
