@@ -22,6 +22,7 @@ help:
 	@echo "make test-peers     comparisons with other engines (installs them)"
 	@echo "make sanitize       the C++ test programs under the address, undefined-behaviour and thread sanitizers"
 	@echo "make bench          tokens per second, load time and memory of $(MODEL) on this machine"
+	@echo "make mutants        mutation testing of the engine: are wrong lines noticed? (MODULES=... SAMPLE=100 SEED=1 JOBS=2)"
 	@echo "make lint           ruff, mypy, clang-format; make format puts right what they can"
 	@echo "make native         build the C++ core, showing the compiler's output"
 	@echo "make clean          remove what was built (the environment, not the models)"
@@ -88,3 +89,12 @@ $(VENV)/.dev: $(VENV)/.run
 $(VENV)/.peers: $(VENV)/.dev
 	@$(PYTHON) tools/install.py dev peers
 	@touch $@
+
+# Mutation testing: make mutants MODULES="ops.trees kv" SAMPLE=100 SEED=1 JOBS=2; AGAIN=--again repeats what was not killed.
+SAMPLE ?= 100
+SEED ?= 1
+JOBS ?= 2
+
+.PHONY: mutants
+mutants: $(VENV)/.dev
+	@nice -n 15 $(VENV)/bin/python tools/mutants.py $(MODULES) --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(AGAIN)

@@ -6,6 +6,7 @@ import torch
 
 from headrace.ops import penalties
 from headrace.ops.penalties import TokenCounts
+from headrace.params import SamplingParams
 from tests.ops.sampling_reference import ngram_banned
 
 NEVER = float("-inf")
@@ -122,3 +123,44 @@ def test_counts_grow_fork_and_reach_ahead():
 def test_counts_refuse_an_id_outside_the_vocabulary(token):
     with pytest.raises(ValueError, match="outside the vocabulary of 10"):
         TokenCounts(10, prompt=[token])
+
+
+def test_lists_of_another_length_than_the_rows_are_refused():
+    z = torch.zeros(2, 3)
+    for op, each in ((penalties.bias, {0: 1.0}), (penalties.allow, [0]), (penalties.ban, [0])):
+        for count in (1, 3):
+            with pytest.raises(ValueError, match="argument 2 is"):
+                op(z, [each] * count)
+
+
+def test_nothing_allowed_is_nothing_possible():
+    assert penalties.allow(torch.zeros(1, 3), [[]]).tolist() == [[NEVER] * 3]
+
+
+def test_a_bias_has_the_precision_of_the_logits():
+    assert penalties.bias(torch.zeros(1, 2, dtype=torch.float64), [{1: 0.1}]).tolist() == [[0.0, 0.1]]
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 100])
+def test_a_mask_has_a_bit_for_each_token_and_whole_words(vocab):
+    rng = np.random.default_rng(vocab)
+    allowed = rng.integers(0, 2, (3, vocab)).astype(bool)
+    words = -(-vocab // 32)
+    rows = np.zeros((3, words * 32), dtype=bool)
+    rows[:, :vocab] = allowed
+    rows[:, vocab:] = True  # bits of no token say nothing
+    masks = [np.packbits(row, bitorder="little").tobytes() for row in rows]
+    z = torch.from_numpy(rng.normal(size=(3, vocab)).astype(np.float32))
+    assert torch.equal(penalties.mask(z, masks), z.masked_fill(torch.from_numpy(~allowed), NEVER))
+    penalties.check_mask(masks[0], vocab)
+    for wrong in (b"", masks[0][:-1], masks[0] + bytes(1), masks[0] + bytes(4)):
+        with pytest.raises(ValueError, match="gave no mask"):
+            penalties.check_mask(wrong, vocab)
+
+
+def test_dry_counts_up_to_64_tokens():
+    """A base so near 1 that the dearest cost is far: each token of the match counts once, and the 65th no more."""
+    params = SamplingParams(dry_multiplier=1.0, dry_base=1.01, dry_allowed_length=1)
+    for length, counted in ((63, 63), (64, 64), (65, 64), (80, 64)):
+        text = list(range(length))
+        assert penalties.dry([*text, 500, 600, *text], params) == {500: pytest.approx(1.01 ** (counted - 1))}

@@ -30,9 +30,12 @@ def test_written_rows_are_where_their_slots_say() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_values_are_rounded_to_the_pool(dtype: torch.dtype) -> None:
     made = pool(dtype)
-    k = torch.randn(1, 1, 4)
-    made.write(0, torch.tensor([7]), k, k)
-    assert torch.equal(made.kv(0)[0][1, 3], k[0].to(dtype))
+    assert made.data.dtype == dtype
+    k, v = torch.randn(1, 1, 4), torch.randn(1, 1, 4)
+    made.write(0, torch.tensor([7]), k, v)
+    keys, values = made.kv(0)
+    assert torch.equal(keys[1, 3], k[0].to(dtype))
+    assert torch.equal(values[1, 3], v[0].to(dtype))
 
 
 def test_blocks_are_copied_in_all_layers_and_exchanged_at_once() -> None:

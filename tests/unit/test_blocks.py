@@ -152,7 +152,7 @@ def test_blocks_given_up_while_scheduling_rest_until_the_next_step(blocks: Block
     blocks.grow(hog, 0, 16 * BLOCK)
     blocks.begin()
     blocks.truncate(hog, 15 * BLOCK)
-    assert (blocks.available, blocks.resting) == (0, 1)
+    assert (blocks.available, blocks.resting, blocks.used) == (0, 1, 15)
     blocks.check([hog])
     blocks.end()
     blocks.begin()
@@ -177,6 +177,51 @@ def test_hashes_chain(blocks: BlockManager) -> None:
     assert blocks.hash(first, 1) != blocks.hash(second, 1)
     computed(blocks, first)
     assert blocks.match(second) == 0
+
+
+def test_a_position_is_writable_where_its_block_is_there_unshared_and_unpublished(blocks: BlockManager) -> None:
+    seq = sequence(list(range(6)))
+    assert not blocks.writable(seq, 0)
+    computed(blocks, seq)
+    assert [blocks.writable(seq, position) for position in (3, 4, 7, 8, 12)] == [False, True, True, False, False]
+    child = sequence(list(range(6)), 1)
+    blocks.fork(seq, child)
+    assert not blocks.writable(seq, 4)
+    blocks.release(child)
+    assert blocks.writable(seq, 4)
+
+
+def test_a_companion_says_what_it_has_filled_and_of_whole_blocks_only() -> None:
+    blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("draft")))
+    seq = sequence(list(range(13)))
+    seq.computed = [0, 0]
+    blocks.grow(seq, 0, 13)
+    seq.computed = [13, 0]
+    blocks.publish(seq)
+    found = []
+    for start, end in ((0, 3), (3, 7), (7, 12)):
+        seq.computed[1] = end
+        blocks.fill(seq, 1, start)
+        twin = sequence(list(range(13)), 1)
+        twin.computed, twin.groups = [0, 0], 0b11
+        found.append((blocks.match(twin), list(twin.computed)))
+        blocks.release(twin)
+    assert found == [(0, [0, 0]), (4, [4, 4]), (12, [12, 12])]
+
+
+def test_a_match_goes_as_far_as_each_group_was_computed(blocks: BlockManager) -> None:
+    """The companion's count stops where its bits do, and does not go on behind a gap."""
+    seq = sequence(list(range(13)))
+    seq.computed = [0, 0]
+    blocks.grow(seq, 0, 13)
+    seq.computed = [13, 4]
+    blocks.publish(seq)
+    seq.computed[1] = 12
+    blocks.fill(seq, 1, 8)  # the third block, and not the second
+    twin = sequence(list(range(13)), 1)
+    twin.computed = [0, 0]
+    assert blocks.match(twin, need=0b01) == 12
+    assert twin.computed == [12, 4]
 
 
 def test_double_release_is_caught(blocks: BlockManager) -> None:

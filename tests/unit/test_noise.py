@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from headrace.decoding import noise
-from headrace.ops.noise import GUMBEL_MAX, GUMBEL_MIN, REACH, Purpose
+from headrace.ops.noise import GUMBEL_MAX, GUMBEL_MIN, REACH, Purpose, coins
 
 
 def bits(x) -> list[str]:
@@ -87,6 +87,28 @@ def test_torch_and_numpy_agree_where_the_definition_branches():
     assert np.array_equal(ours.view(np.int32), oracle.view(np.int32))
 
 
+def test_every_purpose_has_the_number_that_seeded_outputs_were_drawn_with():
+    assert {purpose.name: int(purpose) for purpose in Purpose} == {
+        "TARGET": 0,
+        "DRAFT": 1,
+        "ACCEPT": 2,
+        "RESIDUAL": 3,
+        "COIN": 4,
+    }
+    assert noise.key(7) == noise.key(7, 0)
+
+
+def test_coins_are_the_first_words_of_their_purpose():
+    """Against the oracle, several draws at a time."""
+    keys, positions = [noise.key(seed, seed) for seed in range(5)], [0, 1, 7, 2**31, 2**32 - 1]
+    for purpose in Purpose:
+        ours = coins(torch.tensor(keys), torch.tensor(positions), purpose)
+        counter = np.array([[position, 0, purpose, 0] for position in positions], np.uint32)
+        words = noise.reference_philox(counter, np.array(keys, np.uint32))[:, 0]
+        assert ours.dtype == torch.float64
+        assert ours.tolist() == [int(word) / 2**32 for word in words]
+
+
 def test_all_of_the_vocabulary_is_the_chosen_ids():
     keys, positions = torch.tensor([noise.key(1, 0), noise.key(1, 1)]), torch.tensor([5, 9])
     ids = torch.tensor([[0, 3, 4, 50_256], [7, 7, 1, 50_255]])
@@ -129,5 +151,7 @@ def test_the_range_is_what_the_shortcut_assumes():
     assert bottom > GUMBEL_MIN - 0.01
     assert top < GUMBEL_MAX + 0.01
     assert top - bottom < REACH
+    assert (bottom, top) == pytest.approx((GUMBEL_MIN, GUMBEL_MAX), abs=0.01)  # and no wider: a wide reach is slow
+    assert pytest.approx(GUMBEL_MAX - GUMBEL_MIN) == REACH
     steps = noise.gumbel(torch.arange(0, 2**32, 65537)).diff()
     assert steps.max() <= 0

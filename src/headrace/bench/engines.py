@@ -40,10 +40,11 @@ class Engine:
     reads: str = "gguf"
     build: dict[str, str] = field(default_factory=dict)  # environment of pip
     without: tuple[str, ...] = ()  # what it brings along, does not need, and fails to import beside a torch without CUDA
+    place: Path | None = None  # of its environment, where a person made that
 
     @property
     def folder(self) -> Path:
-        return home() / "peers" / self.name
+        return self.place or home() / "peers" / self.name
 
     @property
     def python(self) -> Path:

@@ -22,9 +22,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def commit() -> str:
-    """The commit of a checkout, with "+" where files differ from it; empty for an installed package."""
-    folder = Path(__file__).parent
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit of a checkout, with "+" where files differ from it; empty for an installed package. `folder`: within it."""
     try:
         name = _git(folder, "rev-parse", "--short=12", "HEAD")
         return name + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")

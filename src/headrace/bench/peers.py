@@ -19,6 +19,8 @@ from headrace.weights.store import home
 
 OURS = "headrace"
 KV_ELEMENT = 4  # bytes: room for an engine that keeps K and V in float32
+ABOUT = ("about", "load_s", "peak_rss_mb", "build")  # what is kept of an engine's first answer
+ITS_OWN = {"PYTHONPATH": ""}  # an engine finds the packages of its environment and no others
 SPARE = 32 * 256  # tokens: engines round every sequence up
 
 
@@ -85,7 +87,7 @@ def line_up(
         party = Party(engine, name, worker)
         stack.callback(worker.close)
         about = worker.ask(model=str(model), setting=options, **task)
-        lineup.about[party.name] = {key: about[key] for key in ("about", "load_s", "peak_rss_mb")}
+        lineup.about[party.name] = {key: about[key] for key in ABOUT if key in about}
         lineup.parties.append(party)
         say(f"{party.name}: {about['about']}, loaded in {about['load_s']:.1f} s")
 
@@ -94,7 +96,7 @@ def line_up(
     for engine in engines:
         for name, options in engine.settings.items():
             try:
-                load(engine.name, name, engine.command, engine.model(path, say), options, {})
+                load(engine.name, name, engine.command, engine.model(path, say), options, ITS_OWN)
             except ValueError as error:
                 lineup.left_out[f"{engine.name} ({name})"] = str(error)
                 say(f"{engine.name} ({name}) is left out: {error}")

@@ -1,12 +1,13 @@
 """Headrace itself, measured as the other engines are: engine steps over random prompts, of which none finds another's prefix.
 
-Setting: arguments of LLM, as {"backend": "native"}.
+Setting: arguments of LLM, as {"backend": "native"}. Runs another build of Headrace too, so that it uses of it what is old.
 """
 
 import random
 import time
 from typing import Any
 
+import headrace
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.params import SamplingParams
@@ -32,6 +33,7 @@ class Worker:
     def __init__(self, model: str, threads: int, setting: dict[str, Any], kv_bytes: float) -> None:
         self.llm = LLM(model, threads=threads, kv_cache_memory=int(kv_bytes), **{"enable_prefix_caching": False, **setting})
         self.about = f"Headrace, {self.llm.backend} back end"
+        self.build = {"version": headrace.__version__, "file": headrace.__file__}
 
     def run(self, prompts: list[list[int]], new_tokens: int, fed: int = 1) -> tuple[float, float, list[int]]:
         engine = self.llm.engine

@@ -9,7 +9,8 @@ The first line says what to load, and is answered when it is loaded; the others 
 
 `new_tokens` 0 measures prefill, up to the first token; otherwise decode, `new_tokens` after the first for every prompt. With
 "fed", which Headrace alone knows, it is `new_tokens` steps, each of so many tokens of every prompt. "options" are more
-arguments of `worker.run`, which may say how many tokens it has made, where that is another number.
+arguments of `worker.run`, which may say how many tokens it has made, where that is another number. A worker that is one of
+several builds says which: "build".
 An error is {"error": "…"}. The end of stdin ends the process. Needs the standard library alone, nothing of Headrace.
 """
 
@@ -34,6 +35,7 @@ def main(path: str) -> None:
                 start = time.perf_counter()
                 worker = make(**command)
                 reply = {"about": worker.about, "load_s": time.perf_counter() - start}
+                reply |= {"build": worker.build} if hasattr(worker, "build") else {}
             else:
                 reply = measure(worker, **{name: value for name, value in command.items() if name != "cell"})
         except Exception as error:  # whatever an engine raises is the answer
