@@ -27,6 +27,7 @@ NOT = "not:"  # begins the name of a complement
 LOOKAROUND = re.compile(r"\(\?(?:=|!|<)|\\[1-9]")  # what a finite automaton cannot do
 SOME = ("anyOf", "allOf", "prefixItems")  # keywords that hold lists of schemas
 ONE = ("additionalProperties", "additionalItems", "unevaluatedItems")  # and single ones
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 NAMED = ("properties", "patternProperties")  # and named ones
 
 
@@ -46,9 +47,11 @@ def prepare(schema: dict[str, Any]) -> Prepared:
 
 
 def _foreign(schema: dict[str, Any]) -> bool:
-    """Whether references in it are more than paths: those are the compiler's to follow."""
+    """Whether references in it are more than paths: those are the compiler's to follow. Raises ConstraintError for those that
+    lead out of the schema: nothing is fetched."""
     todo: list[tuple[Any, int]] = [(schema, 0)]
-    found = False
+    found = named = False
+    outside = ""
     while todo:
         node, depth = todo.pop()
         if depth > 4 * MAX_DEPTH:
@@ -56,9 +59,15 @@ def _foreign(schema: dict[str, Any]) -> bool:
         if isinstance(node, dict):
             found |= "$ref" in node and isinstance(node["$ref"], str) and not is_local(node["$ref"])
             found |= node is not schema and any(isinstance(node.get(name), str) for name in ("$id", "$anchor"))
+            named |= isinstance(node.get("$id"), str)
+            for name in REFERENCES:
+                if isinstance(node.get(name), str) and not node[name].startswith("#"):
+                    outside = outside or node[name]
             todo += [(value, depth + 1) for value in node.values()]
         elif isinstance(node, list):
             todo += [(value, depth + 1) for value in node]
+    if outside and not named:  # else it may be the name of a part of this schema
+        raise ConstraintError(f"the JSON schema refers to {outside[:80]!r}; only references within it (#/…) are followed")
     return found
 
 

@@ -4,6 +4,7 @@ import json
 
 import jsonschema
 
+from headrace.decoding.json_schema.document import NOWHERE
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.structured import ConstraintError, StructuredOutputs
 
@@ -21,7 +22,7 @@ def why_broken(spec: StructuredOutputs, text: str) -> str:
     schema = read_schema(spec.json)
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     try:
-        error = next(kind(schema).iter_errors(json.loads(text)), None)
+        error = next(kind(schema, registry=NOWHERE).iter_errors(json.loads(text)), None)
     except Exception as problem:  # no JSON, a pattern Python does not know, a recursion without end
         return f"the output cannot be checked against its JSON schema ({type(problem).__name__})"
     if error is None:
