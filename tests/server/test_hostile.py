@@ -1,10 +1,17 @@
 """Requests that cost little to send: none of them asks another host, keeps others waiting, or fills the memory."""
 
 import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
+from headrace.server import fields
+from headrace.server.bounds import Strict
+from headrace.server.page.routes import RenderRequest
 from tests.server.harness import Running
 from tests.trap import trap
 
@@ -35,3 +42,103 @@ def test_no_schema_of_a_request_makes_the_server_ask_another_host(server: Runnin
     assert got == []
     assert answer.status_code == 400
     assert "only references within it" in answer.json()["error"]["message"]
+
+
+MANY = 50_000
+REQUESTS = [
+    kind for kind in vars(fields).values() if isinstance(kind, type) and issubclass(kind, Strict) and kind is not Strict
+] + [RenderRequest]
+MISTAKES: list[Any] = [
+    *([value] * MANY for value in (None, 1.5, "x" * 5000, [None], [1.5] * 100, {1: 2}, True)),
+    [[None] * MANY] * 70,
+    ["x"] * MANY + [None],
+    {str(at): [None] for at in range(MANY)},
+    "x" * (1 << 20),
+]
+
+
+def mistakes(kind: type[BaseModel], body: dict[str, Any]) -> int:
+    """How many are told of a body."""
+    try:
+        kind.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
+def test_of_many_mistakes_a_few_are_told(kind: type[BaseModel]) -> None:
+    """One a field, or one a way in which it may be given, however long a list is; one for all unknown fields."""
+    required = [name for name, field in kind.model_fields.items() if field.is_required()]
+    for name in kind.model_fields:
+        for value in MISTAKES:
+            assert mistakes(kind, {name: value}) <= len(required) + 5, name
+    assert mistakes(kind, {f"x{at}": at for at in range(MANY)}) <= len(required) + 1
+
+
+def test_without_the_bounds_all_mistakes_are_told() -> None:
+    class Open(BaseModel):
+        ids: list[int]
+
+    assert mistakes(Open, {"ids": [None] * MANY}) == MANY
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
+def test_every_list_text_and_mapping_is_bounded(kind: type[BaseModel]) -> None:
+    """But for what is said to the model, which the context bounds, and objects that are looked at elsewhere."""
+    free = {"prompt", "input", "instructions", "suffix", "guided_json"}
+    schema = kind.model_json_schema()
+    for name, field in schema["properties"].items():
+        for way in field.get("anyOf", [field]):
+            least = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}.get(way.get("type", ""))
+            if least is not None and not (name in free and way["type"] in ("string", "object")):
+                assert least in way or "enum" in way or "const" in way, f"{name}: {way}"
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Running]:
+    """Without an engine: what is refused needs none."""
+    with Running("no-model", begin=False) as running:
+        yield running
+
+
+def peak() -> int:
+    """The most bytes this process has held since the last call."""
+    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(found.split()[1]) << 10
+
+
+MEGABYTES = 4 << 20
+BODIES = {
+    "zeros": (b'{"model":"m","messages":[', b"0,", b"0]}"),
+    "numbers": (b'{"model":"m","prompt":[', b"1.5,", b"0]}"),
+    "lists": (b'{"model":"m","prompt":[', b"[1.5],", b"0]}"),
+    "words": (b'{"model":"m","prompt":"a","bad_words":[', b"[1],", b"[1]]}"),
+    "ids": (b'{"model":"m","prompt":"a","stop_token_ids":[', b"1,", b"1]}"),
+    "valid ids": (b'{"model":"m","prompt":[', b"1,", b"1]}"),
+    "texts": (b'{"model":"m","prompt":[', b'"a",', b'"a"]}'),
+    "stops": (b'{"model":"m","prompt":"a","stop":[', b'"a",', b'"a"]}'),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_large_body_of_mistakes_is_refused_and_leaves_no_trace(door: Running, name: str) -> None:
+    """4 MiB: a 400 with a tenth of the work that all its mistakes would take, and a part of the memory that all its mistakes would take."""
+    first, each, last = BODIES[name]
+    body = first + each * ((MEGABYTES - len(first) - len(last)) // len(each)) + last
+    path = "/v1/chat/completions" if b"messages" in first else "/v1/completions"
+    peak()
+    before = peak()
+    began = time.process_time()
+    answer = door.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    used = time.process_time() - began
+    assert answer.status_code == 400, answer.text
+    assert used < 5  # seconds of this process, server and client
+    assert peak() - before < 200 << 20
+
+
+def test_many_unknown_fields_are_refused_for_one(door: Running) -> None:
+    body = {"model": "m", "prompt": "a", **{f"unknown{at}": 1 for at in range(MANY)}}
+    answer = door.post("/v1/completions", body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "unknown field 'unknown0'; remove it")
