@@ -1,8 +1,9 @@
 """Requests that cost little to send: none of them asks another host, keeps others waiting, or fills the memory."""
 
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from pydantic import BaseModel, ValidationError
 from headrace.server import fields
 from headrace.server.bounds import Strict
 from headrace.server.page.routes import RenderRequest
+from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import Running
 from tests.trap import trap
+from tests.unit.vocabularies import byte_level
 
 TALK: Any = [{"role": "user", "content": "hi"}]
 OUTWARD = [
@@ -124,7 +127,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_large_body_of_mistakes_is_refused_and_leaves_no_trace(door: Running, name: str) -> None:
-    """4 MiB: a 400 with a tenth of the work that all its mistakes would take, and a part of the memory that all its mistakes would take."""
+    """4 MiB: a 400, with a tenth of the work and of the memory that all its mistakes would take."""
     first, each, last = BODIES[name]
     body = first + each * ((MEGABYTES - len(first) - len(last)) // len(each)) + last
     path = "/v1/chat/completions" if b"messages" in first else "/v1/completions"
@@ -142,3 +145,46 @@ def test_many_unknown_fields_are_refused_for_one(door: Running) -> None:
     body = {"model": "m", "prompt": "a", **{f"unknown{at}": 1 for at in range(MANY)}}
     answer = door.post("/v1/completions", body)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "unknown field 'unknown0'; remove it")
+
+
+LONG = "The mill stands by the river and grinds. " * 12_000  # half a megabyte
+
+
+def beats(work: Callable[[], Any]) -> int:
+    """How often this thread comes to its turn while another does `work`."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    count = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        count += 1
+    return count
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """Seconds of work, in which this thread has hundreds of turns, or two or three where the encoder keeps the interpreter."""
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    assert beats(lambda: tokenizer.encode(LONG)) > 20
+    kept = tokenizer._encoder(True)
+    assert beats(lambda: kept.encode(LONG)) < 15  # the control: the library's call for a single text
+
+
+def test_no_prompt_is_encoded_on_the_event_loop_when_they_are_long_together(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many texts, each short enough to be encoded at once, are as one long text."""
+    tokenizer = server.llm.opened.tokenizer
+    encode, threads = tokenizer.encode, set()
+
+    def seen(text: str, **options: bool) -> list[int]:
+        threads.add(threading.get_ident())
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", seen)
+    loop = server.on_loop(threading.get_ident)
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": ["a " * 1900] * 3}).status_code == 400
+    assert server.post("/v1/embeddings", {"model": "tiny", "input": ["a " * 1900] * 3}).status_code == 400
+    assert threads
+    assert loop not in threads
+    assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
+    assert loop in threads  # a short one needs no thread
