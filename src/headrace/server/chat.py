@@ -36,8 +36,11 @@ from headrace.server.tool_text import Piece, ToolText
 from headrace.server.tools import Tooling, conversation, tooling
 from headrace.types import Delta
 
-# What a template's own variables may not be called: they are ours to say.
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+# What a template's own variables may not be called: they are ours to say, or what templates are written in.
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt bos_token eos_token "
+    "raise_exception strftime_now range dict lipsum cycler joiner namespace".split()
+)
 
 
 @dataclass(slots=True)
@@ -104,7 +107,7 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
         service.llm.abort(job.tickets)
 
 
-async def render(llm: AsyncLLM, messages: list[dict[str, Any]], **variables: Any) -> list[int]:
+async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
     """Token ids of a conversation. Raises TemplateError, TokenizerError, ApiError."""
     for number, message in enumerate(messages):
         _check_parts(number, message.get("content"))
