@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.server import fields
 from headrace.server.bounds import Strict
+from headrace.server.grammar_check import GrammarCheck
 from headrace.server.page.routes import RenderRequest
 from headrace.text.tokenizer import Tokenizer
-from tests.server.harness import Running
+from tests.server.harness import Running, in_thread
 from tests.trap import trap
 from tests.unit.vocabularies import byte_level
 
@@ -188,3 +189,46 @@ def test_no_prompt_is_encoded_on_the_event_loop_when_they_are_long_together(
     assert loop not in threads
     assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
     assert loop in threads  # a short one needs no thread
+
+
+# Each of the pairs among twenty lists of a hundred values is looked at against a context of two hundred properties.
+COSTLY: dict[str, Any] = {
+    "properties": {f"p{at}": {"type": "string"} for at in range(200)},
+    "oneOf": [{"enum": [{"q": [a, b]} for b in range(100)]} for a in range(20)],
+}
+
+
+def test_the_schemas_of_tools_are_looked_at_where_that_can_be_stopped(server: Running) -> None:
+    """Seconds of work that are not this process's, and end: a 400, while others are answered."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": COSTLY}}
+    began = time.process_time()
+    asked = in_thread(lambda: server.post("/v1/chat/completions", {"model": "tiny", "messages": TALK, "tools": [tool]}))
+    while asked.running:
+        assert server.health()["status"] == "ready"
+        time.sleep(0.05)
+    answer = asked.result()
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "too much time" in answer.json()["error"]["message"]
+    assert time.process_time() - began < 5  # this process, server and client; looking itself takes more
+
+
+def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    ask = GrammarCheck._ask
+
+    async def counted(self: GrammarCheck, question: dict[str, Any]) -> dict[str, Any]:
+        asked.append(sorted(question))
+        return await ask(self, question)
+
+    def never(schema: Any) -> Any:
+        raise AssertionError("a schema was looked at in the web process")
+
+    monkeypatch.setattr(GrammarCheck, "_ask", counted)
+    monkeypatch.setattr("headrace.server.tools.prepare", never)
+    body = {"model": "tiny", "messages": TALK, "max_tokens": 2, **as_tool({"type": "string", "minLength": 17})}
+    for _ in range(2):
+        said = server.post("/v1/chat/completions", body).json()
+        assert "context" in said["error"]["message"]  # the tiny model's, which ends before what is said of tools
+        assert asked == [["schemas"], ["spec"]]
+    body = {"model": "tiny", "messages": TALK, **as_tool({"$ref": "#/none"})}
+    assert "tools: number 0: the JSON schema refers to" in server.post("/v1/chat/completions", body).json()["error"]["message"]

@@ -17,8 +17,8 @@ from pygments.token import STANDARD_TYPES
 
 MAX_TEXT = 100_000  # characters; the page shows longer answers as plain text
 MAX_CODE = 10_000  # characters of code that are coloured in one text
-# The languages that are coloured, and other names of theirs. A lexer is a set of regular expressions that nothing can stop: these
-# were given hostile texts, and none of their matches takes long. Those of C and Java do.
+# The languages that are coloured, and other names of theirs. A lexer is a set of regular expressions that nothing can stop:
+# these were given hostile texts, and none of their matches takes long. Those of C and Java do.
 LANGUAGES = {
     name: language
     for language, names in {
