@@ -7,7 +7,7 @@ from typing import Any
 from headrace.engine import Engine
 from headrace.types import FeedOutput, Request, Sequence, StepOutput, StepPlan
 
-OFTEN = {"results": 6, "draft": 2}  # what is asked seldom fails more often
+OFTEN = {"results": 15, "draft": 2}  # what is asked seldom fails more often
 HOOKS = ("want", "select", "done", "results", "draft", "masks", "apply")
 
 

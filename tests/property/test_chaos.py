@@ -176,7 +176,7 @@ def test_a_broken_boundary_is_caught(tamper: Callable[[Engine], None]) -> None:
 def test_others_do_not_notice_natively() -> None:
     """Beams, contrastive search and decoding, samples and greedy on the native core, broken at random."""
     seen: Counter[str] = Counter()
-    for seed in range(16):
+    for seed in range(20):
         jobs, engine = strategies.load("native", seed)
         chaos = Chaos(seed, rate=0.03, step_rate=0.01)
         seen.update(play_natively(jobs, engine, chaos))

@@ -228,6 +228,10 @@ class Promise:
         except Exception as error:
             self._error = error
 
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
     def result(self) -> Any:
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()

@@ -116,6 +116,9 @@ CHATS = [
     ("messages", [{"role": "assistant", "content": "", "audio": {"id": "a"}}], "reads text alone"),
     ("chat_template_kwargs", {"messages": []}, "may not set messages"),
     ("chat_template_kwargs", {"tools": []}, "may not set tools"),
+    ("chat_template_kwargs", {"raise_exception": 1}, "may not set raise_exception"),
+    ("chat_template_kwargs", {"range": 1, "namespace": 1}, "may not set namespace, range"),
+    ("chat_template_kwargs", {f"v{at}": 1 for at in range(65)}, "at most 64"),
 ]
 
 

@@ -1,12 +1,15 @@
 """The page's files and its Markdown: nothing a model writes becomes code, nothing comes from another host."""
 
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
+from pygments.lexers import get_lexer_by_name
 
 from headrace.server.page import files, markdown
-from tests.server.harness import Running
+from tests.server.harness import PATIENCE, Running
 
 # What a hostile model might write; each would run, load or submit something on a page that let it.
 HOSTILE = [
@@ -97,6 +100,24 @@ def test_code_is_coloured_and_text_that_is_no_language_is_not() -> None:
     assert markdown.render("```no-such\n<b>\n```") == '<pre><code class="language-no-such">&lt;b&gt;\n</code></pre>\n'
     assert "<span" not in markdown.render(f"```python\n{'x = 1; ' * markdown.MAX_CODE}\n```")
     assert ".k { color: light-dark(#" in markdown.code_css()
+
+
+def test_only_known_languages_are_coloured() -> None:
+    """A lexer that this one text keeps for minutes is not asked; nor is any other of the library's hundreds."""
+    text = 'f"```scala\\n\\"{chr(92) * 48}\\n```"'
+    code = f"from headrace.server.page.markdown import render; print(render({text}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.startswith('<pre><code class="language-scala">')
+    assert "<span" not in done.stdout
+    assert get_lexer_by_name("scala") is not None  # there is one
+    for name in markdown.LANGUAGES:
+        assert get_lexer_by_name(name).name == get_lexer_by_name(markdown.LANGUAGES[name]).name
+
+
+def test_so_much_code_is_coloured_in_one_text() -> None:
+    block = "```python\nx = 1\n" + "y = 2\n" * 1000 + "```\n\n"
+    assert markdown.render(block * 3).count('<span class="n">x</span>') == 1
+    assert markdown.render(block).count('<span class="n">x</span>') == 1  # and the next text has its own
 
 
 def test_long_texts_are_escaped_and_not_parsed() -> None:

@@ -187,6 +187,32 @@ def test_fields_without_a_meaning_change_nothing(server: Running) -> None:
     assert answer["choices"][0]["message"]["content"] == plain.choices[0].message.content
 
 
+def test_choices_of_several_prompts_with_several_answers_have_indexes_of_their_own(server: Running, offline: LLM) -> None:
+    """Choice i of prompt p is number p * n + i, streamed or not."""
+    prompts = ["The mill", "A river"]
+    expected = [output.text for whole in offline.generate(prompts, SamplingParams(**DRAWN)) for output in whole.outputs]
+    assert len(set(expected)) == 4  # else an exchange would not be seen
+    whole = server.complete(prompt=prompts, **DRAWN)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in whole.choices] == expected
+    streamed = joined(server.complete(prompt=prompts, **DRAWN, stream=True), lambda choice: choice.text)
+    assert streamed == dict(enumerate(expected))
+
+
+def test_a_negative_seed_is_a_seed_of_its_own(server: Running, offline: LLM) -> None:
+    drawn = {**DRAWN, "n": 1}
+    said = {seed: server.complete(**{**drawn, "seed": seed}).choices[0].text for seed in (-7, 7, 2**64 - 7)}
+    assert said[-7] == said[2**64 - 7] != said[7]
+    (expected,) = offline.generate("The mill", SamplingParams(**{**drawn, "seed": 2**64 - 7}))
+    assert said[-7] == expected.outputs[0].text
+
+
+@pytest.mark.parametrize("name", ["llm", "self", "messages_", "variables", "request"])
+def test_a_variable_of_the_template_may_have_any_name(server: Running, name: str) -> None:
+    body = {"model": "tiny", "messages": TALK, "max_tokens": 1, "chat_template_kwargs": {name: 1}}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+
+
 def test_a_cached_prefix_is_shared_only_under_the_same_salt(server: Running) -> None:
     def cached(salt: str) -> int:
         found: int = server.complete(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from headrace.text import template_worker
 from headrace.text.chat import ChatTemplate, TemplateError, TemplateLimits, validate_messages
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
@@ -350,3 +351,33 @@ def test_values_that_are_not_json_are_refused() -> None:
     for value in (object(), float("nan"), circle, {1, 2}):
         with pytest.raises(TemplateError, match="plain JSON values"):
             ChatTemplate(CHATML).render(QUESTION, extra=value)
+
+
+def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what one rendering sets is not there in the next."""
+    env = template_worker.environment()
+    sources: list[str] = []
+
+    def counted(source: str) -> Any:
+        sources.append(source)
+        return type(env).from_string(env, source)
+
+    monkeypatch.setattr(env, "from_string", counted)
+    source = "{{ kept is defined }} {{ messages[0].content }}{% set kept = 1 %}{% set ns = namespace(a=1) %}{{ ns.a }}"
+    for said in ("a", "b"):
+        context = {"messages": [{"role": "user", "content": said}]}
+        asked = {"source": source, "context": context, "seconds": 60, "max_output": 100}
+        assert template_worker.answer(env, asked) == {"text": f"False {said}1"}
+    assert sources == [source]
+    asked["source"] = "other"
+    assert template_worker.answer(env, asked) == {"text": "other"}
+    assert sources == [source, "other"]
+
+
+@pytest.mark.parametrize("name", ["self", "messages_", "llm", "context", "env", "source", "seconds", "name", "request"])
+def test_a_variable_may_have_any_name(name: str) -> None:
+    template = ChatTemplate("{{ " + name + " }}" if name != "self" else "{{ messages[0].content }}")
+    try:
+        assert template.render([{"role": "user", "content": "mill"}], **{name: "mill"}) == "mill"
+    finally:
+        template.close()

@@ -12,8 +12,10 @@ from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document
 from headrace.decoding.json_schema.literals import other_than
 from headrace.decoding.json_schema.prepare import prepare
-from headrace.structured import ConstraintError
+from headrace.decoding.json_schema.validate import why_broken
+from headrace.structured import ConstraintError, StructuredOutputs
 from tests.places import data_path
+from tests.trap import reached, trap
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {}}}
 CASES: dict[str, dict[str, Any]] = {
@@ -196,3 +198,54 @@ def deep(levels: int) -> dict[str, Any]:
 def test_too_much_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ConstraintError, match=r".{20}"):
         prepare(schema)
+
+
+# Schemas that lead out of themselves, here and there; `URL` is where to.
+OUTWARD: list[dict[str, Any]] = [
+    {"$ref": "URL"},
+    {"$dynamicRef": "URL"},
+    {"$recursiveRef": "URL"},
+    {"$dynamicRef": "other.json#/a"},
+    {"properties": {"a": {"oneOf": [{"const": 1}, {"$dynamicRef": "URL"}]}}},
+    {"oneOf": [{"const": 1}, {"$ref": "URL"}]},
+    {"oneOf": [{"const": 1}, {"not": {"$dynamicRef": "URL"}, "multipleOf": 7}]},
+    {"oneOf": [{"const": {"a": 1}}, {"properties": {"a": {"$dynamicRef": "URL"}}}]},
+]
+NAMED_SO = {"$id": "http://127.0.0.1:1/", "oneOf": [{"const": 1}, {"not": {"$dynamicRef": "URL"}, "multipleOf": 7}]}
+
+
+def pointed(schema: Any, url: str) -> Any:
+    return json.loads(json.dumps(schema).replace("URL", url))
+
+
+@pytest.mark.parametrize("schema", OUTWARD, ids=json.dumps)
+@pytest.mark.parametrize("file", [False, True])
+def test_references_that_lead_out_are_refused(schema: dict[str, Any], file: bool) -> None:
+    with trap() as (url, got), reached() as tried, pytest.raises(ConstraintError, match="only references within it"):
+        prepare(pointed(schema, "file:///etc/hostname#/a" if file else url))
+    assert (got, tried) == ([], [])
+
+
+@pytest.mark.parametrize("schema", [*OUTWARD, NAMED_SO], ids=json.dumps)
+def test_nothing_is_fetched_wherever_a_validator_runs(schema: dict[str, Any]) -> None:
+    """Behind the refusal: whoever asks whether values fit finds what a schema itself holds, and nothing else."""
+    with trap() as (url, got), reached() as tried:
+        outward = pointed(schema, url)
+        why_broken(StructuredOutputs(json=outward), "1")
+        disjoint(Document(outward), [{"enum": [1, {"a": 1}, 7]}], [outward])
+        if schema is NAMED_SO:
+            prepare(outward)
+    assert (got, tried) == ([], [])
+
+
+def test_the_trap_sees_what_a_validator_fetches_by_itself() -> None:
+    """The control: the library's own default asks another host."""
+    with trap() as (url, got), reached() as tried, pytest.warns(DeprecationWarning, match="remote references"):
+        jsonschema.Draft202012Validator({"$dynamicRef": url}).is_valid(1)
+    assert len(got) == 1
+    assert {event for event, _ in tried} >= {"socket.connect", "urllib.Request"}
+
+
+def test_a_reference_to_a_named_part_is_none_that_leads_out() -> None:
+    schema = {"$id": "http://a.example/", "$defs": {"n": {"$id": "n", "type": "integer"}}, "$ref": "n"}
+    assert prepare(schema).schema == schema

@@ -35,7 +35,7 @@ log = logging.getLogger("headrace.server")
 Prompt = str | Sequence[int]
 BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before each new attempt to start
 LOOKS = 8  # at the engine, within the time after which it counts as stuck
-INLINE = 4096  # characters that are encoded on the event loop; longer texts go to a thread
+INLINE = 4096  # characters that are encoded on the event loop; more go to a thread
 
 
 class LoadError(ValueError):
@@ -167,11 +167,15 @@ class AsyncLLM:
 
     async def encode(self, text: str, **options: bool) -> list[int]:
         """Token ids of a text, without holding up the event loop. Raises TokenizerError."""
+        return (await self.encode_all([text], **options))[0]
+
+    async def encode_all(self, texts: Sequence[str], **options: bool) -> list[list[int]]:
+        """The same of several."""
         tokenizer = self.opened.tokenizer
-        if len(text) <= INLINE:
-            return tokenizer.encode(text, **options)
+        if sum(map(len, texts)) <= INLINE:
+            return [tokenizer.encode(text, **options) for text in texts]
         async with self._long_text:
-            return await asyncio.to_thread(tokenizer.encode, text, **options)
+            return await asyncio.to_thread(lambda: [tokenizer.encode(text, **options) for text in texts])
 
     def submit(
         self,

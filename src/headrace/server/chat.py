@@ -30,14 +30,17 @@ from headrace.server.logprobs import chat_logprobs
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
-from headrace.server.structured import asked_form, check_form, check_text
+from headrace.server.structured import asked_form, check_form, check_text, prepared
 from headrace.server.tickets import Ticket, deltas
 from headrace.server.tool_text import Piece, ToolText
-from headrace.server.tools import Tooling, conversation, tooling
+from headrace.server.tools import Tooling, callable_tools, conversation, schemas_of, tooling
 from headrace.types import Delta
 
-# What a template's own variables may not be called: they are ours to say.
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+# What a template's own variables may not be called: they are ours to say, or what templates are written in.
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt bos_token eos_token "
+    "raise_exception strftime_now range dict lipsum cycler joiner namespace".split()
+)
 
 
 @dataclass(slots=True)
@@ -76,7 +79,7 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
     _check(request)
     template = service.llm.opened.template.source
-    tools, form = tooling(request, template, service.llm.opened.tokenizer.control_id), asked_form(request)
+    tools, form = await _tooling(service, request, template), asked_form(request)
     if tools is not None and form is not None:
         raise bad("an answer that may call tools cannot be held to a format too; leave one out", "response_format")
     spec = tools.spec if tools is not None else form
@@ -104,7 +107,14 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
         service.llm.abort(job.tickets)
 
 
-async def render(llm: AsyncLLM, messages: list[dict[str, Any]], **variables: Any) -> list[int]:
+async def _tooling(service: Service, request: ChatRequest, template: str | None) -> Tooling | None:
+    """The tools of a request, their schemas looked at where that can be stopped. Raises ApiError."""
+    usable, _ = callable_tools(request)
+    known = await prepared(service.llm.grammar_check, schemas_of(usable)) if usable else None
+    return tooling(request, template, service.llm.opened.tokenizer.control_id, known)
+
+
+async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
     """Token ids of a conversation. Raises TemplateError, TokenizerError, ApiError."""
     for number, message in enumerate(messages):
         _check_parts(number, message.get("content"))

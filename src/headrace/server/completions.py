@@ -124,16 +124,13 @@ async def _prompts(service: Service, request: CompletionRequest) -> tuple[list[l
         given = [given]
     if not given:
         raise bad("prompt is empty; give a text, token ids, or a list of those", "prompt")
-    prompts: list[list[int]] = []
-    texts: list[str] = []
-    for one in given:
-        ids = await service.llm.encode(one) if isinstance(one, str) else list(one)  # type: ignore[arg-type]
-        if not ids:
-            raise bad("a prompt is empty; give at least one token", "prompt")
-        prompts.append(ids)
-        if request.echo:
-            texts.append(one if isinstance(one, str) else service.llm.opened.tokenizer.decode(ids))
-    return prompts, texts
+    prompts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given  # type: ignore[arg-type,assignment]
+    if not all(prompts):
+        raise bad("a prompt is empty; give at least one token", "prompt")
+    if not request.echo:
+        return prompts, []
+    decode = service.llm.opened.tokenizer.decode
+    return prompts, [one if isinstance(one, str) else decode(ids) for one, ids in zip(given, prompts, strict=True)]
 
 
 async def _whole(job: Job) -> Completion:

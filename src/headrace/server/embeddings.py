@@ -38,12 +38,11 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
         raise bad("input is empty; give a text, token ids, or a list of those", "input")
     if len(given) > service.limits.inputs:
         raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
-    texts: list[list[int]] = []
-    for one in given:
-        ids = await service.llm.encode(one, parse_special=False) if isinstance(one, str) else list(one)  # type: ignore[arg-type]
-        if not ids or one == "":
-            raise bad("an input is empty; give at least one character or token", "input")
-        texts.append(ids)
+    texts: list[list[int]] = given  # type: ignore[assignment]
+    if isinstance(given[0], str):
+        texts = await service.llm.encode_all(given, parse_special=False)  # type: ignore[arg-type]
+    if not all(texts) or "" in given:
+        raise bad("an input is empty; give at least one character or token", "input")
     return texts
 
 

@@ -5,32 +5,47 @@ Every field may be null, which means that it was not given. Fields in `MEANINGLE
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Deadline = Annotated[float, Field(gt=0, le=86_400)]  # seconds
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+from headrace.server.bounds import (
+    BadWords,
+    Biases,
+    Choices,
+    Deadline,
+    Ids,
+    Int64,
+    Items,
+    Marks,
+    Prompt,
+    Prompts,
+    Settings,
+    Source,
+    Stops,
+    StopText,
+    Strict,
+    Texts,
+    ToolItems,
+    Tools,
+    Word,
+    Words,
+)
 
-
-class Strict(BaseModel):
-    """Types are meant (no "1" for 1), and an unknown field is an error."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+Object = dict[str, Any]  # looked at elsewhere, as a whole
 
 
 class Meaningless(Strict):
     """Accepted for clients that send them; they change nothing here."""
 
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: Word | None = None
+    metadata: Settings | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    verbosity: str | None = None
-    prediction: dict[str, Any] | None = None
+    service_tier: Word | None = None
+    safety_identifier: Word | None = None
+    prompt_cache_key: Word | None = None
+    prompt_cache_retention: Word | None = None
+    prompt_cache_options: Settings | None = None
+    verbosity: Word | None = None
+    prediction: Settings | None = None
 
 
 class Disguise(Strict):
@@ -48,7 +63,7 @@ class StreamOptions(Disguise):
 class Sampling(Meaningless):
     """How tokens are drawn, in both kinds of completion; what is not given is the model's own setting."""
 
-    model: str
+    model: Word
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -57,8 +72,8 @@ class Sampling(Meaningless):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: Biases | None = None
+    stop: StopText | Stops | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     # what other servers have as well
     top_k: Int64 | None = None
@@ -77,7 +92,7 @@ class Sampling(Meaningless):
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: Int64 | None = None
-    dry_breakers: list[TokenId] | None = None
+    dry_breakers: Ids | None = None
     dry_range: Int64 | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
@@ -85,22 +100,22 @@ class Sampling(Meaningless):
     beam_groups: int | None = None
     diversity_penalty: float | None = None
     length_penalty: float | None = None
-    length_rule: str | None = None
-    early_stopping: bool | str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    length_rule: Word | None = None
+    early_stopping: bool | Word | None = None
+    structured_outputs: Settings | None = None
+    guided_json: Source | Object | bool | None = None
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = None
     min_tokens: Int64 | None = None
-    stop_token_ids: list[TokenId] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[list[TokenId]] | None = None
+    stop_token_ids: Ids | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: BadWords | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logprobs_mode: str | None = None
-    verification: str | None = None
+    logprobs_mode: Word | None = None
+    verification: Word | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     deadline: Deadline | None = None
@@ -109,7 +124,7 @@ class Sampling(Meaningless):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Texts | Prompt | Prompts
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -118,34 +133,34 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Items
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
     # known to the protocol, refused with a reason unless they say nothing
-    tools: list[Any] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
+    functions: Tools | None = None
     function_call: Any = None
     response_format: Any = None
-    modalities: list[str] | None = None
+    modalities: Words | None = None
     audio: Any = None
     web_search_options: Any = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Word | None = None
     moderation: Any = None
 
 
 class EmbeddingRequest(Meaningless):
     """POST /v1/embeddings: texts or token ids, one or many."""
 
-    model: str
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
-    encoding_format: str | None = None
+    model: Word
+    input: str | Texts | Prompt | Prompts
+    encoding_format: Word | None = None
     dimensions: Int64 | None = None
-    pooling: str | None = None
+    pooling: Word | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     deadline: Deadline | None = None
@@ -154,8 +169,8 @@ class EmbeddingRequest(Meaningless):
 class ResponseRequest(Strict):
     """POST /v1/responses."""
 
-    model: str
-    input: str | list[dict[str, Any]]
+    model: Word
+    input: str | Items
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=200)] | None = None
     store: bool | None = None
@@ -165,21 +180,21 @@ class ResponseRequest(Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    text: Settings | None = None
+    tools: ToolItems | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    include: Words | None = None
+    metadata: Marks | None = None
     # what other servers have as well
     top_k: Int64 | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: str | list[str] | None = None
+    stop: StopText | Stops | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     deadline: Deadline | None = None
@@ -188,16 +203,16 @@ class ResponseRequest(Strict):
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
-    truncation: str | None = None
+    truncation: Word | None = None
     max_tool_calls: int | None = None
     # accepted for clients that send them; they change nothing here
-    user: str | None = None
-    reasoning: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    user: Word | None = None
+    reasoning: Settings | None = None
+    service_tier: Word | None = None
+    safety_identifier: Word | None = None
+    prompt_cache_key: Word | None = None
+    prompt_cache_retention: Word | None = None
+    prompt_cache_options: Settings | None = None
 
 
 class BatchRequest(Strict):
@@ -206,16 +221,16 @@ class BatchRequest(Strict):
     input_file_id: Annotated[str, Field(max_length=200)]
     endpoint: Annotated[str, Field(max_length=200)]
     completion_window: Annotated[str, Field(max_length=20)]
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
-    output_expires_after: dict[str, Any] | None = None
+    metadata: Marks | None = None
+    output_expires_after: Settings | None = None
 
 
 class TokenizeRequest(Strict):
     """POST /tokenize: a text, or a conversation."""
 
-    model: str | None = None
+    model: Word | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -224,5 +239,5 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
-    model: str | None = None
-    tokens: list[TokenId]
+    model: Word | None = None
+    tokens: Prompt

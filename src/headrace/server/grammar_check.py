@@ -4,18 +4,20 @@ import asyncio
 import contextlib
 import json
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.structured import ConstraintError, StructuredOutputs
+from headrace.decoding.json_schema.prepare import Prepared
+from headrace.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.text.template_process import worker_environment
 
 MODULE = "headrace.server.grammar_worker"
 SECONDS = 2.0  # CPU time of one question
 PATIENCE = 180.0  # seconds of the clock, on a busy machine
 MEMORY = 2 << 30  # bytes of address space
-REMEMBERED = 256  # answers
+REMEMBERED = 256  # answers of a kind
+K, V = TypeVar("K"), TypeVar("V")
 
 
 class GrammarCheck:
@@ -25,15 +27,27 @@ class GrammarCheck:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._known: dict[StructuredOutputs, tuple[str, ...]] = {}
+        self._prepared: dict[str, list[Prepared]] = {}  # by the schemas' JSON
 
     async def late(self, spec: StructuredOutputs) -> tuple[str, ...]:
         """The keywords that only a finished text can be checked against. Raises ConstraintError for what cannot be served."""
         if spec not in self._known:
             found = await self._ask({"spec": msgspec.to_builtins(spec)})
-            while len(self._known) >= REMEMBERED:
-                del self._known[next(iter(self._known))]
-            self._known[spec] = tuple(found["late"])
+            _keep(self._known, spec, tuple(found["late"]))
         return self._known[spec]
+
+    async def prepared(self, schemas: list[dict[str, Any]]) -> list[Prepared]:
+        """JSON schemas, together no longer than one may be, in a mask's words. Raises ConstraintError."""
+        try:
+            text = json.dumps(schemas)
+        except RecursionError:
+            raise ConstraintError("the JSON schemas are nested too deeply; flatten them") from None
+        if len(text) > MAX_SOURCE:
+            raise ConstraintError(f"the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less")
+        if (known := self._prepared.get(text)) is not None:
+            return known
+        found = await self._ask({"schemas": schemas})
+        return _keep(self._prepared, text, [Prepared(one["schema"], tuple(one["late"])) for one in found["prepared"]])
 
     async def broken(self, spec: StructuredOutputs, text: str) -> str:
         """Why a finished text does not fit; empty where it does. Raises ConstraintError where that takes too much."""
@@ -73,7 +87,10 @@ class GrammarCheck:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.stdin.write(line)
             await process.stdin.drain()
-        return await process.stdout.readline()
+        try:
+            return await process.stdout.readline()
+        except ValueError:  # it is longer than any answer may be
+            return b""
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -86,3 +103,11 @@ class GrammarCheck:
             start_new_session=True,
             limit=1 << 20,
         )
+
+
+def _keep(answers: dict[K, V], question: K, answer: V) -> V:
+    """Remember an answer, in place of the oldest where there are many."""
+    while len(answers) >= REMEMBERED:
+        del answers[next(iter(answers))]
+    answers[question] = answer
+    return answer

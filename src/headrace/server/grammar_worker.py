@@ -1,7 +1,8 @@
 """Looks at constraints from strangers, in a process of its own: may they be served, and does a finished text fit.
 
 The kernel ends this process when one question takes more CPU time or memory than it may; nothing else ends with it.
-Protocol: a line of JSON in ({"spec", "seconds"} and perhaps {"text"}), a line out ({"late"}, {"broken"} or {"error"}).
+Protocol: a line of JSON in ({"spec", "seconds"} and perhaps {"text"}, or {"schemas", "seconds"}), a line out ({"late"},
+{"broken"}, {"prepared"} or {"error"}).
 """
 
 import json
@@ -12,6 +13,7 @@ from llguidance import LLMatcher
 
 from headrace.decoding.constrained import limits
 from headrace.decoding.grammar import grammar_of
+from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
 from headrace.structured import ConstraintError, StructuredOutputs
 from headrace.text.template_worker import cpu_timer, limit_process
@@ -20,6 +22,8 @@ from headrace.text.template_worker import cpu_timer, limit_process
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
         with cpu_timer(question["seconds"]):
+            if "schemas" in question:
+                return {"prepared": [_prepared(number, schema) for number, schema in enumerate(question["schemas"])]}
             spec = StructuredOutputs.of(question["spec"])
             if "text" in question:
                 return {"broken": why_broken(spec, question["text"])}
@@ -33,6 +37,15 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": "the constraint is too large or nested too deeply; make it smaller"}
     except Exception as error:  # whatever a library makes of a stranger's input
         return {"error": f"the constraint cannot be understood ({type(error).__name__}); correct it"}
+
+
+def _prepared(number: int, schema: dict[str, Any]) -> dict[str, Any]:
+    """One of several schemas, which an error names by its number."""
+    try:
+        made = prepare(schema)
+    except ConstraintError as error:
+        raise ConstraintError(f"number {number}: {error}") from None
+    return {"schema": made.schema, "late": made.late}
 
 
 def main() -> None:

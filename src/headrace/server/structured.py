@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from headrace.decoding.json_schema.prepare import Prepared
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
 from headrace.server.grammar_check import GrammarCheck
@@ -47,6 +48,14 @@ async def check_form(check: GrammarCheck, spec: StructuredOutputs, *, streams: b
             code="unsupported",
         )
     return late
+
+
+async def prepared(check: GrammarCheck, schemas: list[dict[str, Any]]) -> list[Prepared]:
+    """The schemas of tools in the words of a mask. Raises ApiError."""
+    try:
+        return await check.prepared(schemas)
+    except ConstraintError as error:
+        raise bad(f"tools: {error}", "tools") from None
 
 
 async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:

@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.decoding.grammar import WHITESPACE
-from headrace.decoding.json_schema.prepare import prepare
+from headrace.decoding.json_schema.prepare import Prepared, prepare
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
 from headrace.server.tool_text import HERMES, CallFormat, format_of
@@ -36,24 +36,45 @@ class Tooling:
     spec: StructuredOutputs
 
 
-def tooling(request: ChatRequest, template: str | None, special: Callable[[str], int | None]) -> Tooling | None:
-    """None where no tool is given or none may be called. `special` gives the id of a text that is a control token. Raises
-    ApiError."""
+def callable_tools(request: ChatRequest) -> tuple[list[dict[str, Any]], bool]:
+    """The tools that may be called, and whether one has to be. Raises ApiError."""
     if not request.tools:
         if request.tool_choice not in (None, "none", "auto"):
             raise bad("tool_choice asks for a call and there are no tools; give tools", "tool_choice")
-        return None
+        return [], False
     tools = [_tool(number, tool) for number, tool in enumerate(request.tools)]
     names = [tool["function"]["name"] for tool in tools]
     if len(tools) > MOST or len(set(names)) < len(names):
         raise bad(f"at most {MOST} tools, each with a name of its own", "tools")
     must, chosen = _choice(request.tool_choice, names)
-    if not chosen:
+    return [tool for tool in tools if tool["function"]["name"] in chosen], must
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the tools' arguments."""
+    given = [tool["function"].get("parameters") or {"type": "object", "properties": {}} for tool in tools]
+    return [{"type": "object", **schema} for schema in given]
+
+
+def tooling(
+    request: ChatRequest,
+    template: str | None,
+    special: Callable[[str], int | None],
+    prepared: Sequence[Prepared] | None = None,
+) -> Tooling | None:
+    """None where no tool is given or none may be called. `special` gives the id of a text that is a control token; `prepared`
+    are the schemas of the tools, where somebody else has looked at them. Raises ApiError."""
+    usable, must = callable_tools(request)
+    if not usable:
         return None
     form = format_of(template)
-    usable = [tool for tool in tools if tool["function"]["name"] in chosen]
     several = request.parallel_tool_calls is not False
-    grammar = _grammar(usable, form or HERMES, must, several, special((form or HERMES).opening))
+    try:
+        known = [prepare(schema) for schema in schemas_of(usable)] if prepared is None else prepared
+    except ConstraintError as error:
+        raise bad(f"tools: {error}", "tools") from None
+    schemas = [_parameters(i, tool["function"], one) for i, (tool, one) in enumerate(zip(usable, known, strict=True))]
+    grammar = _grammar(usable, schemas, form or HERMES, must, several, special((form or HERMES).opening))
     try:
         spec = StructuredOutputs(grammar=grammar)
     except ConstraintError as error:
@@ -108,14 +129,16 @@ def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
     return must, [str(name) for name in wanted]
 
 
-def _grammar(tools: list[dict[str, Any]], form: CallFormat, must: bool, several: bool, special: int | None) -> str:
+def _grammar(
+    tools: list[dict[str, Any]], schemas: list[Any], form: CallFormat, must: bool, several: bool, special: int | None
+) -> str:
     """A Lark grammar of calls alone (`must`), or of any text and then perhaps calls; where the opening is a control token,
     of text or calls."""
     rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         head = json.dumps(f'{{"name": "{tool["function"]["name"]}", "{form.key}": ')
         rules.append(f'body_{i}: {head} args_{i} "}}"')
-        rules.append(f"args_{i}: %json {json.dumps(_parameters(i, tool['function']))}")
+        rules.append(f"args_{i}: %json {json.dumps(schemas[i])}")
     opening, between = json.dumps(form.opening + ("[" if form.listed else "\n")), json.dumps(form.between)
     more = f"({between} body)*" if several else ""
     closing = json.dumps(form.closing)
@@ -138,13 +161,8 @@ def _grammar(tools: list[dict[str, Any]], form: CallFormat, must: bool, several:
     return "\n".join(rules)
 
 
-def _parameters(number: int, function: dict[str, Any]) -> dict[str, Any]:
+def _parameters(number: int, function: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     """The schema of a tool's arguments, as a mask knows it. Raises ApiError."""
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
-    try:
-        prepared = prepare({"type": "object", **schema})
-    except ConstraintError as error:
-        raise bad(f"tool {number}: {error}", "tools") from None
     if prepared.late and function.get("strict"):
         message = f"tool {number}: {', '.join(prepared.late)} in its parameters cannot be held to; leave strict out"
         raise ApiError(400, message, param="tools", code="unsupported")

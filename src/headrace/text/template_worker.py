@@ -8,6 +8,7 @@ Protocol: a line of JSON in ({"source", "context", "seconds", "max_output"}), a 
 """
 
 import contextlib
+import functools
 import json
 import signal
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -92,9 +93,15 @@ def cpu_timer(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
+@functools.lru_cache(maxsize=4)
+def compiled(env: Sandbox, source: str) -> Template:
+    """A template ready to be rendered; a model's is compiled once."""
+    return env.from_string(source)
+
+
 def render(env: Sandbox, request: dict[str, Any]) -> str:
     pieces, size = [], 0
-    for piece in env.from_string(request["source"]).generate(request["context"]):
+    for piece in compiled(env, request["source"]).generate(request["context"]):
         pieces.append(piece)
         size += len(piece)
         if size > request["max_output"]:

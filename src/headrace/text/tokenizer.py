@@ -49,7 +49,9 @@ class Tokenizer:
         (lone surrogates) or that the vocabulary cannot spell."""
         self._check(text)
         with clear_errors("this text cannot be encoded"):
-            ids: list[int] = self._encoder(parse_special).encode(text, add_special_tokens=False).ids
+            # as a batch of one: the library lets other threads run while it encodes those, and those alone
+            (encoded,) = self._encoder(parse_special).encode_batch_fast([text], add_special_tokens=False)
+            ids: list[int] = encoded.ids
         if add_special:
             return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
         return ids

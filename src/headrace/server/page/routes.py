@@ -6,19 +6,18 @@ from typing import Annotated
 
 import msgspec
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
+from headrace.server.bounds import Strict
 from headrace.server.page import files
 from headrace.server.page.markdown import MAX_TEXT, render
 
 INLINE = 2_000  # characters that are rendered on the event loop; longer texts go to a thread
 
 
-class RenderRequest(BaseModel):
+class RenderRequest(Strict):
     """POST /page/render."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     text: Annotated[str, Field(max_length=MAX_TEXT)]
 
