@@ -101,8 +101,10 @@ def test_a_matcher_that_fails_behind_a_draft_fails_nobody(make: Make, monkeypatc
     (drafted,) = play(engine, [(PROMPT, PARAMS[0], {})])
     assert outcomes([drafted]) == outcomes([plain])
     assert len(failures) > 20
-    (failed,) = play(held(make(), frozenset(tokens_of(plain)[0][3:4])), [(PROMPT, PARAMS[0], {})])
-    assert failed.error == "item limit"
+    coming = frozenset(tokens_of(plain)[0][3:4])
+    for speculation in (None, Speculation([Dangerous(coming)], 256, gamma=4)):
+        (failed,) = play(held(make(speculation=speculation), coming), [(PROMPT, PARAMS[0], {})])
+        assert failed.error == "item limit" if speculation is None else failed.error
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])

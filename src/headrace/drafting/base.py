@@ -20,7 +20,8 @@ class Drafter(Protocol):
     name: str
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        """A chain or tree below the last known token of `seq`, no deeper than `most`; None: nothing to propose."""
+        """A chain or tree below the last known token of `seq`, no deeper than `most` and of at most MAX_NODES nodes: what is
+        beyond is cut off. None: nothing to propose."""
 
 
 class Fed(Protocol):
@@ -48,7 +49,8 @@ class Observes(Protocol):
     """A drafter that learns from what the target answered: its drafts are `heard`."""
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
-        """A draft of its own was verified: `out.path` was accepted, `out.nodes` say what the target drew after each node."""
+        """A draft of its own was verified: `out.path` was accepted, `out.nodes` say what the target drew after each node; no
+        tokens where nothing may come there. A tree that was cut short has fewer nodes than `draft.memo` has notes."""
 
 
 @runtime_checkable
