@@ -1,5 +1,6 @@
 """The op registry: an op's torch body IS its meaning; faster implementations register beside it and are held to it."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -39,6 +40,7 @@ class Op(Generic[P, R]):
         self.name = reference.__name__
         self.__doc__ = reference.__doc__
         self.reference = reference
+        self.parameters = tuple(inspect.signature(reference).parameters)
         self.inputs = inputs
         self.tol = {**TOLERANCE, **tol}
         self.implementations: dict[str, Callable[P, R]] = {}

@@ -1,7 +1,12 @@
 """Parts of a model: its first layers, or all but some sublayers."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from headrace.ops.context import Context
+from headrace.ops.registry import OPS
 from headrace.runner.record import Segment
 
 ATTENTION, MLP = 1, 2  # sublayers, as bits
@@ -38,3 +43,25 @@ def sublayers(segment: Segment) -> list[int]:
         marks[first : index + 1] = [mark] * len(group)
         first, carried = index + 1, node.outputs[0]
     return marks
+
+
+def run_layer(segment: Segment, marks: list[int], skip: int, x: torch.Tensor, ctx: Context) -> torch.Tensor:
+    """A recorded layer without the sublayers whose bits `skip` has: hidden rows [n, hidden] -> [n, hidden].
+
+    `marks` are those of `sublayers`. What leads to the residuals of these is not computed, nor are K and V written; a residual
+    hands its rows on.
+    """
+    values: dict[int | None, Any] = {segment.entry: x}
+    for node, mark in zip(segment.nodes, marks, strict=True):
+        if mark & skip:
+            if node.op == "residual":
+                values[node.outputs[0]] = values[node.inputs["x"]]
+            continue
+        first, *others = (
+            (name, values[node.inputs[name]] if name in node.inputs else node.settings.get(name, ctx))
+            for name in OPS[node.op].parameters
+        )
+        result = OPS[node.op](first[1], **dict(others))
+        values.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+    rows: torch.Tensor = values[segment.result]
+    return rows

@@ -1,6 +1,7 @@
 """The eager torch runner: plan in, compact output out, on any device torch knows. The reference for every other back end."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,8 +12,9 @@ from headrace.ops.contrast import contrast
 from headrace.ops.registry import accumulator
 from headrace.runner.answers import Wanted, answer, permitted_rows, rows_wanted
 from headrace.runner.hidden import Features, HiddenStates
-from headrace.runner.parts import ATTENTION, MLP, Part
+from headrace.runner.parts import Part, run_layer, sublayers
 from headrace.runner.pooling import pools
+from headrace.runner.record import Segment, record
 from headrace.runner.slots import Slots
 from headrace.types import StepOutput, StepPlan
 
@@ -95,12 +97,17 @@ class TorchRunner:
         ctx = build(self.pool, rows)
         x = self._enter(plan, slots, ctx)
         for layer in range(part.layers or self.model.config.num_layers):
-            if part.skip(layer) != ATTENTION | MLP:
-                x = self.model.layer(layer, x, ctx)
+            skip = part.skip(layer)
+            x = run_layer(*self._recorded[layer], skip, x, ctx) if skip else self.model.layer(layer, x, ctx)
         if part == Part():
             self._leave(plan, slots, x)
         wanted = rows_wanted(plan)
         return x, (self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]), wanted
+
+    @cached_property
+    def _recorded(self) -> list[tuple[Segment, list[int]]]:
+        """The layers op by op, and of which sublayer each is: for steps that leave something of a layer out."""
+        return [(segment, sublayers(segment)) for segment in record(self.model, embeds=False).layers]
 
     def _enter(self, plan: StepPlan, slots: Slots, ctx: Context) -> torch.Tensor:
         """The rows that the layers take."""
