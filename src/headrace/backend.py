@@ -31,6 +31,9 @@ from headrace.types import AMATEUR, DRAFT, FEATURES, HIDDEN, MAX_NODES, TARGET, 
 log = logging.getLogger("headrace")
 
 BACKENDS = ("auto", "native", "torch")
+# What batch, chunks and drafts can change of an output: nothing, or the choice between tokens that are nearly equally good, as
+# torch's products sum in an order that depends on how many rows there are.
+EXACTNESS = {"native": "bitwise", "torch": "near-tie-exact"}
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step

@@ -35,14 +35,14 @@ def result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
 
 
 def pool_wants(request: Request, last: bool) -> tuple[Want, ...]:
-    """A mean takes every row once, chunk by chunk; preempted, it goes on where it was."""
+    """A mean takes every row once, chunk by chunk; each chunk, also after a preemption, goes on where the sum was."""
     if request.pool == "mean":
-        return (Want(rows="all", kind="pool", k=request.pooled_until),)
+        return (Want(rows="all", kind="pool", k=request.pooled_until, before=tuple(request.pooled)),)
     return (Want(rows=request.pool, kind="pool"),) if last else ()
 
 
 def file_pooled(request: Request, feed: Feed, rows: tuple[float, ...]) -> None:
-    request.pooled[:] = [a + b for a, b in zip(request.pooled, rows, strict=True)] if request.pooled else rows
+    request.pooled[:] = rows
     request.pooled_until = max(request.pooled_until, feed.start + feed.count)
 
 

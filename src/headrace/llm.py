@@ -63,11 +63,12 @@ class LLM:
     int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
     `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. `draft` and `amateur` name companions of
     the same vocabulary: a model that drafts for speculation (or a folder of heads trained for this model), and one that
-    contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, None) drafts
-    tokens that the model verifies together, which changes no output; auto is prompt lookup on the native core, where that is
-    certain to the bit. `draft_tokens` fixes how many at once; by default what was measured decides. `draft_vocab`: among how
-    many of the most frequent tokens the draft chooses (native core; 0: all). Raises ValueErrors of one line that say what to
-    change.
+    contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, None) drafts
+    tokens that the model verifies together; auto is prompt lookup on the native core. Outputs depend on the request and its
+    seed alone, not on drafts, batch or chunks: bitwise on the native core, near-tie-exact in torch, whose sums depend on how
+    many rows there are (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at
+    once; by default what was measured decides. `draft_vocab`: among how many of the most frequent tokens the draft chooses
+    (native core; 0: all). Raises ValueErrors of one line that say what to change.
     """
 
     def __init__(

@@ -163,7 +163,8 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     of the `k` best tokens that end no output follow, as far as they are not among them) | score (log-prob of each next known
     token) | reject (verify a chain by rejection, as the parameters say) | propose (a token for a draft, `k` tokens after the
     round's known ones, and in FeedOutput.logits what it was drawn from) | pool (hidden rows after the final norm: of `rows`
-    first or last that one, of all the sum from KV index `k` on) | logits (the whole row, for custom processors).
+    first or last that one, of all the sum from KV index `k` on, begun with `before`) | logits (the whole row, for custom
+    processors).
     rows: last (the last known token) | nodes (each node of the draft: FeedOutput.nodes; verify has the last known token and
     all nodes, and logits with `nodes` too) | all (every row fed) | first.
     """
@@ -177,6 +178,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     hidden: tuple[str, ...] = ()
     mu: float | None = None  # mirostat's state before the draw; None: at its beginning
     closest: bool = False  # with nodes: how near each one's hidden state comes to those of the tokens before
+    before: tuple[float, ...] = ()  # with pool: the sum of the rows before KV index `k`, which is gone on with
     live: bool = False  # with top: as many that go on, however many ends there are
 
 

@@ -6,12 +6,14 @@ import re
 import pytest
 
 from headrace.consistency import last_number, majority, self_consistency
+from headrace.drafting.speculation import Speculation
 from headrace.engine import Engine
 from headrace.llm import LLM
 from headrace.params import SamplingParams
-from headrace.types import Delta
+from headrace.types import Delta, Request, Sequence, TokenLogprob
+from tests.drafters import Replaying
 from tests.places import data_path
-from tests.tiny import tiny_engine, tiny_model
+from tests.tiny import VOCAB, tiny_engine, tiny_model
 
 PROMPT = [5, 9, 2, 11]
 DRAWN = {"temperature": 1.0, "seed": 3, "max_tokens": 10}
@@ -55,6 +57,34 @@ def test_best_of_gives_the_likeliest_of_what_n_draws() -> None:
     (told,) = run(tiny_engine(model), SamplingParams(**DRAWN, n=2, best_of=6, logprobs=2))
     assert [len(delta.logprobs) for delta in told] == [10, 10]
     assert all(len(entry.top_ids) == 2 for entry in told[0].logprobs)
+
+
+def test_tokens_that_were_accepted_behind_an_end_do_not_count() -> None:
+    """A draft may be accepted beyond a stop; the mean is that of the output."""
+    model = tiny_model()
+    drawn = means(model)
+    stop = drawn[0][1][3]
+    params = SamplingParams(**DRAWN, n=6, best_of=6, stop_token_ids=(stop,), logprobs=0)
+    (plain,) = run(tiny_engine(model), params)
+    engine = tiny_engine(model)
+    answers = {(tuple(PROMPT), 3, child): tokens for child, (_, tokens) in enumerate(drawn)}
+    engine.speculation = Speculation([Replaying(answers, VOCAB)], 256, 5)
+    beyond: list[int] = []
+    extend = engine.stopping.extend
+
+    def noted(request: Request, seq: Sequence, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> Delta:
+        delta = extend(request, seq, tokens, logprobs)
+        beyond.append(len(tokens) - len(delta.token_ids))
+        return delta
+
+    engine.stopping.extend = noted  # type: ignore[method-assign]
+    (drafted,) = run(engine, params)
+    assert max(beyond) > 0, "no draft went beyond a stop"
+    assert [delta.token_ids for delta in drafted] == [delta.token_ids for delta in plain]
+    assert [delta.score for delta in drafted] == [delta.score for delta in plain]
+    for delta in drafted:
+        assert delta.score == pytest.approx(sum(entry.logprob for entry in delta.logprobs) / len(delta.token_ids))
+        assert len(delta.logprobs) == len(delta.token_ids)
 
 
 def test_best_of_survives_preemption() -> None:

@@ -31,7 +31,7 @@ def test_answer_on_stdout_figures_on_stderr(shell: Shell, tiny_gguf: Path, tiny_
     code, out, err = shell("run", tiny_gguf, "水轮怎么转？", "-t", "0", "-m", "20", *EXACT)
     assert (code, out) == (0, expected + "\n")
     said, figures = err.splitlines()
-    assert "float64 on cpu" in said
+    assert "float64 on cpu (torch, near-tie-exact)" in said
     assert "KV cache" in said
     assert "prompt tokens, TTFT" in figures
     assert "20 tokens at" in figures

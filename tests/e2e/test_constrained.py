@@ -229,7 +229,8 @@ def test_fails_closed(llm: LLM, monkeypatch: pytest.MonkeyPatch, kind: type[Cons
 
 
 def test_nothing_left_to_draw_is_an_error(llm: LLM) -> None:
-    (output,) = llm.generate("The mill", params({"regex": "ab"}, min_tokens=0, bad_words=[llm.tokenizer.encode("a")], n=1))
+    (output,) = llm.generate("The mill", params({"regex": "ab"}, min_tokens=0, n=1))
+    assert (output.error, output.outputs[0].text) == (None, "ab")  # the control: with nothing ruled out it is drawn
     banned = [t for t in range(llm.tokenizer.vocab_size) if llm.tokenizer.token_bytes(t) in (b"a", b"ab")]
     (output,) = llm.generate("The mill", params({"regex": "ab"}, bad_words=[[t] for t in banned]))
     assert "no token can be drawn" in (output.error or "")

@@ -12,6 +12,7 @@ import transformers
 from headrace.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.params import SamplingParams
+from headrace.runner.pooling import add_rows
 from headrace.weights.source import WeightError
 from tests.cli_shell import Shell
 from tests.places import model_file
@@ -136,6 +137,51 @@ def test_a_decoders_rows_are_pooled_however_they_are_fed(decoder: Path, pooling:
     small.engine.check()
     whole.close()
     small.close()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_on_the_native_core_a_decoders_vector_depends_on_no_chunk(decoder: Path, pooling: str) -> None:
+    """The same bits under every token budget, alone or beside other texts that take a share of it."""
+    texts = ["The mill stands by a river. " * 8, "water", "A river and a wheel. " * 9]
+
+    def vectors(budget: int, texts: list[str]) -> list[list[float]]:
+        llm = LLM(decoder, backend="native", threads=1, max_num_batched_tokens=budget)
+        made = [one.values for one in llm.embed(texts, pooling=pooling)]
+        llm.close()
+        return made
+
+    whole = vectors(2048, texts)
+    for budget in (100, 64, 33, 7):
+        assert vectors(budget, texts) == whole
+    assert [vectors(2048, [text])[0] for text in texts] == whole
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_chunks_that_are_summed_apart_would_differ(decoder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: each chunk is summed by itself, and the sums are added."""
+    more: dict[str, Any] = {"backend": "native", "threads": 1} if backend == "native" else EXACT
+    text = "The mill stands by a river. " * 8
+
+    def apart(before: tuple[float, ...], rows: np.ndarray) -> tuple[float, ...]:
+        total = np.asarray(add_rows((), rows), np.float32)
+        return tuple((np.array(before, np.float32) + total if before else total).tolist())
+
+    monkeypatch.setattr(f"headrace.{'native' if backend == 'native' else 'runner'}.runner.add_rows", apart)
+    made = []
+    for budget in (2048, 33):
+        llm = LLM(decoder, **more, max_num_batched_tokens=budget)
+        made += [one.values for one in llm.embed(text, pooling="mean")]
+        llm.close()
+    assert made[0] != made[1]
+
+
+def test_the_sum_of_rows_is_one_fold() -> None:
+    """Cut anywhere, rows whose float64 sum does depend on the order of additions."""
+    rows = np.random.default_rng(3).normal(size=(57, 5)) * np.logspace(-9, 9, 57)[:, None]
+    whole = add_rows((), rows)
+    for cut in range(58):
+        assert add_rows(add_rows((), rows[:cut]), rows[cut:]) == whole
+    assert add_rows((), rows[::-1]) != whole
 
 
 def test_a_preempted_mean_counts_every_row_once(decoder: Path) -> None:

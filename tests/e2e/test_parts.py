@@ -1,5 +1,6 @@
 """Steps that leave sublayers out: attention alone, the MLP alone, both, on both back ends."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +63,7 @@ def test_what_is_left_out_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("attention", "act_mul"):
         body = OPS[name].reference
 
+        @functools.wraps(body)
         def counted(*args: Any, body: Any = body, name: str = name, **more: Any) -> Any:
             ran.append(name)
             return body(*args, **more)

@@ -220,7 +220,7 @@ def test_outputs_and_log_probabilities_side_by_side(rule: str) -> None:
             told.setdefault(delta.index, []).extend(delta.token_ids)
         engine.check()
     assert tokens_of(request) == [told[i] for i in range(3)]
-    assert all(5 <= len(tokens) <= 12 and 2 not in tokens[:4] for tokens in told.values())
+    assert all(6 <= len(tokens) <= 12 and 2 not in tokens[:5] for tokens in told.values())
     assert request.metrics.accepted > 0
 
 

@@ -135,7 +135,10 @@ class ModelOptions(WeightOptions):
     amateur: Annotated[str | None, _model("A smaller model of the same vocabulary, for contrastive decoding.")] = None
     speculate: Annotated[
         str,
-        _model("Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, heads, self or off. The output stays the same."),
+        _model(
+            "Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, heads, self or off. On the native core no token "
+            "changes; in torch near ties may fall otherwise, and --verification rejection and block draw other samples."
+        ),
     ] = "auto"
     draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
     draft_vocab: Annotated[

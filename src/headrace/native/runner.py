@@ -20,7 +20,7 @@ from headrace.params import SamplingParams
 from headrace.runner.answers import add_live
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
-from headrace.runner.pooling import pools
+from headrace.runner.pooling import add_rows, pools
 from headrace.runner.record import record
 from headrace.types import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 from headrace.weights.source import WeightSource
@@ -163,8 +163,8 @@ class NativeRunner:
                 amateur.contrast(step, feed.slot, known[feed.slot].params)
         hidden = self._run(step, plan, known, part or Part())
         outputs = [self._output(step, feed, known[feed.slot], answers) for feed, answers in zip(plan.feeds, asked, strict=True)]
-        for number, first, which in pools(plan):
-            outputs[number].pooled = tuple(self._final.sum(hidden[first + which.start : first + which.stop]))
+        for number, which, want in pools(plan):
+            outputs[number].pooled = add_rows(want.before, self._final.rows(hidden[which]))
         self.hidden.answer(plan, known, outputs)
         return StepOutput(plan.step, outputs)
 
@@ -298,12 +298,10 @@ class Final:
         self._kind, self._eps = model.norm.kind, model.norm.eps
         self._weight, self._bias = weights.vector(model.norm), weights.vector(model.norm, "bias")
 
-    def sum(self, rows: np.ndarray) -> list[float]:
-        """The sum of normed rows [r, width]."""
-        return self.rows(rows).sum(0).tolist() if len(rows) else [0.0] * self.width
-
     def rows(self, rows: np.ndarray) -> np.ndarray:
         """Normed rows [r, width]."""
+        if not len(rows):
+            return rows
         normed: np.ndarray = core().norm(np.ascontiguousarray(rows), self._kind, self._weight, self._bias, self._eps)
         return normed
 

@@ -48,7 +48,8 @@ def sublayers(segment: Segment) -> list[int]:
 def run_layer(segment: Segment, marks: list[int], skip: int, x: torch.Tensor, ctx: Context) -> torch.Tensor:
     """A recorded layer without the sublayers whose bits `skip` has: hidden rows [n, hidden] -> [n, hidden].
 
-    `marks` are those of `sublayers`. What leads to their residuals is not computed, nor are their K and V written; the residual hands its rows on.
+    `marks` are those of `sublayers`. What leads to the residuals of these is not computed, nor are K and V written; a residual
+    hands its rows on.
     """
     values: dict[int | None, Any] = {segment.entry: x}
     for node, mark in zip(segment.nodes, marks, strict=True):

@@ -9,11 +9,10 @@ from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
 from headrace.ops.contrast import contrast
-from headrace.ops.registry import accumulator
 from headrace.runner.answers import Wanted, answer, permitted_rows, rows_wanted
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part, run_layer, sublayers
-from headrace.runner.pooling import pools
+from headrace.runner.pooling import add_rows, pools
 from headrace.runner.record import Segment, record
 from headrace.runner.slots import Slots
 from headrace.types import StepOutput, StepPlan
@@ -74,9 +73,8 @@ class TorchRunner:
         if amateur is not None:
             _contrast(plan, known, logits, wanted, amateur)
         outputs = answer(plan, known, logits, wanted)
-        for number, first, which in pools(plan):
-            final = self.model.final(x[first + which.start : first + which.stop])
-            outputs[number].pooled = tuple(final.to(accumulator(final.dtype)).sum(0).tolist())
+        for number, which, want in pools(plan):
+            outputs[number].pooled = add_rows(want.before, self.model.final(x[which]).double().cpu().numpy())
         self.hidden.answer(plan, known, outputs)
         return StepOutput(plan.step, outputs)
 

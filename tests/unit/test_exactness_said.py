@@ -1,0 +1,27 @@
+"""What is said of exactness where a model is opened: never more than its back end holds."""
+
+import re
+
+from headrace.backend import BACKENDS, EXACTNESS
+from headrace.cli.options import ModelOptions
+from headrace.drafting.methods import METHODS
+from headrace.llm import LLM
+
+
+def test_every_back_end_has_its_class_and_torch_claims_no_bits() -> None:
+    assert set(EXACTNESS) == set(BACKENDS) - {"auto"}
+    assert EXACTNESS == {"native": "bitwise", "torch": "near-tie-exact"}
+
+
+def test_the_docstring_names_every_method_and_both_classes() -> None:
+    doc = re.sub(r"\s+", " ", LLM.__doc__ or "")
+    (listed,) = re.findall(r"`speculate` \(([^)]*)\)", doc)
+    assert set(listed.split(", ")) == {*METHODS, "None"}
+    assert "bitwise on the native core, near-tie-exact in torch" in doc
+
+
+def test_the_help_claims_no_more() -> None:
+    (option,) = ModelOptions.__annotations__["speculate"].__metadata__
+    text = option.help
+    assert "in torch near ties" in text
+    assert "--verification rejection" in text
