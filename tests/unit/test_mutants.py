@@ -104,6 +104,16 @@ def test_the_tests_of_a_line_are_those_of_its_statement_the_fastest_first(mutant
     assert cover.tests(name, 1) == (["elsewhere", "fast", "middle", "slow"], 0)  # runs when the file is imported
 
 
+def test_an_entry_means_a_mutant_by_its_lines_or_but_for_what_it_names(mutants: ModuleType) -> None:
+    name = "src/headrace/ops/trees.py"
+    mutant = mutants.Mutant("ops.trees", name, 4, "-    return f(a, device=x)\n+    return f(a, device=None)", "")
+    assert mutants._is(mutant, {"file": name, "diff": f"\n{mutant.diff}\n"})
+    assert mutants._is(mutant, {"file": "src/headrace/*.py", "but": r"device=\w+"})
+    assert not mutants._is(mutant, {"file": "src/headrace/kv/*.py", "but": r"device=\w+"})
+    assert not mutants._is(mutant, {"file": name, "but": "device="})
+    assert not mutants._is(mutant, {"file": name, "diff": "-    return f(a, device=x)\n+    return f(a)"})
+
+
 @pytest.mark.slow
 def test_a_test_that_misses_a_border_is_found_and_one_that_is_added_counts(project: Path) -> None:
     done = run(project)
