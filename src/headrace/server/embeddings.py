@@ -38,7 +38,7 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
         raise bad("input is empty; give a text, token ids, or a list of those", "input")
     if len(given) > service.limits.inputs:
         raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
-    texts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given  # type: ignore[arg-type,assignment]
+    texts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given  # type: ignore[assignment]
     if not all(texts) or "" in given:
         raise bad("an input is empty; give at least one character or token", "input")
     return texts
