@@ -27,7 +27,7 @@ def test_requests_at_once_are_what_generate_gives(tiny: Path, offline: LLM) -> N
             assert await asyncio.gather(*(text_of(llm, prompt) for prompt in prompts)) == expected
             assert await text_of(llm, offline.tokenizer.encode("The mill")) == expected[0]
             await leave_and_cancel(llm)
-            with pytest.raises(RequestRefusedError, match="the context holds 256"):
+            with pytest.raises(RequestRefusedError, match="maximum context length is 256"):
                 await text_of(llm, "word " * 500)
             with pytest.raises(RequestRefusedError, match="not in the vocabulary"):
                 await text_of(llm, [10**6])

@@ -85,7 +85,7 @@ COMPLETIONS = [
     ("prompt", [999999], "not in the vocabulary"),
     ("prompt", ["a", 1], "prompt."),
     ("prompt", ["a"] * 65, "at most 64 prompts"),
-    ("prompt", "a " * 5000, "the context holds 256"),
+    ("prompt", "a " * 5000, "maximum context length is 256"),
     ("prompt", None, "prompt"),
     ("prompt", NESTED, "prompt."),
     ("logprobs", 21, "logprobs must be 20 or less"),
@@ -101,7 +101,7 @@ CHATS = [
     ("messages", [{"role": "user", "content": 5}], "must be text"),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}], "message 0"),
     ("messages", IMAGE, "message 0 has a part of type 'image_url'"),
-    ("messages", [{"role": "user", "content": "word " * 300}], "the context holds 256"),
+    ("messages", [{"role": "user", "content": "word " * 300}], "maximum context length is 256"),
     ("tools", [{**TOOL, "type": "x"}], "must be a function"),
     ("functions", [{"name": "f"}], "use tools"),
     ("tool_choice", "required", "there are no tools"),
@@ -184,6 +184,21 @@ def test_what_beam_search_would_drop_is_refused(server: Running, more: dict[str,
 def test_best_of_is_not_streamed(server: Running) -> None:
     body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "best_of": 3, "stream": True}
     check(server, "/v1/completions", body, "stream", "best_of and stream do not go together")
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_act_on(server: Running) -> None:
+    long = "water " * 2000
+    for path, field in (("completions", "prompt"), ("embeddings", "input"), ("responses", "input")):
+        error = server.post(f"/v1/{path}", {"model": "tiny", field: long}).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert "maximum context length" in error["message"]
+    error = server.post("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": long}]}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_more_prompts_than_the_queue_holds_are_refused_and_not_asked_again(server: Running) -> None:
+    """The fixture's queue holds three; a 429 would say that they may fit later."""
+    check(server, "/v1/completions", COMPLETION | {"prompt": ["a"] * 4}, "prompt", "the queue holds 3; send fewer")
 
 
 def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:

@@ -17,8 +17,10 @@ import pytest
 
 from headrace.llm import LLM
 from headrace.params import SamplingParams
-from headrace.server import files
+from headrace.server import batches, files
 from headrace.server.batch_worker import WIDTH, BatchWorker
+from headrace.server.errors import ENGINE_LOST, ApiError
+from headrace.server.fields import BatchRequest
 from headrace.server.settings import Limits
 from headrace.server.store import Store, StoreError
 from tests.server.harness import PATIENCE, ROOT, Running, said, until
@@ -151,7 +153,7 @@ def test_a_waiting_worker_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     async def run() -> int:
         store = Store(tmp_path / "state")
         await store.run(lambda db: files.add(db, "a", "batch", b"x", -1))
-        worker = BatchWorker(None, store)  # type: ignore[arg-type]
+        worker = BatchWorker(None, store, 1)  # type: ignore[arg-type]
         worker.begin()
         while await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone()[0]):
             await asyncio.sleep(0.01)
@@ -243,6 +245,155 @@ def test_a_cancelled_batch_ends_with_what_was_done(server: Running) -> None:
     assert len(given) + len(left) == 60
     assert len(left) >= 60 - WIDTH
     assert {row["error"]["code"] for row in left} == {"batch_cancelled"}
+
+
+def test_a_batch_is_cancelled_by_a_request_without_a_body(server: Running) -> None:
+    with server.paused():
+        batch = start(server.openai, lines([ASK] * 40))
+        answer = server.http.post(f"/v1/batches/{batch.id}/cancel")
+        assert (answer.status_code, answer.json()["status"]) == (200, "cancelling")
+    assert end(server.openai, batch.id).status == "cancelled"
+
+
+class Fragile:
+    """An application whose engine ends whenever a poisoned request runs, together with all that runs beside it."""
+
+    def __init__(self) -> None:
+        self.deaths = 0
+        self.begun: list[str] = []
+        self.most = 0
+        self._running = 0
+        self._died = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        prompt = json.loads((await receive())["body"])["prompt"]
+        self.begun.append(prompt)
+        self._running += 1
+        self.most = max(self.most, self._running)
+        died = self._died
+        await asyncio.sleep(0.01)
+        if prompt == "poison":
+            self.deaths += 1
+            self._died.set()
+            self._died = asyncio.Event()
+        elif not died.is_set():
+            await asyncio.wait({asyncio.create_task(died.wait())}, timeout=0.01)
+        self._running -= 1
+        error = {"error": {"message": "it ended", "code": ENGINE_LOST}}
+        status, body = (503, error) if died.is_set() else (200, {"said": prompt})
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+async def through(app: Any, store: Store, prompts: list[str], limits: Limits, ends: Any = ENDED) -> tuple[Any, list[Any]]:
+    """A batch run by a worker of its own, and its answers, the good and the others."""
+    content = lines([{**ASK, "prompt": prompt} for prompt in prompts])
+    file = await store.run(lambda db: files.add(db, "in", "batch", content))
+    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = await batches.create(store, BatchRequest(**asked), limits)
+    worker = BatchWorker(app, store, limits.stored)
+    worker.begin()
+    while (found := await batches.find(store, batch["id"]))["status"] not in ends:
+        await asyncio.sleep(0.01)
+    await worker.close()
+    kept = [found["output_file_id"], found["error_file_id"]]
+    texts = [await files.content(store, name) if name else b"" for name in kept]
+    return found, [[json.loads(line) for line in text.splitlines()] for text in texts]
+
+
+def test_a_line_that_ends_the_engine_is_tried_three_times_and_ends_only_itself() -> None:
+    async def run() -> None:
+        app, store = Fragile(), Store()
+        prompts = [f"p{at}" for at in range(40)]
+        prompts[5] = "poison"
+        batch, (good, bad) = await through(app, store, prompts, Limits())
+        assert batch["status"] == "completed"
+        assert [row["response"]["body"]["said"] for row in good] == [one for one in prompts if one != "poison"]
+        (line,) = bad
+        assert (line["custom_id"], line["response"], line["error"]["code"]) == ("r5", None, ENGINE_LOST)
+        assert "ended 3 times" in line["error"]["message"]
+        assert app.deaths == app.begun.count("poison") == 3
+        assert app.most == WIDTH  # lines run together
+        first = app.begun.index("poison")
+        again = app.begun[app.begun.index("poison", first + 1) :]
+        assert again[0] == again[1] == "poison"  # alone, the second and the third time
+        assert max(map(app.begun.count, prompts)) == 3
+        assert max(app.begun.count(one) for one in prompts if one != "poison") == 2
+        store.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_line_that_finds_the_server_busy_is_not_asked_after_the_end_of_its_batch() -> None:
+    """It waits as long as its batch is open, and no attempt is counted."""
+
+    async def run() -> None:
+        asked: list[int] = []
+
+        async def busy(scope: Any, receive: Any, send: Any) -> None:
+            asked.append(1)
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"error": {"code": "no_room"}}'})
+
+        store = Store()
+
+        async def cancel() -> None:
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+            (name,) = await store.run(lambda db: db.execute("SELECT id FROM batches").fetchone())
+            await batches.cancel(store, name)
+
+        (batch, (good, bad)), _ = await asyncio.gather(through(busy, store, ["a"], Limits()), cancel())
+        assert (batch["status"], good, len(bad)) == ("cancelled", [], 1)
+        assert bad[0]["error"]["code"] == "batch_cancelled"
+        store.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """An application that says a great deal."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": json.dumps({"said": "x" * 300}).encode()})
+
+
+def test_what_batches_keep_counts_as_files_do() -> None:
+    """The requests of open batches, and what they write; a batch whose answers have no room has failed, and says why."""
+
+    async def run() -> None:
+        store = Store()
+        size = len(lines([{**ASK, "prompt": "a"}] * 10))
+        batch, _ = await through(echo, store, ["a"] * 10, Limits(stored=4 * size + 4000))
+        assert batch["status"] == "completed"
+        before = await store.run(lambda db: db.execute("SELECT sum(bytes) FROM files").fetchone()[0])
+        limits = Limits(stored=before + 2 * size + 1000)  # room for the requests, twice, and not for the answers
+        batch, _ = await through(echo, store, ["a"] * 10, limits)
+        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "storage_full")
+        left = "SELECT count(*), (SELECT sum(bytes) FROM batches) FROM lines"
+        assert await store.run(lambda db: db.execute(left).fetchone()) == (0, 0)
+        with pytest.raises(ApiError, match="is full; delete some"):  # its copy of the requests counts
+            await through(echo, store, ["a"] * 10, Limits(stored=before + 2 * size + size // 2))
+        store.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_database_of_an_earlier_version_is_gone_on_with(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.close()
+    with sqlite3.connect(tmp_path / "server.sqlite") as database:
+        database.executescript(
+            "ALTER TABLE lines DROP COLUMN attempts; ALTER TABLE batches DROP COLUMN bytes; PRAGMA user_version = 1;"
+        )
+    database.close()
+
+    async def run() -> None:
+        store = Store(tmp_path)
+        batch, _ = await through(echo, store, ["a"], Limits())
+        assert batch["status"] == "completed"
+        store.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
 # Put before a server's own code: it is killed when so many lines of a batch have been answered, wherever it is then.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,7 @@ def engine_of(process: "subprocess.Popen[str]") -> int:
 
 def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.Popen[str]") -> None:
     address = said(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
+    said(process, f"^loading; the page is {re.escape(address)}/, and requests get a 503 until it is ready$")
     client = httpx.Client(base_url=address, timeout=PATIENCE, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
     said(process, r"^ready: ")
     engine = engine_of(process)

@@ -5,18 +5,21 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 
 from headrace.cli import serve as command
 from headrace.cli.app import main
+from headrace.server.engine_client import EngineProcess
 from headrace.server.serving import Chosen, house
 from headrace.server.settings import Limits, ServerSettings
-from tests.server.harness import ENDLESS, ENGINE, Running, in_thread, until
+from tests.server.harness import ENDLESS, ENGINE, PATIENCE, Running, in_thread, until
 from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
 
@@ -153,12 +156,38 @@ def test_a_model_that_is_answering_is_not_unloaded(two: Running) -> None:
     assert two.complete(model="other").choices[0].finish_reason == "length"
 
 
+def test_while_the_model_is_loaded_requests_are_told_to_come_back(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address answers at once, whatever loading takes."""
+    go_on, start = threading.Event(), EngineProcess.start
+
+    async def slow(load: Any) -> EngineProcess:
+        assert await asyncio.to_thread(go_on.wait, PATIENCE)
+        return await start(load)
+
+    monkeypatch.setattr(EngineProcess, "start", slow)
+    with Running(tiny, wait=False) as server:
+        answer = server.http.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        refused = server.post("/v1/completions", {"model": "tiny", "prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the model is being loaded")
+        assert int(refused.headers["retry-after"]) > 0
+        assert server.http.get("/").status_code == 200
+        go_on.set()
+        until(lambda: server.health()["status"] == "ready")
+
+
 def test_a_request_ends_at_its_deadline(server: Running) -> None:
     with server.paused():
         for call in (lambda: server.complete(extra_body={"deadline": 0.05}), lambda: embed(server, 0.05)):
             with pytest.raises(openai.APIStatusError, match=r"deadline of 0\.05 s") as caught:
                 call()
             assert (caught.value.status_code, caught.value.code) == (408, "deadline_exceeded")
+        asked: list[Any] = []
+        with httpx.Client(timeout=PATIENCE, trust_env=False, event_hooks={"request": [asked.append]}) as plain:
+            again = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", http_client=plain)  # asks twice more by itself
+            with pytest.raises(openai.APIStatusError, match=r"deadline of 0\.05 s"):
+                again.completions.create(model="tiny", prompt="a", extra_body={"deadline": 0.05})
+        assert len(asked) == 1  # but not where the same would come of it
     until(lambda: server.figure("num_requests_running") == 0)
     assert server.complete(extra_body={"deadline": 1000}).choices[0].finish_reason == "length"
     for wrong in (0, -1, 1e9, "soon"):

@@ -104,7 +104,15 @@ def test_without_a_key_names_of_this_machine_are_served(host: str) -> None:
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""])
 def test_a_body_that_is_not_json_by_name_is_refused(kind: str) -> None:
-    assert asyncio.run(call("POST", headers={"content-type": kind}))[0] == 415
+    assert asyncio.run(call("POST", headers={"content-type": kind, "content-length": "2"}))[0] == 415
+    assert asyncio.run(call("POST", headers={"content-type": kind, "transfer-encoding": "chunked"}))[0] == 415
+
+
+def test_a_request_without_a_body_needs_no_type_but_comes_from_no_other_site() -> None:
+    """As clients cancel a batch, whose path says it all."""
+    for headers in ({}, {"content-length": "0"}, {"content-type": "text/plain"}):
+        assert asyncio.run(call("POST", headers=headers))[0] == 200
+        assert asyncio.run(call("POST", headers={**headers, "origin": "https://evil.example"}))[0] == 403
 
 
 def test_a_body_is_bounded_whatever_it_announces(locked: Running) -> None:

@@ -1,6 +1,7 @@
 """Tools: calls that fit their schemas whatever the model, in each family's way of writing, streamed and whole."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ def check(calls: Any) -> None:
     assert calls
     for call in calls:
         assert call.type == "function"
-        assert call.id.startswith("call-")
+        assert re.fullmatch("[A-Za-z0-9]{9}", call.id)  # what Mistral's templates take
         arguments = json.loads(call.function.arguments)
         if call.function.name == "turn_wheel":
             jsonschema.validate(arguments, PARAMETERS)
@@ -212,6 +213,8 @@ def test_a_head_without_an_end_becomes_text(form: CallFormat) -> None:
 
 
 MISTRALS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 or not c.id.isalnum() %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{% endfor %}{% endfor %}"
     "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
     "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
 )
@@ -234,21 +237,27 @@ def test_calls_after_a_control_token(mistral: Running, choice: str, stream: bool
     more = {"logit_bias": {str(special): 100}} if choice == "auto" else {}
     answer = ask(mistral, tool_choice=choice, tools=[TURN], stream=stream, **more)
     calls: dict[int, list[str]] = {}
+    ids: set[str] = set()
     if stream:
         for chunk in answer:
             assert not chunk.choices[0].delta.content
             for call in chunk.choices[0].delta.tool_calls or []:
                 calls.setdefault(call.index, []).append(call.function.arguments)
+                ids |= {call.id} - {None}
     else:
         message = answer.choices[0].message
         assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
         assert {call.function.name for call in message.tool_calls} == {"turn_wheel"}
         calls = {at: [call.function.arguments] for at, call in enumerate(message.tool_calls)}
-    assert calls
+        ids = {call.id for call in message.tool_calls}
+    assert len(ids) == len(calls) > 0
     for parts in calls.values():
         jsonschema.validate(json.loads("".join(parts)), PARAMETERS)
-    talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]
-    assert ask(mistral, messages=[*talk, {"role": "tool", "tool_call_id": "call-1", "content": "done"}], max_tokens=3).choices
+    for name in ids:  # the template takes the server's own
+        talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [{**CALLED, "id": name}]}]
+        assert ask(mistral, messages=[*talk, {"role": "tool", "tool_call_id": name, "content": "done"}], max_tokens=3).choices
+    with pytest.raises(openai.BadRequestError, match="length 9"):  # and looks at them
+        ask(mistral, messages=[*TALK, {"role": "assistant", "content": None, "tool_calls": [CALLED]}])
 
 
 CALLED = {"id": "call-1", "type": "function", "function": {"name": "turn_wheel", "arguments": '{"turns": 1, "way": "left"}'}}

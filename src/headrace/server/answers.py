@@ -1,6 +1,7 @@
 """What goes out: the protocol's responses as structs, encoded by msgspec."""
 
 import secrets
+import string
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -112,6 +113,11 @@ class Model(msgspec.Struct):
 def new_id(kind: str) -> str:
     """A name for an answer: cmpl-…, chatcmpl-…"""
     return f"{kind}-{secrets.token_hex(12)}"
+
+
+def new_call_id() -> str:
+    """A name for a call of a tool: nine letters and digits, which Mistral's templates insist on and others take."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def now() -> int:

@@ -84,7 +84,7 @@ def make_app(models: Models, store: Store) -> Application:
     _add_protocol(app, models)
     _add_tools(app, models)
     add_page(app)
-    worker = BatchWorker(app, store)
+    worker = BatchWorker(app, store, models.settings.limits.stored)
     add_files(app, store, models.settings.limits)
     add_batches(app, store, models.settings.limits, worker)
     add_responses(app, models, store)

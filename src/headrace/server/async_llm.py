@@ -20,10 +20,12 @@ from headrace.server.queueing import QueueFullError, Waiting
 from headrace.server.tickets import (
     DeadlineError,
     EngineDownError,
+    EngineLostError,
     News,
     RequestFailedError,
     RequestRefusedError,
     Ticket,
+    TooLongError,
     deltas,
 )
 from headrace.types import Delta
@@ -196,9 +198,12 @@ class AsyncLLM:
         context = self.loaded.max_model_len
         for ids in prompts:
             if len(ids) >= context + bool(pool):
-                raise RequestRefusedError(
-                    f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included; shorten the prompt"
+                raise TooLongError(
+                    f"the prompt has {len(ids)} tokens and the model's maximum context length is {context}, "
+                    "the answer included; shorten the prompt"
                 )
+        if len(prompts) > (most := self.waiting.max_requests):
+            raise RequestRefusedError(f"the prompts are {len(prompts)} and the queue holds {most}; send fewer at once")
         self.waiting.enter([len(ids) for ids in prompts])
         tickets = []
         news = News()
@@ -252,7 +257,7 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
             self._supervisor = None
-        self._fail_all(self.detail)
+        self._fail_all(EngineDownError(self.detail))
         self.grammar_check.close()
         if self._process is not None:
             await self._process.stop()
@@ -363,7 +368,7 @@ class AsyncLLM:
 
     async def _bury(self) -> None:
         """All in flight fails, and nothing of the process is left."""
-        self._fail_all(self.detail)
+        self._fail_all(EngineLostError(self.detail))
         self.stats = Stats()
         if self.observer is not None:
             self.observer.end()
@@ -371,12 +376,12 @@ class AsyncLLM:
         if process is not None:
             await process.kill()
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, error: EngineDownError) -> None:
         while self._checks:
             if not (checked := self._checks.popleft()).done():
-                checked.set_exception(EngineDownError(reason))
+                checked.set_exception(error)
         for ticket in self.tickets.values():
-            ticket.fail(EngineDownError(reason))
+            ticket.fail(error)
         self.tickets = {}
 
     def _become(self, state: State, detail: str) -> None:

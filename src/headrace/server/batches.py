@@ -10,17 +10,19 @@ from headrace.server import files
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import BatchRequest
+from headrace.server.settings import Limits
 from headrace.server.store import Store, listing
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 DAY = 24 * 3600
 OPEN = ("in_progress", "cancelling")
 MAX_ERRORS = 20  # that a failed batch tells of
+MAX_OUTPUT = 500_000_000  # bytes of one file: the database holds no value of twice that
 STAMPS = "in_progress_at finalizing_at completed_at failed_at expired_at cancelling_at cancelled_at".split()
 
 
-async def create(store: Store, request: BatchRequest, most: int) -> dict[str, Any]:
-    """Check an input file and queue its lines, `most` at the most. Raises ApiError."""
+async def create(store: Store, request: BatchRequest, limits: Limits) -> dict[str, Any]:
+    """Check an input file and queue its lines. Raises ApiError."""
     if request.endpoint not in ENDPOINTS:
         raise bad(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
     if request.completion_window != "24h":
@@ -29,7 +31,8 @@ async def create(store: Store, request: BatchRequest, most: int) -> dict[str, An
 
     def work(db: sqlite3.Connection) -> dict[str, Any]:
         content = files.read(db, request.input_file_id, "input_file_id")
-        lines, errors = read_lines(content, request.endpoint, most)
+        files.check_room(db, len(content), limits.stored)
+        lines, errors = read_lines(content, request.endpoint, limits.batch_lines)
         batch = _new(request)
         if errors:
             batch |= {"status": "failed", "failed_at": now(), "errors": {"object": "list", "data": errors}}
@@ -39,8 +42,8 @@ async def create(store: Store, request: BatchRequest, most: int) -> dict[str, An
             rows = [(batch["id"], at, custom_id, body) for at, (custom_id, body) in enumerate(lines)]
             db.executemany("INSERT INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
         db.execute(
-            "INSERT INTO batches (id, status, expires, object) VALUES (?, ?, ?, ?)",
-            (batch["id"], batch["status"], batch["expires_at"], json.dumps(batch)),
+            "INSERT INTO batches (id, status, expires, object, bytes) VALUES (?, ?, ?, ?, ?)",
+            (batch["id"], batch["status"], batch["expires_at"], json.dumps(batch), 0 if errors else len(content)),
         )
         return batch
 
@@ -151,6 +154,12 @@ def load(db: sqlite3.Connection, name: str) -> dict[str, Any]:
     return batch
 
 
+def is_open(db: sqlite3.Connection, name: str) -> bool:
+    """Whether its lines are still to be answered."""
+    status, expires = db.execute("SELECT status, expires FROM batches WHERE id = ?", (name,)).fetchone()
+    return bool(status == "in_progress" and expires > now())
+
+
 def count(db: sqlite3.Connection, batch: dict[str, Any]) -> None:
     done, failed = db.execute(
         "SELECT count(*) FILTER (WHERE NOT failed), count(*) FILTER (WHERE failed) FROM lines WHERE batch = ?", (batch["id"],)
@@ -163,12 +172,30 @@ def keep(db: sqlite3.Connection, batch: dict[str, Any]) -> None:
     db.execute("UPDATE batches SET status = ?, object = ? WHERE id = ?", (batch["status"], json.dumps(batch), batch["id"]))
 
 
-def finish(db: sqlite3.Connection, batch: dict[str, Any], status: str) -> None:
-    """Write the answers into files, all in one transaction with the batch's end; lines without one go among the errors."""
+def finish(db: sqlite3.Connection, batch: dict[str, Any], status: str, most: int) -> str:
+    """Write the answers into files, all in one transaction with the batch's end; lines without one go among the errors.
+    Where `most` bytes of files do not hold them the batch has failed. Returns what has become of it."""
     batch |= {"finalizing_at": now()}
-    reason = {"cancelled": "batch_cancelled", "expired": "batch_expired"}.get(status, "")
-    rows = db.execute("SELECT custom_id, failed, answer FROM lines WHERE batch = ? ORDER BY number", (batch["id"],)).fetchall()
+    db.execute("UPDATE batches SET bytes = 0 WHERE id = ?", (batch["id"],))
+    (size,) = db.execute("SELECT coalesce(sum(length(answer) + 1), 0) FROM lines WHERE batch = ?", (batch["id"],)).fetchone()
     count(db, batch)
+    try:
+        files.check_room(db, size, most)
+        if size > MAX_OUTPUT:
+            raise ApiError(400, f"the answers have more than {MAX_OUTPUT} bytes; split the batch", code="output_too_large")
+        _write(db, batch, {"cancelled": "batch_cancelled", "expired": "batch_expired"}.get(status, ""))
+    except ApiError as error:
+        status = "failed"
+        batch |= {"errors": {"object": "list", "data": [_wrong(str(error.code), error.message, None)]}}
+    db.execute("DELETE FROM lines WHERE batch = ?", (batch["id"],))
+    batch |= {"status": status, f"{status}_at": now()}
+    keep(db, batch)
+    return status
+
+
+def _write(db: sqlite3.Connection, batch: dict[str, Any], reason: str) -> None:
+    """The answers as files; `reason` is why a line has none."""
+    rows = db.execute("SELECT custom_id, failed, answer FROM lines WHERE batch = ? ORDER BY number", (batch["id"],)).fetchall()
     life = files.life(batch.get("output_expires_after"), "output_expires_after")
     parts: dict[bool, list[str]] = {False: [], True: []}
     for custom_id, failed, answer in rows:
@@ -177,11 +204,9 @@ def finish(db: sqlite3.Connection, batch: dict[str, Any], status: str) -> None:
         if parts[failed]:
             content = ("\n".join(parts[failed]) + "\n").encode()
             batch[f"{name}_file_id"] = files.add(db, f"{batch['id']}_{name}.jsonl", "batch_output", content, life)["id"]
-    db.execute("DELETE FROM lines WHERE batch = ?", (batch["id"],))
-    batch |= {"status": status, f"{status}_at": now()}
-    keep(db, batch)
 
 
-def unanswered(custom_id: str, reason: str) -> str:
-    error = {"code": reason, "message": "the batch ended before this request was begun"}
+def unanswered(custom_id: str, reason: str, message: str = "the batch ended before this request was begun") -> str:
+    """The line of a request that has no answer."""
+    error = {"code": reason, "message": message}
     return json.dumps({"id": new_id("batch_req"), "custom_id": custom_id, "response": None, "error": error})

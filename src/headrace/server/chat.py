@@ -19,6 +19,7 @@ from headrace.server.answers import (
     ChatMessage,
     ToolCall,
     ToolFunction,
+    new_call_id,
     new_id,
     now,
     usage,
@@ -199,7 +200,7 @@ def _add(message: ChatMessage, piece: Piece) -> None:
     if message.tool_calls is msgspec.UNSET:
         message.tool_calls = []
     if piece.name is not None:
-        message.tool_calls.append(ToolCall(ToolFunction("", piece.name), new_id("call"), "function"))
+        message.tool_calls.append(ToolCall(ToolFunction("", piece.name), new_call_id(), "function"))
     function = message.tool_calls[piece.call].function
     function.arguments = (function.arguments or "") + piece.text
 
@@ -209,7 +210,7 @@ def _said(piece: Piece) -> ChatDelta:
     if piece.call is None:
         return ChatDelta(content=piece.text)
     if piece.name is not None:
-        return ChatDelta(tool_calls=[ToolCall(ToolFunction("", piece.name), new_id("call"), "function", piece.call)])
+        return ChatDelta(tool_calls=[ToolCall(ToolFunction("", piece.name), new_call_id(), "function", piece.call)])
     return ChatDelta(tool_calls=[ToolCall(ToolFunction(piece.text), index=piece.call)])
 
 

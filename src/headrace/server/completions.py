@@ -124,7 +124,7 @@ async def _prompts(service: Service, request: CompletionRequest) -> tuple[list[l
         given = [given]
     if not given:
         raise bad("prompt is empty; give a text, token ids, or a list of those", "prompt")
-    prompts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given  # type: ignore[arg-type,assignment]
+    prompts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given  # type: ignore[assignment]
     if not all(prompts):
         raise bad("a prompt is empty; give at least one token", "prompt")
     if not request.echo:

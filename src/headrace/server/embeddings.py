@@ -40,7 +40,7 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
         raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
     texts: list[list[int]] = given  # type: ignore[assignment]
     if isinstance(given[0], str):
-        texts = await service.llm.encode_all(given, parse_special=False)  # type: ignore[arg-type]
+        texts = await service.llm.encode_all(given, parse_special=False)
     if not all(texts) or "" in given:
         raise bad("an input is empty; give at least one character or token", "input")
     return texts

@@ -8,10 +8,18 @@ import msgspec
 from headrace.params import ParamError
 from headrace.server.fields import Meaningless
 from headrace.server.queueing import QueueFullError
-from headrace.server.tickets import DeadlineError, EngineDownError, RequestFailedError, RequestRefusedError
+from headrace.server.tickets import (
+    DeadlineError,
+    EngineDownError,
+    EngineLostError,
+    RequestFailedError,
+    RequestRefusedError,
+    TooLongError,
+)
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
+ENGINE_LOST = "engine_lost"
 RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
 OTHER_NAMES = {"groups": "beam_groups"}  # words of messages for fields of requests
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -44,6 +52,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status in (408, 409):  # clients ask again by themselves, which would end in the same way
+            headers["x-should-retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
@@ -68,12 +78,16 @@ def as_api_error(error: Exception) -> ApiError | None:
         case QueueFullError():
             message = f"the server is busy: {error}; try again in {error.retry_after} s"
             return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
+        case EngineLostError():
+            return ApiError(503, str(error), code=ENGINE_LOST, retry_after=RETRY_DOWN)
         case EngineDownError():
             return ApiError(503, str(error), code="engine_unavailable", retry_after=RETRY_DOWN)
         case DeadlineError():
             return ApiError(408, str(error), code="deadline_exceeded")
         case RequestFailedError():
             return ApiError(500, str(error), code="request_failed")
+        case TooLongError():
+            return ApiError(400, str(error), code="context_length_exceeded")
         case ParamError() | RequestRefusedError() | TemplateError() | TokenizerError():
             return bad(str(error))
     return None

@@ -75,13 +75,19 @@ def add(
     """Keep a file for `life` seconds; `most`: bytes that all files may have together. Raises ApiError."""
     sweep(db)
     if most is not None:
-        (held,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-        if held + len(content) > most:
-            raise ApiError(400, f"the server keeps {most} bytes of files and is full; delete some", code="storage_full")
+        check_room(db, len(content), most)
     created = now()
     row = (new_id("file"), created, name, purpose, len(content), None if life is None else created + life)
     db.execute(f"INSERT INTO files ({COLUMNS}, content) VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, content))
     return _object(row)
+
+
+def check_room(db: sqlite3.Connection, more: int, most: int) -> None:
+    """Whether files and the requests of open batches may take so many bytes more. Raises ApiError."""
+    sums = "SELECT (SELECT coalesce(sum(bytes), 0) FROM files) + (SELECT coalesce(sum(bytes), 0) FROM batches)"
+    (held,) = db.execute(sums).fetchone()
+    if held + more > most:
+        raise ApiError(400, f"the server keeps {most} bytes of files and is full; delete some", code="storage_full")
 
 
 async def listed(store: Store, purpose: str | None, after: str | None, limit: int, order: str) -> dict[str, Any]:

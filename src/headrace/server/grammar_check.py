@@ -17,7 +17,8 @@ SECONDS = 2.0  # CPU time of one question
 PATIENCE = 180.0  # seconds of the clock, on a busy machine
 MEMORY = 2 << 30  # bytes of address space
 REMEMBERED = 256  # answers of a kind
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class GrammarCheck:

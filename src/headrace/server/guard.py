@@ -82,7 +82,7 @@ class Guard:
         """The whole body, and a `receive` that gives it once and then waits for the client to go."""
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         upload = path == UPLOADS and kind == b"multipart/form-data"
-        if upload:
+        if upload or _has_no_body(headers):
             _check_origin(headers)
         elif kind != b"application/json":
             raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
@@ -109,11 +109,15 @@ class Guard:
         return replay
 
 
+def _has_no_body(headers: dict[bytes, bytes]) -> bool:
+    return headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+
+
 def _check_origin(headers: dict[bytes, bytes]) -> None:
     """A form is what a page of another site can send without asking; browsers then say where it comes from."""
     origin = headers.get(b"origin")
     if origin is not None and origin.partition(b"://")[2] != headers.get(b"host", b""):
-        raise ApiError(403, "files are not taken from pages of other sites")
+        raise ApiError(403, "this is not taken from pages of other sites")
 
 
 def _counting(send: Send, count: Callable[[int], None]) -> Send:

@@ -141,7 +141,9 @@ async def serve(models: Models, settings: ServerSettings, say: Callable[[str], N
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     names = ", ".join(service.name for service in models.services)
-    say(f"{names} on {scheme}://{host}:{sock.getsockname()[1]}/v1")
+    address = f"{scheme}://{host}:{sock.getsockname()[1]}"
+    say(f"{names} on {address}/v1")
+    say(f"loading; the page is {address}/, and requests get a 503 until it is ready")
     await run(server, sock, say)
     return server.stopped_by
 

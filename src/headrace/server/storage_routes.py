@@ -76,7 +76,7 @@ def add_batches(app: FastAPI, store: Store, limits: Limits, worker: BatchWorker)
 
     @app.post("/v1/batches")
     async def create(body: BatchRequest) -> Response:
-        made = await batches.create(store, body, limits.batch_lines)
+        made = await batches.create(store, body, limits)
         worker.poke()
         return _json(made)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 T = TypeVar("T")
-VERSION = 1
+VERSION = 2
 SCHEMA = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, created INTEGER NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL, bytes INTEGER NOT NULL,
@@ -18,17 +18,24 @@ CREATE TABLE files (
 );
 CREATE TABLE batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, status TEXT NOT NULL, expires INTEGER NOT NULL,
-    object TEXT NOT NULL
+    object TEXT NOT NULL, bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE lines (
     batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body TEXT, failed INTEGER, answer TEXT,
-    PRIMARY KEY (batch, number)
+    attempts INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (batch, number)
 ) WITHOUT ROWID;
 CREATE INDEX unanswered ON lines (batch, number) WHERE answer IS NULL;
 CREATE TABLE responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, created INTEGER NOT NULL, bytes INTEGER NOT NULL,
     object TEXT NOT NULL, input TEXT NOT NULL
 );
+"""
+
+
+# From version 1: what an open batch takes, and how often the engine ended under a line.
+UPGRADE = """
+ALTER TABLE batches ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE lines ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;
 """
 
 
@@ -104,6 +111,8 @@ def _open(path: str) -> sqlite3.Connection:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == 0:
         connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+    elif version == 1:
+        connection.executescript(f"BEGIN; {UPGRADE} PRAGMA user_version = {VERSION}; COMMIT;")
     elif version != VERSION:
         raise sqlite3.DatabaseError(f"it has version {version} and this Headrace writes {VERSION}")
     return connection

@@ -24,6 +24,14 @@ class EngineDownError(RuntimeError):
     """There is no engine to run the request, or it ended under it; the same request may succeed later."""
 
 
+class EngineLostError(EngineDownError):
+    """The engine ended while it had this request, which may be why."""
+
+
+class TooLongError(RequestRefusedError):
+    """A prompt that the context does not hold."""
+
+
 class DeadlineError(RuntimeError):
     """The request was not answered within its time."""
 

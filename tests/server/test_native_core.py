@@ -1,0 +1,68 @@
+"""The protocol, forms and tools once more, on the native core that is shipped; elsewhere the server's engine runs torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.llm import LLM
+from tests.server import test_protocol as protocol
+from tests.server import test_structured as structured
+from tests.server import test_tools as tools
+from tests.server.harness import Running
+from tests.tiny_files import write_tiny_gguf
+
+AGAIN = [
+    protocol.test_a_cached_prefix_is_shared_only_under_the_same_salt,
+    protocol.test_a_chat_is_what_chat_gives_streamed_or_not,
+    protocol.test_a_completion_is_what_generate_gives_streamed_or_not,
+    protocol.test_a_negative_seed_is_a_seed_of_its_own,
+    protocol.test_beams_and_best_of_are_what_generate_gives,
+    protocol.test_chat_logprobs,
+    protocol.test_choices_of_several_prompts_with_several_answers_have_indexes_of_their_own,
+    protocol.test_echo_and_logprobs_score_a_prompt,
+    protocol.test_fields_of_other_servers_work,
+    protocol.test_figures,
+    protocol.test_prompts_are_texts_or_token_ids_one_or_many,
+    protocol.test_the_answers_have_the_shapes_of_the_protocol,
+    structured.test_costly_forms_are_bounded,
+    structured.test_json_schema,
+    structured.test_other_servers_fields,
+    structured.test_streamed_is_the_same,
+    structured.test_the_same_as_offline,
+    structured.test_what_no_mask_can_hold_is_checked_at_the_end,
+    tools.test_a_named_tool_is_called,
+    tools.test_required_and_streamed,
+]
+for test in AGAIN:  # collected here, with the fixtures of this module
+    globals()[test.__name__] = test
+NATIVE: dict[str, Any] = {"dtype": "auto", "threads": 1, "device": "cpu", "backend": "native"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("native") / "tiny.gguf", context=1024)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    with Running(model, max_queued_requests=3, **NATIVE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def offline(model: Path) -> Iterator[LLM]:
+    llm = LLM(model, **NATIVE)
+    yield llm
+    llm.close()
+
+
+def test_it_is_the_native_core(server: Running) -> None:
+    assert server.llm.loaded is not None
+    assert "(native)" in server.llm.loaded.note
+
+
+def test_after_all_this_the_engine_is_the_one_it_was(server: Running) -> None:
+    assert server.health() == {"status": "ready", "detail": "", "restarts": 0}
+    assert server.complete(max_tokens=2).choices[0].text
