@@ -10,7 +10,8 @@ from headrace.models.registry import describe
 from headrace.native import core
 from headrace.native.buffers import HIDDEN, Buffers, Ropes
 from headrace.native.program import FUSIONS, Lowered, Lowering
-from headrace.native.runner import NativeRunner, Slot, thread_pool
+from headrace.native.runner import NativeRunner, Slot
+from headrace.native.threads import thread_pool
 from headrace.native.weights import FLOATS
 from headrace.runner.heads import FEATURE, UNIT_EPS, Entrance, Heads, HeadsSource, heads_config
 from headrace.runner.parts import Part
