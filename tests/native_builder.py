@@ -18,7 +18,7 @@ QKV = (HEADS + 2 * KV_HEADS) * DIM
 
 
 def right_calls() -> list[Call]:
-    """A model of one layer: rope, a gated MLP, a head. Buffers 2 qkv, 3 input, 4 attended, 5 wide, 6 head's, 7 logits, 8 maxima."""
+    """A model of one layer with a rope and a gated MLP. Buffers: 2 qkv, 3 input, 4 attended, 5 wide; 6 to 8 of the head."""
     norm, rows = {"norm": "@norm"}, {"source": [0, 0]}
     return [
         ("buffer", {"kind": "float", "width": QKV}),
@@ -77,7 +77,7 @@ class Builder:
         self._end()
 
     def tell(self, calls: list[Call], seconds: float = 120) -> str:
-        """"ran", the name of what was raised and its words, or "died: CODE" where the process did not survive."""
+        """ "ran", the name of what was raised and its words, or "died: CODE" where the process did not survive."""
         if self._child is None:
             command = [sys.executable, "-c", "from tests.native_builder import serve; serve()"]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,6 @@
 """Layers that add to the very rows their input is made from: the same bits with any number of threads, rows and repetitions."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,12 +52,12 @@ class Straight(Model):
 
 
 @pytest.fixture
-def straight(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+def straight(monkeypatch: pytest.MonkeyPatch) -> Model:
     model = Straight(tiny_config(architecture="straight", rope=None, tied_head=True, hidden_size=WIDTH, num_layers=LAYERS))
     targets = {re.sub(r"\.\d+\.", ".{i}.", f"{path}.{field}") for path, holder in model.holders() for field in holder.params()}
     monkeypatch.setitem(registry.MODELS, "straight", Straight)
     monkeypatch.setitem(names._HF, "straight", names.NameMap({target: names.Origin(target) for target in targets}))
-    yield as_bfloat16(tiny_model(model.config))
+    return as_bfloat16(tiny_model(model.config))
 
 
 @pytest.mark.parametrize("threads", [2, 3])

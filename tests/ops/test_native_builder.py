@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace import native
-from tests.native_builder import DIM, HIDDEN, QKV, VOCAB, Builder, Call, attention, changed, inserted, right_calls
+from tests.native_builder import DIM, QKV, VOCAB, Builder, Call, attention, changed, inserted, right_calls
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
@@ -174,7 +174,9 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "seal": {},
 }
 
-CALLS = st.sampled_from(sorted(ARGUMENTS)).flatmap(lambda method: st.tuples(st.just(method), st.fixed_dictionaries(ARGUMENTS[method])))
+CALLS = st.sampled_from(sorted(ARGUMENTS)).flatmap(
+    lambda method: st.tuples(st.just(method), st.fixed_dictionaries(ARGUMENTS[method]))
+)
 
 
 @st.composite
@@ -199,7 +201,13 @@ def spoilt(draw: st.DrawFn) -> list[Call]:
     return calls
 
 
-REFUSALS = ("ran", "ValueError: ", "TypeError: ", "IndexError: ", "MemoryError")  # IndexError: of the step, by what the program has
+REFUSALS = (
+    "ran",
+    "ValueError: ",
+    "TypeError: ",
+    "IndexError: ",
+    "MemoryError",
+)  # IndexError: of the step, by what the program has
 
 
 def survives(builder: Builder, calls: list[Call]) -> None:
@@ -214,7 +222,7 @@ def test_no_description_takes_the_process_with_it(builder: Builder, calls: list[
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=spoilt())
 def test_no_description_takes_the_process_with_it_for_long(builder: Builder, calls: list[Call]) -> None:
     survives(builder, calls)
