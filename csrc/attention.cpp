@@ -23,8 +23,9 @@ float* aligned(std::vector<float>& memory) {
 }
 
 void check_feed(const StepFeeds& step, int first, int rows, int start, int known) {
-    if (rows < 0 || start < 0 || known < 0 || known > rows ||
-        static_cast<size_t>(first + rows) > step.positions.size()) {
+    constexpr int kLast = std::numeric_limits<int>::max() - kPageTokens;  // of the tokens that 32 bits count
+    if (rows < 0 || start < 0 || known < 0 || known > rows || start > kLast - rows ||
+        static_cast<size_t>(first) + static_cast<size_t>(rows) > step.positions.size()) {
         throw std::out_of_range("a feed's rows do not fit the step");
     }
     const int nodes = rows - known;
@@ -39,6 +40,14 @@ void check_feed(const StepFeeds& step, int first, int rows, int start, int known
 }
 
 }  // namespace
+
+AttentionLayout::AttentionLayout(const AttentionView& view, const KVShape& kv) : view_(view), kv_(kv) {
+    if (view.heads < 1 || view.heads % kv.heads != 0) {
+        throw std::invalid_argument("attention has a multiple of the " + std::to_string(kv.heads) + " KV heads, not " +
+                                    std::to_string(view.heads));
+    }
+    if (view.window < 0) throw std::invalid_argument("a window is 0 (none) or more tokens");
+}
 
 // What every row sees, by its place in its own line of tokens; there a window counts positions and KV indices alike.
 void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds) {
@@ -122,7 +131,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
             first = last;
         } while (first < tile.last_split);
         if (tile.items == 1) continue;
-        tile.partial = static_cast<int32_t>(partials);
+        tile.partial = static_cast<int64_t>(partials);
         partials += static_cast<size_t>(splits) * state_floats(kv_, tile.tokens * share);
     }
     if (partials_.size() < partials + 16) partials_.resize(partials + 16);
@@ -161,6 +170,7 @@ void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFe
         done_size_ = tiles_.size();
         done_ = std::make_unique<std::atomic<int>[]>(done_size_);
     }
+    for (size_t i = 0; i < tiles_.size(); ++i) done_[i].store(0, std::memory_order_relaxed);  // a step may have failed
     built_ = true;
 }
 

@@ -41,7 +41,8 @@ struct AppendJob {
 // tile.
 class AttentionLayout {
 public:
-    AttentionLayout(const AttentionView& view, const KVShape& kv) : view_(view), kv_(kv) {}
+    // Throws std::invalid_argument for heads that are no multiple of the KV heads.
+    AttentionLayout(const AttentionView& view, const KVShape& kv);
 
     void build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table,
                int threads);

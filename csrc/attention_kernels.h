@@ -41,7 +41,7 @@ struct AttentionTile {
     int32_t feed, kv_head;
     int32_t row, tokens;
     int32_t first_split, last_split;  // [first, last): of the splits that any of them sees
-    int32_t partial;                  // place of the first split's partial result, where the tile is cut
+    int64_t partial;                  // place of the first split's partial result, where the tile is cut
     int32_t items;
 };
 

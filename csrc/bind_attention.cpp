@@ -34,6 +34,7 @@ using Masks = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device:
 using A8Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bf16Out = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Pairs = std::vector<std::pair<int32_t, int32_t>>;
+using unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void check_tokens(const KVPool& pool, int layer, const Int32s& positions, size_t n, size_t heads, size_t dim) {
     require(layer >= 0 && layer < pool.layers(), "no such layer");
@@ -49,6 +50,7 @@ void check_tokens(const KVPool& pool, int layer, const Int32s& positions, size_t
 void write_tokens(KVPool& pool, int layer, const Int32s& positions, const Heads& k, const Heads& v) {
     check_tokens(pool, layer, positions, k.shape(0), k.shape(1), k.shape(2));
     check_tokens(pool, layer, positions, v.shape(0), v.shape(1), v.shape(2));
+    const Exclusive mine(pool.in_use);
     const size_t row = k.shape(1) * k.shape(2);
     for (size_t i = 0; i < positions.size(); ++i) {
         pool.write(*kernels().attention, layer, positions.data()[i], k.data() + i * row, v.data() + i * row);
@@ -58,6 +60,7 @@ void write_tokens(KVPool& pool, int layer, const Int32s& positions, const Heads&
 void read_tokens(const KVPool& pool, int layer, const Int32s& positions, const OutHeads& k, const OutHeads& v) {
     check_tokens(pool, layer, positions, k.shape(0), k.shape(1), k.shape(2));
     check_tokens(pool, layer, positions, v.shape(0), v.shape(1), v.shape(2));
+    const Shared reader(pool.in_use);
     const size_t row = k.shape(1) * k.shape(2);
     for (size_t i = 0; i < positions.size(); ++i) {
         pool.read(*kernels().attention, layer, positions.data()[i], k.data() + i * row, v.data() + i * row);
@@ -115,8 +118,9 @@ public:
     // Returns whether K and V were stored by the attention items themselves.
     bool attend(int layer, const Rows& q, const Rows& k, const Rows& v, const Options& options,
                 const std::optional<Out>& out, const std::optional<A8Out>& a8, const std::optional<Bf16Out>& bf16) {
+        const Exclusive mine(pool_.in_use);
         const KVShape& kv = pool_.shape();
-        const size_t rows = positions_.size(), width = static_cast<size_t>(options.heads * kv.dim);
+        const size_t rows = positions_.size(), width = static_cast<size_t>(options.heads) * static_cast<size_t>(kv.dim);
         check(layer, q, k, v, options);
         AttentionTask task{};
         task.q = q.data(), task.k = k.data(), task.v = v.data();
@@ -153,7 +157,7 @@ public:
 private:
     void check(int layer, const Rows& q, const Rows& k, const Rows& v, const Options& options) const {
         const KVShape& kv = pool_.shape();
-        const size_t rows = positions_.size(), width = static_cast<size_t>(options.heads * kv.dim);
+        const size_t rows = positions_.size(), width = static_cast<size_t>(options.heads) * static_cast<size_t>(kv.dim);
         const size_t kv_width = static_cast<size_t>(kv.heads * kv.dim);
         require(layer >= 0 && layer < pool_.layers(), "no such layer");
         require(options.heads > 0 && options.heads % kv.heads == 0, "heads must be a multiple of the pool's KV heads");
@@ -226,10 +230,10 @@ void bind_attention(nb::module_& m) {
             },
             "layers"_a, "block_size"_a, "heads"_a, "dim"_a, "dtype"_a = "bf16", "What one block takes in all layers.")
         .def(
-            "copy_blocks", [](KVPool& self, const Pairs& pairs) { self.copy_blocks(pairs); }, "pairs"_a,
+            "copy_blocks", [](KVPool& self, const Pairs& pairs) { self.copy_blocks(pairs); }, "pairs"_a, unlocked(),
             "Copy whole blocks (from, to) of all layers; every source is read before anything is written.")
         .def(
-            "move", [](KVPool& self, const Pairs& pairs) { self.move(pairs); }, "pairs"_a,
+            "move", [](KVPool& self, const Pairs& pairs) { self.move(pairs); }, "pairs"_a, unlocked(),
             "Copy flat positions (from, to) of all layers; every source is read before anything is written.")
         .def("write", &write_tokens, "layer"_a, "positions"_a, "k"_a, "v"_a,
              "Store k, v [n, heads, dim] at flat positions [n].")

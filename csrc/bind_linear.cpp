@@ -220,7 +220,10 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
 std::vector<double> time_linears(const std::vector<const Linear*>& linears, const Floats& x, ThreadPool& pool,
                                  int repeats, const std::string& path, const std::string& isa) {
     require(!linears.empty() && repeats > 0, "at least one layer and one repeat");
-    for (const Linear* each : linears) check_input(*each, x);
+    for (const Linear* each : linears) {
+        require(each != nullptr, "no layer may be missing");
+        check_input(*each, x);
+    }
     const Kernels& table = kernels_named(isa);
     const nb::gil_scoped_release unlocked;
     const size_t m = x.shape(0), n = linears.front()->packed.n();

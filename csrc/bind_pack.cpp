@@ -20,6 +20,7 @@
 #include "bind_arrays.h"
 #include "bind_linear.h"
 #include "cpu.h"
+#include "in_use.h"
 #include "pack.h"
 
 namespace nb = nanobind;
@@ -31,6 +32,8 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 using WholeBytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+constexpr int kMostRows = 1 << 30;  // and columns: their padding still fits 32 bits
+
 using Tensor = BoundTensor;
 using Linear = BoundLinear;
 
@@ -38,7 +41,7 @@ PackRequest request_of(const Bytes& rows, const std::string& kind, int n, int k,
                        const std::optional<Indices>& permutation, const std::string& quantize,
                        const std::optional<FloatVector>& bias) {
     const SourceKind source = parse_source_kind(kind);
-    require(n > 0 && k > 0, "n and k must be positive");
+    require(n > 0 && k > 0 && n <= kMostRows && k <= kMostRows, "n and k must be positive, and at most 2^30");
     require(rows.stride(1) == 1 || rows.shape(1) == 1, "the bytes of a row must lie side by side");
     require(static_cast<int64_t>(rows.shape(1)) == source_row_bytes(source, k),
             "a row of " + std::to_string(k) + " columns of " + kind + " has " +
@@ -86,6 +89,7 @@ public:
 
     Tensor add(const Bytes& rows, const std::string& kind, int n, int k, const std::optional<Indices>& permutation,
                const std::string& quantize, const std::optional<FloatVector>& bias, bool mapped) {
+        const Exclusive mine(in_use_);
         PackRequest request = request_of(rows, kind, n, k, permutation, quantize, bias);
         if (mapped) request.mapped_bytes = bytes_of(rows);
         const PackedTensor tensor = packer_.add(request, kernels());
@@ -96,6 +100,7 @@ public:
     std::pair<Tensor, Tensor> add_pair(const Bytes& gate, const std::string& gate_kind, const Bytes& up,
                                        const std::string& up_kind, int n, int k, const std::string& quantize,
                                        bool mapped) {
+        const Exclusive mine(in_use_);
         PackRequest first = request_of(gate, gate_kind, n, k, {}, quantize, {});
         PackRequest second = request_of(up, up_kind, n, k, {}, quantize, {});
         if (mapped) first.mapped_bytes = bytes_of(gate), second.mapped_bytes = bytes_of(up);
@@ -106,6 +111,7 @@ public:
     }
 
     std::vector<int> run(ThreadPool& pool, size_t bytes) {
+        const Exclusive mine(in_use_);
         std::vector<int> broken;
         {
             const nb::gil_scoped_release unlocked;
@@ -115,7 +121,10 @@ public:
         return broken;
     }
 
-    int waiting() const { return packer_.waiting(); }
+    int waiting() const {
+        const Shared reader(in_use_);
+        return packer_.waiting();
+    }
 
 private:
     struct Kept {
@@ -128,6 +137,7 @@ private:
 
     std::shared_ptr<Arena> arena_;
     Packer packer_;
+    mutable InUse in_use_;
     std::deque<Kept> kept_;  // one for each tensor that waits
 };
 
@@ -147,6 +157,11 @@ Linear make_linear(std::vector<Tensor> tensors, bool gated, int segment_unit) {
     std::vector<PackedTensor> parts;
     for (const Tensor& tensor : tensors) parts.push_back(tensor.packed);
     return {PackedLinear(std::move(parts), gated, segment_unit), std::move(tensors)};
+}
+
+int64_t bytes_packed(const std::string& kind, int64_t n, int64_t k, const std::string& quantize) {
+    require(n > 0 && k > 0 && n <= kMostRows && k <= kMostRows, "n and k must be positive, and at most 2^30");
+    return row_block_bytes(packed_kind(parse_source_kind(kind), quantize), static_cast<int32_t>(k)) * ((n + 15) / 16);
 }
 
 // Bytes per second that the pool's threads read from `mebibytes` of memory, each its share; one figure per repeat.
@@ -200,6 +215,7 @@ std::vector<int> pool_barriers(ThreadPool& pool, int barriers) {
 
 void bind_pack(nb::module_& m) {
     nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
+    nb::exception<ThreadsError>(m, "ThreadsError", PyExc_RuntimeError);
     m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads.");
     m.def("cgroup_cpus", &cgroup_cpus, "membership"_a = "/proc/self/cgroup", "root"_a = "/sys/fs/cgroup");
     m.def("default_threads", &default_threads, "quota"_a,
@@ -255,6 +271,8 @@ void bind_pack(nb::module_& m) {
         "mapped"_a.noconvert(),
         "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other "
         "memory.");
+    m.def("packed_bytes", &bytes_packed, "kind"_a, "n"_a, "k"_a, "quantize"_a = "",
+          "Bytes that n rows of k columns of a stored kind take once they are packed, padding included.");
     m.def("read_bandwidth", &read_bandwidth, "pool"_a, "mebibytes"_a = 256, "repeats"_a = 8);
 }
 

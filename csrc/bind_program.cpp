@@ -35,7 +35,9 @@ T choose(const std::string& name, const std::pair<const char*, T> (&choices)[n])
     for (const auto& [each, value] : choices) {
         if (name == each) return value;
     }
-    throw nb::value_error(("unknown name " + name).c_str());
+    std::string known;
+    for (const auto& [each, value] : choices) known += (known.empty() ? "" : ", ") + std::string(each);
+    throw nb::value_error(("unknown name '" + name + "'; use one of " + known).c_str());
 }
 
 Place place(At at) { return {at.first, at.second}; }
@@ -68,9 +70,9 @@ NormWeights norm_of(const NormWeights* norm) { return norm ? *norm : NormWeights
 void begin(Program& program, const std::string& segment) {
     require(segment == "embed" || segment == "layer" || segment == "head",
             "a segment is embed, layer or head, not " + segment);
-    if (segment == "embed") return program.begin_embed();
-    if (segment == "layer") return program.begin_layer();
-    program.begin_head();
+    program.begin(segment == "embed"   ? SegmentKind::kEmbed
+                  : segment == "layer" ? SegmentKind::kLayer
+                                       : SegmentKind::kHead);
 }
 
 int add_rope(Program& program, const std::vector<double>& frequencies, int positions, bool interleaved) {
@@ -80,11 +82,13 @@ int add_rope(Program& program, const std::vector<double>& frequencies, int posit
 }
 
 void add_linear(Program& program, const BoundLinear& linear, int in, const std::string& kind, At out,
-                const std::string& act, float scale, float softcap, int maxima, int sublayer, const std::string& name) {
+                const std::string& act, float scale, float softcap, int maxima, uint8_t sublayer,
+                const std::string& name) {
     for (const BoundTensor& tensor : linear.tensors) program.keep(tensor.arena);
-    const Activation activation = act == "gelu_tanh" ? Activation::kGeluTanh : Activation::kSilu;
+    const Activation activation =
+        choose<Activation>(act, {{"silu", Activation::kSilu}, {"gelu_tanh", Activation::kGeluTanh}});
     program.add({LinearPhase{linear.packed, in, epilogue_kind(kind), place(out), activation, scale, softcap, maxima},
-                 static_cast<uint8_t>(sublayer), name});
+                 sublayer, name});
 }
 
 void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions,
@@ -98,6 +102,7 @@ void add_embed(Program& program, const BoundTensor& table, int out, float scale,
 void run(Program& program, Step& step, std::pair<int, int> layers, const std::optional<FloatTable>& hidden,
          const std::optional<OutTable>& hidden_out, const std::vector<uint8_t>& skips,
          const std::vector<std::pair<int, OutTable>>& taps) {
+    const Exclusive mine(step.in_use);
     const auto fits = [&](size_t rows, size_t width) {
         return rows == static_cast<size_t>(step.rows()) && width == static_cast<size_t>(program.hidden());
     };
@@ -134,47 +139,42 @@ void bind_building(nb::class_<Program>& c) {
              "name"_a = "")
         .def(
             "norm",
-            [](Program& self, At in, At out, int width, const NormWeights& norm, int sublayer,
-               const std::string& name) {
-                self.add({NormPhase{norm, place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
-            },
+            [](Program& self, At in, At out, int width, const NormWeights& norm, uint8_t sublayer,
+               const std::string& name) { self.add({NormPhase{norm, place(in), place(out), width}, sublayer, name}); },
             "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "")
         .def(
             "quantize",
-            [](Program& self, At in, int out, const NormWeights* norm, int sublayer, const std::string& name) {
-                self.add({QuantizePhase{norm_of(norm), place(in), out}, static_cast<uint8_t>(sublayer), name});
+            [](Program& self, At in, int out, const NormWeights* norm, uint8_t sublayer, const std::string& name) {
+                self.add({QuantizePhase{norm_of(norm), place(in), out}, sublayer, name});
             },
             "source"_a, "out"_a, "norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
-        .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "", "scale"_a = 1.0f,
+        .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "silu", "scale"_a = 1.0f,
              "softcap"_a = 0.0f, "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "")
         .def(
             "act",
-            [](Program& self, const std::string& kind, At in, At out, int width, int sublayer,
+            [](Program& self, const std::string& kind, At in, At out, int width, uint8_t sublayer,
                const std::string& name) {
-                self.add(
-                    {ActPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+                self.add({ActPhase{act_kind(kind), place(in), place(out), width}, sublayer, name});
             },
             "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
         .def(
             "act_mul",
-            [](Program& self, const std::string& kind, At in, At out, int width, int sublayer,
+            [](Program& self, const std::string& kind, At in, At out, int width, uint8_t sublayer,
                const std::string& name) {
-                self.add(
-                    {ActMulPhase{act_kind(kind), place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+                self.add({ActMulPhase{act_kind(kind), place(in), place(out), width}, sublayer, name});
             },
             "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
         .def(
             "residual",
-            [](Program& self, At x, At y, At out, int width, const NormWeights* post_norm, int sublayer,
+            [](Program& self, At x, At y, At out, int width, const NormWeights* post_norm, uint8_t sublayer,
                const std::string& name) {
-                self.add({ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width},
-                          static_cast<uint8_t>(sublayer), name});
+                self.add({ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width}, sublayer, name});
             },
             "x"_a, "y"_a, "out"_a, "width"_a, "post_norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
         .def(
             "copy",
-            [](Program& self, At in, At out, int width, int sublayer, const std::string& name) {
-                self.add({CopyPhase{place(in), place(out), width}, static_cast<uint8_t>(sublayer), name});
+            [](Program& self, At in, At out, int width, uint8_t sublayer, const std::string& name) {
+                self.add({CopyPhase{place(in), place(out), width}, sublayer, name});
             },
             "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
         .def(
@@ -194,11 +194,7 @@ void bind_building(nb::class_<Program>& c) {
             [](Program& self, int layer, int heads, At q, At k, At v, At out, float scale, int rope,
                const NormWeights* q_norm, const NormWeights* k_norm, int window, float softcap,
                const std::optional<FloatVector>& sinks, bool causal, const std::optional<FloatVector>& k_shift,
-               int sublayer, const std::string& name) {
-                const KVShape& kv = self.kv().shape();
-                if (k_shift && k_shift->size() != static_cast<size_t>(kv.heads) * static_cast<size_t>(kv.dim)) {
-                    throw nb::value_error("k_shift holds a value for each of K's");
-                }
+               uint8_t sublayer, const std::string& name) {
                 self.add({AttentionPhase{layer,
                                          {heads, window, causal},
                                          place(q),
@@ -212,7 +208,7 @@ void bind_building(nb::class_<Program>& c) {
                                          softcap,
                                          copied(sinks),
                                          copied(k_shift)},
-                          static_cast<uint8_t>(sublayer), name});
+                          sublayer, name});
             },
             "layer"_a, "heads"_a, "q"_a, "k"_a, "v"_a, "out"_a, "scale"_a, "rope"_a = -1,
             "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0, "softcap"_a = 0.0f,
@@ -244,11 +240,14 @@ void bind_program(nb::module_& m) {
             "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "")
         .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(),
              "hidden_out"_a.noconvert() = nb::none(), "skips"_a = std::vector<uint8_t>{},
-             "taps"_a = std::vector<std::pair<int, OutTable>>{},
+             "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{},
              "Carry out a step: layers [first, last) (-1: to the end), from its ids or from `hidden`.")
         .def_rw("profiling", &Program::profiling)
         .def_prop_ro("profile", &Program::profile)
         .def("clear_profile", &Program::clear_profile)
+        .def("seal", &Program::seal,
+             "Look at the whole description, once: ValueError for what cannot be, with the phase. Nothing can be added "
+             "after that. The first step does it where nobody did.")
         .def_prop_ro("layers", &Program::layers)
         .def_prop_ro("threads", &Program::threads);
     bind_building(program);

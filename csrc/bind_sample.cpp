@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "in_use.h"
 #include "kernels.h"
 #include "sample.h"
 
@@ -61,8 +63,10 @@ public:
                                                           const std::optional<ConstRow>& maxima,
                                                           const std::optional<Mask>& mask, std::optional<double> mu) {
         SampleRow row{logits.data(), maxima_of(maxima), &params, &history, path, nullptr, mu};
+        const Exclusive mine(in_use_);
         check(logits.size() == static_cast<size_t>(size_), "logits must have one value per token");
         if (mask) check(mask->size() * 32 >= static_cast<size_t>(size_), "mask must have one bit per token");
+        check(!mu || !std::isnan(*mu), "mirostat's mu must be a number");
         if (mask) row.mask = mask->data();
         const std::vector<NoiseKey> all = keys_of(keys);
         std::vector<TokenReport> out;
@@ -75,12 +79,14 @@ public:
         const Rows& logits, const SampleParams& params, const History& history, std::pair<uint32_t, uint32_t> key,
         const std::vector<int32_t>& tokens, const std::vector<int32_t>& parents, int logprobs, bool processed,
         const std::optional<ConstRows>& maxima, const std::optional<Masks>& masks, std::optional<double> mu) {
+        const Exclusive mine(in_use_);
         check(logits.shape(1) == static_cast<size_t>(size_), "logits must have one value per token");
         check(tokens.size() == parents.size() && logits.shape(0) == tokens.size() + 1,
               "logits must have one row more than the draft has nodes, and every node a parent");
         for (size_t i = 0; i < parents.size(); ++i) {
             check(parents[i] >= -1 && parents[i] < static_cast<int32_t>(i), "a node's parent must come before it");
         }
+        check(!mu || !std::isnan(*mu), "mirostat's mu must be a number");
         SampleRow row{logits.data(), nullptr, &params, &history, {}, nullptr, mu};
         RowStrides strides{static_cast<ptrdiff_t>(size_), 0, 0};
         if (maxima) {
@@ -105,6 +111,7 @@ public:
         const Rows& logits, const SampleParams& params, const History& history, std::pair<uint32_t, uint32_t> key,
         const std::vector<int32_t>& tokens, const std::optional<ConstRows>& q, bool block, int logprobs,
         bool processed) {
+        const Exclusive mine(in_use_);
         check(logits.shape(1) == static_cast<size_t>(size_) && logits.shape(0) == tokens.size() + 1,
               "logits must have one value per token, and one row more than the chain has tokens");
         std::vector<std::vector<float>> rows;
@@ -127,6 +134,7 @@ public:
                                                                  const History& history,
                                                                  std::pair<uint32_t, uint32_t> key,
                                                                  const std::vector<int32_t>& path) {
+        const Exclusive mine(in_use_);
         check(logits.size() == static_cast<size_t>(size_), "logits must have one value per token");
         const SampleRow row{logits.data(), nullptr, &params, &history, path};
         int32_t token = -1;
@@ -137,6 +145,7 @@ public:
 
     std::pair<TokenReport, std::string> top(const Row& logits, int k, const SampleParams* params,
                                             const History* history, const std::optional<ConstRow>& maxima) {
+        const Exclusive mine(in_use_);
         check(logits.size() == static_cast<size_t>(size_), "logits must have one value per token");
         check((params == nullptr) == (history == nullptr), "params and history go together");
         const SampleParams neutral;
@@ -149,6 +158,7 @@ public:
     }
 
     std::pair<std::vector<TokenReport>, std::string> score(const Rows& logits, const Int32s& tokens, int k) {
+        const Exclusive mine(in_use_);
         check(logits.shape(1) == static_cast<size_t>(size_), "logits must have one value per token");
         check(tokens.size() == logits.shape(0), "one token per row of logits");
         std::vector<TokenReport> out(tokens.size());
@@ -170,6 +180,7 @@ private:
 
     const int size_;
     Sampler sampler_;
+    InUse in_use_;
 };
 
 void gumbel_words(const Words& words, const Row& out, const std::optional<std::string>& isa) {

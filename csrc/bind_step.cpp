@@ -36,14 +36,33 @@ const Answer& answer_of(Step& step, int number) {
     return step.answers()[static_cast<size_t>(number)];
 }
 
-std::vector<int32_t> tokens_of(Step& step, int number) {
+// A member function that nobody else's step may run beside.
+template <class R, class... A>
+auto alone(R (Step::*method)(A...)) {
+    return [method](Step& self, A... arguments) {
+        const Exclusive mine(self.in_use);
+        return (self.*method)(std::move(arguments)...);
+    };
+}
+
+// A part of an answer, copied while nobody fills it.
+template <class F>
+auto part_of_answer(F part) {
+    return [part](Step& self, int number) {
+        const Shared reader(self.in_use);
+        return part(answer_of(self, number));
+    };
+}
+
+std::vector<int32_t> tokens_of(const Answer& answer) {
     std::vector<int32_t> tokens;
-    for (const TokenReport& report : answer_of(step, number).reports) tokens.push_back(report.id);
+    for (const TokenReport& report : answer.reports) tokens.push_back(report.id);
     return tokens;
 }
 
 void draw_each(Step& step, const std::vector<std::shared_ptr<const Sequence>>& sequences,
                const std::vector<int>& starts) {
+    const Exclusive mine(step.in_use);
     require(starts.size() == sequences.size(), "a start for each sequence");
     for (size_t i = 0; i < sequences.size(); ++i) {
         require(sequences[i] != nullptr, "no sequence may be missing");
@@ -53,16 +72,17 @@ void draw_each(Step& step, const std::vector<std::shared_ptr<const Sequence>>& s
 }
 
 std::vector<int32_t> drawn(Step& step) {
+    const Shared reader(step.in_use);
     std::vector<int32_t> tokens;
     for (const Answer& answer : step.answers()) {
-        tokens.push_back(answer.error.empty() && !answer.reports.empty() ? answer.reports.back().id : -1);
+        tokens.push_back(answer.error.empty() && !answer.failure && !answer.reports.empty() ? answer.reports.back().id
+                                                                                            : -1);
     }
     return tokens;
 }
 
-nb::bytes logits_of(Step& step, int number) {
-    const std::vector<float>& logits = answer_of(step, number).logits;
-    return nb::bytes(reinterpret_cast<const char*>(logits.data()), logits.size() * sizeof(float));
+nb::bytes logits_of(const Answer& answer) {
+    return nb::bytes(reinterpret_cast<const char*>(answer.logits.data()), answer.logits.size() * sizeof(float));
 }
 
 }  // namespace
@@ -77,38 +97,56 @@ void bind_step(nb::module_& m) {
             },
             "prompt"_a, "params"_a)
         .def(
-            "extend", [](Sequence& self, const std::vector<int32_t>& tokens) { self.history.extend(tokens); },
+            "extend",
+            [](Sequence& self, const std::vector<int32_t>& tokens) {
+                const Exclusive mine(self.in_use);
+                self.history.extend(tokens);
+            },
             "tokens"_a)
         .def(
             "set_table",
-            [](Sequence& self, size_t start, const std::vector<int32_t>& blocks) { self.set_table(start, blocks); },
+            [](Sequence& self, size_t start, const std::vector<int32_t>& blocks) {
+                const Exclusive mine(self.in_use);
+                self.set_table(start, blocks);
+            },
             "start"_a, "blocks"_a, "table[start:] = blocks")
         .def_prop_rw(
             "key", [](const Sequence& self) { return Key(self.key.k0, self.key.k1); },
-            [](Sequence& self, Key key) { self.key = {key.first, key.second}; },
+            [](Sequence& self, Key key) {
+                const Exclusive mine(self.in_use);
+                self.key = {key.first, key.second};
+            },
             "The noise key that draw_each draws with.")
         .def("copy", [](const Sequence& self) { return std::make_shared<Sequence>(self); })
         .def_prop_ro("table", [](const Sequence& self) { return self.table; })
         .def("__len__", [](const Sequence& self) { return self.history.tokens().size(); });
     nb::class_<Step>(m, "Step", "What one step computes and what is asked of it; answers are read after Program.run.")
         .def(nb::init<>())
-        .def("clear", &Step::clear)
+        .def("clear", alone(&Step::clear))
         .def(
             "feed",
             [](Step& self, std::shared_ptr<const Sequence> sequence, int start, int count, int logits,
                const std::vector<int32_t>& nodes, const std::vector<int32_t>& parents) {
+                const Exclusive mine(self.in_use);
+                require(sequence != nullptr, "a feed has a sequence");
                 self.feed(std::move(sequence), start, count, nodes, parents, logits);
             },
             "sequence"_a, "start"_a, "count"_a, "logits"_a = 0, "nodes"_a = std::vector<int32_t>{},
             "parents"_a = std::vector<int32_t>{})
         .def(
-            "mask", [](Step& self, const nb::bytes& bits) { self.mask(words_of(bits)); }, "bits"_a,
+            "mask",
+            [](Step& self, const nb::bytes& bits) {
+                const Exclusive mine(self.in_use);
+                self.mask(words_of(bits));
+            },
+            "bits"_a,
             "What may be drawn after the feed added last: 32-bit words, a bit per token, for its last known token and "
             "each node.")
         .def(
             "draw",
             [](Step& self, int row, const std::vector<Key>& keys, int logprobs, bool processed,
                std::optional<double> mu) {
+                const Exclusive mine(self.in_use);
                 std::vector<NoiseKey> all;
                 for (const auto& [k0, k1] : keys) all.push_back({k0, k1});
                 return self.draw(row, std::move(all), {logprobs, processed}, mu);
@@ -121,6 +159,7 @@ void bind_step(nb::module_& m) {
         .def(
             "verify",
             [](Step& self, int row, Key key, int logprobs, bool processed, std::optional<double> mu) {
+                const Exclusive mine(self.in_use);
                 return self.verify(row, {key.first, key.second}, {logprobs, processed}, mu);
             },
             "row"_a, "key"_a, "logprobs"_a = -1, "processed"_a = false, "mu"_a = nb::none())
@@ -128,6 +167,7 @@ void bind_step(nb::module_& m) {
             "reject",
             [](Step& self, int row, Key key, const std::vector<nb::bytes>& q, bool block, int logprobs,
                bool processed) {
+                const Exclusive mine(self.in_use);
                 std::vector<std::vector<float>> rows;
                 for (const nb::bytes& each : q) {
                     rows.emplace_back(each.size() / sizeof(float));
@@ -138,34 +178,39 @@ void bind_step(nb::module_& m) {
             "row"_a, "key"_a, "q"_a, "block"_a = false, "logprobs"_a = -1, "processed"_a = false,
             "Verify a chain by rejection. q: float32 bytes for each drafted token; empty: they were chosen, not drawn.")
         .def(
-            "propose", [](Step& self, int row, Key key) { return self.propose(row, {key.first, key.second}); }, "row"_a,
-            "key"_a, "A token for a draft; its row of logits are then the probabilities it was drawn from.")
-        .def("top", &Step::top, "row"_a, "k"_a)
+            "propose",
+            [](Step& self, int row, Key key) {
+                const Exclusive mine(self.in_use);
+                return self.propose(row, {key.first, key.second});
+            },
+            "row"_a, "key"_a, "A token for a draft; its row of logits are then the probabilities it was drawn from.")
+        .def("top", alone(&Step::top), "row"_a, "k"_a)
         .def(
             "score",
             [](Step& self, int row, int k) {
+                const Exclusive mine(self.in_use);
                 int count = 0;
                 const int first = self.score(row, k, count);
                 return std::pair(first, count);
             },
             "row"_a, "k"_a, "Every row from `row` on scores the known token after it -> first answer, how many.")
-        .def("logits", &Step::logits, "row"_a)
+        .def("logits", alone(&Step::logits), "row"_a)
         .def(
             "contrast",
             [](Step& self, int row, Step& amateur, int answer, float alpha, float beta) {
+                require(&self != &amateur, "a step is not contrasted with itself");
+                const Exclusive mine(self.in_use), its(amateur.in_use);
                 answer_of(amateur, answer);
                 self.contrast(row, std::move(amateur.answers()[static_cast<size_t>(answer)].logits), alpha, beta);
             },
             "row"_a, "amateur"_a, "answer"_a, "alpha"_a, "beta"_a,
             "Combine a row of logits with those another step answered, which are taken from it.")
         .def_prop_ro("rows", &Step::rows)
-        .def("tokens", &tokens_of, "answer"_a)
-        .def(
-            "reports", [](Step& self, int number) { return answer_of(self, number).reports; }, "answer"_a)
-        .def(
-            "path", [](Step& self, int number) { return answer_of(self, number).path; }, "answer"_a)
-        .def("row_of_logits", &logits_of, "answer"_a, "float32 bytes")
-        .def("error", [](Step& self, int number) { return answer_of(self, number).error; }, "answer"_a);
+        .def("tokens", part_of_answer(&tokens_of), "answer"_a)
+        .def("reports", part_of_answer([](const Answer& answer) { return answer.reports; }), "answer"_a)
+        .def("path", part_of_answer([](const Answer& answer) { return answer.path; }), "answer"_a)
+        .def("row_of_logits", part_of_answer(&logits_of), "answer"_a, "float32 bytes")
+        .def("error", part_of_answer([](const Answer& answer) { return answer.problem(); }), "answer"_a);
 }
 
 }  // namespace headrace

@@ -21,7 +21,9 @@ set(HEADRACE_HOST_SOURCES
   csrc/program.cpp
   csrc/program_buffers.cpp
   csrc/program_check.cpp
+  csrc/program_needs.cpp
   csrc/program_phases.cpp
+  csrc/program_seal.cpp
   csrc/program_step.cpp
   csrc/program_turns.cpp
   csrc/sample.cpp

@@ -1,11 +1,14 @@
 #include "kv_pool.h"
 
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
 namespace headrace {
 namespace {
+
+constexpr int kMostDim = 1 << 16, kMostHeads = 1 << 16;  // beyond these sizes would not fit 32 bits
 
 KVShape checked(KVType type, int layers, int num_blocks, int block_size, int heads, int dim) {
     if (layers < 1 || num_blocks < 1 || heads < 1 || dim < 1) {
@@ -13,6 +16,14 @@ KVShape checked(KVType type, int layers, int num_blocks, int block_size, int hea
     }
     if (block_size < kPageTokens || block_size % kPageTokens) {
         throw std::invalid_argument("block_size must be a multiple of 16, not " + std::to_string(block_size));
+    }
+    if (dim > kMostDim || heads > kMostHeads) {
+        throw std::invalid_argument("a KV pool takes up to " + std::to_string(kMostHeads) + " heads of up to " +
+                                    std::to_string(kMostDim) + " dimensions");
+    }
+    if (num_blocks > std::numeric_limits<int>::max() / block_size) {
+        throw std::invalid_argument("a KV pool has at most 2^31 positions, not " + std::to_string(num_blocks) +
+                                    " blocks of " + std::to_string(block_size));
     }
     if (type == KVType::kInt8 && dim > 512) {
         throw std::invalid_argument("int8 KV takes heads of up to 512 dimensions, not " + std::to_string(dim));
@@ -64,6 +75,7 @@ void KVPool::check(Pairs pairs, int limit, const char* what) const {
 }
 
 void KVPool::copy_blocks(Pairs pairs) {
+    const Exclusive mine(in_use);
     check(pairs, num_blocks_, "block");
     const size_t size = layer_bytes_ / static_cast<size_t>(num_blocks_);
     std::vector<uint8_t> held(pairs.size() * size);
@@ -81,6 +93,7 @@ uint8_t* KVPool::page(int layer, int position, int head) const {
 }
 
 void KVPool::move(Pairs pairs) {
+    const Exclusive mine(in_use);
     const AttentionKernels& kernels = *headrace::kernels().attention;
     check(pairs, num_blocks_ * block_size_, "position");
     const int count = static_cast<int>(pairs.size());

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "in_use.h"
 #include "kernels.h"
 #include "kv_page.h"
 
@@ -20,7 +21,8 @@ KVType parse_kv_type(std::string_view name);
 class KVPool {
 public:
     // Zeroed; memory is taken as blocks are first provided or written. Throws std::invalid_argument for sizes that
-    // cannot be: block_size must be a multiple of 16, and a head of kInt8 at most 512 wide (its integer sums).
+    // cannot be: block_size must be a multiple of 16, a head of kInt8 at most 512 wide (its integer sums), one of other
+    // types at most 65536, and 32 bits must count all positions.
     KVPool(KVType type, int layers, int num_blocks, int block_size, int heads, int dim);
 
     const KVShape& shape() const { return shape_; }
@@ -36,11 +38,13 @@ public:
     // ForkedError.
     void provide(ThreadPool& pool, int blocks);
 
+    mutable InUse in_use;  // by a step, or a copy
+
     uint8_t* layer(int layer) const { return layers_[static_cast<size_t>(layer)]; }
 
     using Pairs = std::span<const std::pair<int32_t, int32_t>>;
     // Whole blocks (from, to), and single flat positions (block * block_size + offset), of all layers. Every source is
-    // read before anything is written. Throws std::out_of_range.
+    // read before anything is written. Throws std::out_of_range, std::runtime_error while a step uses the pool.
     void copy_blocks(Pairs pairs);
     void move(Pairs pairs);
 

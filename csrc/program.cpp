@@ -12,12 +12,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-void require(bool ok, const char* message) {
-    if (!ok) throw std::invalid_argument(message);
-}
+// The sequences of a step, read as long as this lasts.
+class Readers {
+public:
+    explicit Readers(std::span<const std::shared_ptr<const Sequence>> sequences) {
+        held_.reserve(sequences.size());
+        for (const auto& sequence : sequences) held_.emplace_back(sequence->in_use);
+    }
+
+private:
+    std::vector<Shared> held_;
+};
 
 // Those of the rows [first, last).
-std::span<const Contrast> within(const std::vector<Contrast>& contrasts, int first, int last) {
+std::span<Contrast> within(std::vector<Contrast>& contrasts, int first, int last) {
     const auto before = [](const Contrast& contrast, int row) { return contrast.row < row; };
     return {std::lower_bound(contrasts.begin(), contrasts.end(), first, before),
             std::lower_bound(contrasts.begin(), contrasts.end(), last, before)};
@@ -42,6 +50,7 @@ Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, c
       attention_(kernels, *kv_, pool_->size()),
       scratch_(static_cast<size_t>(pool_->size())),
       owed_(static_cast<size_t>(pool_->size())) {
+    require(vocab_size > 0, "a program has at least one token");
     add_buffer(BufferKind::kFloat, hidden);
     add_buffer(BufferKind::kFloat, hidden);
     of_head_[kHeadRows] = true;
@@ -49,13 +58,30 @@ Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, c
         samplers_.push_back(std::make_unique<Sampler>(*kernels_.sample, vocab_size));
 }
 
+Exclusive Program::building() const {
+    require(!sealed_, "the program is sealed: nothing can be added to it");
+    return Exclusive(in_use);
+}
+
+void Program::begin(SegmentKind kind) {
+    const Exclusive mine = building();
+    open_ = kind == SegmentKind::kEmbed ? &embed_ : kind == SegmentKind::kHead ? &head_ : &layers_.emplace_back();
+}
+
 int Program::add_buffer(BufferKind kind, int width, bool local) {
+    const Exclusive mine = building();
     buffers_.emplace_back(kind, width, local, pool_->size());
     of_head_.push_back(open_ == &head_);
     return static_cast<int>(buffers_.size()) - 1;
 }
 
+int Program::add_tap() {
+    const Exclusive mine = building();
+    return taps_++;
+}
+
 int Program::add_rope(Rope rope) {
+    const Exclusive mine = building();
     require(rope.dim > 0 && rope.dim % 2 == 0 && rope.cos.size() == rope.sin.size() &&
                 rope.cos.size() % static_cast<size_t>(rope.dim / 2) == 0,
             "cos and sin have dim / 2 values for each position");
@@ -81,28 +107,8 @@ int Program::add_rope(const std::vector<double>& frequencies, int positions, boo
 }
 
 void Program::add(Phase phase) {
+    const Exclusive mine = building();
     require(open_, "a segment must be begun before phases are added");
-    scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
-    if (const auto* attention = std::get_if<AttentionPhase>(&phase.work)) {
-        require(attention->layer >= 0 && attention->layer < kv_->layers(),
-                "attention names a layer that the KV pool has not");
-        require(attention->rope < static_cast<int>(ropes_.size()), "attention names a rope that is not there");
-        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(attention->view.heads) * sizeof(float));
-    }
-    if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits) {
-        require(linear->linear.n() <= vocab_size_, "the head must have one output for each token");
-        logits_ = linear->out.buffer, maxima_ = linear->maxima;
-    }
-    if (const auto* embed = std::get_if<EmbedPhase>(&phase.work)) {
-        ids_ = std::min(ids_, embed->table.n);
-        if (embed->positions) positions_ = std::min(positions_, embed->positions->n);
-    }
-    if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work)) {
-        require(std::is_sorted(scatter->ids.begin(), scatter->ids.end()) && !scatter->ids.empty() &&
-                    scatter->ids.front() >= 0 && scatter->ids.back() < vocab_size_,
-                "the tokens of a part of the head must be named in ascending order");
-        logits_ = scatter->out, maxima_ = scatter->maxima;
-    }
     open_->push_back(std::move(phase));
 }
 
@@ -112,6 +118,7 @@ void Program::check(const Step& step) const {
     require(step.first_layer >= 0 && step.first_layer <= last && last <= layers(),
             "a step names layers that the model has not");
     require(step.first_layer == 0 || step.hidden, "a step that does not begin with layer 0 needs hidden rows");
+    require(step.hidden || !embed_.empty(), "a step needs hidden rows where a program looks no tokens up");
     require(step.head_rows().empty() || logits_ >= 0, "the program has no head");
     int positions = positions_;
     for (const Rope& rope : ropes_) positions = std::min(positions, rope.positions());
@@ -190,12 +197,20 @@ void Program::plan_head(Step& step) {
 }
 
 void Program::run(Step& step) {
+    seal();
+    const Exclusive mine(in_use), pages(kv_->in_use);
+    const Readers readers(step.sequences());
     prepare(step);
     StepRun run{kernels_, buffers_, ropes_, attention_, step, turns_, pool_->size()};
-    pool_->run([&](int thread) noexcept {
+    pool_->run([&](int thread) {
         const size_t number = static_cast<size_t>(thread);
         Worker worker{run, thread, scratch_[number].data(), owed_[number]};
-        work(worker, step);
+        try {
+            work(worker, step);
+        } catch (...) {
+            turns_.give_up();
+            throw;
+        }
     });
 }
 
@@ -244,8 +259,9 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     const auto start = timed ? Clock::now() : Clock::time_point{};
     const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
     Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
-    const Logits rows{logits.floats(), logits.stride(), maxima.floats(), maxima.stride(), chunk.first, vocab_size_};
-    const std::span<const Contrast> contrasts = within(step.contrasts(), chunk.first, chunk.last);
+    const std::span<Contrast> contrasts = within(step.contrasts(), chunk.first, chunk.last);
+    const Logits rows{logits.floats(), logits.stride(), maxima.floats(), maxima.stride(),
+                      chunk.first,     vocab_size_,     contrasts};
     if (!contrasts.empty()) {
         worker.deal(static_cast<int>(contrasts.size()),
                     [&](int i, int) { combine(contrasts[static_cast<size_t>(i)], rows, *kernels_.sample); });

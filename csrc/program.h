@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "in_use.h"
+#include "program_needs.h"
 #include "program_phases.h"
 #include "program_step.h"
 #include "threadpool.h"
@@ -23,33 +25,42 @@ public:
     Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
             int vocab_size);
 
-    // Building. What is wrong in a description throws std::invalid_argument, std::out_of_range.
+    // Building. What is wrong in a description is found when it is sealed, by the builder or by the first step: then
+    // std::invalid_argument names the phase. Nothing can be added after that.
     int add_buffer(BufferKind kind, int width, bool local = false);
     int add_rope(Rope rope);
     // Pair i turns by frequencies[i] radians a position; angles, cos and sin are formed in float64.
     int add_rope(const std::vector<double>& frequencies, int positions, bool interleaved);
-    int add_tap() { return taps_++; }
+    int add_tap();
     int taps() const { return taps_; }
     void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }  // e.g. an arena of weights
-    void begin_embed() { open_ = &embed_; }
-    void begin_layer() { open_ = &layers_.emplace_back(); }
-    void begin_head() { open_ = &head_; }
+    void begin(SegmentKind kind);                                                          // kLayer: a new one
     void add(Phase phase);
+    void seal();
 
-    // Carries out a step and fills its answers. One step at a time. Throws std::out_of_range, std::invalid_argument for
-    // a step that does not fit, ForkedError after a fork; then nothing was computed.
+    // Carries out a step and fills its answers. The program, its KV pool and the sequences are in use meanwhile, the
+    // step is the caller's. Throws std::runtime_error where another thread uses one of these, std::out_of_range,
+    // std::invalid_argument for a step that does not fit, ForkedError after a fork; then nothing was computed.
     void run(Step& step);
 
     int layers() const { return static_cast<int>(layers_.size()); }
     int threads() const { return pool_->size(); }
+    mutable InUse in_use;
+
     int hidden() const { return hidden_; }
     int vocab_size() const { return vocab_size_; }
     KVPool& kv() const { return *kv_; }
 
     // Seconds by kind of phase, as thread 0 saw them, barriers included; gathered while `profiling` is set.
     bool profiling = false;
-    const std::map<std::string, double>& profile() const { return profile_; }
-    void clear_profile() { profile_.clear(); }
+    std::map<std::string, double> profile() const {
+        const Exclusive mine(in_use);
+        return profile_;
+    }
+    void clear_profile() {
+        const Exclusive mine(in_use);
+        profile_.clear();
+    }
 
 private:
     using Segment = std::vector<Phase>;
@@ -63,6 +74,11 @@ private:
         std::vector<std::vector<int>> items;  // asks that share rows, one after the other
     };
 
+    Exclusive building() const;
+    void seal_segment(const Segment& segment, SegmentKind kind, const std::string& name);
+    void check_accesses(const std::vector<Access>& accesses, SegmentKind kind) const;
+    void check_head() const;
+    void note(const Phase& phase);
     void check(const Step& step) const;
     void prepare(Step& step);
     void plan_head(Step& step);
@@ -82,6 +98,7 @@ private:
     Segment embed_, head_;
     std::vector<Segment> layers_;
     Segment* open_ = nullptr;
+    bool sealed_ = false;
     int taps_ = 0;
     int ids_ = std::numeric_limits<int>::max(), positions_ = ids_;  // that its tables have
     AttentionStep attention_;
@@ -93,6 +110,7 @@ private:
     std::vector<std::unique_ptr<Sampler>> samplers_;
     std::vector<Chunk> chunks_;
     int logits_ = -1, maxima_ = -1;  // buffers of the head's results
+    int logits_width_ = 0;
     std::map<std::string, double> profile_;
 };
 

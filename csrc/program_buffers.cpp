@@ -48,7 +48,8 @@ void Memory::reserve(size_t bytes) {
 
 Buffer::Buffer(BufferKind kind, int width, bool local, int threads)
     : kind_(kind), width_(width), stride_(stride_of(width)), local_(local) {
-    if (width < 1) throw std::invalid_argument("a buffer is at least one column wide, not " + std::to_string(width));
+    if (width < 1 || width > kMostColumns)
+        throw std::invalid_argument("a buffer is 1 to 2^28 columns wide, not " + std::to_string(width));
     if (local && kind == BufferKind::kFloat)
         throw std::invalid_argument("only inputs of linear layers are made by every thread");
     if (local) own_.reserve(static_cast<size_t>(threads) * kLocalTiles * kTileBytes);

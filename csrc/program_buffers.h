@@ -37,7 +37,10 @@ struct Place {
 
 class Buffer {
 public:
+    static constexpr int kMostColumns = 1 << 28;
+
     // `local`: an input that every thread may make for itself while it is small, instead of waiting for the others.
+    // Throws std::invalid_argument for a width that cannot be.
     Buffer(BufferKind kind, int width, bool local, int threads);
     void reserve(int rows);
 
@@ -46,7 +49,10 @@ public:
     int64_t stride() const { return stride_; }  // floats from row to row
     float* floats() const { return reinterpret_cast<float*>(memory_.data()); }
     // Whether `rows` rows are made by every thread in memory of its own.
-    bool is_local(int rows) const { return local_ && rows * tiles_of(width_) <= kLocalTiles; }
+    bool is_local(int rows) const { return local_ && int64_t{rows} * tiles_of(width_) <= kLocalTiles; }
+    bool local() const { return local_; }
+    // From now on all threads make it together, and wait until it is made.
+    void make_together() { local_ = false; }
     A8 a8(int rows, int thread) const;
     Bf16Rows bf16(int rows, int thread) const;
 
@@ -59,7 +65,7 @@ private:
     const BufferKind kind_;
     const int width_;
     const int64_t stride_;
-    const bool local_;
+    bool local_;
     Memory memory_;
     Memory own_;  // [threads] small inputs
 };

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <stdexcept>
 
 namespace headrace {
 namespace {
 
 constexpr size_t kMostNodes = 64;
+constexpr const char* kNoMu = "mirostat's mu must be a number";
 
 void require(bool ok, const char* message) {
     if (!ok) throw std::invalid_argument(message);
@@ -72,11 +74,15 @@ void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, 
     sequences_.push_back(std::move(sequence));
 }
 
-int Step::ask(Ask ask, int rows) {
+int Step::head_row(int row, int rows) const {
     require(!sequences_.empty(), "there is no feed to ask about");
-    require(ask.row >= 0 && first_head_row_ + ask.row + rows <= static_cast<int>(head_rows_.size()),
+    require(row >= 0 && row <= static_cast<int>(head_rows_.size()) - first_head_row_ - rows,
             "what is asked for must be rows of logits of the feed");
-    ask.row += first_head_row_;
+    return first_head_row_ + row;
+}
+
+int Step::ask(Ask ask, int rows) {
+    ask.row = head_row(ask.row, rows);
     ask.sequence = sequences_.back();
     ask.allowed = allowed_;
     ask.place = ask.row - last_known_;
@@ -85,6 +91,7 @@ int Step::ask(Ask ask, int rows) {
 }
 
 int Step::draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu) {
+    require(!mu || !std::isnan(*mu), kNoMu);
     Ask made{Ask::Kind::kDraw, row, nullptr, std::move(keys), report};
     made.mu = mu;
     made.path = path_to(row);
@@ -93,7 +100,7 @@ int Step::draw(int row, std::vector<NoiseKey> keys, Report report, std::optional
 
 std::vector<int32_t> Step::path_to(int row) const {
     std::vector<int32_t> path;
-    for (int node = first_head_row_ + row - last_known_ - 1; node >= 0 && node < static_cast<int>(nodes_.size());
+    for (int node = head_row(row) - last_known_ - 1; node >= 0 && node < static_cast<int>(nodes_.size());
          node = parents_[static_cast<size_t>(node)]) {
         path.insert(path.begin(), nodes_[static_cast<size_t>(node)]);
     }
@@ -101,9 +108,10 @@ std::vector<int32_t> Step::path_to(int row) const {
 }
 
 int Step::verify(int row, NoiseKey key, Report report, std::optional<double> mu) {
+    require(!mu || !std::isnan(*mu), kNoMu);
     Ask made{Ask::Kind::kVerify, row, nullptr, {key}, report};
     made.mu = mu;
-    require(first_head_row_ + row == last_known_, "a draft is verified from the last known token on");
+    require(head_row(row) == last_known_, "a draft is verified from the last known token on");
     made.nodes = nodes_, made.parents = parents_;
     return ask(std::move(made), 1 + static_cast<int>(nodes_.size()));
 }
@@ -128,7 +136,7 @@ int Step::propose(int row, NoiseKey key) {
 int Step::top(int row, int k) { return ask({Ask::Kind::kTop, row, nullptr, {}, {}, k}); }
 
 int Step::score(int row, int k, int& count) {
-    require(!sequences_.empty(), "there is no feed to ask about");
+    require(!sequences_.empty() && row >= 0, "there is no such row of a feed to ask about");
     const std::vector<int32_t>& tokens = sequences_.back()->history.tokens();
     const int first = static_cast<int>(asks_.size()), rows = last_known_ - first_head_row_ + 1 - row;
     const size_t next =
@@ -141,13 +149,10 @@ int Step::score(int row, int k, int& count) {
 }
 
 void Step::contrast(int row, std::vector<float> amateur, float alpha, float beta) {
-    require(!sequences_.empty() && row >= 0 && first_head_row_ + row < static_cast<int>(head_rows_.size()),
-            "what is contrasted must be rows of logits of the last feed");
-    require(contrasts_.empty() || contrasts_.back().row < first_head_row_ + row,
-            "rows are contrasted once, in their order");
-    const int place = first_head_row_ + row - last_known_;
+    const int at = head_row(row);
+    require(contrasts_.empty() || contrasts_.back().row < at, "rows are contrasted once, in their order");
     contrasts_.push_back(
-        {first_head_row_ + row, std::move(amateur), alpha, beta, sequences_.back(), path_to(row), allowed_, place});
+        {at, std::move(amateur), alpha, beta, sequences_.back(), path_to(row), allowed_, at - last_known_});
 }
 
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
@@ -163,7 +168,9 @@ StepFeeds Step::feeds() {
     return {positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(width)};
 }
 
-void combine(const Contrast& contrast, const Logits& logits, const SampleKernels& kernels) {
+namespace {
+
+void combine_row(const Contrast& contrast, const Logits& logits, const SampleKernels& kernels) {
     constexpr float kNever = -std::numeric_limits<float>::infinity();
     float* z = logits.values + (contrast.row - logits.base) * logits.stride;
     float* maxima = const_cast<float*>(logits.maxima) + (contrast.row - logits.base) * logits.maxima_stride;
@@ -183,7 +190,10 @@ void combine(const Contrast& contrast, const Logits& logits, const SampleKernels
     kernels.block_maxima(z, logits.vocab_size, maxima);
 }
 
-void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) {
+void answer_ask(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) {
+    for (const Contrast& contrast : logits.contrasts) {
+        if (contrast.failed && contrast.row >= ask.row && contrast.row <= ask.last_row()) throw std::bad_alloc();
+    }
     static const SampleParams neutral;
     static const History nothing;
     SampleRow row{logits.values + (ask.row - logits.base) * logits.stride,
@@ -238,6 +248,37 @@ void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits)
         case Ask::Kind::kLogits:
             out.logits.assign(row.logits, row.logits + logits.vocab_size);
             return;
+    }
+}
+
+}  // namespace
+
+std::string Answer::problem() const {
+    if (!failure) return error;
+    try {
+        std::rethrow_exception(failure);
+    } catch (const std::bad_alloc&) {
+        return "there was not enough memory to answer; ask for less at once, or give the process more";
+    } catch (const std::exception& thrown) {
+        return thrown.what();
+    }
+}
+
+void combine(Contrast& contrast, const Logits& logits, const SampleKernels& kernels) noexcept {
+    try {
+        combine_row(contrast, logits, kernels);
+    } catch (...) {
+        contrast.failed = true;
+    }
+}
+
+void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) noexcept {
+    try {
+        answer_ask(sampler, ask, out, logits);
+    } catch (...) {
+        sampler.restore();
+        out.failure = std::current_exception();
+        out.reports.clear(), out.path.clear(), out.logits.clear();
     }
 }
 

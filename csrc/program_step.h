@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "in_use.h"
 #include "sample.h"
 
 namespace headrace {
@@ -20,6 +22,7 @@ struct Sequence {
     SampleParams params;
     std::vector<int32_t> table;  // block ids
     NoiseKey key{};              // of its next draw, where the call that asks for it names none
+    mutable InUse in_use{};      // read by steps, changed by one caller
 
     // table[start, ...) = blocks. Throws std::out_of_range when start is beyond its end.
     void set_table(size_t start, Ids blocks);
@@ -59,6 +62,7 @@ struct Contrast {
     std::vector<int32_t> path;  // as in an ask
     std::shared_ptr<const std::vector<uint32_t>> allowed;
     int place;
+    bool failed = false;  // the row is no longer what the model said, and not yet what was asked for
 };
 
 struct Answer {
@@ -66,11 +70,17 @@ struct Answer {
     std::vector<int32_t> path;  // kVerify
     std::vector<float> logits;  // kLogits; kPropose: what the token was drawn from
     std::string error;
+    std::exception_ptr failure{};  // thrown while it was answered
+
+    // What is wrong with it, one line; empty where nothing is.
+    std::string problem() const;
 };
 
 // Built feed by feed, run by a Program, then read; `clear` makes it new and keeps its memory.
 class Step {
 public:
+    InUse in_use;  // of who builds it, runs it or reads its answers; not looked at by its own functions
+
     void clear();
 
     // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the token
@@ -107,7 +117,8 @@ public:
     std::span<const int32_t> head_rows() const { return head_rows_; }  // ascending
     std::vector<Ask>& asks() { return asks_; }
     std::vector<Answer>& answers() { return answers_; }
-    const std::vector<Contrast>& contrasts() const { return contrasts_; }  // rows ascending
+    std::vector<Contrast>& contrasts() { return contrasts_; }  // rows ascending
+    std::span<const std::shared_ptr<const Sequence>> sequences() const { return sequences_; }
 
     // What is run: layers [first_layer, last_layer) (-1: to the end), from the ids or from given hidden rows.
     int first_layer = 0, last_layer = -1;
@@ -117,6 +128,9 @@ public:
     std::vector<float*> taps;       // per tap of the program where its rows go, or null; may be shorter
 
 private:
+    // The place of row `row` of the last feed among all that go through the head, and of the `rows` - 1 after it.
+    // Throws std::invalid_argument where they are not rows of logits of that feed.
+    int head_row(int row, int rows = 1) const;
     int ask(Ask ask, int rows = 1);
     std::vector<int32_t> path_to(int row) const;  // the draft tokens between the last feed's known ones and a row of it
 
@@ -140,12 +154,14 @@ struct Logits {
     int64_t maxima_stride;
     int base;
     int vocab_size;
+    std::span<const Contrast> contrasts{};  // that rows were combined by
 };
 
-// Changes a row of logits and its block maxima.
-void combine(const Contrast& contrast, const Logits& logits, const SampleKernels& kernels);
+// Changes a row of logits and its block maxima; where that cannot be done, asks about the row fail.
+void combine(Contrast& contrast, const Logits& logits, const SampleKernels& kernels) noexcept;
 
-// Carries out one ask. Asks that share rows take turns: logits are changed for a while.
-void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits);
+// Carries out one ask. Asks that share rows take turns: logits are changed for a while. What goes wrong, memory that is
+// not there above all, is in the answer: the other requests of the step have theirs.
+void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) noexcept;
 
 }  // namespace headrace

@@ -19,7 +19,7 @@ void Turn::pause() {
 void Turn::yield() { std::this_thread::yield(); }
 
 void Turns::begin(int turns, int threads) {
-    threads_ = threads;
+    threads_ = threads, turns_ = turns;
     const size_t lines =
         static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one to look ahead to
     if (lines_.size() < lines) lines_ = std::vector<Turn::Line>(lines);

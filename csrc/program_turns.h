@@ -64,8 +64,12 @@ public:
         for (int looks = 0; !over(items); ++looks) looks < kLooks ? pause() : yield();
     }
 
+    // Counts as done whatever is not: nobody waits for a thread that threw.
+    void give_up() { done().store(kGivenUp, std::memory_order_release); }
+
 private:
-    static constexpr int kLooks = 1000;  // some ten microseconds
+    static constexpr int kGivenUp = 1 << 30;  // more than there are items
+    static constexpr int kLooks = 1000;       // some ten microseconds
 
     std::atomic<int>& rest() { return lines_[0].count; }
     std::atomic<int>& done() { return lines_[1].count; }
@@ -103,9 +107,14 @@ class Turns {
 public:
     void begin(int turns, int threads);
     Turn at(int turn) { return Turn(lines_.data() + turn * Turn::lines(threads_), threads_); }
+    // For a thread that threw: the others come to the end of the step, whose results are worth nothing.
+    void give_up() {
+        for (int turn = 0; turn < turns_; ++turn) at(turn).give_up();
+    }
 
 private:
     std::vector<Turn::Line> lines_;
+    int turns_ = 0;
     int threads_ = 1;
 };
 

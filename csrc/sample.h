@@ -104,6 +104,9 @@ public:
     // mask leaves fewer to choose from and their log-probabilities as they were.
     std::string top(const SampleRow& row, int k, TokenReport& out);
 
+    // Puts the row back as it was, where a call threw before it did.
+    void restore() { edits_.restore(); }
+
     // A given token under the model's own logits.
     std::string score(const SampleRow& row, int32_t token, int k, TokenReport& out);
 

@@ -33,6 +33,7 @@ void completed_words(const std::vector<int32_t>& tokens, const std::vector<std::
 // The ids that would repeat an n-gram of `tokens` if they came next.
 void repeated_ngrams(const std::vector<int32_t>& tokens, int n, std::vector<int32_t>& out) {
     const int starts = static_cast<int>(tokens.size()) - n + 1;
+    if (starts < 1) return;
     const auto tail = tokens.end() - (n - 1);
     for (int i = 0; i < starts; ++i) {
         if (std::equal(tail, tokens.end(), tokens.begin() + i)) out.push_back(tokens[static_cast<size_t>(i + n - 1)]);
@@ -43,10 +44,10 @@ std::vector<int32_t> banned(const SampleRow& row) {
     const SampleParams& params = *row.params;
     std::vector<int32_t> out;
     if (row.position() - row.history->prompt_length() < params.min_tokens) out = params.stop_ids;
-    if (params.bad_words.empty() && !params.no_repeat_ngram) return out;
+    if (params.bad_words.empty() && params.no_repeat_ngram < 1) return out;
     const std::vector<int32_t> tokens = joined(row);
     completed_words(tokens, params.bad_words, out);
-    if (params.no_repeat_ngram) repeated_ngrams(tokens, params.no_repeat_ngram, out);
+    if (params.no_repeat_ngram > 0) repeated_ngrams(tokens, params.no_repeat_ngram, out);
     return out;
 }
 

@@ -133,7 +133,9 @@ void Candidates::surprise(double most) {
 
 // The tokens whose logit is at most -limit below the best.
 void Candidates::keep_within(double limit) {
-    float least = static_cast<float>(best_ + limit);  // within a rounding of the smallest that is kept
+    if (limit == -std::numeric_limits<double>::infinity()) return;  // nothing is that far
+    if (!(limit < 0)) limit = 0;                                    // where it is no number, too: the best stays
+    float least = static_cast<float>(best_ + limit);                // within a rounding of the smallest that is kept
     const auto kept = [&](float x) { return static_cast<double>(x) - best_ >= limit; };
     while (kept(std::nextafter(least, kNever))) least = std::nextafter(least, kNever);
     while (!kept(least)) least = std::nextafter(least, -kNever);

@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <string>
+#include <system_error>
+#include <utility>
 
 #include "cpu.h"
 
@@ -62,9 +64,18 @@ ThreadPool::ThreadPool(int threads, bool pin)
       workers_(std::make_unique<std::vector<std::thread>>()) {
     const std::vector<int> cpus = pin ? allowed_cpus() : std::vector<int>{};
     workers_->reserve(threads - 1);
-    for (int thread = 1; thread < threads; ++thread) {
-        workers_->emplace_back([this, thread] { work(thread); });
-        if (!cpus.empty()) pin_thread(workers_->back().native_handle(), cpus[thread % cpus.size()]);
+    try {
+        for (int thread = 1; thread < threads; ++thread) {
+            workers_->emplace_back([this, thread] { work(thread); });
+            if (!cpus.empty()) pin_thread(workers_->back().native_handle(), cpus[thread % cpus.size()]);
+        }
+    } catch (const std::system_error& error) {
+        const size_t started = workers_->size() + 1;
+        stop();
+        throw ThreadsError("only " + std::to_string(started) + " of " + std::to_string(threads) +
+                           " threads could be started (" + error.code().message() +
+                           "); ask for fewer threads, or let the process have more (ulimit -u, the container's limit "
+                           "of processes)");
     }
 }
 
@@ -73,6 +84,10 @@ ThreadPool::~ThreadPool() {
         workers_.release();  // threads of another process: neither to be joined nor to be freed
         return;
     }
+    stop();
+}
+
+void ThreadPool::stop() {
     stop_ = true;
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
@@ -94,8 +109,19 @@ void ThreadPool::run(Job job, void* context) {
         epoch_.fetch_add(1, std::memory_order_release);
         epoch_.notify_all();
     }
-    job(context, 0);
+    call(0);
     barrier(0);
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+// This thread's part of the job.
+void ThreadPool::call(int thread) {
+    try {
+        job_(context_, thread);
+    } catch (...) {
+        const std::lock_guard<std::mutex> turn(failure_turn_);
+        if (!failure_) failure_ = std::current_exception();
+    }
 }
 
 void ThreadPool::barrier(int thread) {
@@ -114,7 +140,7 @@ void ThreadPool::work(int thread) {
     for (uint32_t seen = 0;;) {
         seen = next_epoch(seen);
         if (stop_) return;
-        job_(context_, thread);
+        call(thread);
         barrier(thread);
     }
 }

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -16,11 +17,17 @@ struct ForkedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// The system did not start as many threads as were asked for.
+struct ThreadsError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 class ThreadPool {
 public:
     using Job = void (*)(void* context, int thread);
 
-    // `threads` counts the caller. Throws std::invalid_argument unless 1 <= threads <= 1024.
+    // `threads` counts the caller. Throws std::invalid_argument unless 1 <= threads <= 1024, and ThreadsError where one
+    // of them cannot be started: those that were are gone then, for they would have taken the last that others need.
     // `pin` binds worker i to the i-th CPU this process may use (the caller is left alone).
     explicit ThreadPool(int threads, bool pin = false);
     ~ThreadPool();
@@ -30,7 +37,9 @@ public:
     int size() const { return size_; }
 
     // Runs job(context, thread) for thread = 0 .. size() - 1, number 0 on the caller, and returns when all are done.
-    // The job must not throw, nor call run. Calls from several threads take turns. Throws ForkedError after a fork.
+    // What a thread of the job throws is thrown here once the others are done, the first where there are several; a job
+    // in which they wait for each other must see to it that they do not wait for one that threw. The job must not call
+    // run. Calls from several threads take turns. Throws ForkedError after a fork.
     void run(Job job, void* context);
 
     // The same for anything callable as f(thread).
@@ -52,6 +61,8 @@ private:
         std::atomic<uint32_t> arrived{0};  // barriers this thread has reached
     };
 
+    void stop();
+    void call(int thread);
     void work(int thread);
     uint32_t next_epoch(uint32_t seen);
     bool forked() const;
@@ -61,6 +72,8 @@ private:
     std::mutex turn_;
     Job job_ = nullptr;
     void* context_ = nullptr;
+    std::mutex failure_turn_;
+    std::exception_ptr failure_;  // of the job
     bool stop_ = false;
     alignas(64) std::atomic<uint32_t> epoch_{0};     // jobs started
     alignas(64) std::atomic<uint32_t> released_{0};  // barriers passed

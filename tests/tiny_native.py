@@ -14,7 +14,8 @@ from headrace.engine import Engine
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.program import FUSIONS
-from headrace.native.runner import NativeRunner, thread_pool
+from headrace.native.runner import NativeRunner
+from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess

@@ -177,3 +177,53 @@ def test_a_signal_while_requests_are_queued_leaves_none_behind(llm: LLM, monkeyp
     assert llm.engine.blocks.used == 0
     monkeypatch.undo()
     assert tokens(llm) == wanted
+
+
+WITHOUT_MEMORY = """
+import resource
+import numpy as np
+from headrace.native import core
+
+VOCAB, ROWS = 200_000, 40
+pool, arena = core().ThreadPool(2), core().Arena(1 << 21)
+values = np.random.default_rng(1).standard_normal((VOCAB, 32)).astype(np.float32)
+table = core().pack(values.view(np.uint8), "F32", VOCAB, 32, arena, pool)
+program = core().Program(pool, core().KVPool(1, 4, 16, 1, 16), 32, VOCAB)
+program.begin("embed")
+program.embed(table, 0)
+program.begin("head")
+own, logits, maxima = (program.buffer(*shape) for shape in (("bf16", 32, True), ("float", VOCAB), ("float", VOCAB // 64)))
+program.quantize((1, 0), own)
+program.linear(core().PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
+sequence, step = core().Sequence(list(range(ROWS)), core().SampleParams()), core().Step()
+sequence.set_table(0, [0, 1, 2])
+
+def errors():
+    step.clear()
+    step.feed(sequence, 0, ROWS, ROWS)
+    for row in range(ROWS):
+        step.logits(row)  # 0.8 MB each
+    program.run(step)
+    return [step.error(row) for row in range(ROWS)]
+
+def size():
+    return 1024 * int(dict(line.split(":", 1) for line in open("/proc/self/status"))["VmSize"].split()[0])
+
+step.feed(sequence, 0, ROWS, ROWS)
+program.run(step)  # the step's own memory
+soft = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size() + (8 << 20), soft[1]))
+tight = errors()
+resource.setrlimit(resource.RLIMIT_AS, soft)
+print(sorted(set(tight)), 0 < sum(map(bool, tight)) < ROWS, set(errors()))
+"""
+
+
+def test_memory_that_is_not_there_is_an_error_of_the_request() -> None:
+    """Answers for which there is no memory say so, the others are there, and with memory all are: the control."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", WITHOUT_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = "there was not enough memory to answer; ask for less at once, or give the process more"
+    assert done.stdout.strip() == f"{['', words]} True {{''}}"

@@ -1,6 +1,7 @@
 """How many threads the native core takes: those of the affinity mask, and no more than the control group's quota is worth."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from headrace.llm import LLM
 from headrace.native import core
+from headrace.native.threads import thread_pool
 from headrace.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +73,7 @@ import os, sys
 from pathlib import Path
 os.sched_setaffinity(0, {int(sys.argv[2])})  # before the core makes threads
 from headrace.llm import LLM
-from headrace.native.runner import thread_pool
+from headrace.native.threads import thread_pool
 from headrace.params import SamplingParams
 llm = LLM(sys.argv[1])
 outputs = llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
@@ -91,3 +93,45 @@ def test_an_engine_stays_on_the_cpus_it_may_use(tiny_gguf: Path) -> None:
     llm = LLM(tiny_gguf, threads=2)
     (output,) = llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     assert done.stdout.strip() == f"native 1 [[{cpu}]] {output.outputs[0].token_ids}"
+
+
+FEW = """
+import os, resource, sys, threading
+from headrace.native import core
+from headrace.native.threads import thread_pool
+
+def memory(name):
+    return 1024 * int(dict(line.split(":", 1) for line in open("/proc/self/status"))[name].split()[0])
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+before, soft = threads(), resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (memory("VmSize") + (200 << 20), soft[1]))  # stacks of 8 MB: some twenty threads
+try:
+    thread_pool(1000)
+except RuntimeError as error:
+    print(type(error).__name__, error)
+print(threads() - before)
+resource.setrlimit(resource.RLIMIT_AS, soft)
+pool = thread_pool(3)
+print(pool.size, sum(pool.test_barriers(5)), threads() - before)
+"""
+
+
+def test_threads_that_cannot_be_started_are_an_error() -> None:
+    """It says what to change; those that were started are gone, and a smaller pool works: the control."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", FEW], capture_output=True, text=True, env=env, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    said, left, after = done.stdout.splitlines()
+    assert re.match(r"ThreadsError only \d+ of 1000 threads could be started \(.+\); ask for fewer threads, or let", said)
+    assert left == "0"
+    assert after == "3 0 2"
+
+
+def test_engines_share_the_threads_of_one_number() -> None:
+    """None asked for is the same pool as its number asked for; another number is another pool."""
+    default = thread_pool(0)
+    assert thread_pool(default.size) is default
+    assert thread_pool(default.size + 1) is not default

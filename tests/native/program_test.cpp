@@ -3,7 +3,9 @@
 #include "program.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <thread>
 
@@ -12,6 +14,34 @@
 
 using namespace headrace;
 using namespace headrace::test;
+
+namespace {
+
+// Memory that is not there: the allocation after so many more, of any thread, fails. Below 0: none does.
+std::atomic<int> left_to_allocate{-1};
+std::atomic<int> failed{0};
+
+void* allocate(size_t bytes) {
+    int left = left_to_allocate.load();
+    while (left >= 0 && !left_to_allocate.compare_exchange_weak(left, left - 1)) {
+    }
+    if (left == 0) {
+        ++failed;
+        throw std::bad_alloc();
+    }
+    void* memory = std::malloc(bytes ? bytes : 1);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+
+}  // namespace
+
+void* operator new(size_t bytes) { return allocate(bytes); }
+void* operator new[](size_t bytes) { return allocate(bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -31,10 +61,10 @@ public:
         const int wide = program.add_buffer(BufferKind::kA8, kFfn);
         const PackedTensor table = weight(kVocab, kHidden);
         const int rope = program.add_rope(some_rope());
-        program.begin_embed();
+        program.begin(SegmentKind::kEmbed);
         program.add({EmbedPhase{table, std::nullopt, 1.0f, x}});
         for (int layer = 0; layer < kLayers; ++layer) {
-            program.begin_layer();
+            program.begin(SegmentKind::kLayer);
             program.add({QuantizePhase{norm(), {x}, in}});
             program.add({LinearPhase{PackedLinear({weight(kQkv, kHidden)}, false), in, EpilogueKind::kStore, {qkv}}});
             program.add({AttentionPhase{layer,
@@ -59,7 +89,7 @@ public:
             program.add({LinearPhase{PackedLinear({gate, up}, true), in, EpilogueKind::kGated, {wide}}, 2});
             program.add({LinearPhase{PackedLinear({weight(kHidden, kFfn)}, false), wide, EpilogueKind::kAdd, {x}}, 2});
         }
-        program.begin_head();
+        program.begin(SegmentKind::kHead);
         const int head = program.add_buffer(BufferKind::kA8, kHidden, true),
                   logits = program.add_buffer(BufferKind::kFloat, kVocab);
         const int maxima = program.add_buffer(BufferKind::kFloat, (kVocab + 63) / 64);
@@ -190,6 +220,100 @@ void parts(Program& program) {
     require(throws([&] { program.run(bad); }), "an id outside the vocabulary runs");
 }
 
+// A step with asks of every kind, in which each allocation fails in its turn: an error of the step or of some answers,
+// the other answers as ever, and what follows as if nothing had been.
+void without_memory(Program& program) {
+    std::mt19937 rng(7);
+    std::vector<std::shared_ptr<Sequence>> sequences;
+    for (int i = 0; i < 3; ++i) {
+        std::vector<int32_t> tokens(20);
+        for (int32_t& token : tokens) token = below(rng, kVocab);
+        sequences.push_back(sequence(tokens, i * kBlocks / 3));
+        sequences.back()->params.frequency = 0.5f;
+        sequences.back()->params.top_p = 0.9;
+        sequences.back()->params.no_repeat_ngram = 2;
+    }
+    const auto ask = [&](Step& step) {
+        step.clear();
+        for (const auto& each : sequences) {
+            const std::vector<int32_t> nodes{1, 2}, parents{-1, 0};
+            step.feed(each, 0, 20, nodes, parents, 3);
+            step.contrast(0, std::vector<float>(kVocab, 0.25f), 0.1f, 0.5f);
+            step.draw(0, {{1, 2}, {3, 4}}, {2, true}, std::nullopt);
+            step.verify(0, {5, 6}, {1, false}, std::nullopt);
+            step.propose(1, {7, 8});
+            step.top(1, 4);
+            step.logits(2);
+        }
+    };
+    const auto same = [](const Answer& a, const Answer& b) {
+        bool equal = a.path == b.path && same_bits(a.logits, b.logits) && a.reports.size() == b.reports.size();
+        for (size_t i = 0; equal && i < a.reports.size(); ++i)
+            equal = a.reports[i].id == b.reports[i].id && a.reports[i].top_logprobs == b.reports[i].top_logprobs;
+        return equal;
+    };
+    Step whole, step;
+    ask(whole);
+    program.run(whole);
+    int steps = 0, answers = 0;
+    for (int allocation = 0;; ++allocation) {
+        ask(step);
+        failed = 0;
+        left_to_allocate = allocation;
+        bool refused = false;
+        try {
+            program.run(step);
+        } catch (const std::bad_alloc&) {
+            refused = true;
+        }
+        left_to_allocate = -1;
+        if (failed == 0) break;  // there are no more allocations
+        steps += refused;
+        for (size_t i = 0; !refused && i < step.answers().size(); ++i) {
+            const Answer& answer = step.answers()[i];
+            answers += answer.failure != nullptr;
+            if (answer.failure) require(answer.problem().find("memory") != std::string::npos, "another problem");
+            require(answer.failure || same(answer, whole.answers()[i]), "another request's memory changed an answer");
+        }
+    }
+    require(steps > 0 && answers > 0, "nothing failed for want of memory");
+    ask(step);
+    program.run(step);
+    for (size_t i = 0; i < step.answers().size(); ++i)
+        require(same(step.answers()[i], whole.answers()[i]), "a step without memory spoilt the next");
+}
+
+// While a step is under way, another of the same program is refused, and so is what it reads.
+void busy(Program& program) {
+    const auto tokens = sequence({1, 2, 3}, 0);
+    Step step;
+    step.feed(tokens, 0, 3, {}, {}, 1);
+    step.logits(0);
+    program.run(step);
+    const std::vector<float> wanted = row(step, 0);
+    {
+        const Exclusive other(program.in_use);
+        require(throws([&] { program.run(step); }), "two steps at once");
+    }
+    {
+        const Exclusive other(program.kv().in_use);
+        require(throws([&] { program.run(step); }), "a step while the pool is written");
+    }
+    {
+        const Exclusive other(tokens->in_use);
+        require(throws([&] { program.run(step); }), "a step while its sequence grows");
+    }
+    {
+        const Shared reader(tokens->in_use), another(tokens->in_use);
+        program.run(step);
+        require(throws([&] { const Exclusive writer(tokens->in_use); }), "a sequence grows while it is read");
+        require(throws([&] { program.kv().copy_blocks(std::vector<std::pair<int32_t, int32_t>>{{0, kBlocks}}); }),
+                "a block that is not there");
+    }
+    program.run(step);
+    require(same_bits(row(step, 0), wanted), "a refusal left something behind");
+}
+
 }  // namespace
 
 int main() {
@@ -200,6 +324,8 @@ int main() {
             Model two(pool, kernels_for(isa), type);
             check(one.program, 1);
             parts(one.program);
+            without_memory(one.program);
+            busy(one.program);
             std::thread other([&] { check(two.program, 2); });
             check(one.program, 3);
             other.join();

@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <fstream>
 #include <memory>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -108,6 +110,53 @@ void sleepers() {
             "a pool of a size that cannot be");
 }
 
+// What a thread throws comes to the caller when the others are done, and the next job is as if nothing had been.
+void failures(int threads) {
+    ThreadPool pool(threads);
+    for (int thrower = 0; thrower < threads; ++thrower) {
+        std::atomic<int> done{0};
+        bool said = false;
+        try {
+            pool.run([&](int thread) {
+                if (thread == thrower) throw std::runtime_error("no more");
+                ++done;
+            });
+        } catch (const std::runtime_error& error) {
+            said = std::string(error.what()) == "no more";
+        }
+        require(said && done == threads - 1, "a job's exception did not reach its caller");
+        done = 0;
+        pool.run([&](int) { ++done; });
+        require(done == threads, "a job that threw spoilt the next");
+    }
+}
+
+// A thread that throws within a turn: the others do not wait for what it had taken.
+void abandoned(int threads) {
+    ThreadPool pool(threads);
+    Turns turns;
+    for (int step = 0; step < 20; ++step) {
+        turns.begin(8, threads);
+        std::atomic<bool> thrown{false};
+        const auto work = [&](int turn, int first, int last) {
+            if (turn == step % 8 && first <= 5 && 5 < last) thrown = true, throw std::bad_alloc();
+        };
+        require(throws([&] {
+                    pool.run([&](int thread) {
+                        try {
+                            for (int turn = 0; turn < 8; ++turn)
+                                turns.at(turn).share(20, thread, [&](int first, int last) { work(turn, first, last); });
+                        } catch (...) {
+                            turns.give_up();
+                            throw;
+                        }
+                    });
+                }),
+                "a turn's exception did not reach the caller");
+        require(thrown, "nothing was thrown");
+    }
+}
+
 // A child says that it has no workers instead of waiting for them, and may make a pool of its own.
 void forks() {
     auto pool = std::make_unique<ThreadPool>(2);
@@ -158,6 +207,8 @@ int main() {
         barriers(threads);
         turns(threads, false);
         turns(threads, true);
+        failures(threads);
+        abandoned(threads);
     }
     callers();
     sleepers();

@@ -218,6 +218,19 @@ def test_the_size_is_what_the_design_says(pool, arena) -> None:
         assert packed.nbytes == arena.used - before == 32 * 512 * per_weight / 8
 
 
+@pytest.mark.parametrize("kind", [*INTEGER_KINDS, *FLOAT_KINDS])
+def test_the_size_can_be_told_beforehand(kind: str, pool, arena) -> None:
+    """Padding of rows and columns included: small and odd shapes, and what floats are made into."""
+    for n in (1, 15, 16, 17, 100):
+        for k in columns(kind):
+            for quantize in ("", "int8", "int4") if kind in FLOAT_KINDS else ("",):
+                before = arena.used
+                packed = core.pack(random_rows(kind, n, k), kind, n, k, arena, pool, quantize=quantize)
+                assert core.packed_bytes(kind, n, k, quantize) == packed.nbytes == arena.used - before
+    with pytest.raises(ValueError, match=r"at most 2\^30"):
+        core.packed_bytes(kind, 2**31 - 1, 256)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

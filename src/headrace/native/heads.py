@@ -10,8 +10,9 @@ from headrace.models.registry import describe
 from headrace.native import core
 from headrace.native.buffers import HIDDEN, Buffers, Ropes
 from headrace.native.program import FUSIONS, Lowered, Lowering
-from headrace.native.runner import NativeRunner, thread_pool
+from headrace.native.runner import NativeRunner
 from headrace.native.slots import Slot
+from headrace.native.threads import thread_pool
 from headrace.native.weights import FLOATS
 from headrace.runner.heads import FEATURE, UNIT_EPS, Entrance, Heads, HeadsSource, heads_config
 from headrace.runner.parts import Part

@@ -66,6 +66,7 @@ def lower(
             Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids).run(
                 HEAD_ROWS if name == "head" else HIDDEN
             )
+    made.program.seal()
     return made
 
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
 from headrace.native.program import FUSIONS, Lowered, lower
 from headrace.native.slots import Slot, new_slot
+from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.ops.rejection import round_key
 from headrace.params import SamplingParams
@@ -28,15 +28,6 @@ from headrace.weights.source import WeightSource
 log = logging.getLogger("headrace")
 
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8"}
-SPIN_MICROSECONDS = 1000  # workers stay awake while Python works between two steps
-
-
-@cache
-def thread_pool(threads: int) -> Any:
-    """The threads of the process (0: one for each core it may use); engines share them and take turns."""
-    pool = core().ThreadPool(threads)
-    pool.set_spin(SPIN_MICROSECONDS)
-    return pool
 
 
 def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.layers.embedding import Embedding
 from headrace.layers.holder import Holder
 from headrace.models.base import Model
 from headrace.native import core
@@ -24,7 +25,6 @@ log = logging.getLogger("headrace")
 
 FLOATS = ("F32", "F16", "BF16")
 QUANTIZE = ("", "int8", "int4")
-MARGIN = 1.03  # 6-bit scales are stored as bytes
 PACKED_AT_ONCE = 512 << 20  # bytes: about half a second, in which Python does not see a Ctrl-C
 
 
@@ -38,15 +38,31 @@ class PackedPart:
 
 
 def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
-    """About what `PackedWeights` will take when all of a model is packed."""
-    per_float = {"": 2.0, "int8": 34 / 32, "int4": 18 / 32}[quantize]
-    total = 0.0
-    for parts in plan(model, source).values():
-        for part in parts:
-            info = source.info(part.source)
-            share = math.prod(part.shape) / math.prod(info.shape)
-            total += math.prod(part.shape) * per_float if info.kind in FLOATS else info.nbytes * share * MARGIN
-    return int(total)
+    """What the parameters of a model take once they are packed, padding included: whole tiles of matrices, float32 vectors.
+
+    Raises ValueError for stored kinds that the core has no kernels for.
+    """
+    plans, total = plan(model, source), 0
+    for path, holder in model.holders():
+        for field in holder.params():
+            parts = plans[f"{path}.{field}"]
+            table = isinstance(holder, Embedding) or sum(part.shape[0] for part in parts) == model.config.vocab_size
+            for part in parts:
+                n, kind = part.shape[0], source.info(part.source).kind
+                if len(part.shape) == 1:
+                    total += -(-n // 16) * 16 * 4
+                    continue
+                as_read = "F32" if part.transpose or part.shift else kind
+                into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
+                total += core().packed_bytes(as_read, n, math.prod(part.shape[1:]), into)
+    return total
+
+
+def _quantized(kind: str, quantize: str, table: bool) -> str:
+    """What a stored matrix is made into: nothing else where it is integers; tables of tokens and heads int8 at least."""
+    if kind not in FLOATS or not quantize:
+        return ""
+    return "int8" if table else quantize
 
 
 class PackedWeights:
@@ -123,6 +139,8 @@ class PackedWeights:
         parts = self._parts(holder, "weight")
         if len(parts) != 2 or len(self.form(holder)) > 1 or parts[0].shape != parts[1].shape or "bias" in holder.params():
             return None
+        if len({(self._quantize(part), self._mapped(part)) for part in parts}) > 1:
+            return None  # the packer takes one word for both
         if path not in self._gated:
             (gate, gate_kind, _, mapped), (up, up_kind, _, _) = (self._rows(part) for part in parts)
             n, k = parts[0].shape
@@ -178,22 +196,27 @@ class PackedWeights:
         return "bf16" if self.source.info(part.source).kind in FLOATS and not self.quantize else "a8"
 
     def _quantize(self, part: Part, wide: bool = False) -> str:
-        if self.source.info(part.source).kind not in FLOATS:
-            return ""
-        return "int8" if self.quantize and wide else self.quantize
+        return _quantized(self.source.info(part.source).kind, self.quantize, wide)
+
+    def _read(self, part: Part) -> bool:
+        """Whether a part is taken as numbers, not as it is stored: quantising would hide a NaN, so what is quantised is read
+        and checked."""
+        return bool(part.transpose or part.shift or (self.quantize and self.source.info(part.source).kind in FLOATS))
+
+    def _mapped(self, part: Part) -> bool:
+        return not self._read(part) and self.source.mapped(part.source)
 
     def _rows(self, part: Part) -> tuple[np.ndarray, str, np.ndarray | None, bool]:
         """Rows [n, row bytes], their kind, the order to take them in (None: as they stand), whether they lie in a file."""
         kind = self.source.info(part.source).kind
-        # Quantising would hide a NaN, so what is quantised is read, and checked, as numbers.
-        if part.transpose or part.shift or (self.quantize and kind in FLOATS):
+        if self._read(part):
             dense = read_part(part, self.source, torch.float32).contiguous()
             return dense.numpy().view(np.uint8), "F32", None, False
         rows = self.source.raw(part.source)
         if part.rows is not None:
             rows = rows[part.rows[0] : part.rows[1]]
         order = None if part.permutation is None else np.array(part.permutation, np.int32)
-        return rows, kind, order, self.source.mapped(part.source)
+        return rows, kind, order, self._mapped(part)
 
     def _pack(self, part: Part, bias: np.ndarray | None, wide: bool = False, ids: np.ndarray | None = None) -> Any:
         rows, kind, order, mapped = self._rows(part)

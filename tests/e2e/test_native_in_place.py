@@ -1,0 +1,103 @@
+"""Layers that add to the very rows their input is made from: the same bits with any number of threads, rows and repetitions."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.nn import Module, ModuleList
+
+from headrace.config import ModelConfig
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.norm import Norm
+from headrace.models import registry
+from headrace.models.base import Model
+from headrace.native import core
+from headrace.native.threads import thread_pool
+from headrace.ops.vocabulary import embed, head, linear, norm, residual
+from headrace.weights import names
+from tests.tiny import tiny_config, tiny_model
+from tests.tiny_native import Feeder, as_bfloat16, native_runner
+
+WIDTH, LAYERS = 512, 8
+TEXT = np.random.default_rng(5).integers(0, 97, 40).tolist()
+
+
+class StraightBlock(Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.norm = Norm(c.hidden_size, 1e-5)
+        self.out = Linear(c.hidden_size, c.hidden_size)
+
+
+class Straight(Model):
+    """Layers of a norm and one linear layer, whose result is added to what the norm was taken of."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = ModuleList(StraightBlock(config) for _ in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, 1e-5)
+
+    def embed(self, ctx: Any) -> Any:
+        return embed(ctx.ids, self.tokens)
+
+    def layer(self, i: int, x: Any, ctx: Any) -> Any:
+        block = self.layers[i]
+        return residual(x, linear(norm(x, block.norm), block.out))
+
+    def head(self, x: Any) -> Any:
+        return head(norm(x, self.norm), self.tokens)
+
+
+@pytest.fixture
+def straight(monkeypatch: pytest.MonkeyPatch) -> Model:
+    model = Straight(tiny_config(architecture="straight", rope=None, tied_head=True, hidden_size=WIDTH, num_layers=LAYERS))
+    targets = {re.sub(r"\.\d+\.", ".{i}.", f"{path}.{field}") for path, holder in model.holders() for field in holder.params()}
+    monkeypatch.setitem(registry.MODELS, "straight", Straight)
+    monkeypatch.setitem(names._HF, "straight", names.NameMap({target: names.Origin(target) for target in targets}))
+    return as_bfloat16(tiny_model(model.config))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("quantize", ["int8", ""])
+def test_threads_do_not_meet_in_the_rows(straight: Model, quantize: str, threads: int) -> None:
+    one, many = (native_runner(straight, quantize=quantize, threads=n) for n in (1, threads))
+    many.program.profiling = True
+    for rows in (1, 2, 3):
+        (wanted,) = Feeder(one, [TEXT]).feed((0, 0, rows))
+        feeder = Feeder(many, [TEXT])
+        other = sum(not np.array_equal(feeder.feed((0, 0, rows))[0], wanted) for _ in range(200))
+        assert other == 0, f"{rows} rows: {other} of 200 steps differ"
+    assert "residual" not in many.program.profile, "the control: the layers add to the rows themselves"
+
+
+def test_an_input_is_made_of_what_the_rows_were() -> None:
+    """Rows that change between the phase that makes an input and the layer that reads it: few rows, whose input is made
+    when it is read, get what many get. The control: the layer sees the rows as they were, and the rows have changed."""
+    pool, arena = thread_pool(1), core().Arena(1 << 21)
+    values = np.random.default_rng(1).standard_normal((97, 64)).astype(np.float32)
+    table = core().pack(values.view(np.uint8), "F32", 97, 64, arena, pool)
+    square = core().pack(np.eye(64, dtype=np.float32).view(np.uint8), "F32", 64, 64, arena, pool)
+
+    def rows_after(count: int) -> np.ndarray:
+        program = core().Program(pool, core().KVPool(1, 4, 16, 1, 16), 64, 97)
+        own, out = program.buffer("bf16", 64, True), program.buffer("float", 64)
+        program.begin("embed")
+        program.embed(table, 0)
+        program.begin("layer")
+        program.quantize((0, 0), own)
+        program.residual((0, 0), (0, 0), (0, 0), 64)
+        program.linear(core().PackedLinear([square]), own, "store", (out, 0))
+        program.residual((0, 0), (out, 0), (0, 0), 64)
+        sequence, step = core().Sequence(TEXT, core().SampleParams()), core().Step()
+        sequence.set_table(0, [0, 1, 2])
+        step.feed(sequence, 0, count)
+        found = np.empty((count, 64), np.float32)
+        program.run(step, hidden_out=found)
+        return found
+
+    first = table.unpack()[TEXT[0]]
+    assert np.array_equal(rows_after(40)[0], 3 * first), "what was, and twice that"
+    assert np.array_equal(rows_after(1)[0], 3 * first)

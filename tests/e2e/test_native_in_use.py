@@ -1,0 +1,133 @@
+"""Two threads in one program, step, sequence or pool: one of them is told so, and nobody's memory or tokens suffer."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import native
+from tests.tiny_native import Feeder, native_model, native_runner
+
+if not native.available():
+    pytest.skip(native.reason(), allow_module_level=True)
+
+core = native.core()
+TEXTS = np.random.default_rng(3).integers(0, 97, (3, 150)).tolist()
+WORDS = "this model is in a step of another thread"
+
+
+def said_so(error: RuntimeError) -> int:
+    """One refusal; any other error is none."""
+    assert WORDS in str(error)
+    return 1
+
+
+@contextmanager
+def steps_under_way(feeder: Feeder, step: Any) -> Iterator[None]:
+    """Another thread builds this step and runs it, over and over; when it is told that the step is taken it tries again."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            try:
+                step.clear()
+                for number, sequence in enumerate(feeder.sequences):
+                    step.feed(sequence, 0, feeder.lengths[number], 1)
+                    step.logits(0)
+                feeder.runner.program.run(step)
+            except (RuntimeError, ValueError, IndexError):  # taken, or changed between two of these calls
+                pass
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        worker.join()
+
+
+CALLS: dict[str, Callable[[Feeder, Any], Any]] = {
+    "run another step": lambda feeder, step: feeder.feed((0, 0, 9)),
+    "run the step": lambda feeder, step: feeder.runner.program.run(step),
+    "clear the step": lambda feeder, step: step.clear(),
+    "feed the step": lambda feeder, step: step.feed(feeder.sequences[0], 0, 9),
+    "mask the step": lambda feeder, step: step.mask(b""),
+    "ask the step": lambda feeder, step: step.logits(0),
+    "draw in the step": lambda feeder, step: step.draw_each([], []),
+    "read the step": lambda feeder, step: step.drawn(),
+    "read an answer": lambda feeder, step: step.error(0),
+    "extend a sequence": lambda feeder, step: feeder.sequences[0].extend([]),
+    "set a sequence's table": lambda feeder, step: feeder.sequences[0].set_table(0, feeder.sequences[0].table),
+    "set a sequence's key": lambda feeder, step: setattr(feeder.sequences[0], "key", (1, 2)),
+    "copy blocks": lambda feeder, step: feeder.runner.kv.copy_blocks([(60, 61)]),
+    "move tokens": lambda feeder, step: feeder.runner.kv.move([(980, 981)]),
+    "read the profile": lambda feeder, step: feeder.runner.program.profile,
+    "clear the profile": lambda feeder, step: feeder.runner.program.clear_profile(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_second_thread_is_told(name: str) -> None:
+    """Each call is refused while a step is under way, and does what it does where none is: the control."""
+    feeder, step = Feeder(native_runner(native_model("llama")), TEXTS), core.Step()
+    wanted = feeder.whole()
+    refused, end = 0, time.monotonic() + 60
+    with steps_under_way(feeder, step):
+        while not refused and time.monotonic() < end:
+            try:
+                CALLS[name](feeder, step)
+            except RuntimeError as error:
+                refused += said_so(error)
+            except (ValueError, IndexError):
+                pass  # between the other thread's calls
+    assert refused
+    step.clear()
+    step.feed(feeder.sequences[0], 0, 9, 1)
+    step.logits(0)
+    feeder.runner.program.run(step)
+    CALLS[name](feeder, step)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(feeder.whole(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_two_threads_with_a_step_each(threads: int) -> None:
+    """As two callers of one model would: who is let in gets the logits that one caller gets."""
+    runner = native_runner(native_model("llama"), threads=threads)
+    feeders = [Feeder(runner, TEXTS[:1]), Feeder(runner, TEXTS[:1])]  # the same blocks: they write what is there
+    (wanted,) = feeders[0].whole()
+    found: list[tuple[int, int]] = []
+
+    def work(feeder: Feeder) -> None:
+        right = refused = 0
+        while right < 20:
+            try:
+                (rows,) = feeder.whole()
+            except RuntimeError as error:
+                refused += said_so(error)
+                time.sleep(0)
+                continue
+            assert np.array_equal(rows, wanted)
+            right += 1
+        found.append((right, refused))
+
+    workers = [threading.Thread(target=work, args=(feeder,)) for feeder in feeders]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [right for right, _ in found] == [20, 20]
+
+
+def test_a_copy_is_nobodys() -> None:
+    """A fork made while a step reads its source can be extended at once."""
+    feeder, step = Feeder(native_runner(native_model("llama")), TEXTS), core.Step()
+    with steps_under_way(feeder, step):
+        for _ in range(200):
+            fork = feeder.sequences[0].copy()
+            fork.extend([1])
+            assert len(fork) == 151
