@@ -34,8 +34,10 @@ set(HEADRACE_HOST_SOURCES
 )
 
 set(HEADRACE_WARNINGS -O3 -Wall -Wextra)
-if(HEADRACE_SANITIZE)
+if(NOT HEADRACE_MODULE)
   set(HEADRACE_WARNINGS -O1 -Wall -Wextra)
+endif()
+if(HEADRACE_SANITIZE)
   set(HEADRACE_SANITIZER -fsanitize=${HEADRACE_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
   if(HEADRACE_SANITIZE STREQUAL "address")
     list(APPEND HEADRACE_SANITIZER -fsanitize=undefined)
@@ -44,8 +46,10 @@ if(HEADRACE_SANITIZE)
   add_link_options(${HEADRACE_SANITIZER})
 endif()
 # No contraction: where a kernel rounds once it says fma, so that every path and machine gives the same bits.
-set(HEADRACE_KERNEL_FLAGS ${HEADRACE_WARNINGS} -ffp-contract=off -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi
-    -Wno-uninitialized -Wno-maybe-uninitialized)  # gcc 12 warns about its own intrinsics headers
+set(HEADRACE_KERNEL_FLAGS ${HEADRACE_WARNINGS} -ffp-contract=off -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # gcc 12 warns about its own intrinsics headers
+  list(APPEND HEADRACE_KERNEL_FLAGS -Wno-uninitialized -Wno-maybe-uninitialized)
+endif()
 
 set(HEADRACE_FLAGS_plain)
 set(HEADRACE_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2)
@@ -55,7 +59,7 @@ set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq
 
 add_library(headrace_kernels STATIC ${HEADRACE_HOST_SOURCES})
 set(HEADRACE_ISAS plain)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64" AND NOT MSVC)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
   list(APPEND HEADRACE_ISAS avx512 avxvnni avx2)
   target_compile_definitions(headrace_kernels PUBLIC HEADRACE_X86)
 endif()

@@ -14,6 +14,8 @@ template <class... Fs>
 struct Overloaded : Fs... {
     using Fs::operator()...;
 };
+template <class... Fs>
+Overloaded(Fs...) -> Overloaded<Fs...>;  // clang before 17 does not deduce it
 
 void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int first, int last, int width) {
     for (int r = first; r < last; ++r)

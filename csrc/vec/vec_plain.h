@@ -109,7 +109,13 @@ HEADRACE_INLINE U8v field(U8v x) {
 }
 
 HEADRACE_INLINE U8v load_table(const uint8_t* p) { return load_as<U8v>(p); }
-HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return __builtin_shuffle(table, index); }
+HEADRACE_INLINE U8v lookup(U8v table, U8v index) {
+#if defined(__clang__)
+    return __builtin_shufflevector(table, index);
+#else
+    return __builtin_shuffle(table, index);
+#endif
+}
 
 template <bool wide>
 HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {

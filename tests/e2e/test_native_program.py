@@ -1,8 +1,10 @@
 """What a program can do beside a whole step: fusions and their absence, parts of a model, taps, skips, companions."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,20 +46,57 @@ def test_fused_equals_unfused(architecture: str, quantize: str) -> None:
             assert np.array_equal(ours, theirs), f"without {sorted(FUSIONS - fuse)}"
 
 
-def phases(model: Model, fuse: frozenset[str]) -> dict[str, float]:
-    runner = native_runner(model, fuse=fuse)
-    runner.program.profiling = True
-    Feeder(runner, TEXTS).whole()
-    return dict(runner.program.profile)
+PHASES = ("norm", "quantize", "act", "act_mul", "residual")  # what a fusion may take away
+# What a program has more of when one fusion is left out: for each of two layers, and the head.
+TAKEN = {"norm_linear": {"norm": 5}, "linear_act_mul": {"act_mul": 2, "quantize": 2}, "attention_linear": {"quantize": 2}}
+TAKEN["linear_residual"] = {"residual": 4}
+# An activation after a plain linear layer, and a norm between a linear layer and the addition, are not fused.
+UNFUSED = {("gpt2", "linear_act_mul"), ("gemma3_text", "linear_residual")}
 
 
-def test_each_fusion_takes_something_away() -> None:
-    """What is compared above are different programs."""
-    model = native_model("llama", head_dim=32)
-    assert "norm" in phases(model, FUSIONS - {"norm_linear"})
-    assert "act_mul" in phases(model, FUSIONS - {"linear_act_mul"})
-    assert "residual" in phases(model, FUSIONS - {"linear_residual"})
-    assert not {"norm", "act_mul", "residual"} & set(phases(model, FUSIONS))
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
+    """phases(model, quantize, fusions): how many phases of each of PHASES such a program is made of."""
+    counts: Counter[str] = Counter()
+
+    class Counting(core().Program):  # type: ignore[misc]
+        pass
+
+    def count(name: str) -> Callable[..., None]:
+        def add(program: Any, *args: Any, **settings: Any) -> None:
+            counts[name] += 1
+            getattr(core().Program, name)(program, *args, **settings)
+
+        return add
+
+    for name in PHASES:
+        setattr(Counting, name, count(name))
+    counting = SimpleNamespace(**{**vars(core()), "Program": Counting})
+
+    def of(model: Model, quantize: str, fuse: frozenset[str]) -> Counter[str]:
+        counts.clear()
+        monkeypatch.setattr("headrace.native.program.core", lambda: counting)
+        native_runner(model, quantize=quantize, fuse=fuse)
+        return counts.copy()
+
+    return of
+
+
+@pytest.mark.parametrize("quantize", ["", "int8"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_fusion_takes_phases_away(architecture: str, quantize: str, phases: Callable[..., Counter[str]]) -> None:
+    """What is compared above are different programs: each fusion leaves out its own phases, and no other."""
+    model = native_model(architecture, head_dim=32)
+    fused = phases(model, quantize, FUSIONS)
+    for name in FUSIONS:
+        taken = {} if (architecture, name) in UNFUSED else TAKEN[name]
+        assert phases(model, quantize, FUSIONS - {name}) - fused == taken, name
+
+
+def test_a_fusion_that_never_happens_is_seen(phases: Callable[..., Counter[str]]) -> None:
+    """Negative control: a head of 8 columns is no whole group of int8, so attention cannot leave what a linear layer reads."""
+    model = native_model("llama", head_dim=8)
+    assert phases(model, "int8", FUSIONS - {"attention_linear"}) == phases(model, "int8", FUSIONS)
 
 
 # -- segments ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <string>
+#include <type_traits>
 #include <vector>
 
 namespace headrace::test {
@@ -41,6 +43,45 @@ inline std::vector<float> normal_floats(std::mt19937& rng, size_t count, float s
 template <class T>
 bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+template <class To, class From>
+To bits_of(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &x, sizeof to);
+    return to;
+}
+
+// Of the same bits, or both NaN.
+template <class T>
+bool same(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>) {
+        if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
+    }
+    return std::memcmp(&a, &b, sizeof a) == 0;
+}
+
+template <class T, class F>
+void equal(const std::vector<T>& got, F wanted, const std::string& what) {
+    for (size_t i = 0; i < got.size(); ++i) {
+        const T right = wanted(i);
+        if (!same(got[i], right)) {
+            fail((what + " at " + std::to_string(i) + ": " + std::to_string(got[i]) + ", not " + std::to_string(right))
+                     .c_str());
+        }
+    }
+}
+
+template <class T>
+std::vector<T> random_ints(std::mt19937& rng, size_t count, const std::vector<T>& extremes) {
+    std::vector<T> values(count);
+    for (T& value : values) {
+        const bool extreme = rng() % 4 == 0;
+        value =
+            extreme ? extremes[rng() % extremes.size()] : static_cast<T>(rng() ^ static_cast<uint64_t>(rng()) << 32);
+    }
+    return values;
 }
 
 }  // namespace headrace::test

@@ -1,6 +1,6 @@
 # The C++ test programs: one source each; they end with 0 where all is well. Target `programs` builds them all.
 enable_testing()
-set(HEADRACE_PROGRAMS arena attention linear program sample threads)
+set(HEADRACE_PROGRAMS arena attention linear program sample threads vec)
 foreach(name IN LISTS HEADRACE_PROGRAMS)
   add_executable(${name}_test EXCLUDE_FROM_ALL tests/native/${name}_test.cpp)
   target_link_libraries(${name}_test PRIVATE headrace_kernels)
@@ -10,3 +10,12 @@ foreach(name IN LISTS HEADRACE_PROGRAMS)
   set_tests_properties(${name} PROPERTIES TIMEOUT 900)
 endforeach()
 add_custom_target(programs DEPENDS ${HEADRACE_PROGRAM_TARGETS})
+
+# What vec_test asks of each instruction set, compiled as the kernels are.
+foreach(isa IN LISTS HEADRACE_ISAS)
+  add_library(headrace_shim_${isa} OBJECT EXCLUDE_FROM_ALL tests/native/vec_shim.cpp)
+  target_include_directories(headrace_shim_${isa} PRIVATE csrc)
+  target_compile_definitions(headrace_shim_${isa} PRIVATE HEADRACE_ISA=${isa})
+  target_compile_options(headrace_shim_${isa} PRIVATE ${HEADRACE_KERNEL_FLAGS} ${HEADRACE_FLAGS_${isa}})
+  target_sources(vec_test PRIVATE $<TARGET_OBJECTS:headrace_shim_${isa}>)
+endforeach()

@@ -1,6 +1,7 @@
 """Native attention and its KV pool: against float64, and bit for bit against itself however the rows are fed."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -122,6 +123,27 @@ def test_long_context_over_many_splits(isa, dtype):
         assert (out - reference(stepper, feeds, x)).abs().max() < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("signs", ["same", "opposite", "mixed"])
+def test_int8_sums_of_512_dimensions_at_their_extremes(isa, signs):
+    """Every query and key number is the largest of its group: 512 * 255 * 127 * 128, which just fits 32 bits."""
+    shape, n = Shape(2, 1, 512), 70
+    rng = np.random.default_rng(0)
+    sign = np.where(rng.random((n, 4, 512)) < 0.5, -1, 1) if signs == "mixed" else np.ones((n, 4, 512))
+    if signs == "opposite":
+        sign[:, :2] = -1
+    x = (0.05 * sign).reshape(n, -1).astype(np.float32)
+    x[::3] *= np.float32(0.5)  # values and scores that differ
+    table = list(range(5))
+    stepper = Stepper(shape, 5, "int8", isa, THREADS[1])
+    out = torch.from_numpy(stepper.run([Feed(0, n, (), table)], x)).double()
+    wanted = reference(stepper, [Feed(0, n, (), table)], x)
+    assert (out - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    past_32_bits = 512 * 255 * 127 * 128 + 2**26  # the control: 2 % more would wrap
+    assert np.int64(past_32_bits).astype(np.int32) < 0
+    with pytest.raises(ValueError, match="512"):
+        core.KVPool(1, 1, 16, 1, 528, "int8")
+
+
 def test_what_the_pool_holds_is_what_was_given(isa):
     """K after norm and rotation, V as it is: rounded to bfloat16, or to 8 bits with a scale per token and head."""
     shape = Shape(4, 2, 48, k_norm=[0.5 + i / 48 for i in range(48)], rope_dim=32)
@@ -204,6 +226,34 @@ def test_sums_in_another_order_have_other_bits(isa):
     forth, back = one_shot(shape, "f32", isa, x), one_shot(shape, "f32", isa, x[::-1].copy())[::-1]
     assert np.abs(forth - back).max() < 1e-5
     assert not np.array_equal(forth, back)
+
+
+class Reordered(Stepper):
+    """Feeds of more than eight rows meet tokens 0 and 17 in each other's place: the same sums, in another order."""
+
+    def run(self, feeds: Sequence[Feed], x: np.ndarray, **also: np.ndarray) -> np.ndarray:
+        size = self.pool.block_size
+        for feed in feeds:
+            if feed.rows > 8 and feed.start > 17:
+                one, other = feed.table[0] * size, feed.table[17 // size] * size + 17 % size
+                self.pool.move([(one, other), (other, one)])
+        return super().run(feeds, x, **also)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kernel_whose_order_depends_on_the_rows_is_caught(isa, dtype, monkeypatch):
+    """Control of the equalities of bits above: that order for some numbers of rows, within what float64 allows."""
+    monkeypatch.setitem(globals(), "Stepper", Reordered)
+    (table,), blocks = tables(random.Random(2), [320], 16)
+    shape, feed = VARIANTS["plain"], Feed(300, 9, (), table)
+    stepper, x = Reordered(shape, blocks, dtype, isa, THREADS[1]), rows(309, shape, 4)
+    stepper.run([Feed(0, 300, (), table)], x[:300])
+    out = torch.from_numpy(stepper.run([feed], x[300:])).double()
+    assert (out - reference(stepper, [feed], x[300:])).abs().max() < TOLERANCE[dtype]
+    with pytest.raises(AssertionError, match="9"):
+        test_a_rows_bits_for_every_number_of_rows(isa, dtype)
+    with pytest.raises(AssertionError, match="array_equal"):
+        test_a_rows_bits_do_not_depend_on_chunking_batch_tables_or_threads(isa, dtype, "plain")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

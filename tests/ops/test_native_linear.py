@@ -160,8 +160,47 @@ def test_segments_join_as_a_fixed_tree(kind: str, isa: str, pool) -> None:
             parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
         for path in PATHS:
             assert np.array_equal(core.linear(linear, x, pool, path=path, isa=isa), parts[0])
-        one_sum = core.linear(plain, x, pool, isa=isa)
-        assert k < 768 or not np.array_equal(one_sum, parts[0])  # the control: the order of a sum shows
+        # The control: the order of a sum shows, at every size.
+        assert not np.array_equal(core.linear(plain, x, pool, isa=isa), parts[0])
+
+
+@pytest.mark.parametrize("k", [4864, 8960])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_panels_may_begin_inside_a_super_block(kind: str, k: int, isa: str, pool) -> None:
+    """Panels hold at most 12 tiles; stretches of 11 begin at tiles 11, 22, 33 ..., and super blocks are 4 tiles long."""
+    x = inputs(13, k)
+    for unit in (0, 64):
+        linear, w = layer(kind, 37, k, pool, segment_unit=unit)
+        direct = core.linear(linear, x, pool, path="direct", isa=isa)
+        assert equal_bits(core.linear(linear, x, pool, path="panels", isa=isa), direct)
+        assert equal_bits(core.linear(linear, x, pool, path="direct", isa=ISAS[0]), direct)
+        bound = 2e-6 * (np.abs(seen(x, kind)) @ np.abs(w.T.astype(np.float64)))
+        assert (np.abs(direct - seen(x, kind) @ w.T.astype(np.float64)) <= bound).all()
+        w[:, 704:768] = np.roll(w, 64, axis=1)[:, 704:768]  # the control: one tile of its neighbour's weights
+        assert (np.abs(direct - seen(x, kind) @ w.T.astype(np.float64)) > bound).mean() > 0.9
+
+
+@pytest.mark.parametrize("m", [23, 24, 39, 40, 41, 257, 511])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_rows_around_the_limits_of_the_paths(kind: str, m: int, isa: str, pool) -> None:
+    """Where panels begin to pay and where rows are cut into stretches: added, gated and as logits, what few rows give."""
+    k, arena = 256, core.Arena(1 << 21)
+    x, some = inputs(m, k), [0, m // 2 - 1, m // 2, m - 2, m - 1]
+    linear, _ = layer(kind, 72, k, pool, segment_unit=64)
+    residual = inputs(m, 72, seed=5)
+    added = core.linear(linear, x, pool, add_to=residual, isa=isa)
+    assert equal_bits(added[some], core.linear(linear, x[some], pool, add_to=residual[some], path="direct", isa=isa))
+    assert equal_bits(added, core.linear(linear, x, pool, add_to=residual, path="panels", isa=isa))
+    pair = core.pack_pair(*(part for seed in (0, 1) for part in (random_rows(kind, 72, k, seed), kind)), 72, k, arena, pool)
+    gated = core.PackedLinear(list(pair), gated=True)
+    for all_rows, few in zip(
+        core.gated(gated, x, pool, isa=isa), core.gated(gated, x[some], pool, path="direct", isa=isa), strict=True
+    ):
+        assert np.array_equal(all_rows[some], few)
+    for all_rows, few in zip(
+        core.logits(linear, x, pool, isa=isa), core.logits(linear, x[some], pool, path="direct", isa=isa), strict=True
+    ):
+        assert equal_bits(all_rows[some], few)
 
 
 def test_parts_of_different_kinds_lie_side_by_side(isa: str, pool) -> None:

@@ -31,7 +31,7 @@ def folder() -> Path:
 
 def _is_module(folder: Path) -> bool:
     cache = (folder / "CMakeCache.txt").read_text("utf-8", "replace")
-    return "HEADRACE_SANITIZE:STRING=\n" in cache
+    return "HEADRACE_MODULE:BOOL=ON\n" in cache
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
