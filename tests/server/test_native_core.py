@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from headrace.llm import LLM
 from tests.server import test_protocol as protocol
 from tests.server import test_structured as structured
 from tests.server import test_tools as tools
-from tests.server.harness import Running
+from tests.server.harness import NATIVE, Running
 from tests.tiny_files import write_tiny_gguf
 
 AGAIN = [
@@ -35,9 +34,8 @@ AGAIN = [
     tools.test_a_named_tool_is_called,
     tools.test_required_and_streamed,
 ]
-for test in AGAIN:  # collected here, with the fixtures of this module
-    globals()[test.__name__] = test
-NATIVE: dict[str, Any] = {"dtype": "auto", "threads": 1, "device": "cpu", "backend": "native"}
+for again in AGAIN:  # collected here, with the fixtures of this module
+    globals()[again.__name__] = again
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """/v1/responses through the `openai` client: what a chat says, kept and gone on from."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from headrace.server import responses
 from headrace.server.settings import Limits
+from headrace.server.store import Store
 from tests.server.harness import Running
 from tests.tiny_files import write_tiny_gguf
 
@@ -227,3 +230,20 @@ def test_text_is_held_to_a_schema(wide: Running) -> None:
         answer = list(made)[-1].response if stream else made
         jsonschema.validate(json.loads(answer.output_text), PARAMETERS)
         assert answer.status == "completed"
+
+
+def test_responses_are_kept_up_to_so_many_bytes() -> None:
+    """What was said to the model counts, whatever is in it; the oldest make room."""
+
+    async def run() -> None:
+        store = Store()
+        items = [{"role": "user", "content": "a", "unread": "x" * 1000}]
+        for number in range(5):
+            response = {"id": f"resp_{number}", "created_at": number}
+            await responses._Keeper(store, response, items, Limits(response_bytes=3500))()
+        kept = await store.run(lambda db: db.execute("SELECT id, bytes FROM responses ORDER BY number").fetchall())
+        assert [name for name, _ in kept] == ["resp_2", "resp_3", "resp_4"]
+        assert sum(size for _, size in kept) > 3000
+        store.close()
+
+    asyncio.run(run())

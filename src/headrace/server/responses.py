@@ -17,6 +17,7 @@ from headrace.server.response_events import Events, chunks, ending, usage
 from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
 from headrace.server.sampling import not_built
 from headrace.server.service import Service
+from headrace.server.settings import Limits
 from headrace.server.store import Store, listing
 from headrace.server.stream import EventStream
 
@@ -44,7 +45,7 @@ async def respond(service: Service, store: Store, request: ResponseRequest, http
         answer = await chat.chat(service, asked, http, salt)
     except ApiError as error:
         raise error.renamed(error.param or "", RENAMED.get(error.param or "", error.param or "")) from None
-    keep = _Keeper(store, response, items, service.limits.responses) if request.store is not False else None
+    keep = _Keeper(store, response, items, service.limits) if request.store is not False else None
     if isinstance(answer, EventStream):
         events = Events(response)
         return EventStream(events.begin(), _events(events, answer, keep), answer.on_end, done=b"")
@@ -151,8 +152,8 @@ async def _events(events: Events, answer: EventStream, keep: "_Keeper | None") -
 class _Keeper:
     """Keeps a response when it is complete."""
 
-    def __init__(self, store: Store, response: dict[str, Any], items: list[Item], most: int) -> None:
-        self._store, self._response, self._items, self._most = store, response, items, most
+    def __init__(self, store: Store, response: dict[str, Any], items: list[Item], limits: Limits) -> None:
+        self._store, self._response, self._items, self._limits = store, response, items, limits
 
     async def __call__(self) -> None:
         said, heard = json.dumps(self._response), json.dumps(self._items)
@@ -160,8 +161,10 @@ class _Keeper:
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("INSERT INTO responses (id, created, bytes, object, input) VALUES (?, ?, ?, ?, ?)", row)
-            oldest = "SELECT number FROM responses ORDER BY number DESC LIMIT -1 OFFSET ?"
-            db.execute(f"DELETE FROM responses WHERE number IN ({oldest})", (self._most,))
+            sums = "SELECT number, row_number() OVER newest AS place, sum(bytes) OVER newest AS held FROM responses"
+            oldest = f"SELECT number FROM ({sums} WINDOW newest AS (ORDER BY number DESC)) WHERE place > ? OR held > ?"
+            most = (self._limits.responses, self._limits.response_bytes)
+            db.execute(f"DELETE FROM responses WHERE number IN ({oldest})", most)
 
         await self._store.run(work)
 

@@ -28,6 +28,7 @@ class Limits:
     stored: int = 2 << 30  # bytes of all files together
     batch_lines: int = 50_000
     responses: int = 1_000  # that are kept; the oldest make room
+    response_bytes: int = 1 << 30  # of all of them together
     deadline: float | None = None  # seconds until a request that names none is ended
     send_seconds: float = 60.0  # that a client may leave what was sent unread
     max_tokens: int | None = None  # None: what the context holds
