@@ -3,6 +3,7 @@
 from headrace.config import EngineConfig
 from headrace.decoding.base import Drafting
 from headrace.decoding.processors import ProcessorError, check_processors
+from headrace.decoding.scoring import Scoring
 from headrace.param_checks import unheeded
 from headrace.params import ParamError, SamplingParams
 from headrace.types import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup, Request
@@ -42,7 +43,7 @@ def _check_prompt(request: Request, limits: Limits) -> None:
         _check_pool(request, limits)
     elif limits.scheduler.whole:
         raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings")
-    elif length >= context:
+    elif length + _least_answer(request) > context:
         raise AdmissionError(
             f"the prompt has {length} tokens and the context holds {context}, the answer included; "
             "shorten the prompt or raise max_model_len"
@@ -50,6 +51,11 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     for token in request.prompt:
         if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
             raise AdmissionError(f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
+
+
+def _least_answer(request: Request) -> int:
+    """How many tokens a request writes at the least: scores and embeddings need no room for any."""
+    return 0 if request.pool or isinstance(request.strategy, Scoring) else 1
 
 
 def _check_pool(request: Request, limits: Limits) -> None:
@@ -125,7 +131,8 @@ def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int)
 def _check_blocks(request: Request, limits: Limits) -> None:
     prompt = len(request.prompt)
     room = limits.scheduler.max_model_len - prompt
-    output = 1 if request.pool else room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+    output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+    output = output if _least_answer(request) else 1
     nodes = request.strategy.nodes(request) if isinstance(request.strategy, Drafting) else 0
     if nodes > MAX_NODES:
         raise AdmissionError(

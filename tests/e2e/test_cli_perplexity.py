@@ -97,7 +97,7 @@ def test_mistakes_are_one_line(shell: Shell, tiny_gguf: Path, text: Path, tmp_pa
         ((tmp_path / "empty.txt",), 1, "too few tokens to score"),
         ((tmp_path / "binary.txt",), 1, "is not UTF-8 text (byte 1)"),
         ((tmp_path / "none.txt",), 2, "does not exist"),
-        ((text, "--window", "512"), 1, "use --window 511 or less"),
+        ((text, "--window", "513"), 1, "use --window 512 or less"),
         ((text, "--window", "1"), 2, "--window"),
         ((text, "--stride", "0"), 2, "--stride"),
         ((text, "--limit", "1"), 2, "--limit"),

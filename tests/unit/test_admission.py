@@ -6,6 +6,7 @@ from headrace.admission import AdmissionError, blocks_needed
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
+from headrace.decoding.scoring import Scoring
 from headrace.engine import Engine
 from headrace.params import SamplingParams
 from headrace.types import Child, Draft, FeedOutput, Request, Sequence, StepPlan, Want
@@ -197,3 +198,18 @@ def test_a_step_that_fails_commits_nothing_and_the_engine_goes_on() -> None:
     while engine.busy:
         engine.step()
     assert len(request.finished[0].output) == 5
+
+
+def test_a_text_of_the_whole_context_is_scored(engine: Engine) -> None:
+    scored = engine.add([1] * 48, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
+    assert run_to_end(engine) == {}
+    assert len(scored.prompt_logprobs) == 48
+    config = EngineConfig(SchedulerConfig(4, 8, 48), CacheConfig(12, 4))
+    full = Engine(Deferred(FakeRunner(12, 4), 1), config, vocab_size=VOCAB)
+    scored = full.add([1] * 48, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
+    assert run_to_end(full) == {}
+    assert len(scored.prompt_logprobs) == 48
+    with pytest.raises(AdmissionError, match="has 48 tokens and the context holds 48"):
+        full.add([1] * 48, SamplingParams(max_tokens=1))
+    with pytest.raises(AdmissionError, match="has 49 tokens"):
+        full.add([1] * 49, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())

@@ -54,7 +54,7 @@ def perplexity(
     options.check()
     text = read_text(file)
     llm = open_llm(model, options, max_num_seqs=BATCH, preset="online", enable_prefix_caching=False)
-    most = llm.memory_plan.max_model_len - 1  # the engine keeps room for an answer
+    most = llm.memory_plan.max_model_len
     window = window or min(WINDOW, most)
     if window > most:
         raise ValueError(f"the model's context holds windows of {most} tokens; use --window {most} or less")
