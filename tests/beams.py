@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
@@ -105,6 +106,16 @@ CASES = {
 }
 
 
+class DifferentError(AssertionError):
+    """An output is not what it must be."""
+
+
+def same(found: object, expected: object) -> None:
+    """Raises DifferentError."""
+    if found != expected:
+        raise DifferentError(f"{found} and not {expected}")
+
+
 def mixed(
     tamper: Callable[[Engine], None] | None = None,
     make: Callable[..., Engine] = tiny_engine,
@@ -141,13 +152,13 @@ def mixed(
     for prompt, params, request in jobs:
         if isinstance(params, BeamSearchParams):
             found = [seq.output for seq, _ in request.strategy.results(request)]
-            assert found == [tokens for tokens, _ in beams(model, prompt, params, stops, make, blocks=400)]
+            same(found, [tokens for tokens, _ in beams(model, prompt, params, stops, make, blocks=400)])
         else:
             alone = make(model, blocks=400)
             alone.eos_ids = stops
             twin = alone.add(prompt, params)
             finish(alone)
-            assert tokens_of(request) == tokens_of(twin)
+            same(tokens_of(request), tokens_of(twin))
     return sum(request.metrics.preemptions for _, params, request in jobs if isinstance(params, BeamSearchParams))
 
 
@@ -167,3 +178,21 @@ def fork_after_free(engine: Engine) -> None:
         commit(request, parent, children)  # type: ignore[arg-type]
 
     engine.scheduler.commit = late  # type: ignore[method-assign, assignment]
+
+
+def unchecked(tamper: Callable[[Engine], None]) -> Callable[[Engine], None]:
+    """A broken engine whose books nobody looks at, so that its outputs alone can show it."""
+
+    def broken(engine: Engine) -> None:
+        tamper(engine)
+        engine.check = lambda: None  # type: ignore[method-assign]
+
+    return broken
+
+
+def assert_the_books_show(run: Callable[[], object]) -> None:
+    """What is broken is found where blocks are counted, before any output is compared."""
+    with pytest.raises(AssertionError) as caught:
+        run()
+    assert not isinstance(caught.value, DifferentError)
+    assert caught.traceback[-1].path.name == "blocks.py"

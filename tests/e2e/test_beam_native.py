@@ -1,7 +1,5 @@
 """Beam search on the native core: the hypotheses of torch, mixed loads on tiny pools, broken variants."""
 
-from collections.abc import Callable
-
 import pytest
 
 from headrace import native
@@ -9,7 +7,17 @@ from headrace.decoding.beam import BeamSearchParams
 from headrace.engine import Engine
 from headrace.models.base import Model
 from headrace.params import SamplingParams
-from tests.beams import CASES, EOS, beams, fork_after_free, mixed, no_copy_on_write
+from tests.beams import (
+    CASES,
+    EOS,
+    DifferentError,
+    assert_the_books_show,
+    beams,
+    fork_after_free,
+    mixed,
+    no_copy_on_write,
+    unchecked,
+)
 from tests.tiny import finish
 
 if not native.available():
@@ -45,10 +53,13 @@ def test_beams_groups_and_samples_with_preemption() -> None:
     assert sum(mixed(None, native_engine, model, 28, seed) for seed in range(6)) >= 3
 
 
-@pytest.mark.parametrize("tamper", [no_copy_on_write, fork_after_free])
-def test_a_broken_engine_is_caught(tamper: Callable[[Engine], None]) -> None:
-    with pytest.raises((AssertionError, IndexError, KeyError)):
-        mixed(tamper, native_engine, native_model("llama", vocab_size=11), 32)
+def test_outputs_show_blocks_that_are_written_by_two() -> None:
+    with pytest.raises(DifferentError):
+        mixed(unchecked(no_copy_on_write), native_engine, native_model("llama", vocab_size=11), 32)
+
+
+def test_the_books_show_blocks_that_are_given_up_too_early() -> None:
+    assert_the_books_show(lambda: mixed(fork_after_free, native_engine, native_model("llama", vocab_size=11), 32))
 
 
 def test_beams_do_not_depend_on_chunks_and_prefix_hits() -> None:
