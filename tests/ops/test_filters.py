@@ -67,6 +67,14 @@ def test_top_p_on_ties_keeps_the_lowest_ids():
     assert (filters.top_p(uniform, 0.25)[:, :1500] > NEVER).all()
 
 
+def test_top_p_takes_no_token_more_where_a_sum_is_just_what_is_asked():
+    """Sums are whole numbers of 2**-40: p is chosen so that the first token's is the goal, or one less than it."""
+    z, point = row(0, -1), 2.0**40
+    total = float(z.double().exp().mul(point).round().sum()) * (1 - filters.SLACK)
+    assert kept(filters.top_p(z, (point - 0.5) / total)) == [0]
+    assert kept(filters.top_p(z, (point + 0.5) / total)) == [0, 1]
+
+
 def test_top_k_keeps_k_and_on_ties_the_lowest_ids():
     assert kept(filters.top_k(row(1, 3, 2, 5, 4), 3)) == [1, 3, 4]
     assert kept(filters.top_k(row(1, 2, 2, 2, 0), 2)) == [1, 2]
