@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import selfdraft
-from headrace.backend import BLOCK_SIZE, Backend, Settings, start
+from headrace.backend import BLOCK_SIZE, EXACTNESS, Backend, Settings, start
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.decoding.base import Strategy
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
@@ -114,10 +114,10 @@ class LLM:
             ),
             **beside,
         )
-        self.tokenizer, self.model_config = self.opened.tokenizer, self.opened.config
-        self.backend, self.dtype, self.memory_plan = started.name, started.dtype, started.plan
-        log.info("%s; %s on %s, %s", self.memory_plan.said, self.backend, self.device, str(self.dtype).split(".")[1])
-        scheduler = SchedulerConfig.preset(preset, started.plan.max_model_len, max_num_seqs, policy)
+        self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
+        self.backend, self.exactness, self.dtype = started.name, EXACTNESS[started.name], started.dtype
+        log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, str(self.dtype)[6:])
+        scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
         scheduler = _budgeted(scheduler, max_num_batched_tokens)
         scheduler = scheduler.for_encoder() if self.model_config.encoder else scheduler
         self.engine = Engine(

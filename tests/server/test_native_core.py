@@ -58,7 +58,7 @@ def offline(model: Path) -> Iterator[LLM]:
 
 def test_it_is_the_native_core(server: Running) -> None:
     assert server.llm.loaded is not None
-    assert "(native)" in server.llm.loaded.note
+    assert "(native, bitwise)" in server.llm.loaded.note
 
 
 def test_after_all_this_the_engine_is_the_one_it_was(server: Running) -> None:

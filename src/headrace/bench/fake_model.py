@@ -144,7 +144,8 @@ class FakeRunner:
     def _top(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
         logits, mask = logits_of(context), self._mask(feed, node)
         best = sorted((t for t in range(VOCAB) if allowed(t, mask) == t), key=lambda token: -logits[token])
-        out.top_ids = tuple(best[: want.k])
+        live = [t for t in best if t not in self.slots[feed.slot].stop_ids][: want.k] if want.live else []
+        out.top_ids = (*best[: want.k], *(token for token in live if token not in best[: want.k]))
         out.top_logprobs = tuple(logits[token] - VOCAB for token in out.top_ids)
 
     def _logits(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:

@@ -35,11 +35,10 @@ def open_llm(model: str, options: WeightOptions, *, quiet: bool = False, **more:
     for each in (model, *options.companions()):
         fetch(each)
     with Console(stderr=True).status(f"loading {model}"):  # shown on a terminal only
-        from headrace.backend import EXACTNESS
         from headrace.llm import LLM
 
         llm = LLM(model, **asdict(options), **more)
     if not quiet:
         number = str(llm.dtype).removeprefix("torch.")
-        note(f"{model}: {number} on {llm.device} ({llm.backend}, {EXACTNESS[llm.backend]}), {llm.memory_plan.said}")
+        note(f"{model}: {number} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
     return llm

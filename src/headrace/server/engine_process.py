@@ -193,7 +193,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             vocab_size=llm.model_config.vocab_size,
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
-            note=f"{number} on {llm.device} ({llm.backend}), {llm.memory_plan.said}",
+            note=f"{number} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}",
             memory=anonymous_memory() + llm.memory_plan.kv_bytes,
         )
     )
