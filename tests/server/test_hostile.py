@@ -151,23 +151,25 @@ def test_many_unknown_fields_are_refused_for_one(door: Running) -> None:
 LONG = "The mill stands by the river and grinds. " * 12_000  # half a megabyte
 
 
-def beats(work: Callable[[], Any]) -> int:
-    """How often this thread comes to its turn while another does `work`."""
+def longest_wait(work: Callable[[], Any]) -> float:
+    """The longest time for which this thread did not come to its turn while another did `work`, as a share of all of it."""
     thread = threading.Thread(target=work)
+    began = last = time.perf_counter()
+    longest = 0.0
     thread.start()
-    count = 0
     while thread.is_alive():
         time.sleep(0.001)
-        count += 1
-    return count
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest / (last - began)
 
 
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
-    """Seconds of work, in which this thread has hundreds of turns, or two or three where the encoder keeps the interpreter."""
+    """Seconds of work: this thread has turns all through it, or none where the encoder keeps the interpreter."""
     tokenizer = Tokenizer.from_gguf(byte_level())
-    assert beats(lambda: tokenizer.encode(LONG)) > 20
+    assert longest_wait(lambda: tokenizer.encode(LONG)) < 0.5
     kept = tokenizer._encoder(True)
-    assert beats(lambda: kept.encode(LONG)) < 15  # the control: the library's call for a single text
+    assert longest_wait(lambda: kept.encode(LONG)) > 0.5  # the control: the library's call for a single text
 
 
 def test_no_prompt_is_encoded_on_the_event_loop_when_they_are_long_together(
@@ -198,18 +200,24 @@ COSTLY: dict[str, Any] = {
 }
 
 
-def test_the_schemas_of_tools_are_looked_at_where_that_can_be_stopped(server: Running) -> None:
-    """Seconds of work that are not this process's, and end: a 400, while others are answered."""
+def test_the_schemas_of_tools_are_looked_at_where_that_can_be_stopped(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes of work that are not this process's, and are ended: a 400, and others are answered meanwhile."""
+    monkeypatch.setattr("headrace.server.tools.prepare", never)
     tool = {"type": "function", "function": {"name": "f", "parameters": COSTLY}}
-    began = time.process_time()
     asked = in_thread(lambda: server.post("/v1/chat/completions", {"model": "tiny", "messages": TALK, "tools": [tool]}))
+    answered = 0
     while asked.running:
         assert server.health()["status"] == "ready"
+        answered += 1
         time.sleep(0.05)
     answer = asked.result()
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert "too much time" in answer.json()["error"]["message"]
-    assert time.process_time() - began < 5  # this process, server and client; looking itself takes more
+    assert answered > 3
+
+
+def never(schema: Any) -> Any:
+    raise AssertionError("a schema was looked at in the web process")
 
 
 def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +227,6 @@ def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatc
     async def counted(self: GrammarCheck, question: dict[str, Any]) -> dict[str, Any]:
         asked.append(sorted(question))
         return await ask(self, question)
-
-    def never(schema: Any) -> Any:
-        raise AssertionError("a schema was looked at in the web process")
 
     monkeypatch.setattr(GrammarCheck, "_ask", counted)
     monkeypatch.setattr("headrace.server.tools.prepare", never)
