@@ -10,17 +10,20 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run test test-weights test-slow test-peers soak bench lint sanitize format native clean
+.PHONY: help run test test-isa test-weights test-slow test-peers soak bench lint clang sanitize sanitize-short format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
 	@echo "                    $(VENV)/bin/headrace is then the command, with serve, chat and all others"
-	@echo "make test           the tests, about three minutes; those without their model or data say so"
+	@echo "make test           the tests, six to ten minutes on two cores; those without their model or data say so"
+	@echo "make test-isa       tests of kernels, beams, engine and random loads on every instruction set this CPU has"
 	@echo "make test-weights   only the tests on real weights"
 	@echo "make test-slow      the long ones"
 	@echo "make soak           the server under mixed traffic for 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
+	@echo "make clang          the C++ core and its test programs built by clang++, and run: 190 s of CPU, half that on two cores"
 	@echo "make sanitize       the C++ test programs under the address, undefined-behaviour and thread sanitizers"
+	@echo "make sanitize-short the same with the plain kernels alone: 230 s of CPU, two minutes on two cores"
 	@echo "make bench          tokens per second, load time and memory of $(MODEL) on this machine"
 	@echo "make mutants        mutation testing of the engine: are wrong lines noticed? (MODULES=... SAMPLE=100 SEED=1 JOBS=2)"
 	@echo "make lint           ruff, mypy, clang-format; make format puts right what they can"
@@ -32,6 +35,9 @@ run: $(VENV)/.run
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(PYTEST)
+
+test-isa: $(VENV)/.dev
+	$(VENV)/bin/python tools/test_isa.py $(PYTEST)
 
 test-weights: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(PYTEST) -m "weights and not slow and not peers"
@@ -45,15 +51,27 @@ soak: $(VENV)/.dev
 test-peers: $(VENV)/.peers
 	$(VENV)/bin/python -m pytest -m peers
 
-# Without address randomisation (setarch): older thread sanitizers cannot do with much of it.
+# $(call programs,FOLDER,OPTIONS): the C++ test programs alone, built in build/FOLDER, and run. Without address
+# randomisation (setarch): older thread sanitizers cannot do with much of it.
+define programs
+	@echo "== $(1)"
+	@$(VENV)/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(realpath $(VENV))/bin/ninja" \
+		-DHEADRACE_MODULE=OFF -DCMAKE_BUILD_TYPE=Release $(2) >/dev/null
+	@$(VENV)/bin/cmake --build build/$(1) --target programs
+	@setarch "$$(uname -m)" -R $(VENV)/bin/ctest --test-dir build/$(1) --output-on-failure
+endef
+
+clang: $(VENV)/.dev
+	$(call programs,clang,-DCMAKE_CXX_COMPILER=clang++)
+
 sanitize: $(VENV)/.dev
-	@for kind in address thread; do \
-		echo "== $$kind sanitizer" && \
-		$(VENV)/bin/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM="$$(realpath $(VENV))/bin/ninja" \
-			-DHEADRACE_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=Release >/dev/null && \
-		$(VENV)/bin/cmake --build build/sanitize-$$kind --target programs && \
-		setarch "$$(uname -m)" -R $(VENV)/bin/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
-	done
+	$(call programs,sanitize-address,-DHEADRACE_SANITIZE=address)
+	$(call programs,sanitize-thread,-DHEADRACE_SANITIZE=thread)
+
+# Compiling is most of the time, so here the kernels are compiled once instead of four times.
+sanitize-short: $(VENV)/.dev
+	$(call programs,sanitize-address-short,-DHEADRACE_SANITIZE=address -DHEADRACE_PLAIN=ON)
+	$(call programs,sanitize-thread-short,-DHEADRACE_SANITIZE=thread -DHEADRACE_PLAIN=ON)
 
 bench: $(VENV)/.run
 	@$(VENV)/bin/headrace bench local $(MODEL)

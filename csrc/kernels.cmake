@@ -59,7 +59,7 @@ set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq
 
 add_library(headrace_kernels STATIC ${HEADRACE_HOST_SOURCES})
 set(HEADRACE_ISAS plain)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
+if(NOT HEADRACE_PLAIN AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
   list(APPEND HEADRACE_ISAS avx512 avxvnni avx2)
   target_compile_definitions(headrace_kernels PUBLIC HEADRACE_X86)
 endif()

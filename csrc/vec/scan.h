@@ -6,7 +6,6 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kHalf = kLanes / 2;
-typedef uint32_t U32v __attribute__((vector_size(4 * kLanes)));
 typedef uint64_t U64v __attribute__((vector_size(4 * kLanes)));
 typedef int64_t I64v __attribute__((vector_size(4 * kLanes)));
 typedef double F64v __attribute__((vector_size(4 * kLanes)));

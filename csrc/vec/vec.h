@@ -8,7 +8,7 @@
 // A shim gives
 //   kLanes                        32-bit lanes of a vector: 16, 8 or 4 (a divisor of 16)
 //   kWideDiffers                  whether dot<true> costs more than dot<false>
-//   F32v I32v U8v                 kLanes floats, kLanes int32, 4 * kLanes bytes; + - * / & | ^ << >> are the compiler's
+//   F32v I32v U32v U8v            kLanes floats, int32, uint32; 4 * kLanes bytes; operators are the compiler's
 //   load_f32 store_f32 set_f32 load_f16 load_i8_f32 load_u8_f32 load_u8_i32 load_i32 set_i32 load_u8
 //   shift_left(x, n)              x << n, by a vector instruction even where x is one value repeated
 //   fma(a, b, c) = a * b + c rounded once; max, min, max_i32, sum_i32, to_f32, round_i32 (nearest even), as_f32, as_i32

@@ -9,6 +9,7 @@ constexpr int kLanes = 8;
 constexpr bool kWideDiffers = !HEADRACE_IS(avxvnni);
 typedef __m256 F32v;
 typedef int32_t I32v __attribute__((vector_size(32)));
+typedef uint32_t U32v __attribute__((vector_size(32)));
 typedef uint8_t U8v __attribute__((vector_size(32)));
 
 HEADRACE_INLINE __m256i raw(I32v x) { return (__m256i)x; }
@@ -62,10 +63,10 @@ HEADRACE_INLINE F32v load_bf16(const uint16_t* p) {
     return as_f32((I32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
-    const I32v bits = as_i32(x), odd = (bits >> 16) & 1;
-    const I32v nan = (I32v)_mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const U32v bits = (U32v)as_i32(x), odd = (bits >> 16) & 1;
+    const U32v nan = (U32v)_mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     // Nearest even: half of the last kept bit, less one when that bit is 0. A NaN stays one.
-    const __m256i high = _mm256_srli_epi32(raw((nan & (bits | 0x400000)) | (~nan & (bits + 0x7fff + odd))), 16);
+    const __m256i high = _mm256_srli_epi32((__m256i)((nan & (bits | 0x400000)) | (~nan & (bits + 0x7fff + odd))), 16);
     const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
     _mm_storeu_si128((__m128i*)p, packed);
 }

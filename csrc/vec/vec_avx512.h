@@ -9,6 +9,7 @@ constexpr int kLanes = 16;
 constexpr bool kWideDiffers = false;
 typedef __m512 F32v;
 typedef int32_t I32v __attribute__((vector_size(64)));
+typedef uint32_t U32v __attribute__((vector_size(64)));
 typedef uint8_t U8v __attribute__((vector_size(64)));
 
 HEADRACE_INLINE __m512i raw(I32v x) { return (__m512i)x; }
@@ -61,9 +62,9 @@ HEADRACE_INLINE F32v load_bf16(const uint16_t* p) {
 HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
     // Nearest even: half of the last kept bit, less one when that bit is 0. A NaN stays one. (vcvtneps2bf16 would turn
     // subnormals into zeros.)
-    const I32v bits = as_i32(x), rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const U32v bits = (U32v)as_i32(x), rounded = bits + 0x7fff + ((bits >> 16) & 1);
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    const __m512i kept = _mm512_mask_or_epi32(raw(rounded), nan, raw(bits), _mm512_set1_epi32(0x400000));
+    const __m512i kept = _mm512_mask_or_epi32((__m512i)rounded, nan, (__m512i)bits, _mm512_set1_epi32(0x400000));
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
 }
 

@@ -7,6 +7,7 @@ constexpr int kLanes = 4;
 constexpr bool kWideDiffers = false;
 typedef float F32v __attribute__((vector_size(16)));
 typedef int32_t I32v __attribute__((vector_size(16)));
+typedef uint32_t U32v __attribute__((vector_size(16)));
 typedef uint8_t U8v __attribute__((vector_size(16)));
 
 template <class V, class T>
@@ -94,8 +95,8 @@ HEADRACE_INLINE I32v load_u8_i32(const uint8_t* p) { return I32v{p[0], p[1], p[2
 HEADRACE_INLINE F32v load_u8_f32(const uint8_t* p) { return to_f32(load_u8_i32(p)); }
 HEADRACE_INLINE F32v load_bf16(const uint16_t* p) { return as_f32(I32v{p[0], p[1], p[2], p[3]} << 16); }
 HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
-    const I32v bits = as_i32(x), nan = x != x;
-    const I32v kept = (nan & (bits | 0x400000)) | (~nan & (bits + 0x7fff + ((bits >> 16) & 1)));  // nearest even
+    const U32v bits = (U32v)as_i32(x), nan = (U32v)(x != x);
+    const U32v kept = (nan & (bits | 0x400000)) | (~nan & (bits + 0x7fff + ((bits >> 16) & 1)));  // nearest even
     for (int i = 0; i < kLanes; ++i) p[i] = (uint16_t)(kept[i] >> 16);
 }
 

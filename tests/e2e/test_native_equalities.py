@@ -71,7 +71,7 @@ def test_noise_that_depends_on_the_order_of_draws_is_caught(model: Model, monkey
     jobs = [(prompt, equalities.SETTINGS[1]) for prompt, _ in equalities.load(1)]
     right = equalities.expected(model, jobs)
     numbers = iter(range(10**6))
-    monkeypatch.setattr("headrace.native.runner.key", lambda seed, child: (next(numbers), seed))
+    monkeypatch.setattr("headrace.native.slots.key", lambda seed, child: (next(numbers), seed))
     engine = equalities.tiny_engine(model, blocks=128)
     requests = [engine.add(prompt, params) for prompt, params in jobs]
     finish(engine)

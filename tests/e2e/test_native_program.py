@@ -21,8 +21,8 @@ from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.program import FUSIONS
 from headrace.native.runner import NativeRunner
-from headrace.native.uses import ATTENTION, MLP
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
+from headrace.runner.parts import ATTENTION, MLP
 from headrace.runner.record import RecordError
 from headrace.weights import names
 from headrace.weights.source import WeightError

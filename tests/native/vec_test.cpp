@@ -411,9 +411,10 @@ void check_scan(const VecShim& v, std::mt19937& rng) {
         for (const int width : {1, 2}) {
             for (const bool high : {false, true}) {
                 v.interleave(high, width, a, b, least.data());
-                const auto wanted = [&](size_t i) {
-                    const size_t w = static_cast<size_t>(width), piece = i % 4 / w;  // of width words, in turn
-                    return (piece % 2 ? b : a)[i / 4 * 4 + (high ? 2 : 0) + piece / 2 * w + i % w];
+                const auto wanted = [&](size_t i) {  // words in turn, `width` of each
+                    const size_t w = static_cast<size_t>(width), lane = i % 4, piece = lane / w;
+                    const uint32_t* from = piece % 2 ? b : a;
+                    return from[i - lane + (high ? 2 : 0) + piece / 2 * w + lane % w];
                 };
                 equal(least, wanted, "interleave");
             }
@@ -452,7 +453,11 @@ void check_scan(const VecShim& v, std::mt19937& rng) {
         v.mul_low(first, second, products.data());
         equal(products, [&](size_t i) { return (first[i] & UINT32_MAX) * (second[i] & UINT32_MAX); }, "mul_low");
         v.even_low(first, second, low.data());
-        equal(low, [&](size_t i) { return static_cast<uint32_t>((i % 2 ? second : first)[i / 2]); }, "even_low");
+        const auto wanted = [&](size_t i) {
+            const uint64_t* from = i % 2 ? second : first;
+            return static_cast<uint32_t>(from[i / 2]);
+        };
+        equal(low, wanted, "even_low");
     }
     const size_t lanes = static_cast<size_t>(v.lanes);
     std::vector<uint32_t> word(lanes);

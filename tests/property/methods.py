@@ -107,7 +107,7 @@ class AnyJob(Job):
         elif self.kind == "processor":
             self.params = self.params.replace(temperature=0.0)
         elif self.kind == "strategy":
-            self.params = self.params.replace(n=1, temperature=1.0)
+            self.params = self.params.replace(n=1, temperature=1.0, prompt_logprobs=None)
 
     def add(self, engine: Engine) -> Request:
         engine.grammars = Grammars()  # type: ignore[assignment]

@@ -93,8 +93,13 @@ def test_a_full_queue_says_when_to_come_back(server: Running) -> None:
 
 
 def test_several_prompts_enter_the_queue_all_or_none(server: Running) -> None:
-    with pytest.raises(openai.RateLimitError):
-        server.complete(prompt=["a", "b", "c", "d"])
+    with server.paused():
+        first = in_thread(server.complete)
+        until(lambda: len(server.llm.tickets) == 1)
+        with pytest.raises(openai.RateLimitError):
+            server.complete(prompt=["a", "b", "c"])
+        assert len(server.llm.tickets) == 1
+    assert first.result().choices
     assert server.llm.waiting.requests == 0
     assert not server.llm.tickets
 

@@ -24,6 +24,7 @@ TEXT = 256.0  # tokens that an output is thought to have before one has ended
 LEFT = 32  # and how many it is thought to have still, at least
 LAG, GAP = 3, 16  # tokens behind that a model reads as it begins to draft; and beyond which it catches up with a text
 OURS = ""  # no drafter's name: where what is kept of a sequence lies
+FAILURES = 3  # after so many a drafter is not asked again for a request
 MOST = 16  # the longest chain, unless told otherwise: what lies further is seldom reached
 
 
@@ -78,7 +79,7 @@ class Speculation:
         self._text = TEXT  # how long outputs are, on average
         self._step = 0
         self._pause = 0  # the last step in which nobody is asked
-        self._failed: dict[str, set[str]] = {}  # by request: drafters that raised
+        self._failed: dict[tuple[str, str], int] = {}  # by request and drafter: how often it raised
         # Asked once: to ask a protocol takes as long as to draft.
         self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, Fills)}
         self._reads = [drafter for drafter in drafters if isinstance(drafter, Reads)]
@@ -138,7 +139,7 @@ class Speculation:
             try:
                 self._fill(drafter, name, [*mine], run, filled)
             except Exception:
-                self._switch_off(drafter, list({work.request.id: work.request for work in mine}.values()))
+                self._note_failure(name, list({work.request.id: work.request for work in mine}.values()))
                 for work in mine:
                     if work.seq.draft is not None:
                         settle(work, Chain())
@@ -197,7 +198,8 @@ class Speculation:
             for drafter in self.drafters:
                 if isinstance(drafter, Remembers):
                     self._ask(drafter, request, drafter.remember, request, seq)
-        self._failed.pop(request.id, None)
+        for drafter in self.drafters if self._failed else ():
+            self._failed.pop((request.id, drafter.name), None)
 
     def _dear(self, choice: Choice, plain: int) -> bool:
         """Whether a tree was left out because it would cost more than it brings."""
@@ -262,19 +264,23 @@ class Speculation:
         return draft
 
     def _ask(self, drafter: Drafter, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
-        """What a drafter says. One that raises is not asked again for this request, which loses nothing but drafts."""
-        if drafter.name in self._failed.get(request.id, ()):
+        """What a drafter says. One that raises costs its request a draft; one that keeps raising is not asked for it again."""
+        if self._off(drafter.name, request):
             return None
         try:
             return hook(*args)
         except Exception:
-            self._switch_off(drafter, [request])
+            self._note_failure(drafter.name, [request])
             return None
 
-    def _switch_off(self, drafter: Drafter, requests: list[Request]) -> None:
-        log.exception("drafter %s failed; %s goes on without", drafter.name, ", ".join(request.id for request in requests))
+    def _off(self, name: str, request: Request) -> bool:
+        """Whether a drafter has raised too often for a request."""
+        return bool(self._failed) and self._failed.get((request.id, name), 0) >= FAILURES
+
+    def _note_failure(self, name: str, requests: list[Request]) -> None:
+        log.exception("drafter %s failed; this step of %s does without", name, ", ".join(request.id for request in requests))
         for request in requests:
-            self._failed.setdefault(request.id, set()).add(drafter.name)
+            self._failed[request.id, name] = self._failed.get((request.id, name), 0) + 1
 
     def _decide(self, proposal: Proposal) -> None:
         draft, seq = proposal.draft, proposal.seq

@@ -203,7 +203,7 @@ class AsyncLLM:
                     "the answer included; shorten the prompt"
                 )
         if len(prompts) > (most := self.waiting.max_requests):
-            raise RequestRefusedError(f"the prompts are {len(prompts)} and the queue holds {most}; send fewer at once")
+            raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
         self.waiting.enter([len(ids) for ids in prompts])
         tickets = []
         news = News()

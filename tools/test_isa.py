@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Run the tests whose bits depend on the instruction set once for each path of the native core: what `make test-isa` does.
+
+    python tools/test_isa.py [--paths avx2,plain] [PYTEST OPTION]...
+
+A path is chosen by HEADRACE_ISA; torch, the oracle beside it, is held to the same vectors by ATEN_CPU_CAPABILITY. Paths that
+this CPU lacks are named. Ends with a table, and with 1 where a path failed. Needs the environment of `make test`.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from headrace import native
+
+ROOT = Path(__file__).parents[1]
+PATHS = {"avx512": "avx512", "avxvnni": "avx2", "avx2": "avx2", "plain": "default"}  # and what torch calls such a CPU
+# What runs kernels: the engine, beams, random loads. Tests of texts, files and the server do not.
+EACH = (
+    "tests/property",
+    "tests/ops/test_native_pack.py",
+    "tests/ops/test_native_reject.py",
+    "tests/e2e/test_beam_native.py",
+    "tests/e2e/test_contrastive_native.py",
+    "tests/e2e/test_native_centring.py",
+    "tests/e2e/test_native_engine.py",
+    "tests/e2e/test_native_equalities.py",
+    "tests/e2e/test_native_program.py",
+    "tests/e2e/test_native_reference.py",
+    "tests/e2e/test_native_rows.py",
+)
+# These go over all paths by themselves: once.
+ALL_PATHS = tuple(f"tests/ops/test_native_{name}.py" for name in ("activations", "attention", "linear", "sample"))
+# And these are torch's alone: once for each of its kinds of vectors.
+TORCH = (
+    "tests/e2e/test_beam.py",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/ops").glob("test_*.py") if "native" not in path.name),
+)
+
+
+def tests_of(paths: list[str], path: str) -> list[str]:
+    """The tests to run on one of the paths."""
+    before = paths[: paths.index(path)]
+    new = PATHS[path] not in [PATHS[name] for name in before]
+    return [*EACH, *(() if before else ALL_PATHS), *(TORCH if new else ())]
+
+
+def run(path: str, tests: list[str], options: list[str], report: Path) -> tuple[bool, str]:
+    """One path's tests: whether all is well, and its line of the table."""
+    env = {**os.environ, "HEADRACE_ISA": path, "ATEN_CPU_CAPABILITY": PATHS[path]}
+    print(f"== {path}", flush=True)
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *options, *tests], cwd=ROOT, env=env, check=False
+    )
+    seconds = time.monotonic() - begin
+    if not report.exists():
+        return False, f"{path:8}  pytest ended with {done.returncode} before a report"
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    line = f"{path:8}{total - skipped - failed:>8}{failed:>8}{skipped:>9}{seconds:>9.0f}"
+    return done.returncode == 0, line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--paths", default=",".join(PATHS), help="some of avx512,avxvnni,avx2,plain")
+    args, options = parser.parse_known_args()
+    wanted = args.paths.split(",")
+    if unknown := sorted(set(wanted) - set(PATHS)):
+        parser.error(f"unknown path {unknown[0]}; there are {', '.join(PATHS)}")
+    here = [path for path in wanted if path in native.core().cpu_info()["isas"]]
+    well, lines = True, [f"{'path':8}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
+    with tempfile.TemporaryDirectory() as folder:
+        for path in wanted:
+            if path in here:
+                passed, line = run(path, tests_of(here, path), options, Path(folder) / f"{path}.xml")
+                well = well and passed
+            else:
+                line = f"{path:8}  not run: this CPU has no such instructions"
+            lines.append(line)
+    print("\n".join(lines))
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
