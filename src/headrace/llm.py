@@ -314,16 +314,15 @@ class LLM:
             while True:
                 while inbox:
                     yield inbox.popleft()
-                while left and left[0].finished:
-                    left.popleft()
-                if not left:
-                    return
                 if cancelled is not None and cancelled():
                     self._abort(inbox)
-                    continue
-                with self._turns:
-                    if not inbox and not left[0].finished:  # another thread's step may have brought what this one waits for
+                with self._turns:  # other threads' steps bring something, too: what has ended is looked at between steps
+                    while left and left[0].finished:
+                        left.popleft()
+                    if left and not inbox:
                         self._advance(left[0])
+                    elif not left and not inbox:
+                        return
         finally:
             if left:
                 self._abort(inbox)
