@@ -131,7 +131,11 @@ std::string Sampler::verify(const SampleRow& first, const DraftTree& tree, RowSt
         row.path = drawn;
         if (!out.reports.empty() && first.params->mirostat_tau > 0) row.mu = out.reports.back().mu;
         std::string error = draw(row, {&key, 1}, report, reports);
-        if (!error.empty()) return error;
+        if (!error.empty()) {
+            if (out.path.empty()) return error;
+            out.path.pop_back();  // the walk ends before a node behind which nothing can be drawn
+            return "";
+        }
         out.reports.push_back(reports.front());
         const int32_t token = reports.front().id, parent = node;
         for (size_t child = static_cast<size_t>(parent + 1); child < tree.tokens.size() && node == parent; ++child) {

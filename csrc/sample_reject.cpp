@@ -119,8 +119,9 @@ std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, Row
         if (thrown < chance) accepted = at + 1, kept = share;
     }
     std::vector<int32_t> tokens(chain.tokens.begin(), chain.tokens.begin() + static_cast<ptrdiff_t>(accepted));
-    for (size_t at = 0; at < accepted; ++at) out.path.push_back(static_cast<int32_t>(at));
-    if (accepted < end || error.empty()) {
+    const bool drawn = accepted < end || error.empty();  // else the last accepted token is the walk's last one
+    for (size_t at = 0; at + !drawn < accepted; ++at) out.path.push_back(static_cast<int32_t>(at));
+    if (drawn) {
         std::vector<double> left = p[accepted].shares;
         if (accepted < end && !(residual(p[accepted], kept, chain, accepted, &left) > 0)) left = p[accepted].shares;
         tokens.push_back(draw_left(p[accepted], left, key, position + static_cast<uint32_t>(accepted)));

@@ -4,6 +4,7 @@ without drafts, and what one of them would have led to, had it been right, harms
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.decoding.constrained import Constraint
 from headrace.drafting.lookahead import Lookahead
@@ -90,7 +91,7 @@ class Dangerous:
 
 
 def test_a_matcher_that_fails_behind_a_draft_fails_nobody(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar reaches a limit behind tokens that are drafted and never come. Behind one that comes it ends the request."""
+    """The grammar reaches a limit behind tokens that are drafted and never come."""
     (plain,) = play(held(make()), [(PROMPT, PARAMS[0], {})])
     limits = frozenset(range(VOCAB)).difference(*tokens_of(plain))
     limits = frozenset(sorted(limits)[:40])
@@ -101,10 +102,60 @@ def test_a_matcher_that_fails_behind_a_draft_fails_nobody(make: Make, monkeypatc
     (drafted,) = play(engine, [(PROMPT, PARAMS[0], {})])
     assert outcomes([drafted]) == outcomes([plain])
     assert len(failures) > 20
-    coming = frozenset(tokens_of(plain)[0][3:4])
-    for speculation in (None, Speculation([Dangerous(coming)], 256, gamma=4)):
-        (failed,) = play(held(make(speculation=speculation), coming), [(PROMPT, PARAMS[0], {})])
-        assert failed.error == "item limit" if speculation is None else failed.error
+
+
+class Chain:
+    """Drafts what is known to come, one token a node."""
+
+    name = "chain"
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self.answers = answers  # of each seed
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        drawn = len(seq.output)
+        tokens = self.answers[request.seed][drawn : drawn + most]
+        return Draft(tokens, list(range(-1, len(tokens) - 1))) if tokens else None
+
+
+class Unchanged:
+    """A processor that leaves every row as it is: what is drawn is drawn on the host."""
+
+    scope = "pointwise"
+
+    def apply(self, logits: torch.Tensor, history: Any, paths: Any) -> torch.Tensor:
+        return logits
+
+
+@pytest.mark.parametrize("processors", [(), (Unchanged(),)], ids=["", "on-the-host"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"verification": "rejection"}, {"verification": "block"}], ids=["walk", "tokens", "block"]
+)
+def test_a_walk_to_where_the_matcher_fails_ends_as_plain_decoding_does(make: Make, settings: Any, processors: Any) -> None:
+    """With the token behind which nothing can be drawn, and then with the matcher's own words."""
+    asks = [
+        (PROMPT, held_params(temperature=0.5, max_tokens=12, seed=seed, **settings), {"processors": processors})
+        for seed in range(6)
+    ]
+    answers = {request.seed: tokens_of(request)[0] for request in play(held(make()), asks)}
+    accepted = failed = 0
+    for ask, answer in zip(asks, answers.values(), strict=True):
+        limits = frozenset(answer[3:4])
+        said = []
+        for speculation in (None, Speculation([Chain(answers)], 256, gamma=8)):
+            engine = held(make(speculation=speculation), limits)
+            request = engine.add(ask[0], ask[1], **ask[2])
+            tokens: list[int] = []
+            while engine.busy:
+                tokens += [token for delta in engine.step() for token in delta.token_ids]
+            said.append((request.error, tokens))
+            accepted += request.metrics.accepted
+        assert said[1] == said[0] or settings, "the walk draws what plain decoding draws"
+        for error, tokens in said:  # rejection may have drawn others
+            assert (error, limits.isdisjoint(tokens[:-1])) == ("item limit" if limits.intersection(tokens) else None, True)
+            failed += bool(error)
+    assert accepted > 3
+    assert failed > 6
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])

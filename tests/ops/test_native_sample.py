@@ -349,6 +349,17 @@ def test_verification_walks_the_tree_as_single_draws_do(isa, setting):
     assert len(lengths) > 2  # some walks stop at once, others go on
 
 
+def test_verification_ends_before_a_node_behind_which_nothing_can_be_drawn(isa):
+    z = np.zeros((3, 8), np.float32)
+    z[0, 5] = z[1, 6] = 9.0
+    z[2] = math.nan
+    asks = (sample_params(SamplingParams(temperature=0.0)), core.History([1]), noise.key(0))
+    for rows, path, drawn in ((z, [0], [5, 6]), (z[[0, 2, 2]], [], [5])):
+        found, reports, error = core.Sampler(8, isa).verify(rows.copy(), *asks, [5, 6], [-1, 0], logprobs=0)
+        assert (found, [report.id for report in reports], error) == (path, drawn, "")
+    assert "logits are broken" in core.Sampler(8, isa).verify(z[[2, 2, 2]].copy(), *asks, [5, 6], [-1, 0], logprobs=0)[2]
+
+
 def test_bad_shapes_are_refused():
     sampler, params, history = core.Sampler(100), core.SampleParams(), core.History([1])
     with pytest.raises(ValueError, match="one value per token"):

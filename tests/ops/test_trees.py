@@ -66,6 +66,14 @@ def test_a_walk_follows_what_is_drawn_until_nobody_drafted_it() -> None:
     assert walk([], [], draws(7)) == []
 
 
+def test_a_walk_ends_before_a_node_behind_which_nothing_can_be_drawn() -> None:
+    tokens, parents = [7, 8, 9], [-1, 0, 1]
+    for count in range(1, 4):
+        drawn = iter(tokens[:count])
+        assert walk(tokens, parents, lambda _: next(drawn, None)) == list(range(count - 1))  # noqa: B023
+    assert walk(tokens, parents, lambda _: None) == []
+
+
 def test_a_walk_is_what_would_have_been_drawn_without_drafts() -> None:
     """The target draws by what it has drawn before: the accepted path is its own text, as far as it was drafted."""
     rng = random.Random(1)

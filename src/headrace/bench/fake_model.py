@@ -17,6 +17,7 @@ VOCAB = 61
 EOS = 60
 EMPTY = -1
 NONE = -2  # no token may come
+NOTHING = "no token can be drawn"
 
 
 def draw(context: list[int], seed: int, child: int) -> int:
@@ -93,7 +94,7 @@ class FakeRunner:
         for want in feed.wants:
             if want.kind == "verify":
                 path, tokens = self._verify(feed, want, context)
-                out.path, out.tokens = tuple(path), tuple(tokens)
+                out.path, out.tokens, out.error = tuple(path), tuple(tokens), "" if tokens else NOTHING
             elif want.kind == "score":
                 ends = [end for end in range(start + 1, start + count + 1) if end < len(state.tokens)]
                 out.scores = tuple(TokenLogprob(state.tokens[end], -float(draw(context[:end], 0, 0))) for end in ends)
@@ -125,19 +126,22 @@ class FakeRunner:
         """A node's context are the known tokens and, from where the pool holds them, the nodes above it and itself."""
         drawn: list[int] = []
 
-        def draw_at(node: int) -> int:
+        def draw_at(node: int) -> int | None:
             token = draw(context + self._above(feed, len(context), node), self.slots[feed.slot].seed, want.child)
-            drawn.append(allowed(token, self._mask(feed, node)))
-            return drawn[-1]
+            token = allowed(token, self._mask(feed, node))
+            if token == NONE:
+                return None
+            drawn.append(token)
+            return token
 
-        return walk(feed.nodes, feed.parents, draw_at), [token for token in drawn if token != NONE]
+        return walk(feed.nodes, feed.parents, draw_at), drawn
 
     def _sample(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
         mask = self._mask(feed, node)
         children = range(want.child, want.child + want.n)
         tokens = tuple(allowed(draw(context, self.slots[feed.slot].seed, child), mask) for child in children)
         if NONE in tokens:
-            out.error = "no token can be drawn"
+            out.error = NOTHING
         else:
             out.tokens = tokens
 

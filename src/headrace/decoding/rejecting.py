@@ -27,11 +27,10 @@ def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logpro
     before = [list(spec.path) for spec in specs]
     z = apply_processors(request.processors, raw, History(request.prompt, seq.output), before) if request.processors else raw
     accepted, token = verify(z, specs, chain, draft.q)
-    ends = [at for at in range(accepted) if chain[at] in request.stop_ids]
-    if token is None and not ends:
+    if token is None and not accepted:
         raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
     tokens = chain[:accepted] if token is None else [*chain[:accepted], token]
-    drawn = FeedOutput(tokens=tuple(tokens), path=tuple(range(accepted)))
+    drawn = FeedOutput(tokens=tuple(tokens), path=tuple(range(len(tokens) - 1)))
     if logprobs is not None:
         drawn.logprobs = tuple(_report(raw, z, specs, tokens, logprobs))
     return drawn

@@ -67,8 +67,6 @@ class Sampling:
             drawn = verify_by_rejection(request, seq, out, self._logprobs(request))
         elif request.processors:
             drawn = self._sample_on_host(request, seq, out)
-        if seq.draft is not None and len(drawn.tokens) == len(drawn.path) and request.stop_ids.isdisjoint(drawn.tokens):
-            raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
         mus: tuple[float | None, ...] = drawn.mus or (None,) * len(drawn.tokens)
         if seq.draft is not None:
             return [Child(drawn.path, drawn.tokens[-1], index=seq.index, state=mus[-1], logprobs=drawn.logprobs)]
@@ -100,7 +98,7 @@ class Sampling:
         width = len(masks) // (1 + len(draft.tokens))
         drawn = FeedOutput()
 
-        def draw(node: int) -> int:
+        def draw(node: int) -> int | None:
             spec = RowSpec(
                 params=request.params.replace(logprobs=self._logprobs(request)),
                 keys=[key(request.seed, seq.index + i) for i in range(self._births(request, seq))],
@@ -111,7 +109,12 @@ class Sampling:
                 mu=drawn.mus[-1] if drawn.mus else seq.state,
                 mask=masks[(node + 1) * width : (node + 2) * width],
             )
-            result = _sample_row(request, seq, spec, out.nodes[node].logits if node >= 0 else out.logits)
+            try:
+                result = _sample_row(request, seq, spec, out.nodes[node].logits if node >= 0 else out.logits)
+            except ProcessorError:
+                if not drawn.tokens:
+                    raise
+                return None
             drawn.tokens += tuple(result.tokens)
             drawn.logprobs += tuple(result.logprobs)
             drawn.mus += tuple(result.mus)

@@ -17,14 +17,18 @@ def child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) 
     return next(below, None)
 
 
-def walk(tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]) -> list[int]:
+def walk(tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int | None]) -> list[int]:
     """The nodes that are accepted: from the last known token (-1) on, whichever child has the token drawn there.
 
     `draw(node)` gives the target's token after a node. Exact for any drafter: every token of the result is one that the
-    target has drawn after what it has drawn before.
+    target has drawn after what it has drawn before. Where it gives None, nothing can be drawn behind the node: the walk ends
+    before it, with the node's own token, so what is wrong there shows when that token is known, as without a draft.
     """
     node, path = -1, list[int]()
-    while (found := child(tokens, parents, node, draw(node))) is not None:
+    while (token := draw(node)) is not None:
+        found = child(tokens, parents, node, token)
+        if found is None:
+            return path
         path.append(found)
         node = found
-    return path
+    return path[:-1]

@@ -135,7 +135,8 @@ class Answers:
         if token is None and not accepted:
             out.error = "no token can be drawn: logits are broken, or what is allowed together rules out every one"
             return
-        out.path, out.tokens = tuple(range(accepted)), (*chain[:accepted], *(() if token is None else (token,)))
+        out.tokens = (*chain[:accepted], *(() if token is None else (token,)))
+        out.path = tuple(range(len(out.tokens) - 1))
         if want.logprobs is not None:
             rows = raw if specs[0].params.logprobs_mode == "raw" else process(raw, specs)
             out.logprobs = tuple(token_logprobs(rows[: len(out.tokens)], torch.tensor(out.tokens), want.logprobs))
@@ -199,7 +200,11 @@ class Answers:
         self._draw()
         going = []
         for walk in self._walks:
-            token = walk.out.tokens[-1] if not walk.out.error else -1
+            if walk.out.error:  # where something was drawn the walk ends before its last node (ops.trees.walk)
+                walk.out.error = "" if walk.path else walk.out.error
+                walk.out.path = walk.out.path[:-1]
+                continue
+            token = walk.out.tokens[-1]
             if (found := child(walk.feed.nodes, walk.feed.parents, walk.node, token)) is not None:
                 walk.node = found
                 walk.path.append(token)
