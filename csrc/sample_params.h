@@ -12,7 +12,7 @@ namespace headrace {
 
 using Ids = std::span<const int32_t>;
 
-// The part of headrace.params.SamplingParams that decides which token comes; neutral as it is.
+// The part of headrace.data.params.SamplingParams that decides which token comes; neutral as it is.
 struct SampleParams {
     float temperature = 1.0f;  // below 0.01: greedy
     int top_k = 0;             // 0: off

@@ -10,9 +10,10 @@ import sys
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import Strategy
-from headrace.decoding.noise import Purpose, gumbel_at, key
-from headrace.types import Child, FeedOutput, Request, Sequence, Want
+from headrace.ops.noise import Purpose, gumbel_at, key
 
 
 class Mirostat(Strategy):

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
-from headrace.params import SamplingParams
-from headrace.types import Request
 from tests.tiny import finish, tiny_config, tiny_engine, tiny_model, tokens_of
 
 EOS = 3

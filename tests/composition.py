@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from headrace.data.params import params_of
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import LengthNudge
 from headrace.llm import LLM
-from headrace.params import params_of
 from tests.tiny_files import write_tiny_gguf
 
 PAGE = Path(__file__).parents[1] / "docs" / "decoding.md"

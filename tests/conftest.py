@@ -69,7 +69,7 @@ def own_torch() -> None:
 def own_seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request without a seed is given one by chance; here by the test's name, so that it draws the same in every run."""
     seeds = random.Random(request.node.nodeid)
-    monkeypatch.setattr("headrace.engine.secrets", SimpleNamespace(randbits=seeds.getrandbits))
+    monkeypatch.setattr("headrace.engine.engine.secrets", SimpleNamespace(randbits=seeds.getrandbits))
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,14 @@
 """Engines of an expert and an amateur, in torch and on the native core."""
 
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.engine import Engine
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.plan import AMATEUR, HIDDEN, TARGET, KVGroup
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.runner.companions import Companions, ModelRunner
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
-from headrace.types import AMATEUR, HIDDEN, TARGET, KVGroup
 from tests.tiny import VOCAB
 
 GROUPS = (TARGET, KVGroup(AMATEUR), KVGroup(HIDDEN, "hidden"))

@@ -4,12 +4,12 @@ import math
 
 import torch
 
+from headrace.data.params import SamplingParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
 from headrace.ops.noise import key
 from headrace.ops.sampling import RowSpec, sample
-from headrace.params import SamplingParams
 
 
 def may_come(token: int, tokens: list[int], prompt_len: int, params: SamplingParams) -> bool:

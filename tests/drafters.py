@@ -2,7 +2,7 @@
 
 import random
 
-from headrace.types import Draft, Request, Sequence
+from headrace.data.types import Draft, Request, Sequence
 
 
 class Replaying:

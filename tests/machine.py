@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.bench.fake_model import VOCAB, Deferred, DeferredTicket, FakeRunner, draw
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Drafter, Fed, Filled, Run
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
-from headrace.params import SamplingParams
-from headrace.types import Draft, Request, Sequence
+from headrace.engine.engine import Engine
 
 # Milliseconds of a step by its rows: a 1.5B model on two cores. From eight rows on arithmetic bounds them, in tiles of eight.
 STEPS = {1: 16.5, 3: 17.5, 4: 18.2, 6: 22.0, 8: 27.3, 9: 36.0, 16: 52.0, 17: 60.0, 24: 78.0, 32: 100.0, 64: 195.0}

@@ -16,11 +16,11 @@ from headrace.layers.linear import Linear
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.native.weights import PackedWeights
+from headrace.ops.attention import rotate
 from headrace.ops.context import Context
-from headrace.ops.norms import normalise
+from headrace.ops.elementwise import normalise
 from headrace.ops.paging import groups
 from headrace.ops.registry import OPS
-from headrace.ops.rope import rotate
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

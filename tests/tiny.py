@@ -2,16 +2,16 @@
 
 import torch
 
-from headrace.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.models.registry import describe
-from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
-from headrace.types import Request
 
 VOCAB = 97
 

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.models.base import Model
 from headrace.native import core
-from headrace.native.program import FUSIONS
+from headrace.native.lowering import FUSIONS
 from headrace.native.runner import NativeRunner
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
-from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.weights.names import name_map
 from tests.models.zoo import MemorySource

@@ -6,9 +6,9 @@ from zlib import crc32
 
 import numpy as np
 
+from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.decoding.constrained import Constraint
-from headrace.engine import Engine
-from headrace.params import SamplingParams, StructuredOutputs
+from headrace.engine.engine import Engine
 from tests.tiny import VOCAB
 
 WORDS = -(-VOCAB // 32)

@@ -13,10 +13,10 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 _HOME = {
     "LLM": "headrace.llm",
     "AsyncLLM": "headrace.server.async_llm",
-    "SamplingParams": "headrace.params",
-    "BeamSearchParams": "headrace.params",
-    "RequestOutput": "headrace.outputs",
-    "CompletionOutput": "headrace.outputs",
+    "SamplingParams": "headrace.data.params",
+    "BeamSearchParams": "headrace.data.params",
+    "RequestOutput": "headrace.data.outputs",
+    "CompletionOutput": "headrace.data.outputs",
 }
 
 __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]

@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace import selfdraft
-from headrace.backend import BLOCK_SIZE, EXACTNESS, Backend, Settings, start
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
+from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
 from headrace.decoding.processors import Processor
 from headrace.decoding.scoring import Scoring
 from headrace.drafting.methods import speculation
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
-from headrace.heads import files as heads_files
-from headrace.loading import Opened, open_companion, open_files, pick_device
-from headrace.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
-from headrace.params import BeamSearchParams, SamplingParams
+from headrace.engine.engine import Engine
+from headrace.engine.signals import Uninterrupted
+from headrace.engine.turns import Turns
 from headrace.runner.executor import InProcess
-from headrace.signals import Uninterrupted
-from headrace.turns import Turns
-from headrace.types import Delta
+from headrace.startup import heads as heads_files
+from headrace.startup import selfdraft
+from headrace.startup.backend import BLOCK_SIZE, EXACTNESS, Backend, Settings, start
+from headrace.startup.loading import Opened, open_companion, open_files, pick_device
 from headrace.weights.progress import Progress
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
+from headrace.data.params import ParamError, SamplingParams
+from headrace.data.types import Request
 from headrace.decoding.beam import BeamSearch, BeamSearchParams, Candidate
-from headrace.params import ParamError, SamplingParams
-from headrace.types import Request
 from tests.beams import (
     CASES,
     EOS,

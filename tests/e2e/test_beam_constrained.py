@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.decoding.constrained import Constraint
 from headrace.llm import LLM
-from headrace.params import BeamSearchParams, SamplingParams
 from tests.e2e.test_constrained import CASES
 from tests.tiny_files import write_tiny_gguf
 

@@ -3,10 +3,10 @@
 import pytest
 
 from headrace import native
+from headrace.data.params import SamplingParams
 from headrace.decoding.beam import BeamSearchParams
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.models.base import Model
-from headrace.params import SamplingParams
 from tests.beams import (
     CASES,
     EOS,

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
+from headrace.data.params import ParamError, SamplingParams
+from headrace.data.plan import FeedOutput
+from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
-from headrace.params import ParamError, SamplingParams
-from headrace.types import Child, FeedOutput, Request, Sequence
 from tests.beams import EOS, beams, score_of
 from tests.tiny import tiny_config, tiny_model
 from tests.ulps import ulps

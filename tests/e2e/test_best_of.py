@@ -5,12 +5,13 @@ import re
 
 import pytest
 
-from headrace.consistency import last_number, majority, self_consistency
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TokenLogprob
+from headrace.data.types import Delta, Request, Sequence
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.llm import LLM
-from headrace.params import SamplingParams
-from headrace.types import Delta, Request, Sequence, TokenLogprob
+from headrace.workflows.consistency import last_number, majority, self_consistency
 from tests.drafters import Replaying
 from tests.places import data_path
 from tests.tiny import VOCAB, tiny_engine, tiny_model

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from headrace import native
+from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.plan import Want
+from headrace.data.types import Request, Sequence
 from headrace.decoding.beam import BeamSearch
 from headrace.decoding.contrastive import ContrastiveSearch
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.models.base import Model
-from headrace.params import BeamSearchParams, SamplingParams
-from headrace.types import Request, Sequence, Want
 from tests.beams import CASES, beams, reference
 from tests.contrast_engines import engine_of, native_engine_of
 from tests.tiny import finish, tiny_config, tiny_engine, tiny_model, tokens_of

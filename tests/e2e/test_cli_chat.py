@@ -9,8 +9,8 @@ from rich.cells import cell_len
 
 from headrace.cli import lines
 from headrace.cli.conversation import Conversation, ConversationError, load
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.params import SamplingParams
 from tests.cli_shell import Shell, Terminal
 from tests.tiny_files import write_tiny_gguf
 

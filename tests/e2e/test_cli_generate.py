@@ -14,8 +14,8 @@ import pytest
 from headrace.cli import batch_output, generate
 from headrace.cli.app import main
 from headrace.cli.batch_lines import BadLine, Job, read_jobs
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.params import BeamSearchParams, SamplingParams
 from tests.cli_shell import SECONDS, Shell
 
 EXACT = ("--dtype", "float64")

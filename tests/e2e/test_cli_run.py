@@ -11,8 +11,8 @@ import pytest
 
 from headrace.cli import inputs
 from headrace.cli import run as run_module
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.params import BeamSearchParams, SamplingParams
 from tests.cli_shell import SECONDS, Shell
 from tests.hub_server import HubServer, sha256
 from tests.places import model_file

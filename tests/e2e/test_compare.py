@@ -11,8 +11,8 @@ from headrace.bench.prompts import read_prompts
 from headrace.bench.repetition import distinct, rep
 from headrace.bench.strategies import MODES, mode
 from headrace.bench.watching import watch
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.params import BeamSearchParams, SamplingParams
 from tests.cli_shell import Shell
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headrace import selfdraft
 from headrace.cli.app import main
+from headrace.data.params import ParamError, SamplingParams, StructuredOutputs
 from headrace.decoding.constrained import Constraint
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
-from headrace.engine import AdmissionError
+from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.params import ParamError, SamplingParams, StructuredOutputs
 from headrace.runner.parts import Part
+from headrace.startup import selfdraft
 from tests.tiny_files import write_tiny_gguf
 
 SCHEMA = {

@@ -6,16 +6,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.admission import AdmissionError
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import ParamError, SamplingParams
+from headrace.data.plan import HIDDEN, TARGET, KVGroup
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.admission import AdmissionError
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.params import ParamError, SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
-from headrace.types import HIDDEN, TARGET, KVGroup
 from tests.contrast_engines import engine_of
 from tests.contrast_reference import contrastive_decoding, contrastive_search
 from tests.drafters import Replaying

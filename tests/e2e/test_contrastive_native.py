@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headrace import native
-from headrace.engine import AdmissionError
+from headrace.data.params import SamplingParams
+from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.params import SamplingParams
 from tests.contrast_reference import contrastive_decoding, contrastive_search
 from tests.e2e.test_constrained import CASES
 from tests.e2e.test_contrastive import DECODING, LIMITS, SEARCH, outputs, prompts
@@ -105,7 +105,7 @@ def test_the_memory_of_hidden_states_is_taken_when_it_is_needed_and_must_fit(
     params = SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=4)
     before = llm.engine.executor.kv_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.memory.free_memory", lambda device: 1000)
+        patch.setattr("headrace.startup.memory.free_memory", lambda device: 1000)
         with pytest.raises(AdmissionError, match=r"leave penalty_alpha out, or open the model with kv_cache_memory=\d+"):
             llm.generate("The mill", params)
         (plain,) = llm.generate("The mill", SamplingParams(max_tokens=4))

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import DRAFT, TARGET, KVGroup
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.params import SamplingParams
 from headrace.runner.companions import Companions, ModelRunner, SelfDraft
 from headrace.runner.executor import InProcess
 from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
-from headrace.types import DRAFT, TARGET, KVGroup
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
 from tests.tiny_native import native_alone, native_model, native_runner
 

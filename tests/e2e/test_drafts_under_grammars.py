@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import FeedOutput
+from headrace.data.types import Draft, Request, Sequence
 from headrace.decoding.constrained import Constraint
 from headrace.drafting.lookahead import Lookahead
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.ops.trees import paths
-from headrace.params import SamplingParams
-from headrace.types import Draft, FeedOutput, Request, Sequence
 from tests.drafters import Replaying
 from tests.e2e.test_draft_model import Torch
 from tests.e2e.test_heads import COUNT, HEADS, engine_of, heads, side

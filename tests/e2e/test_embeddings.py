@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from headrace.engine import AdmissionError
+from headrace.data.params import SamplingParams
+from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.params import SamplingParams
 from headrace.runner.pooling import add_rows
 from headrace.weights.source import WeightError
 from tests.cli_shell import Shell

@@ -8,9 +8,9 @@ import random
 
 import pytest
 
+from headrace.data.params import SamplingParams
 from headrace.models.base import Model
 from headrace.ops.noise import key
-from headrace.params import SamplingParams
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_engine, tiny_model, tokens_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")

@@ -15,24 +15,25 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import DRAFT, TARGET, KVGroup
+from headrace.data.types import Request
 from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.params import SamplingParams
 from headrace.runner.companions import Companions, SelfDraft
 from headrace.runner.executor import InProcess
 from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
-from headrace.types import DRAFT, TARGET, KVGroup, Request
 from headrace.weights.loader import load_model
 from tests.models.llama2c import read_checkpoint
 from tests.models.real import PROMPTS

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Strategy
 from headrace.llm import LLM
-from headrace.params import SamplingParams
-from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.grounding import tasks
-from headrace.grounding.asking import Answer, ask, begin, follow, hit_rate
-from headrace.grounding.documents import Passage, read_folder, split
-from headrace.grounding.packing import pack, shown
-from headrace.grounding.retrieval import Index, words
+from headrace.data.outputs import CompletionOutput, RequestOutput
+from headrace.data.params import SamplingParams
+from headrace.data.types import RequestMetrics
 from headrace.llm import LLM
-from headrace.outputs import CompletionOutput, RequestOutput
-from headrace.params import SamplingParams
-from headrace.types import RequestMetrics
+from headrace.workflows.grounding import tasks
+from headrace.workflows.grounding.asking import Answer, ask, begin, follow, hit_rate
+from headrace.workflows.grounding.documents import Passage, read_folder, split
+from headrace.workflows.grounding.packing import pack, shown
+from headrace.workflows.grounding.retrieval import Index, words
 from tests.cli_shell import Shell
 
 pytest.importorskip("bm25s", reason="needs the extra ground")

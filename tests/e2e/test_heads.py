@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import DRAFT, FEATURES, TARGET, KVGroup
 from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
-from headrace.heads.data import Text
-from headrace.heads.networks import FeatureLayer, norm, shifted
-from headrace.heads.train import Batch, Teacher, begin, loss_of
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.native.heads import NativeHeads
 from headrace.ops.context import FeedRows, build
-from headrace.params import SamplingParams
 from headrace.runner import answers
 from headrace.runner.companions import Companions
 from headrace.runner.executor import InProcess
 from headrace.runner.heads import FEATURE, HEADS, Entrance, Heads, TorchHeads, enter, heads_config, predict
-from headrace.types import DRAFT, FEATURES, TARGET, KVGroup
+from headrace.training.networks import FeatureLayer, norm, shifted
+from headrace.training.texts import Text
+from headrace.training.train import Batch, Teacher, begin, loss_of
 from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
 from tests.tiny import VOCAB, finish, run_alone, tokens_of
 from tests.tiny_native import BLOCK, MAX_LEN, native_alone, native_model, native_runner, source_of

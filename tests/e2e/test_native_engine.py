@@ -13,14 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace import native, opening
+from headrace import native
 from headrace.bench.export import write_folder
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.native.runner import NativeRunner
 from headrace.native.weights import PackedWeights
-from headrace.params import SamplingParams
 from headrace.runner.record import RecordError
 from headrace.runner.runner import TorchRunner
+from headrace.startup import opening
 from headrace.text.tokenizer import TokenizerError
 from headrace.weights.gguf import GGUFFile
 from tests.tiny_files import write_tiny_gguf
@@ -182,7 +183,7 @@ def test_a_folder_of_safetensors_runs_natively(
 
 def test_transformers_is_not_imported(tiny: Path) -> None:
     code = (
-        "import sys; from headrace.llm import LLM; from headrace.params import SamplingParams; "
+        "import sys; from headrace.llm import LLM; from headrace.data.params import SamplingParams; "
         f"llm = LLM({str(tiny)!r}, threads=1, kv_cache_memory='1MiB', max_num_seqs=4); "
         "llm.generate('a', SamplingParams(max_tokens=3)); assert llm.backend == 'native'; "
         "assert not {'transformers', 'gguf'} & set(sys.modules)"
@@ -208,7 +209,7 @@ def test_two_engines_in_one_process(tiny: Path, tmp_path: Path) -> None:
 FORK = """
 import os, sys
 from headrace.llm import LLM
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
 params = SamplingParams(temperature=0.0, max_tokens=4)
 llm = LLM(sys.argv[1], threads=2, kv_cache_memory="1MiB", max_num_seqs=4)
 before = llm.generate("a", params)[0].outputs[0].token_ids

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.engine import Engine
+from headrace.data.params import SamplingParams
+from headrace.engine.engine import Engine
 from headrace.models.base import Model
 from headrace.native.runner import NativeRunner
-from headrace.params import SamplingParams
 from tests.e2e import test_equalities as equalities
 from tests.tiny import VOCAB, finish, tokens_of
 from tests.tiny_native import native_alone, native_engine, native_model

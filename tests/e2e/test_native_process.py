@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.native import core
-from headrace.params import SamplingParams
 from tests.tiny_native import Feeder, native_model, native_runner
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ SAY = """
 import json, sys
 from headrace.llm import LLM
 from headrace.native import core
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
 llm = LLM(sys.argv[1], threads=2)
 outputs = llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
 print(json.dumps([llm.backend, core().cpu_info()["isa"], [output.outputs[0].token_ids for output in outputs]]))

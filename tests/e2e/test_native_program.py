@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.nn import Module, ModuleList
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.models import registry
 from headrace.models.base import Model
 from headrace.native import core
-from headrace.native.program import FUSIONS
+from headrace.native.lowering import FUSIONS
 from headrace.native.runner import NativeRunner
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
 from headrace.runner.parts import ATTENTION, MLP
@@ -75,7 +75,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
 
     def of(model: Model, quantize: str, fuse: frozenset[str]) -> Counter[str]:
         counts.clear()
-        monkeypatch.setattr("headrace.native.program.core", lambda: counting)
+        monkeypatch.setattr("headrace.native.lowering.core", lambda: counting)
         native_runner(model, quantize=quantize, fuse=fuse)
         return counts.copy()
 

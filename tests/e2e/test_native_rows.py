@@ -9,7 +9,7 @@ import pytest
 
 from headrace.models.base import Model
 from headrace.native import core
-from headrace.native.program import FUSIONS, Lowering
+from headrace.native.lowering import FUSIONS, Lowering
 from headrace.native.runner import NativeRunner
 from tests.tiny import VOCAB
 from tests.tiny_native import Feeder, native_model, native_runner

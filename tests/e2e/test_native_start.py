@@ -21,7 +21,7 @@ QWEN = ("Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf", "Qwen2.5-Coder-1.5B-Instruct.
 SAY = """
 import json, sys
 from headrace.llm import LLM
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
 llm = LLM(sys.argv[1], kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=4)
 outputs = llm.generate(["word " * 600, "The mill"], SamplingParams(temperature=0.0, max_tokens=8))
 assert llm.backend == "native" and all(output.outputs[0].token_ids for output in outputs)

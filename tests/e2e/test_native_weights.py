@@ -9,11 +9,11 @@ import torch
 
 from headrace import native
 from headrace.layers.norm import Norm
-from headrace.memory import DoesNotFit, check_weights_fit
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.native.runner import NativeRunner
 from headrace.native.weights import packed_bytes
+from headrace.startup.memory import DoesNotFit, check_weights_fit
 from headrace.weights.source import TensorInfo
 from tests.models.zoo import MemorySource
 from tests.native_blocks import random_rows

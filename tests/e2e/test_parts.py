@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from headrace import native
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta, Want
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.registry import OPS
-from headrace.params import SamplingParams
 from headrace.runner.companions import ModelRunner
 from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.runner import TorchRunner
-from headrace.types import Feed, NewSlot, StepPlan, TableDelta, Want
 from tests.tiny import tiny_config, tiny_model
 
 TEXT = [5, 6, 7, 8, 30, 31, 5, 6, 90, 2, 17, 44]

@@ -9,7 +9,7 @@ import pytest
 from headrace.bench.cells import Cell
 from headrace.bench.engines import ENGINES
 from headrace.bench.peers import OURS, line_up
-from headrace.loading import open_model
+from headrace.startup.loading import open_model
 from tests.places import STORE
 
 PROMPTS = (

@@ -8,26 +8,26 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from headrace.admission import AdmissionError
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import ParamError, SamplingParams
+from headrace.data.plan import DRAFT, TARGET, KVGroup, Want
 from headrace.drafting import draft_model
 from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.admission import AdmissionError
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops import rejection
 from headrace.ops.processing import RowSpec
 from headrace.ops.sampling import process
-from headrace.params import ParamError, SamplingParams
 from headrace.runner.companions import Companions, ModelRunner
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
-from headrace.types import DRAFT, TARGET, KVGroup, Want
 from tests.tiny import finish, tiny_config, tiny_model, tokens_of
 from tests.tiny_native import native_model, native_runner
 

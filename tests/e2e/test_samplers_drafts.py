@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request
 from headrace.drafting.speculation import Speculation
-from headrace.params import SamplingParams
-from headrace.types import Request
 from tests.drafters import Replaying
 from tests.e2e.test_verification import BACKENDS, Make, play
 from tests.tiny import VOCAB, tokens_of

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import FeedOutput
+from headrace.data.types import Draft, Request, Sequence
 from headrace.decoding.processors import History
 from headrace.decoding.sampling import Sampling
 from headrace.drafting.base import Drafter
@@ -17,15 +20,13 @@ from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
-from headrace.engine import AdmissionError, Engine
+from headrace.engine.engine import AdmissionError, Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.params import SamplingParams
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import TorchRunner
 from headrace.text.frequent import frequent_tokens
-from headrace.types import Draft, FeedOutput, Request, Sequence
 from tests import tiny_files
 from tests.cli_shell import Shell
 from tests.e2e.test_exactness import prompts_of

@@ -3,12 +3,12 @@
 import torch
 
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.engine import Engine
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import StepPlan
+from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.ops.context import FeedRows, build
-from headrace.params import SamplingParams
-from headrace.types import StepPlan
 from tests.tiny import tiny_config, tiny_model
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.native import core
 from headrace.native.threads import thread_pool
-from headrace.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +74,7 @@ from pathlib import Path
 os.sched_setaffinity(0, {int(sys.argv[2])})  # before the core makes threads
 from headrace.llm import LLM
 from headrace.native.threads import thread_pool
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
 llm = LLM(sys.argv[1])
 outputs = llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
 masks = {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}

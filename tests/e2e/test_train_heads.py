@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.heads import files
-from headrace.heads.data import Shards, open_writer, write_texts
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.opening import open_model
-from headrace.params import SamplingParams
+from headrace.startup import heads as files
+from headrace.startup.opening import open_model
+from headrace.training.texts import Shards, open_writer, write_texts
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf
 
@@ -97,9 +97,9 @@ def test_prompts_come_from_a_file(shell: Shell, model: Path, tmp_path: Path) -> 
 
 def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:
     """Heads without training, some tensors changed."""
-    from headrace.heads.train import begin, read_teacher
-    from headrace.opening import open_model
     from headrace.runner.heads import Heads
+    from headrace.startup.opening import open_model
+    from headrace.training.train import begin, read_teacher
 
     opened = open_model(model)
     vocab = torch.arange(64, dtype=torch.int32)

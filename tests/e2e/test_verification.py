@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from headrace.decoding.processors import LengthNudge
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from headrace.models.base import Model
-from headrace.params import SamplingParams
-from headrace.types import Request
 from tests.drafters import Replaying
 from tests.e2e.test_equalities import ARCHITECTURES, load
 from tests.tiny import VOCAB, finish, tiny_config, tiny_engine, tiny_model, tokens_of

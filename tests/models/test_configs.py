@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.config import RopeConfig
+from headrace.data.config import RopeConfig
 from headrace.layers.rotary import frequencies
 from headrace.models.configs import ARCHITECTURES, NOT_IN_GGUF
 from headrace.models.registry import MODELS, read_config
-from headrace.opening import open_model
+from headrace.startup.opening import open_model
 from headrace.weights.names import name_map
 from headrace.weights.source import WeightError
 from tests.models.zoo import MemorySource

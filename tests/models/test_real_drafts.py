@@ -2,10 +2,10 @@
 
 import pytest
 
+from headrace.data.params import SamplingParams
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
-from headrace.params import SamplingParams
 from headrace.runner.companions import Companions, SelfDraft
 from headrace.runner.parts import ATTENTION, MLP, Part
 from tests.places import default_model, model_file

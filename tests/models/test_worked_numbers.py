@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.config import ModelConfig, RopeConfig
+from headrace.data.config import ModelConfig, RopeConfig
 from headrace.kv.pool import KVPool
 from headrace.layers.linear import Linear
 from headrace.models.registry import describe

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops import paging
 from headrace.ops.attention import attend

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
 from headrace.ops import filters
-from headrace.params import SamplingParams
 from tests.ops.sampling_reference import filtered, softmax
 
 NEVER = float("-inf")

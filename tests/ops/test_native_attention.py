@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace import native
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops.attention import attention
 from headrace.ops.context import FeedRows, build, tree

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from headrace import native
+from headrace.data.params import SamplingParams
 from headrace.native.sampling import sample_params
 from headrace.ops import noise, sampling
 from headrace.ops.logprobs import token_logprobs
-from headrace.params import SamplingParams
 from tests.ulps import rounded_once
 
 if not native.available():

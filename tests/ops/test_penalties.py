@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
 from headrace.ops import penalties
 from headrace.ops.penalties import TokenCounts
-from headrace.params import SamplingParams
 from tests.ops.sampling_reference import ngram_banned
 
 NEVER = float("-inf")

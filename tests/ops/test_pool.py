@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.kv.pool import KVPool
 
 CONFIG = ModelConfig("case", 10, 12, 2, 3, 1, 4, 1, 64)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request, Sequence
 from headrace.ops.noise import Purpose, coins, gumbel_at, key
 from headrace.ops.processing import RowSpec
 from headrace.ops.rejection import draw_draft, round_key, row_spec, verify, verify_block, verify_tokens
-from headrace.params import SamplingParams
-from headrace.types import Request, Sequence
 
 SIZE = 6
 RULES = {"rejection": verify_tokens, "block": verify_block}

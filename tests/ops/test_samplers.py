@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.data.params import ParamError, SamplingParams
 from headrace.ops import filters
 from headrace.ops.noise import Purpose, coins, key, reference_philox
 from headrace.ops.penalties import dry
 from headrace.ops.sampling import RowSpec, process, sample
-from headrace.params import ParamError, SamplingParams
 from tests.ops.sampling_reference import (
     ALPHA,
     LOGITS,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
 from headrace.ops import filters
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.noise import REACH, Purpose, gumbel_at, key, reference_gumbel_at
 from headrace.ops.penalties import TokenCounts
 from headrace.ops.sampling import RowSpec, draw, process, sample
-from headrace.params import SamplingParams
 from tests.ops.sampling_reference import edited, filtered
 from tests.ulps import rounded_once
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
 from headrace.ops.noise import key
 from headrace.ops.sampling import RowSpec, draw, sample
-from headrace.params import SamplingParams
 from tests.ops.sampling_reference import ALPHA, LOGITS, SEEDS, N, distribution, keep, p_value, prefix, softmax
 
 

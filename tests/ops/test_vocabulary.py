@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from headrace.ops import vocabulary
+from headrace.ops.attention import rotate
 from headrace.ops.context import Context
 from headrace.ops.registry import OPS, Op, op
-from headrace.ops.rope import rotate
 from headrace.ops.vocabulary import embed, linear, norm, residual, tap
 from tests.ops.naive import turned
 

@@ -4,8 +4,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from headrace.engine import Engine
-from headrace.types import FeedOutput, Request, Sequence, StepOutput, StepPlan
+from headrace.data.plan import FeedOutput, StepOutput, StepPlan
+from headrace.data.types import Request, Sequence
+from headrace.engine.engine import Engine
 
 OFTEN = {"results": 15, "draft": 2}  # what is asked seldom fails more often
 HOOKS = ("want", "select", "done", "results", "draft", "masks", "apply")

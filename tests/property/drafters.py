@@ -3,7 +3,7 @@
 import random
 
 from headrace.bench.fake_model import VOCAB, draw
-from headrace.types import Draft, Request, Sequence
+from headrace.data.types import Draft, Request, Sequence
 
 
 class Guessing:

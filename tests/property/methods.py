@@ -7,11 +7,12 @@ from typing import Self
 import torch
 
 from headrace.bench.fake_model import NONE, VOCAB, allowed, draw, logits_of
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.structured import StructuredOutputs
+from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import Strategy
 from headrace.decoding.processors import History
-from headrace.engine import Engine
-from headrace.structured import StructuredOutputs
-from headrace.types import Child, FeedOutput, Request, Sequence, Want
+from headrace.engine.engine import Engine
 from tests.property.test_engine import Job
 
 NOTHING = bytes(-(-VOCAB // 32) * 4)  # the mask of a row after which nothing may come

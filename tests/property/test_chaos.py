@@ -7,12 +7,12 @@ import pytest
 
 from headrace import native
 from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner
-from headrace.config import EngineConfig
+from headrace.data.config import EngineConfig
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request
 from headrace.decoding.processors import ProcessorError
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
-from headrace.params import SamplingParams
-from headrace.types import Request
+from headrace.engine.engine import Engine
 from tests.property import test_strategies as strategies
 from tests.property.chaos import HOOKS, BrokenError, Chaos, FaultyDrafter
 from tests.property.drafters import Guessing

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, FeedOutput, StepOutput, StepPlan
+from headrace.data.types import Request, RequestMetrics, Sequence
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
-from headrace.params import SamplingParams
-from headrace.types import Feed, FeedOutput, Request, RequestMetrics, Sequence, StepOutput, StepPlan
+from headrace.engine.engine import Engine
 from tests.property.drafters import Chain, Guessing
 from tests.property.test_engine import assert_reference, run
 

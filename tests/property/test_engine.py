@@ -6,15 +6,16 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from headrace.admission import blocks_needed
 from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw, reference
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import StepPlan
+from headrace.data.types import Request, Sequence
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.admission import blocks_needed
+from headrace.engine.engine import Engine
+from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
-from headrace.params import SamplingParams
-from headrace.scheduler import Scheduler
-from headrace.types import Request, Sequence, StepPlan
 
 SEEDS = range(64)
 

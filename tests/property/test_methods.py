@@ -8,7 +8,7 @@ from headrace.drafting.base import Drafter
 from headrace.drafting.lookahead import Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
-from headrace.engine import Engine
+from headrace.engine.engine import Engine
 from tests.property.drafters import Guessing
 from tests.property.methods import AnyJob, Following
 from tests.property.test_engine import assert_reference, run

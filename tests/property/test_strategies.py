@@ -12,12 +12,13 @@ from functools import lru_cache
 import pytest
 
 from headrace import native
-from headrace.admission import blocks_needed
+from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.plan import FeedOutput, StepPlan
+from headrace.data.types import Request
 from headrace.decoding.beam import BeamSearch
-from headrace.engine import Engine
+from headrace.engine.admission import blocks_needed
+from headrace.engine.engine import Engine
 from headrace.models.base import Model
-from headrace.params import BeamSearchParams, SamplingParams
-from headrace.types import FeedOutput, Request, StepPlan
 from tests.beams import DifferentError, assert_the_books_show, fork_after_free, no_copy_on_write, reference, same, unchecked
 from tests.contrast_engines import engine_of, native_engine_of
 from tests.contrast_reference import contrastive_decoding, contrastive_search

@@ -15,8 +15,8 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.params import SamplingParams
 from headrace.server import batches, files
 from headrace.server.batch_worker import WIDTH, BatchWorker
 from headrace.server.errors import ENGINE_LOST, ApiError

@@ -6,13 +6,13 @@ import logging
 import re
 from pathlib import Path
 
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
+from headrace.data.types import Delta, RequestMetrics
 from headrace.server.logs import REQUESTS, JsonLines
 from headrace.server.messages import Deltas, Ended, Loaded, Stats
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.queueing import Waiting
 from headrace.server.tickets import News, Ticket
-from headrace.types import Delta, RequestMetrics
 from tests.server.harness import ROOT, Running
 
 # What vLLM calls them, after its prefix; `_total` and `_bucket` as Prometheus adds them.

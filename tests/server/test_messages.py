@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 import headrace.server
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TokenLogprob
+from headrace.data.types import Delta, RequestMetrics
 from headrace.server import messages
 from headrace.server.async_llm import AsyncLLM
 from headrace.server.engine_client import EngineGoneError, EngineProcess
@@ -35,7 +37,6 @@ from headrace.server.messages import (
 )
 from headrace.server.queueing import QueueFullError, Waiting
 from headrace.server.tickets import EngineDownError, News, RequestFailedError, Ticket, deltas
-from headrace.types import Delta, RequestMetrics, TokenLogprob
 from tests.server.harness import PATIENCE
 
 SERVER = Path(headrace.server.__file__).parent

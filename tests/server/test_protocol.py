@@ -8,8 +8,8 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.params import BeamSearchParams, SamplingParams
 from tests.server.harness import Running, until
 
 TALK: Any = [{"role": "user", "content": "Name a river."}]

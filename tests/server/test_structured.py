@@ -8,8 +8,8 @@ import jsonschema
 import openai
 import pytest
 
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.params import SamplingParams
 from tests.server.harness import Running
 
 TALK: Any = [{"role": "user", "content": "Tell me about the mill."}]

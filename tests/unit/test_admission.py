@@ -2,14 +2,15 @@
 
 import pytest
 
-from headrace.admission import AdmissionError, blocks_needed
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import FeedOutput, StepPlan, Want
+from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Strategy
 from headrace.decoding.scoring import Scoring
-from headrace.engine import Engine
-from headrace.params import SamplingParams
-from headrace.types import Child, Draft, FeedOutput, Request, Sequence, StepPlan, Want
+from headrace.engine.admission import AdmissionError, blocks_needed
+from headrace.engine.engine import Engine
 
 
 @pytest.fixture

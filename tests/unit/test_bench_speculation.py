@@ -8,8 +8,8 @@ from rich.console import Console
 
 from headrace.bench.speculation import Row, svg, theory
 from headrace.cli.origins import Origins
+from headrace.data.types import Delta
 from headrace.drafting.controller import expected
-from headrace.types import Delta
 
 
 def row(task: str, gamma: int, measured: float) -> Row:

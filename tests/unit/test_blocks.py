@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from headrace.config import CacheConfig
+from headrace.data.config import CacheConfig
+from headrace.data.plan import KVGroup
+from headrace.data.types import Sequence
 from headrace.kv.blocks import BlockManager
-from headrace.types import KVGroup, Sequence
 
 BLOCK = 4
 

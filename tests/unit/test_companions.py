@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta, Want
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.contrast import contrast
-from headrace.params import SamplingParams
 from headrace.runner.companions import Companions, SelfDraft
 from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
-from headrace.types import Feed, NewSlot, StepPlan, TableDelta, Want
 from tests.tiny import VOCAB, run_alone, tiny_config, tiny_model
 from tests.tiny_native import native_alone, native_model, native_runner
 

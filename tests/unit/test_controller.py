@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from headrace.data.params import SamplingParams
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected
 from headrace.drafting.costs import ENOUGH, Costs
 from headrace.drafting.speculation import Speculation
-from headrace.params import SamplingParams
-from headrace.types import Draft, Request, Sequence
 
 
 def costs(steps: dict[int, float], draft: float = 0.0, plain: int = 1) -> Costs:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace import types
+from headrace.data import plan, types
 from headrace.models.registry import MODELS
 from headrace.weights.kinds import KINDS
 from tests.places import data_path
@@ -71,7 +71,8 @@ def test_the_plan_of_the_house_is_the_houses() -> None:
     data = page[page.index("## Data") : page.index("## Interfaces")]
     wrong = []
     for name, text in re.findall(r"^([A-Z]\w+) +(.*(?:\n {8,}.*)*)", data[: data.rindex("```")], re.MULTILINE):
-        fields = set(dir(getattr(types, name))) | set(getattr(types, name).__annotations__)
+        kind = getattr(plan, name, None) or getattr(types, name)
+        fields = set(dir(kind)) | set(kind.__annotations__)
         said = re.split(r" {3,}", text.replace("\n            ", " "))[0]
         said = re.sub(r"\([^)]*\)|\[\w\]", "", said).partition(":")[0]
         named = [re.match(r" *(\w*)", part)[1] for part in re.split(r" · |, (?=\w+ ·)", said)]  # type: ignore[index]

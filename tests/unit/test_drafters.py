@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import MAX_NODES, FeedOutput
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import READ, SHORT, Drafter, Observes
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
@@ -14,8 +17,6 @@ from headrace.drafting.ngram import Ngrams, PromptLookup
 from headrace.drafting.speculation import bounded, prune
 from headrace.drafting.suffix import SEPARATOR, SuffixAutomaton, SuffixTree
 from headrace.ops.trees import paths
-from headrace.params import SamplingParams
-from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence
 
 
 def sequence(tokens: list[int]) -> tuple[Request, Sequence]:

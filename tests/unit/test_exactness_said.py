@@ -2,10 +2,10 @@
 
 import re
 
-from headrace.backend import BACKENDS, EXACTNESS
 from headrace.cli.options import ModelOptions
 from headrace.drafting.methods import METHODS
 from headrace.llm import LLM
+from headrace.startup.backend import BACKENDS, EXACTNESS
 
 
 def test_every_back_end_has_its_class_and_torch_claims_no_bits() -> None:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from headrace.admission import AdmissionError
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import COMMON, DRAWN, Strategy
 from headrace.decoding.beam import BeamSearch
 from headrace.decoding.best_of import BestOf
@@ -15,9 +17,8 @@ from headrace.decoding.contrastive import ContrastiveSearch
 from headrace.decoding.processors import LengthNudge
 from headrace.decoding.sampling import Sampling
 from headrace.decoding.scoring import Scoring
-from headrace.engine import Engine
-from headrace.params import BeamSearchParams, SamplingParams
-from headrace.types import Child, FeedOutput, Request, Sequence, Want
+from headrace.engine.admission import AdmissionError
+from headrace.engine.engine import Engine
 
 
 class Plain(Strategy):

@@ -15,65 +15,78 @@ SRC = ROOT / "src"
 # Room -> the rooms it may import. A module belongs to the room with the longest matching name; within a room all may be
 # imported. `weights` reads files and knows no model; `weights.loader` and `weights.names` fill models from them.
 ROOMS = {
-    "structured": "",
-    "param_checks": "",
-    "params": "param_checks structured",
-    "config": "",
-    "types": "params",
-    "native": "params types config",
-    "weights": "params config native",
-    "kv.pool": "config types",
-    "kv.blocks": "config types",
-    "ops": "kv.pool native params types config",
-    "quant": "ops native config",
-    "layers": "quant ops config",
-    "models": "layers quant ops weights config",
-    "weights.names": "models layers weights config",
-    "weights.loader": "weights.names models layers quant weights config",
-    "text": "params config",
-    "decoding": "text ops params param_checks structured types config",
-    "drafting": "decoding text ops params types config",
-    "runner": "models layers quant ops native weights kv.pool params types config",
-    "runner.heads": "runner weights.loader models ops weights kv.pool types config",
-    "native.weights": "native weights.loader weights models layers config",
-    "native.uses": "runner",
-    "native.centring": "native.weights runner layers config",
-    "native.program": "native.centring native.uses native.weights native runner layers config",
-    "native.slots": "native ops params types",
-    "native.runner": "native.program native.slots native.weights native runner models ops weights params types config",
-    "native.heads": "native.program native.runner native.slots native.weights native runner.heads runner models weights types",
-    "scheduler": "kv.blocks params types config",
-    "admission": "decoding params param_checks types config",
-    "filing": "types",
-    "engine": "admission filing scheduler kv.blocks decoding drafting runner text params types config",
-    "sizes": "",
-    "memory": "sizes config",
-    "opening": "models weights text config",
-    "signals": "",
-    "turns": "",
-    "outputs": "params structured types",
-    "loading": "opening memory models weights.loader config",
-    "backend": "native.heads native.runner native.slots native.weights native loading memory models runner.heads runner "
-    "kv.pool text types config",
-    "selfdraft": "drafting runner weights params types",
-    "heads.files": "opening runner.heads text config",
-    "heads": "heads.files llm selfdraft backend text opening models runner.heads layers weights.loader params types config",
-    "llm": "heads.files selfdraft backend engine loading memory outputs signals turns decoding drafting runner kv.pool models "
-    "weights text native params types config",
-    "consistency": "llm outputs params types",
-    "grounding": "llm outputs params types",
-    "bench": "structured decoding selfdraft backend llm loading engine outputs memory scheduler runner models "
-    "weights.loader weights.names kv.blocks kv.pool weights text native ops drafting params types config",
-    "bench.tools": "bench server llm outputs params",  # asks as the server asks
+    "data": "",
+    "native": "data",
+    "weights": "native data",
+    "kv.pool": "data",
+    "kv.blocks": "data",
+    "ops": "kv.pool data",
+    "layers": "data",
+    "models": "layers ops weights data",
+    "weights.names": "",
+    "weights.loader": "weights.names models layers weights data",
+    "text": "",
+    "decoding": "text ops data",
+    "drafting": "ops data",
+    "runner": "models ops kv.pool data",
+    "runner.executor": "data",
+    "runner.heads": "runner weights.loader models ops weights kv.pool data",
+    "native.weights": "native weights.loader weights models layers",
+    "native.centring": "native.weights runner layers data",
+    "native.lowering": "native.centring native.weights native runner data",
+    "native.slots": "native ops data",
+    "native.runner": "native.lowering native.slots native.weights native runner models ops weights data",
+    "native.heads": "native.lowering native.runner native.slots native.weights native runner.heads runner models weights data",
+    "engine": "engine.admission engine.scheduler kv.blocks decoding drafting runner.executor text data",
+    "engine.scheduler": "kv.blocks data",
+    "engine.admission": "decoding data",
+    "engine.signals": "",
+    "engine.turns": "",
+    "startup": "startup.opening startup.memory native.heads native.runner native.slots native.weights native runner.heads "
+    "runner.executor runner weights.loader kv.pool models text weights data",
+    "startup.memory": "data",
+    "startup.opening": "models text weights data",
+    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
+    "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
+    "workflows": "llm data",
+    "bench": "llm engine startup decoding drafting runner weights.loader weights.names text models ops weights data",
+    "bench.tools": "bench server llm data",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
-    "bench.workers.ours": "llm drafting params types",
-    "bench.workers.ours_beam": "llm params",
-    "bench.workers.ours_speculation": "llm params",
-    "server": "structured llm sizes opening engine outputs decoding weights text params types config",
-    "cli": "heads server bench bench.tools grounding selfdraft backend llm loading memory outputs models weights text native "
-    "params types config",
+    "bench.workers.ours": "llm drafting data",
+    "bench.workers.ours_beam": "llm data",
+    "bench.workers.ours_speculation": "llm data",
+    "server": "llm engine startup.opening decoding text weights data",
+    "cli": "server bench.tools bench workflows training llm startup text weights data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
+}
+# Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
+STOREYS = (
+    "data bench.workers",
+    "kv.pool kv.blocks weights native",
+    "ops layers models",
+    "weights.names weights.loader text",
+    "decoding drafting runner runner.executor runner.heads native.weights native.centring native.lowering native.slots "
+    "native.runner native.heads",
+    "engine engine.scheduler engine.admission engine.signals engine.turns startup startup.memory startup.opening",
+    "llm",
+    "training workflows",
+    "server bench bench.tools bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
+    "cli",
+    "__main__",
+)
+FLOORS = {"": 0} | {name: floor for floor, names in enumerate(STOREYS) for name in names.split()}
+ARROWS = {
+    *(("models", "layers"), ("models", "ops")),
+    ("weights", "native"),  # files are dequantised by the core
+    *((f"native.{name}", "runner") for name in ("centring", "lowering", "runner", "heads")),
+    ("native.heads", "runner.heads"),
+    ("bench.tools", "server"),
+}
+# What stands at the top of the package: another entry is a decision.
+TOP = {"__init__", "__main__", "llm"} | {
+    *("bench", "cli", "data", "decoding", "drafting", "engine", "kv", "layers", "models", "native", "ops", "runner", "server"),
+    *("startup", "text", "training", "weights", "workflows"),
 }
 # May be imported inside any function: modules that not every platform or installation has.
 OPTIONAL = {"resource", "bm25s"}
@@ -85,14 +98,14 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "lla
 
 # `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
 QUICK = (
-    *("headrace", "headrace.cli.app", "headrace.params", "headrace.text", "headrace.native"),
+    *("headrace", "headrace.cli.app", "headrace.data.params", "headrace.text", "headrace.native"),
     # the web process: what computes is in the engine's
-    *("headrace.opening", "headrace.server.serving"),
+    *("headrace.startup.opening", "headrace.server.serving"),
     *("headrace.weights.catalog", "headrace.weights.describe", "headrace.weights.hub"),
 )
 HEAVY = {"torch", "transformers", "scipy", "pandas"}
 MAX_LINES = {".py": 400, ".cpp": 500, ".h": 500, ".inl": 500}
-LONGER = {"src/headrace/engine.py": 500, "src/headrace/scheduler.py": 500}  # the loop, read as one
+LONGER = {"src/headrace/engine/engine.py": 500, "src/headrace/engine/scheduler.py": 500}  # the loop, read as one
 MAX_FUNCTION = 60
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -157,6 +170,38 @@ def test_the_plan_of_rooms_has_no_cycle_and_names_rooms_only() -> None:
     assert {below for names in ROOMS.values() for below in names.split()} <= set(ROOMS)
 
 
+def same_floor_or_up(rooms: dict[str, str], floors: dict[str, int]) -> list[str]:
+    """Imports that the plan of rooms allows and the plan of floors does not."""
+    pairs = [(name, below) for name, names in rooms.items() for below in names.split()]
+    return [
+        f"{name} may import {below}, which is no lower"
+        for name, below in pairs
+        if floors[below] > floors[name]
+        or (floors[below] == floors[name] and (name, below) not in ARROWS and name.split(".")[0] != below.split(".")[0])
+    ]
+
+
+def test_rooms_stand_on_floors() -> None:
+    assert set(FLOORS) == set(ROOMS)
+    assert same_floor_or_up(ROOMS, FLOORS) == []
+    assert same_floor_or_up({"ops": "runner"}, FLOORS) == ["ops may import runner, which is no lower"]
+    assert same_floor_or_up({"engine": "startup"}, FLOORS)
+    assert same_floor_or_up({"data": "text"}, FLOORS)
+    used = {(room(module), room(name)) for module, source in SOURCES.items() for name in named(source)}
+    unused = {(name, below) for name, names in ROOMS.items() for below in names.split()} - used
+    assert not unused, "the plan allows imports that nobody makes"
+
+
+def named(source: str) -> list[str]:
+    """The modules of Headrace that a source imports."""
+    return [name for _, name in imports(ast.parse(source), set(SOURCES)) if name.startswith("headrace")]
+
+
+def test_nothing_new_stands_at_the_top() -> None:
+    found = {path.stem for path in (SRC / "headrace").iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert found == TOP
+
+
 def test_imports_point_downward() -> None:
     assert [line for module, source in SOURCES.items() for line in wrong_imports(module, source, set(SOURCES))] == []
 
@@ -183,13 +228,15 @@ def test_nothing_forbidden_is_imported() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("headrace.scheduler", "from headrace.runner.slots import Slots"),
-        ("headrace.scheduler", "from headrace.kv.pool import KVPool"),
+        ("headrace.engine.scheduler", "from headrace.runner.slots import Slots"),
+        ("headrace.engine.scheduler", "from headrace.kv.pool import KVPool"),
         ("headrace.weights.gguf", "from headrace.weights.loader import load_model"),
         ("headrace.ops.sampling", "from headrace import llm"),
-        ("headrace.types", "import headrace.engine"),
-        ("headrace.engine", "from . import llm"),
-        ("headrace.text.chat", "def render():\n    from headrace.engine import Engine"),
+        ("headrace.data.types", "import headrace.engine"),
+        ("headrace.engine.engine", "from . import llm"),
+        ("headrace.engine.engine", "from headrace.startup.loading import load"),
+        ("headrace.startup.loading", "from headrace.engine.engine import Engine"),
+        ("headrace.text.chat", "def render():\n    from headrace.engine.engine import Engine"),
     ],
 )
 def test_an_import_that_points_upward_is_found(module: str, source: str) -> None:
@@ -247,10 +294,10 @@ def too_long(path: str, lines: int) -> list[str]:
 
 
 def test_a_long_file_is_found() -> None:
-    assert set(LONGER) <= {f"src/headrace/{name}.py" for name in ("engine", "scheduler")}
-    assert too_long("src/headrace/engine.py", 500) == too_long("src/headrace/llm.py", 400) == []
-    assert [too_long(*sample) for sample in (("src/headrace/engine.py", 501), ("src/headrace/llm.py", 401))] == [
-        ["src/headrace/engine.py: 501 lines"],
+    assert set(LONGER) <= {f"src/headrace/engine/{name}.py" for name in ("engine", "scheduler")}
+    assert too_long("src/headrace/engine/engine.py", 500) == too_long("src/headrace/llm.py", 400) == []
+    assert [too_long(*sample) for sample in (("src/headrace/engine/engine.py", 501), ("src/headrace/llm.py", 401))] == [
+        ["src/headrace/engine/engine.py: 501 lines"],
         ["src/headrace/llm.py: 401 lines"],
     ]
     assert too_long("src/headrace/drafting/engine.py", 401)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from headrace.cli.interrupt import Interrupt
-from headrace.signals import Uninterrupted
+from headrace.engine.signals import Uninterrupted
 
 
 def press() -> None:

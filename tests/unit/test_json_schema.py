@@ -8,12 +8,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document
 from headrace.decoding.json_schema.literals import other_than
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import why_broken
-from headrace.structured import ConstraintError, StructuredOutputs
 from tests.places import data_path
 from tests.trap import reached, trap
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from headrace import memory
-from headrace.memory import DoesNotFit
+from headrace.startup import memory
+from headrace.startup.memory import DoesNotFit
 from tests.tiny import tiny_config
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from headrace.decoding import noise
+from headrace.ops import noise
 from headrace.ops.noise import GUMBEL_MAX, GUMBEL_MIN, REACH, Purpose, coins
 
 

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from headrace.params import ParamError, SamplingParams
+from headrace.data.params import ParamError, SamplingParams
 
 NAN, INF = math.nan, math.inf
 

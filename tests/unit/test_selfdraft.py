@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace import selfdraft
+from headrace.data.params import SamplingParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.params import SamplingParams
 from headrace.runner.parts import ATTENTION, MLP, Part
 from headrace.runner.runner import TorchRunner
-from headrace.selfdraft import Trial, search
+from headrace.startup import selfdraft
+from headrace.training.selfdraft import Trial, search
 from tests.tiny import run_alone, tiny_config, tiny_model
 
 

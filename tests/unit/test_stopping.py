@@ -2,10 +2,10 @@
 
 import pytest
 
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request, Sequence
 from headrace.decoding.stopping import Stopping
-from headrace.params import SamplingParams
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Request, Sequence
 from tests.unit.vocabularies import byte_level
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace.turns import Turns
+from headrace.engine.turns import Turns
 
 
 def test_one_at_a_time_and_in_the_order_asked() -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from headrace.bench import reservation
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.bench.reservation import Job
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.engine import Engine
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.engine.engine import Engine
 from headrace.llm import LLM
-from headrace.loading import open_model
-from headrace.params import SamplingParams
+from headrace.startup.loading import open_model
 
 POLICIES = ("static", "continuous")
 MAX_LEN = 2048

@@ -13,7 +13,7 @@ from headrace.bench.pairs import ratio
 from headrace.bench.peers import heading, kv_bytes
 from headrace.bench.rounds import Party, measure
 from headrace.bench.worker import Worker
-from headrace.loading import open_model
+from headrace.startup.loading import open_model
 from headrace.weights.store import home
 
 OURS, INDEPENDENT, PEER = "headrace", "independent", "openvino"

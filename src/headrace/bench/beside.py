@@ -13,7 +13,7 @@ from headrace.bench.engines import Engine, Say
 from headrace.bench.machine import commit, cores
 from headrace.bench.peers import OURS, fitting, heading, kv_bytes, line_up
 from headrace.bench.rounds import judge, measure
-from headrace.loading import open_model
+from headrace.startup.loading import open_model
 
 OTHER = "other"
 PAIRS = 9  # the fewest of a cell: their interval leaves out an outlier at each end

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.models.registry import describe, read_config
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.vocabulary import Vocabulary

@@ -9,9 +9,9 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from headrace.data.plan import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 from headrace.ops.trees import walk
 from headrace.runner.slots import Slots
-from headrace.types import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 
 VOCAB = 61
 EOS = 60

@@ -11,10 +11,10 @@ from typing import Any
 from headrace.bench.machine import busy_seconds, commit, machine, others_share
 from headrace.bench.pairs import ratio
 from headrace.bench.speculation import Timed, timed
+from headrace.data.params import SamplingParams
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
-from headrace.params import SamplingParams
 
 LIMIT = 0.97  # of plain decoding's speed: no cell may be slower
 NEAR = 0.05  # a cell this close to the limit needs MANY pairs

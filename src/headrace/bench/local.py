@@ -11,7 +11,7 @@ from headrace.bench.engines import Say
 from headrace.bench.machine import cores
 from headrace.bench.peers import fitting, heading, kv_bytes, line_up
 from headrace.bench.rounds import measure
-from headrace.loading import open_model
+from headrace.startup.loading import open_model
 
 LOCAL = {
     **{name: cell for name, cell in CELLS.items() if name != "b1_4k"},

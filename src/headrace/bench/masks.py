@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.lines import read_lines
+from headrace.data.structured import StructuredOutputs
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, read_schema, why_broken
-from headrace.structured import StructuredOutputs
 from headrace.text.tokenizer import Tokenizer
 
 TRIES = 600  # pieces of text tried to find the order of one instance's properties

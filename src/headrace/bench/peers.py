@@ -13,8 +13,8 @@ from headrace.bench.engines import WORKERS, Engine, Say
 from headrace.bench.machine import commit, cores, machine
 from headrace.bench.rounds import Party, judge, measure
 from headrace.bench.worker import Worker
-from headrace.config import ModelConfig
-from headrace.loading import Opened, open_model
+from headrace.data.config import ModelConfig
+from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home
 
 OURS = "headrace"

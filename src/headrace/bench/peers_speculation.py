@@ -19,7 +19,7 @@ from headrace.bench.peers import KV_ELEMENT, OURS, SPARE
 from headrace.bench.prompts import Prompt
 from headrace.bench.rounds import Asked, Party, judge, measure
 from headrace.bench.worker import Worker
-from headrace.loading import Opened, open_model
+from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home
 
 KINDS = ("draft", "lookup")

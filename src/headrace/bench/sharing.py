@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.bench.watching import watch
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.params import BeamSearchParams, SamplingParams
 
 WIDTHS = (2, 4, 6)
 

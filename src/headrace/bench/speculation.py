@@ -7,11 +7,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from headrace.data.params import SamplingParams
+from headrace.data.types import Request
 from headrace.drafting.controller import expected
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
-from headrace.params import SamplingParams
-from headrace.types import Request
 
 AUTO = 0  # a gamma: the controller's own choice, step by step
 

@@ -18,9 +18,9 @@ from typing import Any
 import jsonschema
 
 from headrace.bench.lines import read_lines
+from headrace.data.outputs import RequestOutput
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.outputs import RequestOutput
-from headrace.params import SamplingParams
 from headrace.server.fields import ChatRequest
 from headrace.server.tool_text import CallFormat, ToolText
 from headrace.server.tools import Tooling, conversation, tooling

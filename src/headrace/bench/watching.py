@@ -4,10 +4,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from headrace.data.outputs import RequestOutput
+from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.types import Request
 from headrace.llm import LLM
-from headrace.outputs import RequestOutput
-from headrace.params import BeamSearchParams, SamplingParams
-from headrace.types import Request
 
 
 @dataclass(slots=True)

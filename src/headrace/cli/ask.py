@@ -34,9 +34,9 @@ def ask(
     found in the prefix cache is printed. Answers are greedy unless something of how to draw is given, and 256 tokens at most
     unless --max-tokens says otherwise. Needs the extra `ground`.
     """
-    from headrace.grounding import asking
-    from headrace.grounding.documents import read_folder
-    from headrace.grounding.retrieval import Index
+    from headrace.workflows.grounding import asking
+    from headrace.workflows.grounding.documents import read_folder
+    from headrace.workflows.grounding.retrieval import Index
 
     check(options, sampling)
     given = sampling.changes()

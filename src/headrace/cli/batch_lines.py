@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.params import BEAM_FIELDS, BEAM_NAMES, SamplingParams
+from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, SamplingParams
 
 PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam"} | {"beam_width", *BEAM_FIELDS, *BEAM_NAMES}
 PROMPTS = ("prompt", "messages", "prompt_token_ids")

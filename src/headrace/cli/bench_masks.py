@@ -18,7 +18,7 @@ def masks(
 ) -> None:
     """How many JSON schemas can be held to, whether valid instances pass and invalid ones do not, and what a mask costs."""
     from headrace.bench.masks import measure_masks
-    from headrace.loading import open_model
+    from headrace.startup.loading import open_model
 
     result = measure_masks(
         file, open_model(model).tokenizer, most, lambda done: say(f"{done} schemas") if done % 200 == 0 else None

@@ -27,23 +27,24 @@ def self_draft(
     keep: Annotated[bool, typer.Option(help="Save the choice where it pays, for speculate='self'.")] = True,
 ) -> None:
     """Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is saved."""
-    from headrace import selfdraft
-    from headrace.backend import BLOCK_SIZE
     from headrace.bench.prompts import read_prompts, tokens_of
     from headrace.cli.opening import open_llm
     from headrace.cli.options import ModelOptions
-    from headrace.params import SamplingParams
+    from headrace.data.params import SamplingParams
+    from headrace.startup.backend import BLOCK_SIZE
+    from headrace.startup.selfdraft import save
+    from headrace.training.selfdraft import Trial, search
 
     llm = open_llm(model, ModelOptions(threads=threads, speculate="off"))
     prompts = [tokens_of(llm, text, True) for text in (PROMPTS if source is None else read_prompts(source, 8))]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     texts = [(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
-    trial = selfdraft.Trial(llm.engine.executor.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
-    best = selfdraft.search(trial, minutes * 60, lambda rated: say(rated.said))
+    trial = Trial(llm.engine.executor.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
+    best = search(trial, minutes * 60, lambda rated: say(rated.said))
     columns = ("part", "agreement", "cost of a draft step", "tokens at once", "speed-up promised")
     row = (best.name, f"{best.alpha:.3f}", f"{best.cost:.3f}", str(best.gamma), f"{best.speedup:.2f}")
     print_table(columns, [row])
     if best.speedup <= 1.0:
         say("nothing pays: plain decoding is faster, and nothing was saved")
     elif keep:
-        say(f"saved in {selfdraft.save(llm.opened.path, best.part)}; use it with --speculate self")
+        say(f"saved in {save(llm.opened.path, best.part)}; use it with --speculate self")

@@ -13,8 +13,8 @@ from headrace.cli.lines import Lines, Typed
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, check, with_groups
 from headrace.cli.terminal import AnswerWriter, note
-from headrace.outputs import RequestOutput
-from headrace.params import SamplingParams
+from headrace.data.outputs import RequestOutput
+from headrace.data.params import SamplingParams
 
 INTERRUPTED = 130
 HELP = """\

@@ -39,7 +39,7 @@ def compare(
     """
     from headrace.bench import strategies
     from headrace.bench.prompts import read_prompts, tokens_of
-    from headrace.params import SamplingParams
+    from headrace.data.params import SamplingParams
 
     options.check()
     names = _names(modes, options.amateur, max_tokens, seed)

@@ -17,7 +17,7 @@ from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import fetch, open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
 
 INTERRUPTED = 130
 AHEAD = 4  # requests read ahead, for each that can run: the engine never waits for the file, memory stays bounded

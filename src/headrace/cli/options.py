@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.models import complete_model
-from headrace.params import PRESETS, ParamError, SamplingParams, params_of
+from headrace.data.params import PRESETS, ParamError, SamplingParams, params_of
 
 MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several"
 FORM_PANEL = "Form of the answer"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from headrace.outputs import CompletionOutput, RequestOutput
+from headrace.data.outputs import CompletionOutput, RequestOutput
+from headrace.data.plan import TokenLogprob
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import TokenLogprob
 
 
 def record(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, check, with_groups
 from headrace.cli.origins import Origins
 from headrace.cli.terminal import AnswerWriter, note
-from headrace.outputs import RequestOutput
+from headrace.data.outputs import RequestOutput
 
 INTERRUPTED = 130
 

@@ -56,7 +56,7 @@ def train_heads(
     path = fetch(model)
 
     from headrace.bench.prompts import read_prompts
-    from headrace.heads.distil import Recipe, distil
+    from headrace.training.distil import Recipe, distil
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
     recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts)

@@ -2,8 +2,9 @@
 
 from typing import Protocol, runtime_checkable
 
-from headrace.param_checks import COMMON, DRAWN
-from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
+from headrace.data.param_checks import COMMON, DRAWN
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Draft, Request, Sequence
 
 __all__ = ["COMMON", "DRAWN", "Drafting", "Strategy"]
 

@@ -7,9 +7,10 @@ in float64: a temperature would change which hypothesis wins (W14).
 
 from dataclasses import dataclass, field
 
-from headrace.param_checks import BEAMS
-from headrace.params import BeamSearchParams
-from headrace.types import Child, FeedOutput, Request, Sequence, Want
+from headrace.data.param_checks import BEAMS
+from headrace.data.params import BeamSearchParams
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Request, Sequence
 
 __all__ = ["BeamSearch", "BeamSearchParams"]
 

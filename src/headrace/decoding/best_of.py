@@ -1,7 +1,8 @@
 """Best of several: draw `best_of` outputs, give back the `n` whose tokens are likeliest on average."""
 
+from headrace.data.plan import FeedOutput, TokenLogprob
+from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.sampling import Sampling
-from headrace.types import Child, FeedOutput, Request, Sequence, TokenLogprob
 
 
 class BestOf(Sampling):

@@ -13,8 +13,8 @@ from typing import Any, Self
 import llguidance
 import numpy as np
 
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import grammar_of
-from headrace.structured import ConstraintError, StructuredOutputs
 from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["Constraint", "ConstraintError", "Grammars", "limits"]

@@ -8,8 +8,9 @@ the prompt's included. Deterministic; lossy by design: a trade of likelihood for
 import math
 from dataclasses import dataclass
 
-from headrace.param_checks import SEARCH
-from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
+from headrace.data.param_checks import SEARCH
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Draft, Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.literals import literally
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import read_schema
-from headrace.structured import ConstraintError, StructuredOutputs
 
 # Between the parts of a JSON text: nothing, one space, or a new line with its indent. A model cannot lose itself in blanks.
 WHITESPACE = r"[ ]?|\r?\n[ \t]{0,64}"

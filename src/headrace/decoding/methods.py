@@ -1,11 +1,11 @@
 """Which decoding method a request's parameters ask for."""
 
+from headrace.data.params import SamplingParams
 from headrace.decoding.base import Strategy
 from headrace.decoding.beam import BeamSearch
 from headrace.decoding.best_of import BestOf
 from headrace.decoding.contrastive import ContrastiveSearch
 from headrace.decoding.sampling import Sampling
-from headrace.params import SamplingParams
 
 
 def strategy_for(params: SamplingParams) -> Strategy:

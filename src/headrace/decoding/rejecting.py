@@ -3,12 +3,13 @@
 import numpy as np
 import torch
 
+from headrace.data.plan import FeedOutput, TokenLogprob
+from headrace.data.types import Request, Sequence
 from headrace.decoding.processors import History, ProcessorError, apply_processors
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.processing import RowSpec
 from headrace.ops.rejection import row_spec, verify
 from headrace.ops.sampling import process
-from headrace.types import FeedOutput, Request, Sequence, TokenLogprob
 
 
 def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logprobs: int | None) -> FeedOutput:

@@ -5,13 +5,14 @@ from functools import cache
 import numpy as np
 import torch
 
-from headrace.decoding.noise import key
+from headrace.data.param_checks import DRAWN
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.processors import History, ProcessorError, apply_processors
 from headrace.decoding.rejecting import verify_by_rejection
+from headrace.ops.noise import key
 from headrace.ops.sampling import RowResult, RowSpec, sample
 from headrace.ops.trees import paths, walk
-from headrace.param_checks import DRAWN
-from headrace.types import Child, Draft, FeedOutput, Request, Sequence, Want
 
 
 @cache

@@ -1,6 +1,7 @@
 """Scoring: the log-probability of every prompt token, and nothing drawn."""
 
-from headrace.types import Child, FeedOutput, Request, Sequence, Want
+from headrace.data.plan import FeedOutput, Want
+from headrace.data.types import Child, Request, Sequence
 
 
 class Scoring:

@@ -1,9 +1,10 @@
 """When an output ends, and what of it is shown: stop ids, stop strings, length limits, text that is final (card A3)."""
 
+from headrace.data.plan import TokenLogprob
+from headrace.data.types import Delta, Request, Sequence
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.stop import StopMatcher
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import Delta, Request, Sequence, TokenLogprob
 
 
 class Stopping:

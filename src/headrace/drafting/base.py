@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from headrace.types import Draft, Feed, FeedOutput, Request, Sequence
+from headrace.data.plan import Feed, FeedOutput
+from headrace.data.types import Draft, Request, Sequence
 
 Run = Callable[[int, list[Feed]], list[FeedOutput]]  # carries out feeds of a model (StepPlan.model)
 # Tokens of texts that a drafter reads in a step (some 4 microseconds each); and of each text where others have taken those.

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from headrace.data.plan import Feed, FeedOutput, Want
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
 from headrace.ops.noise import Purpose, key
 from headrace.ops.rejection import draw_draft, row_spec
 from headrace.ops.sampling import sample
-from headrace.types import Draft, Feed, FeedOutput, Request, Sequence, Want
 
 
 @dataclass(slots=True)

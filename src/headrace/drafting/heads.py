@@ -1,8 +1,9 @@
 """Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target (cards F4, F10)."""
 
+from headrace.data.plan import Feed, FeedOutput, Want
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
 from headrace.drafting.draft_model import Chain, drawn, settle, told
-from headrace.types import Draft, Feed, FeedOutput, Request, Sequence, Want
 
 
 class TrainedHeads:

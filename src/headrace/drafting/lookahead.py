@@ -10,7 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence
+from headrace.data.plan import MAX_NODES, FeedOutput
+from headrace.data.types import Draft, Request, Sequence
 
 LENGTH = 5  # of lookahead's n-grams
 

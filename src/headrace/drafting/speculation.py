@@ -7,12 +7,13 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from headrace.data.plan import MAX_NODES, FeedOutput, StepPlan
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Reads, Remembers, Run
 from headrace.drafting.budget import WAITED, Ledger
 from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
 from headrace.drafting.draft_model import Chain, settle
-from headrace.types import MAX_NODES, Draft, FeedOutput, Request, Sequence, StepPlan
 
 log = logging.getLogger("headrace")
 

@@ -7,8 +7,8 @@ al. 2024): the longer the match, the further it is trusted.
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import READ, SHORT
-from headrace.types import Draft, Request, Sequence
 
 SEPARATOR = -1  # between texts; no token
 TENANTS = 16

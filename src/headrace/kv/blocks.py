@@ -10,8 +10,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from headrace.config import CacheConfig
-from headrace.types import TARGET, KVGroup, Sequence
+from headrace.data.config import CacheConfig
+from headrace.data.plan import TARGET, KVGroup
+from headrace.data.types import Sequence
 
 Span = tuple[Sequence, int, int]  # a sequence and the token range [start, end) about to be written
 

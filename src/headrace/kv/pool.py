@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 
 
 class KVPool:

@@ -3,8 +3,7 @@
 import torch
 
 from headrace.layers.holder import Holder, ParamSpec
-from headrace.layers.linear import DENSE
-from headrace.quant.method import LinearMethod
+from headrace.layers.linear import DENSE, LinearMethod
 
 
 class Embedding(Holder):

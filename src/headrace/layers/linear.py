@@ -1,12 +1,45 @@
 """Linear: one or several projections of the same input, fused into one product when they are loaded."""
 
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from headrace.layers.holder import Holder, ParamSpec
-from headrace.quant.dense import Dense
-from headrace.quant.method import LinearMethod
+
+
+class LinearMethod(Protocol):
+    """One object serves many layers; what a layer needs is put on the layer.
+
+    The loader calls `create`, fills `layer.weight`, then calls `finish`; the op `linear` calls `apply` at every step.
+    """
+
+    def create(self, layer: Any, n_in: int, n_out: int, dtype: torch.dtype) -> None:
+        """Allocate `layer.weight` [n_out, n_in] on the current default device, to be filled by the loader."""
+        ...
+
+    def finish(self, layer: Any) -> None:
+        """Everything is filled: repack or quantise, and drop what is no longer needed."""
+        ...
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [n, n_in] -> [n, n_out], in x's dtype."""
+        ...
+
+
+class Dense:
+    """LinearMethod of unquantised weights."""
+
+    def create(self, layer: Any, n_in: int, n_out: int, dtype: torch.dtype) -> None:
+        layer.weight = torch.nn.Parameter(torch.empty(n_out, n_in, dtype=dtype), requires_grad=False)
+
+    def finish(self, layer: Any) -> None:
+        pass
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(x, layer.weight, bias)
+
 
 DENSE = Dense()
 

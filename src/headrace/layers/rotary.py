@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from headrace.config import RopeConfig
+from headrace.data.config import RopeConfig
 from headrace.layers.holder import Holder
 
 

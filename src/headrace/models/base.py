@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.layers.holder import Holder
 from headrace.ops.vocabulary import norm
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm

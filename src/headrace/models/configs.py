@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.models.gguf_config import config_from_gguf
 from headrace.models.hf_config import config_from_hf
 from headrace.weights.source import WeightError, WeightSource

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import ModelConfig, RopeConfig
+from headrace.data.config import ModelConfig, RopeConfig
 from headrace.models.limits import MAX_LAYERS, MAX_SIZE, check_rope
 from headrace.weights.source import WeightError, WeightSource
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.config import ModelConfig, RopeConfig
+from headrace.data.config import ModelConfig, RopeConfig
 from headrace.models.limits import MAX_LAYERS, MAX_SIZE, check_rope
 from headrace.weights.source import WeightError
 

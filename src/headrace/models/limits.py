@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from headrace.config import RopeConfig
+from headrace.data.config import RopeConfig
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 31

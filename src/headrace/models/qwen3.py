@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from headrace.config import ModelConfig, RopeConfig
+from headrace.data.config import ModelConfig, RopeConfig
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm

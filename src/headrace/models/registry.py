@@ -1,6 +1,6 @@
 """Which architectures there are."""
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.models.base import Model
 from headrace.models.bert import Bert
 from headrace.models.configs import read_config, unknown

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.layers.rotary import frequencies
 from headrace.native.weights import PackedWeights
 from headrace.runner.record import Node, Segment

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.data.plan import StepPlan
 from headrace.models.registry import describe
 from headrace.native import core
 from headrace.native.buffers import HIDDEN, Buffers, Ropes
-from headrace.native.program import FUSIONS, Lowered, Lowering
+from headrace.native.lowering import FUSIONS, Lowered, Lowering
 from headrace.native.runner import NativeRunner
 from headrace.native.slots import Slot
 from headrace.native.threads import thread_pool
@@ -17,7 +18,6 @@ from headrace.native.weights import FLOATS
 from headrace.runner.heads import FEATURE, UNIT_EPS, Entrance, Heads, HeadsSource, heads_config
 from headrace.runner.parts import Part
 from headrace.runner.record import record
-from headrace.types import StepPlan
 from headrace.weights.source import WeightSource
 
 

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
-from headrace.native.program import FUSIONS, Lowered, lower
+from headrace.native.lowering import FUSIONS, Lowered, lower
 from headrace.native.slots import Slot, new_slot
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.ops.rejection import round_key
-from headrace.params import SamplingParams
 from headrace.runner.answers import add_live
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.pooling import add_rows, pools
 from headrace.runner.record import record
-from headrace.types import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
 from headrace.weights.source import WeightSource
 
 log = logging.getLogger("headrace")

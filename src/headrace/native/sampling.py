@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.data.params import SamplingParams
 from headrace.native import core
-from headrace.params import SamplingParams
 
 
 def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, NewSlot
 from headrace.native import core
 from headrace.native.sampling import sample_params
 from headrace.ops.noise import Key, key
-from headrace.params import SamplingParams
-from headrace.types import Feed, NewSlot
 
 
 @dataclass(slots=True)

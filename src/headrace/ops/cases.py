@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops.context import Context, FeedRows, build
 from headrace.ops.registry import Case, accumulator

@@ -4,8 +4,8 @@ import math
 
 import torch
 
+from headrace.data.plan import TokenLogprob
 from headrace.ops.filters import NEVER, head, log_total
-from headrace.types import TokenLogprob
 
 CHUNK = 2**19  # logits looked at together
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from headrace.params import DRY_LONGEST, SamplingParams
+from headrace.data.params import DRY_LONGEST, SamplingParams
 
 NEVER = float("-inf")
 DRY_DEAREST = 1e4  # no cost grows beyond it

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.data.params import SamplingParams
 from headrace.ops import filters, penalties
 from headrace.ops.noise import Key, Purpose, coins
 from headrace.ops.penalties import TokenCounts
-from headrace.params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ import math
 import numpy as np
 import torch
 
+from headrace.data.types import Request, Sequence
 from headrace.ops.noise import Key, Purpose, coins, gumbel_at, key
 from headrace.ops.processing import RowSpec
 from headrace.ops.sampling import draw, process
-from headrace.types import Request, Sequence
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring rounds get seeds far apart
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TokenLogprob
 from headrace.ops import filters
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.noise import Purpose, gumbel_at
 from headrace.ops.processing import RowSpec, allowed_surprise, check_ids, needs, run_stages
-from headrace.params import SamplingParams
-from headrace.types import TokenLogprob
 
 __all__ = ["RowResult", "RowSpec", "draw", "process", "sample"]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from headrace.data.plan import Feed, FeedOutput, StepPlan, Want
 from headrace.ops.logprobs import best_tokens, token_logprobs
 from headrace.ops.noise import Purpose, key
 from headrace.ops.penalties import TokenCounts, ban, check_mask, mask
@@ -13,7 +14,6 @@ from headrace.ops.rejection import draw_draft, round_key, verify
 from headrace.ops.sampling import RowSpec, process, sample
 from headrace.ops.trees import child, paths
 from headrace.runner.slots import Slot, Slots
-from headrace.types import Feed, FeedOutput, StepPlan, Want
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.data.plan import Feed, StepOutput, StepPlan
 from headrace.runner.parts import Part
-from headrace.types import Feed, StepOutput, StepPlan
 
 
 class ModelRunner(Protocol):

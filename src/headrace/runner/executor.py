@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from headrace.types import StepOutput, StepPlan
+from headrace.data.plan import StepOutput, StepPlan
 
 
 class Ticket(Protocol):

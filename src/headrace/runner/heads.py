@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from headrace.config import ModelConfig, RopeConfig
+from headrace.data.config import ModelConfig, RopeConfig
+from headrace.data.plan import StepPlan
 from headrace.kv.pool import KVPool
 from headrace.models.base import Value
 from headrace.models.llama import Llama
@@ -25,7 +26,6 @@ from headrace.ops.context import Context
 from headrace.runner.hidden import Features
 from headrace.runner.runner import TorchRunner
 from headrace.runner.slots import Slots
-from headrace.types import StepPlan
 from headrace.weights.loader import load_model, plan
 from headrace.weights.source import TensorInfo, WeightSource
 

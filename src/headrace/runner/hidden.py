@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.types import Feed, FeedOutput, StepPlan
+from headrace.data.plan import Feed, FeedOutput, StepPlan
 
 
 class Stored:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from headrace.types import Feed, StepPlan, Want
+from headrace.data.plan import Feed, StepPlan, Want
 
 
 def pools(plan: StepPlan) -> Iterator[tuple[int, slice, Want]]:

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from headrace.data.plan import StepOutput, StepPlan
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
@@ -15,7 +16,6 @@ from headrace.runner.parts import Part, run_layer, sublayers
 from headrace.runner.pooling import add_rows, pools
 from headrace.runner.record import Segment, record
 from headrace.runner.slots import Slots
-from headrace.types import StepOutput, StepPlan
 
 
 @dataclass(slots=True)

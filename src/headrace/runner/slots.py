@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from headrace.data.params import SamplingParams
+from headrace.data.plan import StepPlan
 from headrace.ops.penalties import TokenCounts
-from headrace.params import SamplingParams
-from headrace.types import StepPlan
 
 
 @dataclass(slots=True)

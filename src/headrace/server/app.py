@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from headrace.params import ParamError
+from headrace.data.params import ParamError
 from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
 from headrace.server.async_llm import (

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from headrace.opening import Opened, open_model
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
+from headrace.data.types import Delta
 from headrace.server.engine_client import EngineGoneError, EngineProcess
 from headrace.server.grammar_check import GrammarCheck
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
@@ -28,7 +28,7 @@ from headrace.server.tickets import (
     TooLongError,
     deltas,
 )
-from headrace.types import Delta
+from headrace.startup.opening import Opened, open_model
 
 __all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "RequestFailedError", "RequestRefusedError", "State"]
 

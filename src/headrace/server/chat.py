@@ -9,7 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.params import SamplingParams, StructuredOutputs
+from headrace.data.params import SamplingParams, StructuredOutputs
+from headrace.data.types import Delta
 from headrace.server.answers import (
     Chat,
     ChatChoice,
@@ -35,7 +36,6 @@ from headrace.server.structured import asked_form, check_form, check_text, prepa
 from headrace.server.tickets import Ticket, deltas
 from headrace.server.tool_text import Piece, ToolText
 from headrace.server.tools import Tooling, callable_tools, conversation, schemas_of, tooling
-from headrace.types import Delta
 
 # What a template's own variables may not be called: they are ours to say, or what templates are written in.
 RESERVED = frozenset(

@@ -7,7 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TokenLogprob
+from headrace.data.types import Delta
 from headrace.server.answers import Completion, CompletionChoice, new_id, now, usage
 from headrace.server.errors import bad
 from headrace.server.fields import CompletionRequest
@@ -17,7 +19,6 @@ from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
-from headrace.types import Delta, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16  # the protocol's
 

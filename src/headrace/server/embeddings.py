@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from headrace.outputs import unit
-from headrace.params import SamplingParams
+from headrace.data.outputs import unit
+from headrace.data.params import SamplingParams
 from headrace.server.errors import bad
 from headrace.server.fields import EmbeddingRequest
 from headrace.server.service import Service

@@ -14,9 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from headrace.engine import AdmissionError
+from headrace.data.params import ParamError
+from headrace.data.types import Delta, Request
+from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.params import ParamError
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -38,7 +39,6 @@ from headrace.server.messages import (
     frame_length,
     read_to_engine,
 )
-from headrace.types import Delta, Request
 
 log = logging.getLogger("headrace.engine")
 

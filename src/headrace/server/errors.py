@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from headrace.params import ParamError
+from headrace.data.params import ParamError
 from headrace.server.fields import Meaningless
 from headrace.server.queueing import QueueFullError
 from headrace.server.tickets import (

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import Prepared
-from headrace.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.text.template_process import worker_environment
 
 MODULE = "headrace.server.grammar_worker"

@@ -11,11 +11,11 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.constrained import limits
 from headrace.decoding.grammar import grammar_of
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
-from headrace.structured import ConstraintError, StructuredOutputs
 from headrace.text.template_worker import cpu_timer, limit_process
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from headrace.data.plan import TokenLogprob
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import TokenLogprob
 
 FLOOR = -9999.0  # stands for minus infinity, which JSON has not
 

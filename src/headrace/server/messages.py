@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.params import SamplingParams
-from headrace.types import Delta, RequestMetrics, TokenLogprob
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TokenLogprob
+from headrace.data.types import Delta, RequestMetrics
 
 MAX_FRAME = 256 << 20  # bytes; a prompt's log-probabilities are the largest thing sent
 PREFIX = struct.Struct("<I")

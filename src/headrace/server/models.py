@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from headrace.data.config import parse_bytes
 from headrace.server.async_llm import AsyncLLM, EngineDownError, LoadError, State
 from headrace.server.errors import RETRY_DOWN, ApiError
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
-from headrace.sizes import parse_bytes
 from headrace.weights import catalog, hub
 
 log = logging.getLogger("headrace.server")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.params import ParamError, SamplingParams, params_of
+from headrace.data.params import ParamError, SamplingParams, params_of
 from headrace.server.errors import ApiError, bad, blamed
 from headrace.server.fields import Sampling
 from headrace.server.settings import Limits

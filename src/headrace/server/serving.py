@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from headrace.data.config import parse_bytes
 from headrace.server.app import make_app
 from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.connection import connection
@@ -17,7 +18,6 @@ from headrace.server.metrics import Figures
 from headrace.server.models import Entry, Models, expected_size, make_service
 from headrace.server.settings import ServerSettings
 from headrace.server.store import Store
-from headrace.sizes import parse_bytes
 
 log = logging.getLogger("headrace.server")
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import Prepared
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
 from headrace.server.grammar_check import GrammarCheck
 from headrace.server.service import Service
-from headrace.structured import ConstraintError, StructuredOutputs
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 

@@ -5,9 +5,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TokenLogprob
+from headrace.data.types import Delta, RequestMetrics
 from headrace.server.queueing import Waiting
-from headrace.types import Delta, RequestMetrics, TokenLogprob
 
 log = logging.getLogger("headrace.server")
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
 from headrace.server.tool_text import HERMES, CallFormat, format_of
-from headrace.structured import ConstraintError, StructuredOutputs
 
 MOST = 128  # tools
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

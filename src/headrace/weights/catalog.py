@@ -33,7 +33,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.params import SamplingParams
+from headrace.data.params import SamplingParams
 
 DEFAULT = "smollm2-135m"
 SHIPPED = Path(__file__).with_name("catalog.toml")

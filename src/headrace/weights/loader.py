@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.config import ModelConfig
+from headrace.data.config import ModelConfig
 from headrace.layers.holder import ParamSpec
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config

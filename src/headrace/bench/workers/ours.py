@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import headrace
+from headrace.data.params import SamplingParams
+from headrace.data.types import Draft
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
-from headrace.params import SamplingParams
-from headrace.types import Draft
 
 SLACK = 64  # tokens that early sequences of a batch may make while the last ones are still in prefill
 

@@ -6,8 +6,8 @@ Setting: {"beams": 4, "independent": false}, and arguments of LLM.
 import time
 from typing import Any
 
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.params import BeamSearchParams, SamplingParams
 
 
 class Worker:

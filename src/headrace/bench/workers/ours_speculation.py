@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.params import SamplingParams
 
 
 class Worker:

@@ -5,7 +5,7 @@ from urllib.parse import unquote
 
 from referencing import Registry
 
-from headrace.structured import ConstraintError
+from headrace.data.structured import ConstraintError
 
 MAX_WORK = 20_000  # subschemas looked at
 # For validators: what a schema refers to is in it, or nowhere. Their default would fetch it, be it a file.

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.data.structured import ConstraintError
 from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document, InexpressibleError, is_local
 from headrace.decoding.json_schema.literals import types_of
 from headrace.decoding.json_schema.negation import SILENT, Negation, all_of, any_of
-from headrace.structured import ConstraintError
 
 MAX_DEPTH = 64  # schemas within schemas
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those a mask knows

@@ -4,9 +4,9 @@ import json
 
 import jsonschema
 
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.document import NOWHERE
 from headrace.decoding.json_schema.prepare import prepare
-from headrace.structured import ConstraintError, StructuredOutputs
 
 
 def late_keywords(spec: StructuredOutputs) -> tuple[str, ...]:

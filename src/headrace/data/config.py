@@ -1,0 +1,138 @@
+"""Settings: what a model is (`ModelConfig`) and how an engine is run (`EngineConfig`). Plain data."""
+
+import re
+from dataclasses import dataclass, field, replace
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions. `scaling` is none | linear | llama3 (Llama 3.1's frequency bands) | divisors (given one by one)."""
+
+    theta: float = 10000.0
+    dim: int | None = None  # rotated part of a head; None: all of it
+    scaling: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    interleaved: bool = False  # pairs (2i, 2i+1) instead of (i, i + dim/2)
+    divisors: tuple[float, ...] = ()  # scaling "divisors": what each frequency is divided by (GGUF's rope_freqs.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """An architecture's numbers, whatever file they came from (HF config.json or GGUF metadata)."""
+
+    architecture: str  # HF model_type: llama, mistral, qwen2, qwen3, gemma3_text, gpt2, bert
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_position: int
+    norm_eps: float = 1e-5
+    rope: RopeConfig | None = None
+    rope_local: RopeConfig | None = None  # gemma3: sliding layers
+    tied_head: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()  # per layer; empty: `sliding_window` holds for all
+    attn_scale: float | None = None  # None: head_dim ** -0.5
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    embed_scale: float = 1.0
+    encoder: bool = False  # every token sees every other: prompts are fed whole, and nothing is generated
+    token_types: int = 0  # rows of bert's table of token types
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together (not always hidden_size)."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer in tokens, or None where it attends to everything."""
+        if self.sliding_layers and not self.sliding_layers[layer]:
+            return None
+        return self.sliding_window
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """K and V of all layers for one token (card A2; n_kv heads, not n_heads: W29)."""
+        return 2 * self.num_layers * self.kv_size * element_bytes
+
+    def kv_bytes(self, tokens: int, element_bytes: int) -> int:
+        """K and V that the attention of one sequence of `tokens` can still reach: a sliding layer needs its window only."""
+        reach = sum(min(tokens, self.window(i) or tokens) for i in range(self.num_layers))
+        return 2 * reach * self.kv_size * element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and policy of the scheduler. `online` keeps steps short, `offline` fills them."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+    policy: str = "continuous"  # continuous | static
+    whole: bool = False  # encoders: a prompt is fed in one step, and nothing is matched
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        if self.policy not in ("continuous", "static"):
+            raise ValueError(f"unknown policy {self.policy!r}; choose continuous or static")
+
+    @classmethod
+    def preset(cls, name: str, max_model_len: int, max_num_seqs: int = 32, policy: str = "continuous") -> "SchedulerConfig":
+        """online: small chunks, low ITL; offline: big steps, most tokens/s."""
+        budgets = {"online": 512, "offline": 2048}
+        if name not in budgets:
+            raise ValueError(f"unknown preset {name!r}; choose online or offline")
+        return cls(max_num_seqs, budgets[name], max_model_len, policy)
+
+    def for_encoder(self) -> "SchedulerConfig":
+        """Whole prompts: any that the context holds fits into a step."""
+        return replace(self, whole=True, max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_model_len))
+
+    def with_budget(self, max_num_batched_tokens: int) -> "SchedulerConfig":
+        return replace(self, max_num_batched_tokens=max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged pool: number of blocks, tokens a block, whether prefixes are shared and kept for later requests."""
+
+    num_blocks: int
+    block_size: int = 16
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_blocks=256))
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number or from text such as "2GiB", "500MB", "1.5g". Raises ValueError."""
+    if isinstance(value, int):
+        size = float(value)
+    else:
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmg]i?)?b?\s*", value.lower())
+        if match is None:
+            raise ValueError(f"{value!r} is not a size; write a number of bytes or, say, 2GiB")
+        size = float(match[1]) * UNITS[match[2] or ""]
+    if size <= 0:
+        raise ValueError(f"a memory size must be above 0, not {value!r}")
+    return int(size)

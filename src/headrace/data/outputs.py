@@ -1,0 +1,104 @@
+"""What a caller gets back: one RequestOutput a prompt, put together from the engine's deltas."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace.data.plan import TokenLogprob
+from headrace.data.structured import StructuredOutputs
+from headrace.data.types import Delta, Request, RequestMetrics
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None.
+
+    Beam search ranks its outputs by `score` (the length-normalised log-probability) and gives `cumulative_logprob`."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None
+    score: float | None = None
+
+
+@dataclass(slots=True)
+class Embedding:
+    """A text's vector, of length 1."""
+
+    token_ids: list[int]
+    values: list[float]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and what came of it. `prompt_logprobs[i]` scores prompt token i given those before; the first is None."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = False
+    error: str | None = None
+    structured: StructuredOutputs | None = None  # what its outputs are held to
+    pooled: list[float] = field(default_factory=list)  # what an embedding is made of, where one was asked for
+
+    def add(self, delta: Delta) -> None:
+        """Take in what one step added."""
+        if delta.error is not None:
+            self.error = delta.error
+        output = self.outputs[delta.index]
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        if output.logprobs is not None:
+            output.logprobs += delta.logprobs
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprob for e in delta.logprobs)
+        if delta.score is not None:
+            output.cumulative_logprob, output.score = delta.cumulative_logprob, delta.score
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.finished:
+            self.finished = True
+            self._drop_unborn()
+
+    def _drop_unborn(self) -> None:
+        """Beam search may end with fewer hypotheses than were asked for."""
+        born = [output for output in self.outputs if output.finish_reason is not None]
+        self.outputs = born or self.outputs[:1]
+
+
+def empty_output(request: Request, prompt: str | None) -> RequestOutput:
+    """The output of a request that has just been added; its metrics and prompt scores fill in as the engine goes."""
+    params = request.params
+    wants_logprobs = params.logprobs is not None
+    return RequestOutput(
+        request_id=request.id,
+        prompt=prompt,
+        prompt_token_ids=request.prompt,
+        prompt_logprobs=request.prompt_logprobs if params.prompt_logprobs is not None else None,
+        outputs=[
+            CompletionOutput(
+                index,
+                logprobs=[] if wants_logprobs else None,
+                cumulative_logprob=0.0 if wants_logprobs else None,
+            )
+            for index in range(params.n)
+        ],
+        metrics=request.metrics,
+        structured=params.structured_outputs,
+        pooled=request.pooled,
+    )
+
+
+def unit(values: Sequence[float], dimensions: int | None = None) -> list[float]:
+    """The first `dimensions` numbers, scaled to length 1. Raises ValueError where there is no direction to keep."""
+    kept = list(values[:dimensions])
+    length = math.hypot(*kept)
+    if not 0 < length < math.inf:
+        raise ValueError("the model's hidden states are broken: an embedding has no length; check the weights")
+    return [value / length for value in kept]

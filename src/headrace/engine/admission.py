@@ -1,0 +1,149 @@
+"""What may enter the loop: everything a client can send is checked once, here, and refused with what to change."""
+
+from headrace.data.config import EngineConfig
+from headrace.data.param_checks import unheeded
+from headrace.data.params import ParamError, SamplingParams
+from headrace.data.plan import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup
+from headrace.data.types import Request
+from headrace.decoding.base import Drafting
+from headrace.decoding.processors import ProcessorError, check_processors
+from headrace.decoding.scoring import Scoring
+
+POOLS = ("first", "last", "mean")
+
+
+class AdmissionError(ValueError):
+    """A request that could never run; the message says what to change."""
+
+
+class Limits:
+    """The bounds of one engine: context, vocabulary, slots, token budget, blocks."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int, *, has_tokenizer: bool) -> None:
+        self.scheduler = config.scheduler
+        self.cache = config.cache
+        self.vocab_size = vocab_size
+        self.has_tokenizer = has_tokenizer
+
+
+def admit(request: Request, limits: Limits) -> None:
+    """Raise AdmissionError unless the request can run to its end on this engine."""
+    _check_prompt(request, limits)
+    _check_ids(request, limits)
+    _check_processors(request)
+    _check_honours(request)
+    _check_width(request, limits)
+    _check_blocks(request, limits)
+
+
+def _check_prompt(request: Request, limits: Limits) -> None:
+    length, context = len(request.prompt), limits.scheduler.max_model_len
+    if length == 0:
+        raise AdmissionError("the prompt is empty; give at least one token")
+    if request.pool:
+        _check_pool(request, limits)
+    elif limits.scheduler.whole:
+        raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings")
+    elif length + _least_answer(request) > context:
+        raise AdmissionError(
+            f"the prompt has {length} tokens and the context holds {context}, the answer included; "
+            "shorten the prompt or raise max_model_len"
+        )
+    for token in request.prompt:
+        if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+            raise AdmissionError(f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
+
+
+def _least_answer(request: Request) -> int:
+    """How many tokens a request writes at the least: scores and embeddings need no room for any."""
+    return 0 if request.pool or isinstance(request.strategy, Scoring) else 1
+
+
+def _check_pool(request: Request, limits: Limits) -> None:
+    context = limits.scheduler.max_model_len
+    if request.pool not in POOLS:
+        raise AdmissionError(f"unknown pooling {request.pool!r}; use {', '.join(POOLS)}")
+    if request.pool == "first" and not limits.scheduler.whole:
+        raise AdmissionError("the first token of a decoder sees no other; pool mean or last")
+    if len(request.prompt) > context:
+        raise AdmissionError(f"the text has {len(request.prompt)} tokens and the model takes {context}; shorten it")
+
+
+def _check_ids(request: Request, limits: Limits) -> None:
+    params = request.params
+    try:
+        params.check_vocab(limits.vocab_size)
+    except ParamError as error:
+        raise AdmissionError(str(error)) from None
+    if params.stop and not limits.has_tokenizer:
+        raise AdmissionError("stop strings need a tokenizer; use stop_token_ids, or load the model with its tokenizer")
+
+
+def _check_honours(request: Request) -> None:
+    """Nothing may be asked for that the strategy would drop."""
+    honours: frozenset[str] = request.strategy.honours
+    given = unheeded(request.params, honours)
+    if request.processors and "processors" not in honours:
+        given.append("processors")
+    if given:
+        name = type(request.strategy).__name__
+        raise AdmissionError(f"the strategy {name} does not heed {', '.join(given)}; leave out what it would drop")
+
+
+def _check_processors(request: Request) -> None:
+    try:
+        check_processors(request.processors)
+    except ProcessorError as error:
+        raise AdmissionError(str(error)) from None
+    if request.width > 1 and any(processor.scope == "stateful" for processor in request.processors):
+        raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
+
+
+def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
+    """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group."""
+    needed = {TARGET.name, FEATURES}  # heads may draft for any request, if there are any
+    if params.contrastive_beta is not None:
+        needed.add(AMATEUR)
+    if params.penalty_alpha:
+        needed.add(HIDDEN)
+    if AMATEUR in needed and all(group.name != AMATEUR for group in groups):
+        raise AdmissionError("contrastive_beta needs an amateur; open the model with amateur=MODEL, or leave it out")
+    if HIDDEN in needed and all(group.name != HIDDEN for group in groups):
+        raise AdmissionError("this engine keeps no hidden states for contrastive search; leave penalty_alpha out")
+    return sum(1 << g for g, group in enumerate(groups) if group.name in needed)
+
+
+def _check_width(request: Request, limits: Limits) -> None:
+    most = min(limits.scheduler.max_num_seqs, limits.scheduler.max_num_batched_tokens)
+    if request.width > most:
+        raise AdmissionError(
+            f"the request needs {request.width} sequences at once and the engine runs {most}; "
+            "lower n, or raise max_num_seqs and max_num_batched_tokens"
+        )
+
+
+def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int) -> int:
+    """The most blocks a request can hold: full prompt blocks are shared, everything after them is not."""
+    shared = prompt_len // block_size
+    each = -(-(prompt_len + output_len - 1) // block_size) - shared
+    return shared + width * max(each, 0)
+
+
+def _check_blocks(request: Request, limits: Limits) -> None:
+    prompt = len(request.prompt)
+    room = limits.scheduler.max_model_len - prompt
+    output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+    output = output if _least_answer(request) else 1
+    nodes = request.strategy.nodes(request) if isinstance(request.strategy, Drafting) else 0
+    if nodes > MAX_NODES:
+        raise AdmissionError(
+            f"the strategy drafts up to {nodes} nodes and a step verifies {MAX_NODES}; let its nodes() be fewer"
+        )
+    if nodes + request.width > limits.scheduler.max_num_batched_tokens:
+        raise AdmissionError(f"the request feeds {nodes} candidates a step; lower top_k, or raise max_num_batched_tokens")
+    need = blocks_needed(prompt, output + nodes, request.width, limits.cache.block_size)
+    if need > limits.cache.num_blocks:
+        raise AdmissionError(
+            f"the request may need {need} KV blocks of {limits.cache.block_size} tokens and the pool has "
+            f"{limits.cache.num_blocks}; lower n or max_tokens, or raise kv_cache_memory"
+        )

@@ -1,0 +1,461 @@
+"""The loop. Every decoding method, batched with every other, goes through `Engine.step`."""
+
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from headrace.data.config import EngineConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TARGET, WANT_KINDS, WANT_ROWS, Feed, FeedOutput, KVGroup, StepOutput, StepPlan, Want
+from headrace.data.types import Child, Delta, Draft, Request, Sequence, Status
+from headrace.decoding.base import Drafting, Strategy
+from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
+from headrace.decoding.methods import strategy_for
+from headrace.decoding.processors import Processor, ProcessorError
+from headrace.decoding.scoring import Scoring
+from headrace.decoding.stopping import Stopping
+from headrace.drafting.speculation import Speculation
+from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
+from headrace.engine.children import clone, file_pooled, file_scores, pool_wants, result
+from headrace.engine.scheduler import Flight, Scheduler, Work
+from headrace.kv.blocks import BlockManager
+from headrace.runner.executor import Done, Executor, Ticket
+from headrace.text.tokenizer import Tokenizer
+
+__all__ = ["AdmissionError", "Engine"]
+
+log = logging.getLogger("headrace")
+
+
+class Engine:
+    """Requests in, deltas out. One thread calls it; it knows neither prefill nor decode, neither beam nor speculation.
+
+    `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them. `speculation` proposes drafts for
+    the requests that take them; `groups` are the KV groups, the target's first.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        speculation: Speculation | None = None,
+        groups: tuple[KVGroup, ...] = (TARGET,),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.executor = executor
+        self.speculation = speculation
+        self.blocks = BlockManager(config.cache, groups)
+        self.scheduler = Scheduler(config.scheduler, self.blocks)
+        self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
+        self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None)
+        self.eos_ids = eos_ids
+        self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
+        self.requests: dict[str, Request] = {}
+        self.fed = 0  # tokens of the step that landed last
+        self._flights: deque[Flight] = deque()
+        self._outbox: list[Delta] = []
+        self._ids = itertools.count()
+        self._names = itertools.count()
+        self._idle = 0  # steps in a row that could feed nobody
+        self._clock = clock
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        strategy: Strategy | None = None,
+        processors: tuple[Processor, ...] = (),
+        salt: bytes = b"",
+        pool: str = "",
+    ) -> Request:
+        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run.
+
+        `pool` (first, last, mean) asks for the prompt's pooled hidden rows instead of an answer.
+        """
+        arrival = next(self._ids)
+        name = request_id or self._free_name()
+        if name in self.requests:
+            raise AdmissionError(f"request id {name!r} is in use; choose another")
+        # Without the cache a prefix is shared with nobody but its own siblings.
+        root = salt if self.config.cache.prefix_caching else salt + arrival.to_bytes(8, "little")
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        request = Request(
+            id=name,
+            prompt=list(prompt),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            strategy=strategy or (Scoring() if pool else strategy_for(params)),
+            pool=pool,
+            arrival=arrival,
+            tenant=salt,
+            processors=tuple(processors),
+            stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,
+        )
+        request.width = request.strategy.width(request)
+        admit(request, self.limits)
+        request.drafts = isinstance(request.strategy, Drafting)
+        request.speculates = self.speculation is not None and self.speculation.serves(request)
+        if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
+            raise AdmissionError(why)
+        seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=root)
+        seq.computed = [0] * len(self.blocks.groups)
+        seq.groups = groups_filled(params, self.blocks.groups)
+        self._reserve(params)
+        self.stopping.begin(request, seq)
+        seq.constraint = self._constraint(params)
+        request.seqs.append(seq)
+        request.metrics.arrival = self._clock()
+        self.requests[name] = request
+        self.scheduler.add(request)
+        return request
+
+    def _free_name(self) -> str:
+        """A request id that no open request has, a caller's own ids included."""
+        return next(name for name in map("request-{}".format, self._names) if name not in self.requests)
+
+    def _reserve(self, params: SamplingParams) -> None:
+        if params.penalty_alpha:
+            try:
+                self.executor.reserve_hidden()
+            except ValueError as error:
+                raise AdmissionError(str(error)) from None
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise AdmissionError("structured_outputs need a tokenizer; load the model with its tokenizer")
+        try:
+            return self.grammars.constraint(params.structured_outputs)
+        except ConstraintError as error:
+            raise AdmissionError(str(error)) from None
+
+    def abort(self, request_id: str) -> None:
+        """End a request as it stands; its blocks come back at once, or when the step in flight has landed."""
+        request = self.requests.get(request_id)
+        if request is None or request.aborted:
+            return
+        request.aborted = True
+        if not request.in_flight:
+            self._end(request, "abort")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests or self._outbox)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+    def step(self) -> list[Delta]:
+        """Run one step and return what it added to whom; empty when there is nothing to do."""
+        self._launch()
+        if self._flights:
+            self._idle = 0
+            flight = self._flights.popleft()
+            self.fed = flight.plan.num_tokens
+            output = self._land(flight)
+            if output is not None:
+                self.scheduler.advance(flight)
+                now = self._clock()
+                for request, outputs in self._caught_up(flight, output):
+                    self._ask(request, self._commit, request, outputs, now)
+            self._sweep(flight)
+        elif self.requests and not self._outbox:
+            self._stuck()
+        return self._deliver()
+
+    def _ask(self, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
+        """What a hook says. One that raises fails its request and no other, which the step's end sweeps out; it says None."""
+        try:
+            return hook(*args)
+        except Exception as error:  # a strategy, processor or constraint may raise anything
+            level = logging.DEBUG if isinstance(error, ProcessorError) else logging.ERROR
+            log.log(level, "request %s failed", request.id, exc_info=True)
+            request.error = request.error or f"{type(error).__name__}: {error}"
+            return None
+
+    def _launch(self) -> None:
+        """Schedule, draft and submit until the executor is full."""
+        while len(self._flights) < self.executor.depth:
+            self._propose()
+            if (flight := self.scheduler.schedule()) is None:
+                return
+            self._flights.append(flight)  # before any hook runs: whatever one does, the flight lands
+            if self.speculation is not None:
+                self._fill(self.speculation, flight)
+            now = self._clock()
+            for work in flight.works:
+                if work.request.metrics.scheduled is None:
+                    work.request.metrics.scheduled = now
+                self._ask(work.request, self._want, work)
+            flight.began = self._clock()
+            if flight.ticket is None:
+                flight.ticket = self._submit(flight.plan)
+
+    def _submit(self, plan: StepPlan) -> Ticket:
+        try:
+            return self.executor.submit(plan)
+        except Exception as error:
+            return Done(None, error)
+
+    def _want(self, work: Work) -> None:
+        """Put into a feed what is wanted of it, and what may be drawn where a grammar says so."""
+        seq, feed = work.seq, work.feed
+        if seq.constraint is not None and work.last:
+            feed.masks = seq.constraint.masks(feed.nodes, feed.parents)
+        feed.wants = self._wants(work.request, seq, work.last)
+
+    def _propose(self) -> None:
+        """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it.
+
+        Of those that wait, the first are asked, as many as a step can admit: a step's work does not grow with the queue.
+        """
+        scheduler = self.scheduler
+        for request in [*scheduler.running, *scheduler.waiting[: self.config.scheduler.max_num_seqs]]:
+            if request.drafts and not request.in_flight:
+                for seq in request.seqs:
+                    seq.draft = self._ask(request, self._required, request, seq)
+                if request.error is not None:
+                    self._end(request, "error")
+        if self.speculation is not None and not self.speculation.pauses():
+            idle = [request for request in scheduler.running if not request.in_flight]
+            decoding = [(request, seq) for request in idle for seq in request.seqs if seq.pending == 1]
+            self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding))
+
+    def _required(self, request: Request, seq: Sequence) -> Draft | None:
+        """What a strategy's next step must verify. Raises ValueError where no step could feed it."""
+        draft: Draft | None = request.strategy.draft(request, seq)
+        if draft is None:
+            return None
+        most, vocab = request.strategy.nodes(request), self.limits.vocab_size
+        if len(draft.tokens) > most:
+            raise ValueError(f"the strategy drafted {len(draft.tokens)} nodes, and nodes() says at most {most}")
+        if not all(0 <= token < vocab for token in draft.tokens):
+            raise ValueError(f"the strategy drafted a token that is not in the vocabulary (0 to {vocab - 1})")
+        if len(draft.parents) != len(draft.tokens) or not all(-1 <= up < at for at, up in enumerate(draft.parents)):
+            raise ValueError("a draft names the parent of each node, -1 or an earlier node")
+        return draft
+
+    def _fill(self, speculation: Speculation, flight: Flight) -> None:
+        """Let a model that drafts say which tokens the drafts are that found room."""
+        plan = flight.plan
+
+        def run(model: int, feeds: list[Feed]) -> list[FeedOutput]:
+            # What changes slots, tables and pools comes first, and with the target's plan: the companions share it.
+            ahead = StepPlan(plan.step, 0, plan.free, plan.new, plan.tables, plan.moves, plan.copies)
+            try:
+                self.executor.submit(ahead).result()
+            except Exception as error:  # what of it was carried out is not known, so the target's step has failed with it
+                flight.ticket = Done(None, error)
+                raise
+            plan.free, plan.new, plan.tables, plan.moves, plan.copies = [], [], [], [], []
+            return self.executor.submit(StepPlan(plan.step, model, feeds=feeds)).result().feeds
+
+        works = [work for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
+        for work in speculation.fill(works, run, self.blocks.fill):
+            self.scheduler.strip(work)
+
+    def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
+        if request.pool:
+            return pool_wants(request, last)
+        scores = request.params.prompt_logprobs
+        want = request.strategy.want(request, seq) if last else None
+        if want is not None and (not isinstance(want, Want) or want.kind not in WANT_KINDS or want.rows not in WANT_ROWS):
+            raise ValueError(f"the strategy wants what no step gives: {want!r}")
+        wants = () if want is None else (want,)
+        if last and seq.draft is not None and seq.draft.heard:
+            wants = (*wants, Want(rows="nodes", child=seq.index))
+        if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
+            return (Want(rows="all", kind="score", logprobs=scores), *wants)
+        return wants
+
+    def _land(self, flight: Flight) -> StepOutput | None:
+        """The step's result. A step that fails commits nothing: its requests end with the error."""
+        output: StepOutput | None = None
+        try:
+            output = flight.ticket.result()
+            if len(output.feeds) != len(flight.works):
+                raise RuntimeError(f"{len(output.feeds)} answers to {len(flight.works)} feeds")
+        except Exception as error:  # whatever the back end raises must not take the other requests down
+            output = None
+            log.exception("a step failed; its requests end with the error")
+            for request in {work.request: None for work in flight.works}:
+                request.error = f"the step failed: {error}"
+            self.scheduler.fail(flight)
+        self.scheduler.land(flight)
+        if self.speculation is not None and output is not None and self.executor.depth == 1:
+            self.speculation.took(flight.plan, self._clock() - flight.began)
+        return output
+
+    def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, list[tuple[Sequence, FeedOutput]]]]:
+        """The requests whose sequences all have logits now, with them; prompt scores are filed on the way."""
+        pairs = zip(flight.works, output.feeds, strict=True)
+        for request, fed in itertools.groupby(pairs, lambda pair: pair[0].request):  # a request's works come together
+            outputs = []
+            for work, out in fed:
+                seq = work.seq
+                failed = "" if seq.constraint is None else seq.constraint.error
+                if failed and request.strategy.drops_failed:
+                    request.dropped = failed  # it brings no candidates, so it has no children
+                elif failed or out.error:
+                    request.error = failed or out.error
+                if out.pooled:
+                    file_pooled(request, work.feed, out.pooled)
+                if request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
+                    file_scores(request, work.feed.start, out)
+                if work.last:
+                    outputs.append((seq, out))
+            if outputs and request.error is None and not request.aborted:
+                yield request, outputs
+
+    def _commit(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], now: float) -> None:
+        """Accept, append, fork, drop: every parent becomes its children, and what ended leaves the request."""
+        families: list[list[Child]] = request.strategy.select(request, outputs)
+        if len(families) != len(outputs):
+            raise ValueError(f"the strategy gave children for {len(families)} sequences of {len(outputs)}")
+        changed: list[tuple[Sequence, list[Sequence]]] = []
+        live = 0
+        for (parent, out), children in zip(outputs, families, strict=True):
+            heirs = self._become(request, parent, out, children)
+            live += len(heirs)
+            if heirs != [parent]:  # else it goes on as it is
+                changed.append((parent, heirs))
+        if live > request.width:  # the slots of others
+            raise ValueError(f"the strategy holds {live} sequences, and width() says at most {request.width}")
+        changed.sort(key=lambda pair: bool(pair[1]))  # those without heirs first: the slots they give back may be all there are
+        for parent, heirs in changed:
+            self.scheduler.commit(request, parent, heirs)
+        metrics = request.metrics
+        metrics.last_token = now
+        if metrics.first_token is None:
+            metrics.first_token = now
+        if request.error is None and (request.strategy.done(request) or not request.seqs):
+            self._end(request, None)
+
+    def _become(self, request: Request, parent: Sequence, out: FeedOutput, children: list[Child]) -> list[Sequence]:
+        """Let a sequence become its children; returns those that go on."""
+        draft, length = parent.draft, len(parent.tokens)
+        heirs: list[Sequence] = []
+        for child in children:
+            seq = parent if len(children) == 1 else clone(parent, next(self._ids))
+            self._grow(request, parent, seq, child)
+            if seq.constraint is not None and self._failed(request, seq):
+                continue
+            if draft is not None and seq is parent:
+                out.path = child.path  # the strategy may have walked by itself
+                self._settle(request, parent, length, out)
+            (heirs if seq.finish_reason is None else request.finished).append(seq)
+        return heirs
+
+    def _failed(self, request: Request, seq: Sequence) -> bool:
+        """Whether a sequence's grammar has failed and it is dropped; where nothing may be dropped, the request has failed."""
+        if not seq.constraint.error:
+            return False
+        if request.strategy.drops_failed:
+            request.dropped = seq.constraint.error
+        else:
+            request.error = seq.constraint.error
+        return request.strategy.drops_failed
+
+    def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child) -> None:
+        """Give `seq` what its child brings, up to where the output ends."""
+        if child.index is not None and child.index != seq.index:
+            if request.strategy.streams and not 0 <= child.index < request.params.n:
+                raise ValueError(f"the strategy gave a child index {child.index}, and n is {request.params.n}")
+            seq.index = child.index
+        if child.token is not None and not 0 <= child.token < self.limits.vocab_size:
+            raise ValueError(f"the strategy chose token {child.token}, and the vocabulary ends at {self.limits.vocab_size - 1}")
+        seq.score, seq.state = child.score, child.state
+        draft, tokens = parent.draft, [] if child.token is None else [child.token]
+        if draft is not None:
+            tokens = [draft.tokens[node] for node in child.path] + tokens
+        delta = self.stopping.extend(request, seq, tokens, child.logprobs)
+        if draft is not None and not draft.required:
+            delta.drafter, delta.drafted = draft.drafter, len(draft.tokens)
+            delta.accepted = min(len(child.path), len(delta.token_ids))
+        if request.strategy.streams:
+            self._outbox.append(delta)
+        else:
+            seq.shown += delta.text
+
+    def _settle(self, request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
+        """The draft below `length` known tokens was verified: its path is kept, and the drafter learns what became of it."""
+        draft, seq.draft = seq.draft, None
+        assert draft is not None
+        if seq.finish_reason is None:
+            self.scheduler.accept(seq, length, tuple(out.path))
+        if not draft.required and self.speculation is not None:
+            request.metrics.accept(min(len(out.path), len(seq.tokens) - length))
+            self.speculation.observe(request, seq, draft, out)
+
+    def _stuck(self) -> None:
+        """Requests are open, nothing is under way, and nobody can be fed: a fault of the engine. They end with it, so that no
+        caller waits for ever."""
+        self._idle += 1
+        if self._idle < 2:
+            return
+        log.critical("no request can be fed; all end. This is a fault of Headrace: please report it")
+        for request in list(self.requests.values()):
+            request.error = "the engine can feed no request; this is a fault of Headrace, please report it"
+            self._end(request, "error")
+
+    def _sweep(self, flight: Flight) -> None:
+        """End what was aborted or has failed."""
+        for request in [work.request for work in flight.works]:
+            if (request.error is not None or request.aborted) and request.status is not Status.FINISHED:
+                self._end(request, "abort" if request.error is None else "error")
+
+    def _end(self, request: Request, reason: str | None) -> None:
+        """Take a request out of the loop; outputs that are still open end with `reason`."""
+        open_seqs = list(request.seqs)
+        self.scheduler.finish(request)
+        del self.requests[request.id]
+        request.metrics.finished = self._clock()
+        if self.speculation is not None:
+            self.speculation.end(request)
+        if request.strategy.streams:
+            self._outbox += [self._close(request, seq, reason or "stop") for seq in open_seqs]
+        elif reason is None:
+            self._outbox += self._ask(request, self._results, request) or []
+        mine = [delta for delta in self._outbox if delta.request_id == request.id]
+        if not mine or (request.error is not None and mine[-1].error is None):
+            reason = reason if request.error is None else "error"
+            mine = [Delta(request.id, 0, finish_reason=reason, error=request.error)]
+            self._outbox += mine
+        mine[-1].finished = True
+
+    def _results(self, request: Request) -> list[Delta]:
+        """The outputs of a request that does not stream; where there is none, it has failed."""
+        ranked = request.strategy.results(request)
+        if len(ranked) > request.params.n:
+            raise ValueError(f"the strategy gave {len(ranked)} outputs, and n is {request.params.n}")
+        if not ranked:
+            request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
+        return [result(request, seq, score, at) for at, (seq, score) in enumerate(ranked)]
+
+    def _close(self, request: Request, seq: Sequence, reason: str) -> Delta:
+        """End an output where it stands."""
+        seq.finish_reason = reason
+        request.finished.append(seq)
+        return Delta(request.id, seq.index, text=self.stopping.rest(seq), finish_reason=reason, error=request.error)
+
+    def _deliver(self) -> list[Delta]:
+        """Hand over the deltas; static batching delivers a batch when its last request is done (card C1)."""
+        if self.config.scheduler.policy == "static" and self.scheduler.running:
+            return []
+        deltas, self._outbox = self._outbox, []
+        return deltas
+
+    def check(self) -> None:
+        """Raise AssertionError unless the cache's books are in order."""
+        self.blocks.check(self.scheduler.held)

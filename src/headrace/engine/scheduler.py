@@ -1,0 +1,417 @@
+"""Who is fed what in the next step: queues, token budget, blocks, preemption. Knows no strategy and no tensor.
+
+Work is known tokens + draft - computed (Orca's iteration-level scheduling, Sarathi-Serve's chunked prefill; cards C2, C3);
+preemption recomputes (card C4).
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.data.config import SchedulerConfig
+from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta
+from headrace.data.types import Request, Sequence, Status
+from headrace.kv.blocks import BlockManager, Span
+
+
+class Work(msgspec.Struct, eq=False, gc=False):
+    """One feed of a plan and whose it is. `last`: it reaches the last known token and what the draft must have."""
+
+    request: Request
+    seq: Sequence
+    feed: Feed
+    last: bool
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """A plan on its way through the executor, with what its result belongs to."""
+
+    plan: StepPlan
+    room: int  # tokens the budget still allows
+    works: list[Work] = field(default_factory=list)
+    promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
+    ticket: Any = None  # None: not submitted yet
+    began: float = 0.0  # when it was submitted
+
+
+class Scheduler:
+    """Builds step plans for the requests it holds.
+
+    Running requests go first, those that only decode before those in prefill, then waiting ones, each in the order
+    (priority, arrival). A request whose blocks run short preempts the last running one; nothing is admitted in such a step.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._own = [g for g, group in enumerate(blocks.groups) if group.model == 0]
+        self._companions = [g for g, group in enumerate(blocks.groups) if group.model != 0]
+        self._step = 0
+        self._flights: list[Flight] = []
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []  # to be told to the runner with the next plan
+        self._new_slots: list[NewSlot] = []
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_order)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    @property
+    def held(self) -> list[Sequence]:
+        """Every sequence that may hold blocks."""
+        return [seq for request in self.requests for seq in request.seqs]
+
+    def finish(self, request: Request) -> None:
+        """Take a request out; its blocks and slots come back."""
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        request.status = Status.FINISHED
+        for seq in request.seqs:
+            self.drop(seq)
+        request.seqs = []
+
+    def drop(self, seq: Sequence) -> None:
+        """Give back what a sequence holds."""
+        self.blocks.release(seq)
+        self._free_slot(seq)
+
+    def commit(self, request: Request, parent: Sequence, children: list[Sequence]) -> None:
+        """Replace a sequence by its unfinished children: the first inherits table and slot, the others fork from it."""
+        at = request.seqs.index(parent)
+        assert len(children) < 2 or not parent.moves, "a sequence that follows its draft has one child"
+        for child in children[1:]:
+            self.blocks.fork(parent, child)
+            child.slot, child.sent, child.synced = self._slots.pop(), parent.sent, list(parent.synced)
+            self._new_slots.append(NewSlot(slot=child.slot, source=parent.slot))
+        if not children:
+            self.drop(parent)
+        elif children[0] is not parent:
+            _inherit(parent, children[0])
+        request.seqs[at : at + 1] = children
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+    def schedule(self) -> Flight | None:
+        """The next step's plan, or None when nothing can be fed now."""
+        flight = Flight(StepPlan(self._step), self.config.max_num_batched_tokens)
+        while True:
+            self.blocks.begin()
+            before = self.preemptions
+            if not self._feed_running(flight):
+                self._admit(flight)
+            self._add_drafts(flight)
+            self.blocks.end()
+            if flight.works or self.preemptions == before:
+                break
+        if not flight.works:
+            return None
+        plan = flight.plan
+        plan.free, self._freed_slots = self._freed_slots, []
+        plan.new, self._new_slots = self._new_slots, []
+        self._step += 1
+        self._flights.append(flight)
+        return flight
+
+    def land(self, flight: Flight) -> None:
+        """The step's result is in, or it failed: its requests may be scheduled again."""
+        self._flights.remove(flight)
+        for work in flight.works:
+            work.request.in_flight = False
+
+    def fail(self, flight: Flight) -> None:
+        """The step failed, and what the runner carried out of its plan is not known.
+
+        Slots that nobody has are given back once more; a request that was to get slots with this plan and was not fed begins
+        again. The requests that were fed are the caller's to end.
+        """
+        idle = set(self._slots)
+        self._freed_slots += [slot for slot in flight.plan.free if slot in idle]
+        made = {new.slot for new in flight.plan.new}
+        for request in [r for r in self.running if not r.in_flight and any(seq.slot in made for seq in r.seqs)]:
+            self._preempt(request)
+
+    def advance(self, flight: Flight) -> None:
+        """The step went well: what it fed is computed, and full blocks are offered to others."""
+        for work in flight.works:
+            self._computed(work.seq, work.feed.start + work.feed.count)
+
+    def accept(self, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
+        """The draft below `length` known tokens was verified: keep the K/V of `path`, give up the rest.
+
+        K/V that does not lie where its token now is moves there with the next feed; until then nothing of it is published
+        and its blocks are kept.
+        """
+        seq.moves = [(length + node, length + place) for place, node in enumerate(path) if node != place]
+        if not seq.moves:
+            self._computed(seq, length + len(path))
+            self.blocks.truncate(seq, length + len(path))
+        for g in self._companions:  # their chain is the path as far as it was accepted
+            seq.computed[g] = min(seq.computed[g], length + len(path))
+        for g in self._filled_by(seq):
+            seq.computed[g] = length + len(path)
+
+    def strip(self, work: Work) -> None:
+        """The feed goes without its draft; what companions hold of the sequence is not to be trusted."""
+        work.seq.draft, work.feed.nodes, work.feed.parents = None, (), ()
+        for g in self._companions:
+            work.seq.computed[g] = 0
+
+    def _computed(self, seq: Sequence, end: int) -> None:
+        """The target's groups now reach `end`; full blocks are offered to others."""
+        for g in self._own:
+            if seq.groups >> g & 1 and seq.computed[g] < end:
+                seq.computed[g] = end
+        if end // self.blocks.block_size > seq.published:
+            self.blocks.publish(seq)
+
+    def _filled_by(self, seq: Sequence) -> list[int]:
+        """The groups that the target's feeds of a sequence fill."""
+        return [g for g in self._own if seq.groups >> g & 1]
+
+    # -- feeding -------------------------------------------------------------------------------------------------------
+    def _feed_running(self, flight: Flight) -> bool:
+        """Feed the running requests; returns whether blocks ran short."""
+        short = False
+        for request in sorted(self.running, key=_in_prefill):
+            if request.in_flight or request.status is not Status.RUNNING or self._feed_token(request, flight):
+                continue
+            spans = self._spans(request, flight)
+            while (need := self.blocks.need(spans)) > self.blocks.available:
+                short = True
+                # What a victim gives up can be used from the next step on; then this request is tried again.
+                if need <= self.blocks.available + self.blocks.resting or not self._preempt_after(request):
+                    break
+            else:
+                self._feed(request, spans, flight)
+        return short
+
+    def _feed_token(self, request: Request, flight: Flight) -> bool:
+        """The short way for most feeds: one new token of a single sequence, into a block that it has to itself.
+
+        Returns whether that was all there was to do.
+        """
+        seq = request.seqs[0]
+        start = len(seq.tokens) - 1
+        if seq.computed[0] != start or len(request.seqs) > 1 or flight.room < 1 or not self.blocks.writable(seq, start):
+            return False
+        if seq.draft is not None and seq.draft.required:
+            return False
+        self._add_feed(request, seq, start, start + 1, flight)
+        request.metrics.steps += 1
+        return True
+
+    def _spans(self, request: Request, flight: Flight) -> list[Span]:
+        """The range each sequence is to be fed: all it has, or, where that cannot be, all but the last token.
+
+        What a sequence has are its known tokens and the draft it must have. A request is caught up when all its sequences
+        catch up in one step; until then each holds back its last token.
+        A sequence whose next block another feed is computing right now waits for it and then matches it.
+        """
+        room = flight.room
+        shares = not (_scores_prompt(request) or request.pool == "mean" or self.config.whole)
+        promises = set(flight.promises)
+        held = False
+        spans: list[Span] = []
+        for seq in request.seqs:
+            if shares:
+                saved = self.blocks.match(seq)
+                if not request.metrics.preemptions:  # what a preempted request finds again it has computed itself
+                    request.metrics.cached_tokens += saved
+                if self._promised(seq, promises):
+                    held = True
+                    continue
+            start = seq.computed[0]
+            goal = _goal(seq)
+            end = goal if start + room >= goal else min(start + room, len(seq.tokens))
+            spans.append((seq, start, end))
+            promises.update(self._completed(seq, start, min(end, len(seq.tokens) - 1)))
+            room -= end - start
+        if held or any(end < _goal(seq) for seq, _, end in spans):
+            spans = [(seq, start, min(end, len(seq.tokens) - 1)) for seq, start, end in spans]
+        return [(seq, start, end) for seq, start, end in spans if end > start]
+
+    def _promised(self, seq: Sequence, promises: set[bytes]) -> bool:
+        """Whether the block `seq` would compute next, and could share, is being computed by another feed."""
+        index, offset = divmod(seq.computed[0], self.blocks.block_size)
+        if offset or (index + 1) * self.blocks.block_size >= len(seq.tokens):
+            return False
+        key = self.blocks.hash(seq, index)
+        return key in promises or any(key in flight.promises for flight in self._flights)
+
+    def _completed(self, seq: Sequence, start: int, end: int) -> list[bytes]:
+        """Hashes of the blocks that feeding [start, end) fills."""
+        size = self.blocks.block_size
+        return [self.blocks.hash(seq, index) for index in range(start // size, end // size)]
+
+    def _feed(self, request: Request, spans: list[Span], flight: Flight) -> None:
+        for seq, start, end in spans:
+            flight.plan.copies += self.blocks.grow(seq, start, end)
+            self._sync_tables(seq, flight.plan)
+            self._add_feed(request, seq, start, end, flight)
+        request.metrics.steps += bool(spans)
+
+    def _add_feed(self, request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
+        length = len(seq.tokens)
+        known = min(end, length)
+        feed = Feed(seq.slot, start, known - start, tuple(seq.tokens[seq.sent :]), whole=self.config.whole)
+        if end > length:
+            assert seq.draft is not None
+            feed.nodes, feed.parents = tuple(seq.draft.tokens), tuple(seq.draft.parents)
+        seq.sent = length
+        if seq.moves:
+            self._compact(seq, end, flight.plan)
+        flight.plan.feeds.append(feed)
+        flight.room -= end - start
+        flight.works.append(Work(request, seq, feed, end == _goal(seq)))
+        if known // self.blocks.block_size > start // self.blocks.block_size:
+            flight.promises.update(self._completed(seq, start, known))
+        request.in_flight = True
+
+    def _compact(self, seq: Sequence, end: int, plan: StepPlan) -> None:
+        """Move what was accepted off its place to where it belongs, before anything else of the step happens."""
+        table, size = seq.tables[0], self.blocks.block_size
+        for pair in seq.moves:
+            source, to = (table[index // size] * size + index % size for index in pair)
+            plan.moves.append((0, source, to))
+        seq.moves = []
+        self.blocks.truncate(seq, end)
+
+    def _add_drafts(self, flight: Flight) -> None:
+        """Optional drafts take what budget and blocks are left, but a block for each sequence to grow; the rest is cut off."""
+        works = [(work, work.seq.draft) for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
+        reserve = sum(len(request.seqs) for request in self.running) if works else 0
+        for work, draft in works:
+            seq = work.seq
+            length = len(seq.tokens)
+            most = min(len(draft.tokens), flight.room) if work.last else 0
+            if self.blocks.need([(seq, length, length + most)]) + reserve > self.blocks.available:
+                most = min(most, len(seq.tables[0]) * self.blocks.block_size - length)
+            if most <= 0:
+                seq.draft = None
+                continue
+            flight.plan.copies += self.blocks.grow(seq, length, length + most)
+            self._sync_tables(seq, flight.plan)
+            del draft.tokens[most:], draft.parents[most:]
+            work.feed.nodes, work.feed.parents = tuple(draft.tokens), tuple(draft.parents)
+            flight.room -= most
+            work.request.metrics.drafts += 1
+            work.request.metrics.drafted += most
+
+    def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:
+        for index, table in enumerate(seq.tables):
+            known = seq.synced[index]
+            if known < len(table):
+                plan.tables.append(TableDelta(seq.slot, index, known, table[known:]))
+                seq.synced[index] = len(table)
+
+    # -- preempting and admitting --------------------------------------------------------------------------------------
+    def _preempt_after(self, request: Request) -> bool:
+        """Preempt the last running request that comes after `request`; False when there is none."""
+        later = [r for r in self.running if not r.in_flight and r.order > request.order]
+        if not later:
+            return False
+        self._preempt(max(later, key=_order))
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """All of a request's sequences give up their blocks; on resume the first recomputes what the others then match."""
+        self.preemptions += 1
+        victim.metrics.preemptions += 1
+        for seq in victim.seqs:
+            self.drop(seq)
+            seq.draft = None
+        victim.status = Status.WAITING
+        self.running.remove(victim)
+        insort(self.waiting, victim, key=_order)
+
+    def _admit(self, flight: Flight) -> None:
+        static = self.config.policy == "static"
+        if static and self.running:
+            return
+        while self.waiting:
+            request = self.waiting[0]
+            if not static and flight.room <= 0:
+                return
+            if request.width + sum(r.width for r in self.running) > self.config.max_num_seqs:
+                return
+            spans = self._spans(request, flight)
+            leader = request.seqs[0]
+            whole = [(leader, leader.computed[0], len(leader.tokens))]
+            # Room to grow for those who run already, so that admission does not cause the next preemption.
+            reserve = sum(len(r.seqs) for r in self.running)
+            cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
+            if cut or max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
+                for seq in request.seqs:
+                    self.blocks.release(seq)
+                if not request.metrics.preemptions:
+                    request.metrics.cached_tokens = 0  # it will match again
+                return
+            self._start(request)
+            self._feed(request, spans, flight)
+
+    def _start(self, request: Request) -> None:
+        del self.waiting[0]
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_order)
+        stop_ids = sorted(request.stop_ids)
+        for seq in request.seqs:
+            seq.slot = self._slots.pop()
+            seq.sent = len(seq.tokens)
+            self._new_slots.append(
+                NewSlot(
+                    slot=seq.slot,
+                    seed=request.seed,
+                    prompt_len=seq.prompt_len,
+                    tokens=list(seq.tokens),
+                    params=request.params,
+                    stop_ids=stop_ids,
+                )
+            )
+
+    def _free_slot(self, seq: Sequence) -> None:
+        if seq.slot < 0:
+            return
+        announced = [new for new in self._new_slots if new.slot == seq.slot]
+        if announced:
+            self._new_slots.remove(announced[-1])
+        else:
+            self._freed_slots.append(seq.slot)
+        self._slots.append(seq.slot)
+        seq.slot, seq.sent, seq.synced = -1, 0, [0] * len(seq.tables)
+
+
+def _inherit(parent: Sequence, child: Sequence) -> None:
+    """Everything `parent` holds becomes `child`'s."""
+    for name in ("tables", "computed", "exact_until", "slot", "sent", "synced", "hashes", "published"):
+        setattr(child, name, getattr(parent, name))
+    parent.tables, parent.slot = [[] for _ in parent.tables], -1
+
+
+def _goal(seq: Sequence) -> int:
+    """How far a sequence must be fed to be caught up: known tokens and the draft it must have."""
+    return len(seq.tokens) + (len(seq.draft.tokens) if seq.draft is not None and seq.draft.required else 0)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _in_prefill(request: Request) -> bool:
+    """Sorts requests that only need their next token first, since a long prompt must not delay them (card C3)."""
+    for seq in request.seqs:  # noqa: SIM110 - any() takes twice as long
+        if len(seq.tokens) - seq.computed[0] > 1:
+            return True
+    return False
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Prompt log-probs are still owed: every prompt token has to be fed, so nothing may be matched."""
+    return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)

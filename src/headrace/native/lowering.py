@@ -1,0 +1,354 @@
+"""From a recording to a Program of the native core: phases, the buffers between them, and a few fusions.
+
+Each fusion does what the phases it replaces do, without the trip through memory:
+
+* norm_linear: a norm is applied while a linear layer's input is quantised;
+* linear_act_mul: gate and up are multiplied tile by tile and leave act(gate) * up, as the next layer's input;
+* attention_linear: attention leaves its result as the next layer's input;
+* linear_residual: a linear layer adds its result to the hidden rows in place.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.data.config import ModelConfig
+from headrace.native import core
+from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Input, Normed, Ropes, Rows
+from headrace.native.centring import k_shift
+from headrace.native.weights import PackedPart, PackedWeights
+from headrace.runner.record import Node, RecordError, Recording, Segment
+from headrace.runner.uses import Uses
+
+FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
+GATES = ("silu", "gelu_tanh")  # activations that linear layers apply themselves
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A program, and the numbers of its taps by name."""
+
+    program: Any
+    taps: dict[str, int] = field(default_factory=dict)
+
+
+def lower(
+    recording: Recording,
+    weights: PackedWeights,
+    config: ModelConfig,
+    *,
+    pool: Any,
+    kv: Any,
+    max_positions: int,
+    fuse: frozenset[str] = FUSIONS,
+    isa: str = "",
+    head_ids: np.ndarray | None = None,
+    enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
+) -> Lowered:
+    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits, and what
+    `enter` adds comes before the first layer.
+
+    Raises RecordError for what the native core has no phase for.
+    """
+    made = Lowered(core().Program(pool, kv, config.hidden_size, config.vocab_size, isa))
+    ropes = Ropes(made.program, max_positions)
+    buffers = Buffers(made.program)
+    for name, segments in (("embed", (recording.embed,)), ("layer", recording.layers), ("head", (recording.head,))):
+        if name == "head":
+            buffers = Buffers(made.program)  # as many rows as go through the head
+        for segment in segments:
+            made.program.begin(name)
+            if enter is not None and name == "layer" and segment is segments[0]:
+                enter(made, ropes, buffers)
+            Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids).run(
+                HEAD_ROWS if name == "head" else HIDDEN
+            )
+    made.program.seal()
+    return made
+
+
+class Lowering:
+    """One segment on its way into a program."""
+
+    def __init__(
+        self,
+        made: Lowered,
+        segment: Segment,
+        weights: PackedWeights,
+        config: ModelConfig,
+        ropes: Ropes,
+        buffers: Buffers,
+        fuse: frozenset[str],
+        head_ids: np.ndarray | None = None,
+    ) -> None:
+        self.made = made
+        self.program = made.program
+        self.segment = segment
+        self.weights = weights
+        self.config = config
+        self.ropes = ropes
+        self.buffers = buffers
+        self.fuse = fuse
+        self.head_ids = head_ids
+        self.values: dict[int, Rows | Normed | Input] = {}
+        self.inputs: dict[tuple[int, str], int] = {}  # quantised values
+        self.fused: set[int] = set()  # nodes that earlier ones did already
+        self.uses = Uses(segment)
+        self.held: dict[int, set[int]] = {}  # buffer -> values in it
+
+    def run(self, entry: int) -> None:
+        if self.segment.entry is not None:
+            self.values[self.segment.entry] = Rows(entry, 0, self.config.hidden_size)
+        for index, node in enumerate(self.segment.nodes):
+            if index not in self.fused:
+                step = getattr(self, f"_{node.op}", None)
+                if step is None:
+                    raise RecordError(f"the native core has no phase for {node.op!r}")
+                step(index, node)
+            self._retire(index)
+        result = self.values.get(self.segment.result)
+        if isinstance(result, Rows) and entry == HIDDEN and result.at != (HIDDEN, 0):
+            self.program.copy(result.at, (HIDDEN, 0), result.width, name="copy")
+        self._retire(len(self.segment.nodes))
+
+    # -- ops, in the order of the vocabulary ---------------------------------------------------------------------------
+    def _embed(self, index: int, node: Node) -> None:
+        table = node.settings["w"]
+        scale = float(node.settings["scale"])
+        if scale != 1.0 and self.weights.rounds_to_bfloat16(table):
+            scale = _bfloat16(scale)
+        positions = node.settings.get("pos")
+        self.program.embed(
+            self.weights.table(table), HIDDEN, scale, None if positions is None else self.weights.table(positions), name="embed"
+        )
+        self._set(node.outputs[0], Rows(HIDDEN, 0, self.config.hidden_size))
+
+    def _norm(self, index: int, node: Node) -> None:
+        source, norm = self._rows(node.inputs["x"]), self._norm_weights(node.settings["w"])
+        if "norm_linear" in self.fuse and self.uses.by_linears(node.outputs[0]):
+            self._set(node.outputs[0], Normed(source, norm))
+            return
+        out = self._float(node.outputs[0], source.width)
+        self.program.norm(source.at, out.at, source.width, norm, **self._mark(index, "norm"))
+
+    def _linear(self, index: int, node: Node) -> None:
+        if self._gated(index, node):
+            return
+        layer = node.settings["w"]
+        parts = self.weights.linear(layer, self._segment_unit(node))
+        residual = self._residual_after(index, node)
+        if residual is not None:
+            out, kind = self._rows(self.segment.nodes[residual].inputs["x"]), "add"
+            self.fused.add(residual)
+            self._set(self.segment.nodes[residual].outputs[0], out)
+        else:
+            out, kind = Rows(self.buffers.take("float", layer.n_out), 0, layer.n_out), "store"
+            column = 0
+            for value, width in zip(node.outputs, layer.sizes if layer.split else (layer.n_out,), strict=True):
+                self._set(value, Rows(out.buffer, column, width))
+                column += width
+        self._multiply(index, node, parts, kind, out)
+
+    def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Rows) -> None:
+        name = self.weights.name(node.settings["w"])
+        for part in parts:
+            source = self._input(index, node.inputs["x"], part.form)
+            at = (out.buffer, out.column + part.column)
+            self.program.linear(part.linear, source, kind, at, **self._mark(index, name))
+
+    def _gated(self, index: int, node: Node) -> bool:
+        """linear_act_mul, where it can be: returns whether it was."""
+        follower = self.uses.only(node.outputs[0])
+        if "linear_act_mul" not in self.fuse or follower is None:
+            return False
+        act_mul = self.segment.nodes[follower]
+        if act_mul.op != "act_mul" or act_mul.settings["kind"] not in GATES:
+            return False
+        linear = self.weights.gated(node.settings["w"])
+        if linear is None:
+            return False
+        (form,) = self.weights.form(node.settings["w"])
+        source = self._input(index, node.inputs["x"], form)
+        out = self._result(act_mul.outputs[0], linear.n, "linear_act_mul")
+        name = self.weights.name(node.settings["w"])
+        self.program.linear(linear, source, "gated", out, act=act_mul.settings["kind"], **self._mark(index, name))
+        self.fused.add(follower)
+        return True
+
+    def _attention(self, index: int, node: Node) -> None:
+        settings, config = node.settings, self.config
+        q, k, v = self._side_by_side(index, node)
+        q_norm, k_norm = (self._head_norm(settings[name]) for name in ("q_norm", "k_norm"))
+        if settings["q_norm"] and settings["k_norm"] and settings["q_norm"].eps != settings["k_norm"].eps:
+            raise RecordError("the native core takes one eps for the norms of q and k")
+        if settings["source"] is not None:
+            raise RecordError("the native core has no attention to another group's K and V")
+        scale = config.head_dim**-0.5 if settings["scale"] is None else settings["scale"]
+        out = self._result(node.outputs[0], q.width, "attention_linear", config.head_dim % 32 == 0)
+        self.program.attention(
+            settings["layer"],
+            q.width // config.head_dim,
+            q.at,
+            k.at,
+            v.at,
+            out,
+            scale=scale,
+            rope=self.ropes.number(settings["rope"]),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            window=settings["window"] or 0,
+            softcap=settings["softcap"] or 0.0,
+            sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
+            k_shift=k_shift(self.segment, node, self.weights, config),
+            causal=settings["causal"],
+            **self._mark(index, "attention"),
+        )
+
+    def _act_mul(self, index: int, node: Node) -> None:
+        source = self._rows(node.inputs["gate_up"])
+        out = self._float(node.outputs[0], source.width // 2)
+        self.program.act_mul(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act_mul"))
+
+    def _act(self, index: int, node: Node) -> None:
+        source = self._rows(node.inputs["x"])
+        out = self._float(node.outputs[0], source.width)
+        self.program.act(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act"))
+
+    def _residual(self, index: int, node: Node) -> None:
+        x, y = self._rows(node.inputs["x"]), self._rows(node.inputs["y"])
+        if self.uses.last[node.inputs["x"]] == index:
+            out = x
+            self._set(node.outputs[0], x)
+        else:
+            out = self._float(node.outputs[0], x.width)
+        post_norm = node.settings["post_norm"]
+        norm = None if post_norm is None else self._norm_weights(post_norm)
+        self.program.residual(x.at, y.at, out.at, x.width, norm, **self._mark(index, "residual"))
+
+    def _tap(self, index: int, node: Node) -> None:
+        x = self._rows(node.inputs["x"])
+        if x.width != self.config.hidden_size:
+            raise RecordError(f"the native core taps hidden rows only, and {node.settings['name']!r} is {x.width} wide")
+        tap = self.made.taps.setdefault(node.settings["name"], len(self.made.taps))
+        if tap == len(self.made.taps) - 1:
+            self.program.tap()
+        self.program.copy_to_tap(x.at, tap, name="tap")
+        self._set(node.outputs[0], x)
+
+    def _head(self, index: int, node: Node) -> None:
+        part = self.weights.head(node.settings["w"], self.head_ids)
+        source = self._input(index, node.inputs["x"], part.form)
+        vocab_size, ids = self.config.vocab_size, self.head_ids
+        logits, maxima = self._logits(vocab_size if ids is None else len(ids))
+        scale, softcap = node.settings["scale"], node.settings["softcap"] or 0.0
+        more = {"scale": scale, "softcap": softcap, "maxima": maxima, "name": "head"}
+        self.program.linear(part.linear, source, "logits", (logits, 0), **more)
+        if ids is not None:
+            self.program.scatter(logits, *self._logits(vocab_size), ids.tolist(), vocab_size, name="scatter")
+
+    def _logits(self, width: int) -> tuple[int, int]:
+        """Buffers of logits and of their block maxima."""
+        return self.buffers.take("float", width), self.buffers.take("float", -(-width // core().VOCAB_BLOCK))
+
+    # -- values --------------------------------------------------------------------------------------------------------
+    def _set(self, value: int, place: Rows | Normed | Input) -> None:
+        self.values[value] = place
+        if isinstance(place, Rows | Input):
+            self.held.setdefault(place.buffer, set()).add(value)
+
+    def _rows(self, value: int) -> Rows:
+        place = self.values[value]
+        if not isinstance(place, Rows):
+            raise RecordError("an op reads what the native core did not keep as rows")
+        return place
+
+    def _float(self, value: int, width: int) -> Rows:
+        rows = Rows(self.buffers.take("float", width), 0, width)
+        self._set(value, rows)
+        return rows
+
+    def _result(self, value: int, width: int, fusion: str, possible: bool = True) -> tuple[int, int]:
+        """Where attention or a gate leaves a value: as an input where only linear layers of one form read it, else as rows."""
+        forms = self._forms(value)
+        if fusion in self.fuse and len(forms) == 1 and (possible or forms == {"bf16"}):
+            (form,) = forms
+            buffer = self.buffers.take(form, width)
+            self._set(value, Input(buffer, form))
+            return buffer, 0
+        return self._float(value, width).at
+
+    def _input(self, index: int, value: int, form: str) -> int:
+        """The buffer with a value as a linear layer's input, made when it is first needed."""
+        place = self.values[value]
+        if isinstance(place, Input):
+            return place.buffer
+        if (value, form) not in self.inputs:
+            rows, norm = (place.rows, place.norm) if isinstance(place, Normed) else (place, None)
+            buffer = self.buffers.take(form, rows.width, local=True)
+            self.inputs[value, form] = buffer
+            self.held.setdefault(buffer, set()).add(value)
+            self.program.quantize(rows.at, buffer, norm, **self._mark(index, "quantize"))
+        return self.inputs[value, form]
+
+    def _side_by_side(self, index: int, node: Node) -> list[Rows]:
+        """q, k and v as columns of one buffer, which attention wants; copied there where they are not."""
+        parts = [self._rows(node.inputs[name]) for name in "qkv"]
+        if len({rows.buffer for rows in parts}) == 1:
+            return parts
+        buffer = self.buffers.take("float", sum(rows.width for rows in parts))
+        self.held[buffer] = set(node.inputs.values())
+        made: list[Rows] = []
+        for rows in parts:
+            made.append(Rows(buffer, sum(other.width for other in made), rows.width))
+            self.program.copy(rows.at, made[-1].at, rows.width, **self._mark(index, "copy"))
+        return made
+
+    def _retire(self, index: int) -> None:
+        """Give back buffers whose values nobody reads after this node."""
+        for buffer, values in list(self.held.items()):
+            if buffer > HEAD_ROWS and all(self.uses.last.get(value, -1) <= index for value in values):
+                self.buffers.give(buffer)
+                del self.held[buffer]
+
+    # -- what is around a node -----------------------------------------------------------------------------------------
+    def _mark(self, index: int, name: str) -> dict[str, Any]:
+        return {"sublayer": self.uses.sublayer[index], "name": name}
+
+    def _forms(self, value: int) -> set[str]:
+        """The inputs wanted of a value that only linear layers read; empty where something else reads it."""
+        return {form for node in self.uses.by_linears(value) for form in self.weights.form(node.settings["w"])}
+
+    def _residual_after(self, index: int, node: Node) -> int | None:
+        """The residual that this linear layer can add itself into: x is not needed otherwise any more."""
+        follower = self.uses.only(node.outputs[0])
+        if "linear_residual" not in self.fuse or node.settings["w"].split or follower is None:
+            return None
+        residual = self.segment.nodes[follower]
+        if residual.op != "residual" or residual.settings["post_norm"] is not None or residual.inputs["y"] != node.outputs[0]:
+            return None
+        x = residual.inputs["x"]
+        return follower if self.uses.free_for(x, index, follower) and isinstance(self.values.get(x), Rows) else None
+
+    def _segment_unit(self, node: Node) -> int:
+        """Columns of a unit of the fixed segments that a row-parallel layer is summed in; 0 for the others."""
+        if getattr(node.settings["w"], "shard", None) != "in":
+            return 0
+        made_by = next((n.op for n in self.segment.nodes if node.inputs["x"] in n.outputs), "")
+        return math.lcm(self.config.head_dim, 64) if made_by == "attention" else 64
+
+    def _norm_weights(self, norm: Any) -> Any:
+        return core().NormWeights(norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps)
+
+    def _head_norm(self, norm: Any) -> Any:
+        if norm is not None and norm.kind != "rms":
+            raise RecordError(f"the native core normalises heads by rms, not {norm.kind!r}")
+        return None if norm is None else self._norm_weights(norm)
+
+
+def _bfloat16(value: float) -> float:
+    """Rounded to nearest even."""
+    bits = int(np.float32(value).view(np.uint32))
+    return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

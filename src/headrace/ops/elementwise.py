@@ -1,0 +1,65 @@
+"""norm, residual, act, act_mul and tap: what is done to every value by itself, or to a row."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from headrace.ops.cases import activation_cases, gated_cases, norm_cases, residual_cases, tap_cases
+from headrace.ops.context import Context
+from headrace.ops.registry import accumulator, op
+from headrace.ops.weights import NormWeights
+
+
+def normalise(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
+    """The norm of the last axis of x (any shape), returned in the accumulator type."""
+    x = x.to(accumulator(x.dtype))
+    if w.kind == "layer":
+        bias = None if w.bias is None else w.bias.to(x.dtype)
+        return functional.layer_norm(x, x.shape[-1:], w.weight.to(x.dtype), bias, w.eps)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + w.eps) * w.weight.to(x.dtype)
+
+
+@op(inputs=norm_cases)
+def norm(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm of x [n, width], by w.kind; rounded to x's dtype once, at the end."""
+    return normalise(x, w).to(x.dtype)
+
+
+@op(inputs=residual_cases)
+def residual(x: torch.Tensor, y: torch.Tensor, post_norm: NormWeights | None = None) -> torch.Tensor:
+    """x + y, or x + norm(y) where the architecture normalises a branch before it joins."""
+    return x + (y if post_norm is None else normalise(y, post_norm).to(x.dtype))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": functional.relu,
+}
+
+
+@op(inputs=activation_cases)
+def act(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`kind` (silu | gelu | gelu_tanh | relu) of every value of x [n, width], computed in the accumulator type."""
+    return FUNCTIONS[kind](x.to(accumulator(x.dtype))).to(x.dtype)
+
+
+@op(inputs=gated_cases)
+def act_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    """kind(gate) * up for gate_up [n, 2 * width] = gate beside up -> [n, width] (GLU variants, Shazeer 2020)."""
+    gate, up = gate_up.to(accumulator(gate_up.dtype)).chunk(2, dim=-1)
+    return (FUNCTIONS[kind](gate) * up).to(gate_up.dtype)
+
+
+@op(inputs=tap_cases)
+def tap(x: torch.Tensor, name: str, ctx: Context) -> torch.Tensor:
+    """x unchanged; where the step asked for `name` (ctx.taps has the key) it is kept there."""
+    if name in ctx.taps:
+        ctx.taps[name] = x
+    return x

@@ -1,1 +1,0 @@
-"""Number formats of linears and the maths of quantising."""

@@ -1,0 +1,99 @@
+"""Trained heads on disk: heads.json says what they are and for which model, heads.safetensors holds their weights."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from headrace.runner.heads import FEATURE, HEADS, Heads, Tensors, shapes
+from headrace.startup.opening import Opened
+
+INFO, WEIGHTS = "heads.json", "heads.safetensors"
+VERSION = 1
+EVERY = 97  # of so many tokens one is looked at, to tell vocabularies apart
+MAX_HEADS = 16
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What heads.json says. `count`: tokens that heads predict at once, or that a feature layer was trained to draft."""
+
+    kind: str
+    model: str  # a name, for people
+    fits: str  # the signature of models these heads are for
+    hidden_size: int
+    vocab_size: int
+    count: int
+    trained: dict[str, float | str] = {}  # how: for people
+    version: int = VERSION
+
+
+def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | str]) -> None:
+    """Write both files; weights in bfloat16."""
+    c = target.config
+    info = Info(heads.kind, target.path.name, signature(target), c.hidden_size, c.vocab_size, heads.count, trained)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in heads.tensors.items()}
+    unfinished = folder / f"{WEIGHTS}.part"
+    save_file({name: x.detach().contiguous() for name, x in tensors.items()}, unfinished)
+    os.replace(unfinished, folder / WEIGHTS)
+    (folder / INFO).write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+
+
+def is_heads(folder: str | Path | None) -> bool:
+    """Whether a name is that of a folder of heads."""
+    return folder is not None and (Path(folder) / INFO).is_file()
+
+
+def load(folder: str | Path, target: Opened) -> Heads:
+    """Heads for a model. Raises ValueError, in one line, where they cannot be read or are another model's."""
+    place, c = Path(folder), target.config
+    try:
+        info = msgspec.json.decode((place / INFO).read_bytes(), type=Info)
+        tensors = load_file(place / WEIGHTS)
+    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+        raise ValueError(f"{place}: these heads cannot be read ({' '.join(str(error).split())[:200]})") from None
+    if info.kind not in (HEADS, FEATURE) or info.version != VERSION or not 1 <= info.count <= MAX_HEADS:
+        raise ValueError(f"{place}: heads of this kind or version ({info.kind}, {info.version}) are unknown; train them again")
+    if (info.hidden_size, info.vocab_size) != (c.hidden_size, c.vocab_size):
+        raise ValueError(
+            f"{place}: these heads are for {info.model} ({info.hidden_size} hidden values, {info.vocab_size} tokens), and "
+            f"{target.name} has {c.hidden_size} and {c.vocab_size}; train heads for it: headrace train-heads {target.name}"
+        )
+    if info.fits != signature(target):
+        raise ValueError(
+            f"{place}: these heads are for {info.model}, and {target.name} is another model; "
+            f"train heads for it: headrace train-heads {target.name}"
+        )
+    heads = Heads(info.kind, info.count, tensors)
+    _check(place, heads, target)
+    return heads
+
+
+def signature(target: Opened) -> str:
+    """Equal for files of one architecture, size and vocabulary, however their weights are stored."""
+    c = target.config
+    numbers = (c.hidden_size, c.vocab_size, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn_size)
+    sign = hashlib.sha256(" ".join(map(str, numbers)).encode())
+    for token in range(0, c.vocab_size, EVERY):
+        sign.update(target.tokenizer.token_bytes(token) + b"\0")
+    return sign.hexdigest()[:32]
+
+
+def _check(place: Path, heads: Heads, target: Opened) -> None:
+    """Raises ValueError where a tensor is missing or of the wrong shape, or a value is not finite."""
+    wanted: dict[str, tuple[int, ...]] = shapes(heads.kind, heads.count, target.config)
+    tensors: Tensors = heads.tensors
+    for name, shape in wanted.items():
+        if name not in tensors or tuple(tensors[name].shape) != shape or tensors[name].dtype != torch.bfloat16:
+            raise ValueError(f"{place}: tensor {name!r} is missing or not of the shape {shape}; train the heads again")
+        if not bool(torch.isfinite(tensors[name].float()).all()):
+            raise ValueError(f"{place}: tensor {name!r} has values that are NaN or infinite; train the heads again")
+    ids = tensors.get("vocab")
+    if set(tensors) - set(wanted) != {"vocab"} or ids is None or ids.dtype != torch.int32 or ids.ndim != 1 or not len(ids):
+        raise ValueError(f"{place}: what else the heads hold should be their vocabulary; train the heads again")
+    if int(ids[0]) < 0 or int(ids[-1]) >= target.config.vocab_size or not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError(f"{place}: the heads' vocabulary is damaged; train the heads again")

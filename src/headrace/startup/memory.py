@@ -1,0 +1,118 @@
+"""The memory plan, made before anything large is allocated: how many KV blocks; what to change when it cannot be (card A2)."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.data.config import ModelConfig, parse_bytes
+
+SHARE = 0.25  # of free memory, for KV, unless told otherwise
+
+
+class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
+    """The model or its KV cache does not fit; the message has the numbers and a setting that works."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """KV blocks and the context they allow. `spare`: bytes that were free beside them. `said`: one line for the user."""
+
+    num_blocks: int
+    max_model_len: int
+    kv_bytes: int
+    said: str
+    spare: int
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes: of the GPU, or of RAM within what the control group allows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo").read_text()
+    found = re.search(r"MemAvailable:\s*(\d+) kB", info)
+    free = int(found[1]) * 1024 if found else 4 * 2**30
+    return min(free, _control_group_room())
+
+
+def _control_group_room() -> int:
+    """What the control group (v2, then v1) leaves; unbounded where there is none."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            text = Path(limit).read_text().strip()
+            if text != "max":
+                return max(0, int(text) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return 2**63
+
+
+def check_weights_fit(need: int, free: int, what: str) -> None:
+    """Raise unless weights of `need` bytes fit in `free` bytes."""
+    if need > free * 0.95:
+        raise DoesNotFit(
+            f"{what} needs {gib(need)} for its weights and {gib(free)} are free; "
+            "choose a smaller model or a narrower dtype (dtype='bfloat16'), or free memory"
+        )
+
+
+def plan(
+    config: ModelConfig,
+    *,
+    block_bytes: int,
+    block_size: int,
+    free: int,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    kv_cache_memory: int | str | None = None,
+) -> MemoryPlan:
+    """Blocks of `block_size` tokens for the paged pool, given `free` bytes after the weights.
+
+    The pool takes `kv_cache_memory`, or min(25 % of free memory, what max_num_seqs sequences of full length need). A context
+    the caller asked for must fit; one he did not ask for is shortened to the pool. Raises DoesNotFit with the numbers.
+    """
+    context = max_model_len or config.max_position
+    if max_model_len is not None and max_model_len > config.max_position:
+        raise DoesNotFit(
+            f"max_model_len {max_model_len} is beyond the {config.max_position} positions the model knows; lower it"
+        )
+    whole = -(-context // block_size)  # blocks of one sequence of full length
+    if kv_cache_memory is None:
+        budget = min(int(free * SHARE), whole * max_num_seqs * block_bytes)
+    else:
+        budget = parse_bytes(kv_cache_memory)
+        if budget > free:
+            raise DoesNotFit(f"kv_cache_memory is {gib(budget)} and {gib(free)} are free; lower it to {gib(int(free * 0.9))}")
+    blocks = budget // block_bytes
+    if blocks < whole:
+        fits = blocks * block_size
+        if max_model_len is not None or fits < min(256, context):
+            raise DoesNotFit(
+                f"a context of {context} tokens needs {gib(whole * block_bytes)} of KV cache and {gib(budget)} are set aside; "
+                f"use max_model_len={max(fits, block_size)} or kv_cache_memory={whole * block_bytes}"
+            )
+        context = fits
+    kv_bytes = blocks * block_bytes
+    said = f"KV cache {gib(kv_bytes)}: {blocks * block_size} tokens in {blocks} blocks of {block_size}, context {context}"
+    return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes)
+
+
+def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:
+    """Raise unless the hidden states of contrastive search, `need` bytes, fit beside the KV blocks. `free` bytes are free now,
+    where blocks that were never written still count, so that what the plan left over bounds it too."""
+    room = max(0, min(planned.spare, free))
+    if need > room * 0.95:
+        smaller = int((planned.kv_bytes + room * 0.9) * planned.kv_bytes / (planned.kv_bytes + need))
+        raise DoesNotFit(
+            f"contrastive search keeps a hidden state of every token in the cache, {gib(need)}, and {gib(room)} are free; "
+            f"leave penalty_alpha out, or open the model with kv_cache_memory={smaller}"
+        )
+
+
+def gib(size: int) -> str:
+    """Bytes for people, in binary units."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,145 @@
+"""From what a caller calls a model to its open files: weights, tokenizer, template, defaults. Needs no torch."""
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.data.config import ModelConfig
+from headrace.models.configs import read_config
+from headrace.text.chat import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+from headrace.weights import catalog, hub
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.progress import Progress
+from headrace.weights.safetensors import SafetensorsFolder
+
+GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a model needs to read and write text."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    eos_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class Opened:
+    """A model's files, open; `headrace.startup.loading.load` reads the weights.
+
+    `tokenizer`, `template` and `eos_ids` read the vocabulary when they are first asked for, and raise what is wrong with it;
+    `read_words` begins that in a thread of its own.
+    """
+
+    name: str
+    path: Path
+    source: GGUFFile | SafetensorsFolder
+    config: ModelConfig
+    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
+    sampling: dict[str, Any] = field(default_factory=dict)  # the catalog's or the model's own settings
+    system: str | None = None
+    pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
+    _words: Future[Words] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.read_words().result().tokenizer
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self.read_words().result().template
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.read_words().result().eos_ids
+
+    def read_words(self) -> Future[Words]:
+        """Read the vocabulary, once, while the caller goes on."""
+        if self._words is None:
+            reader = ThreadPoolExecutor(1, "vocabulary")
+            self._words = reader.submit(_read_words, self.source, self.generation)
+            reader.shutdown(wait=False)
+        return self._words
+
+
+def open_model(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
+    """Find (or pull) a model and open it: a catalog name, a .gguf path, a folder, a hub id.
+
+    Raises HubError, WeightError, TokenizerError, TemplateError: one clear line each.
+    """
+    opened = open_files(model, progress, download=download)
+    opened.read_words().result()
+    return opened
+
+
+def open_files(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
+    """The same, short of the vocabulary, which is read later."""
+    entries = catalog.load()
+    path = hub.resolve(str(model), entries=entries, progress=progress, download=download)
+    entry = entries.get(str(model))
+    source = SafetensorsFolder(path) if path.is_dir() else GGUFFile(path)
+    config = read_config(source)
+    generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
+    return Opened(
+        name=str(model),
+        path=path,
+        source=source,
+        config=config,
+        generation=generation,
+        sampling=dict(entry.sampling) if entry is not None else _own_settings(generation),
+        system=entry.chat.system if entry is not None else None,
+        pooling=_pooling(path) if config.encoder else "last",
+    )
+
+
+def _read_words(source: GGUFFile | SafetensorsFolder, generation: Mapping[str, Any]) -> Words:
+    tokenizer = Tokenizer.from_gguf(source.metadata) if isinstance(source, GGUFFile) else Tokenizer.from_folder(source.path)
+    eos_ids = frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id"))
+    return Words(tokenizer, ChatTemplate.of(tokenizer), eos_ids)
+
+
+def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:
+    """Open a model that works beside another one, whose tokens it must have. Raises ValueError besides what opening does."""
+    opened = open_model(model, progress)
+    if opened.path != target.path and (difference := opened.tokenizer.differs(target.tokenizer)):
+        raise ValueError(
+            f"{model} cannot be the {role} of {target.name}: their vocabularies differ ({difference}); "
+            "choose a smaller model of the same family"
+        )
+    return opened
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name} cannot be read ({error}); repair or remove it") from None
+    return data if isinstance(data, dict) else {}
+
+
+def _pooling(folder: Path) -> str:
+    """What an encoder was trained with, as sentence-transformers writes it; the mean where nothing is said."""
+    said = _read_json(folder / "1_Pooling" / "config.json")
+    if said.get("pooling_mode_cls_token"):
+        return "first"
+    return "last" if said.get("pooling_mode_lasttoken") else "mean"
+
+
+def _own_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says of sampling; greedy where it says do_sample false."""
+    settings = {name: generation[name] for name in GENERATION_FIELDS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    return settings
+
+
+def _ids(value: object) -> frozenset[int]:
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))

@@ -1,0 +1,134 @@
+"""From a model to trained heads in a folder: texts, training, and what they are worth on prompts that were held out."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.runner.heads import Heads
+from headrace.startup import heads as files
+from headrace.startup.opening import Opened, open_model
+from headrace.text.chat import TemplateError
+from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
+from headrace.training.train import Training, agreement, read_teacher
+
+HELD = 16  # of so many texts one is held out
+JUDGED = 16  # held-out prompts that are answered again with the heads
+Prompt = str | list[dict[str, Any]]
+Tell = Callable[[str, float, float, str], None]  # what is done, how much of it, of how much, a remark
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How heads are trained. `prompts`: the caller's own, texts or conversations; without any the model writes them
+    too. `count`: tokens drafted at once. `vocab`: tokens to choose from, the most frequent of the texts."""
+
+    kind: str
+    texts: int = 2048
+    minutes: float = 45.0
+    count: int = 3
+    vocab: int = 8192
+    max_tokens: int = 256
+    rate: float = 1e-3
+    batch: int = 8
+    seed: int = 0
+    threads: int | None = None
+    prompts: Sequence[Prompt] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`agreement`: how often the first 1, 2 … tokens of a draft are all the target's, on held-out texts; then what happened
+    when held-out prompts were answered, greedily, with `count` tokens drafted in each step."""
+
+    agreement: list[float]
+    accepted: float
+    tokens_per_step: float
+
+
+def distil(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
+    """Train heads for a model into `out`; what is there already of the same training is gone on with.
+
+    Raises ValueError where the model cannot have heads, or `out` holds another training.
+    """
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    work = out / "work"
+    opened = open_model(model)
+    _write(opened, Shards(work / "texts"), recipe, tell)
+    texts = Shards(work / "texts").read()
+    held, learned = texts[::HELD], [text for at, text in enumerate(texts) if at % HELD]
+    vocab = frequent(learned, opened.config.vocab_size, recipe.vocab, opened.eos_ids)
+    teacher = read_teacher(opened, vocab)
+    depth = recipe.count
+    training = Training(recipe.kind, teacher, work, depth=depth, minutes=recipe.minutes, rate=recipe.rate)
+    training.run(
+        learned, recipe.batch, seen=lambda spent, loss: tell("training", spent, recipe.minutes * 60, f"loss {loss:.3f}")
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        agreed = agreement(recipe.kind, training.tensors, teacher, held, depth)
+    heads = Heads(recipe.kind, recipe.count, {**training.tensors, "vocab": vocab.to(torch.int32)})
+    about: dict[str, float | str] = {"texts": len(texts), "minutes": training.spent / 60, "steps": training.steps}
+    files.save(out, heads, opened, about)
+    accepted, tokens = judge(opened, out, held[:JUDGED], recipe)
+    result = Result(agreed, accepted, tokens)
+    files.save(out, heads, opened, about | {"accepted": round(accepted, 3), "tokens_per_step": round(tokens, 2)})
+    return result
+
+
+def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
+    """Write the texts that are still missing."""
+    numbers = range(-(-recipe.texts // SHARD))
+    if all(shards.have(number) for number in numbers):
+        return
+    llm = open_writer(opened, recipe.threads)
+    for number in numbers:
+        tell("texts", number * SHARD, recipe.texts, "")
+        if shards.have(number):
+            continue
+        size, seed = min(SHARD, recipe.texts - number * SHARD), recipe.seed + 100_003 * (number + 1)
+        if recipe.prompts:
+            order = random.Random(recipe.seed).sample(recipe.prompts, len(recipe.prompts))
+            prompts = [_tokens(llm, order[at % len(order)]) for at in range(number * SHARD, number * SHARD + size)]
+        else:
+            prompts = own_prompts(llm, size, seed)
+        shards.write(number, write_texts(llm, prompts, recipe.max_tokens, seed))
+    tell("texts", recipe.texts, recipe.texts, "")
+    llm.close()
+
+
+def _tokens(llm: LLM, prompt: Prompt) -> list[int]:
+    """Through the chat template, where there is one."""
+    try:
+        return llm.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    except TemplateError:
+        if not isinstance(prompt, str):
+            raise
+        return llm.tokenizer.encode(prompt)
+
+
+def frequent(texts: Sequence[Text], vocab_size: int, count: int, always: frozenset[int]) -> torch.Tensor:
+    """The `count` tokens that answers have most often, ascending; where they have fewer, the first of the vocabulary too."""
+    seen = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in texts:
+        seen += torch.bincount(text.tokens[text.answer :], minlength=vocab_size)
+    seen[torch.tensor(sorted(always), dtype=torch.int64)] = int(seen.max()) + 1
+    return seen.argsort(descending=True, stable=True)[: min(count, vocab_size)].sort().values
+
+
+def judge(opened: Opened, out: Path, held: Sequence[Text], recipe: Recipe) -> tuple[float, float]:
+    """Answer held-out prompts with the heads: accepted of drafted tokens, and tokens of an output for each step."""
+    settings: dict[str, Any] = {"max_model_len": context_of(opened), "threads": recipe.threads}
+    llm = LLM(opened.path, draft=out, speculate="heads", draft_tokens=recipe.count, **settings)
+    prompts = [text.tokens[: text.answer].tolist() for text in held]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=min(96, llm.memory_plan.max_model_len // 2)))
+    llm.close()
+    metrics = [output.metrics for output in outputs]
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    drafted = sum(one.drafted for one in metrics)
+    return sum(one.accepted for one in metrics) / max(1, drafted), tokens / max(1, sum(one.steps for one in metrics))

@@ -1,0 +1,141 @@
+"""Self-speculation: which part of a model drafts for it. A greedy search measures what pays.
+
+Either the first layers draft, through the model's own head (LayerSkip, Elhoushi et al. 2024), or all layers without some
+attention and MLP sublayers (Draft & Verify, Zhang et al. 2023, which searches by Bayesian optimisation). Untrained models lose
+much by either; that nothing pays is a result too, and then nothing is saved.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta, Want
+from headrace.drafting.controller import expected
+from headrace.runner.companions import ModelRunner
+from headrace.runner.parts import ATTENTION, MLP, Part
+
+SLOT = -1  # no sequence of the engine has it: what the next plan frees is still there
+MOST = 5  # tokens of a chain
+
+
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """A part with its share of agreeing tokens, its cost in target steps, and the speed-up these promise at batch 1."""
+
+    part: Part
+    alpha: float
+    cost: float
+    speedup: float
+    gamma: int
+
+    @property
+    def name(self) -> str:
+        left_out = sum(bits.bit_count() for bits in self.part.skips)
+        return f"the first {self.part.layers} layers" if self.part.layers else f"without {left_out} sublayers"
+
+    @property
+    def said(self) -> str:
+        return f"{self.name}: agreement {self.alpha:.3f}, cost {self.cost:.3f}, speed-up {self.speedup:.2f}"
+
+
+class Trial:
+    """Rates parts of a model on texts that it wrote itself. The runner must be idle: its pool is written."""
+
+    def __init__(self, runner: ModelRunner, texts: Sequence[tuple[list[int], int]], block_size: int, layers: int) -> None:
+        """`texts`: tokens, and where what the model wrote begins."""
+        self.runner = runner
+        self.texts = list(texts)
+        self.layers = layers
+        self.block_size = block_size
+        self.verify = self._verify_costs()
+
+    def rate(self, part: Part, repeats: int = 5) -> Rated:
+        """Agreement over all texts, cost by the clock, and the speed-up of the best chain length."""
+        agreed = [same for text in self.texts for same in self._agreement(part, *text)]
+        alpha = sum(agreed) / len(agreed)
+        cost = self._seconds(0, part, repeats) / self.verify[0]
+        return self._judge(part, alpha, cost)
+
+    def _judge(self, part: Part, alpha: float, cost: float) -> Rated:
+        gains = [expected(alpha, g) / (g * cost + self.verify[g] / self.verify[0]) for g in range(1, MOST + 1)]
+        return Rated(part, alpha, cost, max(gains), 1 + gains.index(max(gains)))
+
+    def _verify_costs(self) -> list[float]:
+        """Seconds of the target's step by the number of drafted tokens."""
+        self._seconds(0, Part(), 2)
+        return [self._seconds(nodes, Part(), 5) for nodes in range(MOST + 1)]
+
+    def _seconds(self, nodes: int, part: Part, repeats: int) -> float:
+        """Median seconds of a step with one known token, and a chain, at the end of the first text."""
+        tokens, _ = self.texts[0]
+        feed = Feed(SLOT, len(tokens) - 1, 1, (), (Want(),), nodes=tuple(tokens[:nodes]), parents=tuple(range(-1, nodes - 1)))
+        plan = StepPlan(0, feeds=[feed])
+        taken = []
+        with self._slot(tokens):
+            self.runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens))]))
+            for _ in range(repeats):
+                began = time.perf_counter()
+                self.runner.run(plan, part=part)
+                taken.append(time.perf_counter() - began)
+        return sorted(taken)[repeats // 2]
+
+    def _agreement(self, part: Part, tokens: list[int], start: int) -> Iterator[bool]:
+        """For each token the model wrote: whether the part finds it the likeliest."""
+        feed = Feed(SLOT, 0, len(tokens), (), (Want(rows="all", kind="score", logprobs=0),))
+        with self._slot(tokens):
+            (out,) = self.runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
+        return (score.rank == 1 for score in out.scores[start - 1 :])
+
+    def _slot(self, tokens: list[int]) -> "Borrowed":
+        return Borrowed(self.runner, tokens, self.block_size)
+
+
+class Borrowed:
+    """A slot with a text, for as long as a `with` lasts."""
+
+    def __init__(self, runner: ModelRunner, tokens: list[int], block_size: int) -> None:
+        self.runner = runner
+        new = NewSlot(slot=SLOT, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams(temperature=0.0))
+        blocks = list(range(-(-(len(tokens) + MOST) // block_size)))
+        self.plan = StepPlan(0, new=[new], tables=[TableDelta(SLOT, 0, 0, blocks)])
+
+    def __enter__(self) -> None:
+        self.runner.prepare(self.plan)
+
+    def __exit__(self, *error: Any) -> None:
+        self.runner.prepare(StepPlan(0, free=[SLOT]))
+
+
+def search(trial: Trial, seconds: float, say: Callable[[Rated], None] = lambda rated: None) -> Rated:
+    """The best part found: early exits first, then sublayers left out one by one, the one that costs least agreement for its
+    time each round, as long as anything is gained or might be. Ends after `seconds`."""
+    until = time.monotonic() + seconds
+    best = max((trial.rate(Part(layers=n)) for n in range(2, trial.layers, max(1, trial.layers // 8))), key=_speedup)
+    say(best)
+    skips, since = [0] * trial.layers, 0
+    choices = [(layer, bit) for layer in range(trial.layers) for bit in (ATTENTION, MLP)]
+    while choices and since < 6 and time.monotonic() < until:
+        round_ = []
+        for layer, bit in choices:
+            if time.monotonic() > until:
+                break
+            tried = list(skips)
+            tried[layer] |= bit
+            round_.append((trial.rate(Part(skips=tuple(tried)), 3), (layer, bit)))
+        if not round_:
+            break
+        round_.sort(key=lambda pair: _speedup(pair[0]), reverse=True)
+        rated, (layer, bit) = round_[0]
+        skips[layer] |= bit
+        # What did worst in this round is not looked at in the next: the search stays affordable.
+        choices = [pair for _, pair in round_[1 : 1 + max(4, len(round_) * 2 // 3)]]
+        since = 0 if rated.speedup > best.speedup else since + 1
+        best = max(best, rated, key=_speedup)
+        say(rated)
+    return best
+
+
+def _speedup(rated: Rated) -> float:
+    return rated.speedup

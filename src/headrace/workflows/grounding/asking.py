@@ -1,0 +1,80 @@
+"""Questions put to a folder of documents."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.data.outputs import RequestOutput
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.workflows.grounding.documents import Passage
+from headrace.workflows.grounding.packing import pack
+from headrace.workflows.grounding.retrieval import Index
+from headrace.workflows.grounding.tasks import document_qa
+
+BUDGET = 1024  # tokens of documents
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question, the passages it is answered from in the order of their numbers, and the request's output, which fills up."""
+
+    question: str
+    passages: list[Passage]
+    output: RequestOutput
+
+    @property
+    def text(self) -> str:
+        """What was answered so far."""
+        return self.output.outputs[0].text
+
+    @property
+    def cited(self) -> list[Passage]:
+        """The passages whose numbers the answer names."""
+        numbers = dict.fromkeys(int(number) for number in re.findall(r"\[(\d{1,4})\]", self.text))
+        return [self.passages[number - 1] for number in numbers if 1 <= number <= len(self.passages)]
+
+
+def ask(
+    llm: LLM, index: Index, questions: Sequence[str], params: SamplingParams, *, budget: int = BUDGET, most: int = 8
+) -> list[Answer]:
+    """Answer each question from up to `most` passages of at most `budget` tokens together.
+
+    Raises ValueError where a request fails, and TemplateError without a chat template.
+    """
+    answers = begin(llm, index, questions, params, budget=budget, most=most)
+    for answer in answers:
+        for _ in follow(llm, answer):
+            pass
+    return answers
+
+
+def begin(
+    llm: LLM, index: Index, questions: Sequence[str], params: SamplingParams, *, budget: int = BUDGET, most: int = 8
+) -> list[Answer]:
+    """The same answers, still empty: their requests are queued, and `follow` runs them, all in one batch."""
+    found = [pack(index.search(question, most), budget, lambda text: len(llm.tokenizer.encode(text))) for question in questions]
+    prompts = [llm.render(document_qa(passages, one)) for one, passages in zip(questions, found, strict=True)]
+    outputs = [llm.add(prompt, params) for prompt in prompts]
+    return [Answer(*parts) for parts in zip(questions, found, outputs, strict=True)]
+
+
+def follow(llm: LLM, answer: Answer) -> Iterator[str]:
+    """The text of an answer as it comes, to its end. Raises ValueError where its request fails."""
+    said = 0
+    while True:
+        finished, text = answer.output.finished, answer.text
+        if len(text) > said:
+            yield text[said:]
+            said = len(text)
+        if finished:
+            break
+        llm.step()
+    if answer.output.error is not None:
+        raise ValueError(answer.output.error)
+
+
+def hit_rate(answers: Sequence[Answer]) -> float:
+    """The share of prompt tokens that were found in the prefix cache."""
+    prompts = sum(len(answer.output.prompt_token_ids) for answer in answers)
+    return sum(answer.output.metrics.cached_tokens for answer in answers) / prompts if prompts else 0.0
