@@ -33,7 +33,7 @@ from mutmut.mutation.file_mutation import NEVER_MUTATE_FUNCTION_NAMES, MutationV
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 
-MODULES = {name: f"engine/{name}.py" for name in ("engine", "scheduler", "children")}
+MODULES = {name: f"engine/{name}.py" for name in ("engine", "scheduler", "feeding", "children")}
 MODULES |= {name: f"{name}/**/*.py" for name in ("kv", "decoding", "drafting")}
 MODULES |= {f"ops.{name}": f"ops/{name}.py" for name in ("rejection", "filters", "penalties", "noise", "trees")}
 RESULTS, REPORT, EQUIVALENT = WORK / "results.jsonl", WORK / "report.md", ROOT / "tests" / "mutants_equivalent.toml"

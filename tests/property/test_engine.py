@@ -247,7 +247,7 @@ def publish_too_early(engine: Engine) -> None:
 
 def siblings_rematch_separately(engine: Engine) -> None:
     """After a preemption nobody waits for a prefix that another sequence is computing."""
-    engine.scheduler._promised = lambda seq, promises: False  # type: ignore[method-assign, assignment]
+    engine.scheduler.feeding._promised = lambda seq, promises: False  # type: ignore[method-assign, assignment]
 
 
 def reuse_within_a_plan(engine: Engine) -> None:

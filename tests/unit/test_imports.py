@@ -37,8 +37,9 @@ ROOMS = {
     "native.slots": "native ops data",
     "native.runner": "native.lowering native.slots native.weights native runner models ops weights data",
     "native.heads": "native.lowering native.runner native.slots native.weights native runner.heads runner models weights data",
-    "engine": "engine.admission engine.scheduler kv.blocks decoding drafting runner.executor text data",
-    "engine.scheduler": "kv.blocks data",
+    "engine": "engine.admission engine.scheduler engine.feeding kv.blocks decoding drafting runner.executor text data",
+    "engine.feeding": "kv.blocks data",
+    "engine.scheduler": "engine.feeding kv.blocks data",
     "engine.admission": "decoding data",
     "engine.signals": "",
     "engine.turns": "",
@@ -68,7 +69,8 @@ STOREYS = (
     "weights.names weights.loader text",
     "decoding drafting runner runner.executor runner.heads native.weights native.centring native.lowering native.slots "
     "native.runner native.heads",
-    "engine engine.scheduler engine.admission engine.signals engine.turns startup startup.memory startup.opening",
+    "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
+    "startup startup.memory startup.opening",
     "llm",
     "training workflows",
     "server bench bench.tools bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",

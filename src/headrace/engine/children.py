@@ -1,7 +1,93 @@
-"""Small work of the loop: sequences copied, results and scores put where they belong."""
+"""What becomes of sequences: their children and their ends; and, until strategies see every feed, prompts' scores and rows."""
+
+from collections.abc import Iterator
 
 from headrace.data.plan import Feed, FeedOutput, Want
-from headrace.data.types import Delta, Request, Sequence
+from headrace.data.types import Child, Delta, Request, Sequence
+from headrace.decoding.stopping import Stopping
+from headrace.engine.scheduler import Scheduler
+
+
+class Children:
+    """Tokens appended, drafts settled, forks made, outputs ended. `ids`: of new sequences."""
+
+    def __init__(self, scheduler: Scheduler, stopping: Stopping, vocab_size: int, ids: Iterator[int]) -> None:
+        self.scheduler = scheduler
+        self.stopping = stopping
+        self.vocab_size = vocab_size
+        self._ids = ids
+
+    def become(
+        self, request: Request, parent: Sequence, out: FeedOutput, children: list[Child], outbox: list[Delta]
+    ) -> list[Sequence]:
+        """Let a sequence become its children; returns those that go on. What they stream goes to `outbox`."""
+        draft, length = parent.draft, len(parent.tokens)
+        survivors: list[Sequence] = []
+        for child in children:
+            seq = parent if len(children) == 1 else clone(parent, next(self._ids))
+            self._grow(request, parent, seq, child, outbox)
+            if seq.constraint is not None and self._failed(request, seq):
+                continue
+            if draft is not None and seq is parent:
+                out.path = child.path  # the strategy may have walked by itself
+                self._settle(request, parent, length, out)
+            (survivors if seq.finish_reason is None else request.finished).append(seq)
+        return survivors
+
+    def _failed(self, request: Request, seq: Sequence) -> bool:
+        """Whether a sequence's grammar has failed and it is dropped; where nothing may be dropped, the request has failed."""
+        if not seq.constraint.error:
+            return False
+        if request.strategy.drops_failed:
+            request.dropped = seq.constraint.error
+        else:
+            request.error = seq.constraint.error
+        return request.strategy.drops_failed
+
+    def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child, outbox: list[Delta]) -> None:
+        """Give `seq` what its child brings, up to where the output ends."""
+        if child.index is not None and child.index != seq.index:
+            if request.strategy.streams and not 0 <= child.index < request.params.n:
+                raise ValueError(f"the strategy gave a child index {child.index}, and n is {request.params.n}")
+            seq.index = child.index
+        if child.token is not None and not 0 <= child.token < self.vocab_size:
+            raise ValueError(f"the strategy chose token {child.token}, and the vocabulary ends at {self.vocab_size - 1}")
+        seq.score, seq.state = child.score, child.state
+        draft, tokens = parent.draft, [] if child.token is None else [child.token]
+        if draft is not None:
+            tokens = [draft.tokens[node] for node in child.path] + tokens
+        delta = self.stopping.extend(request, seq, tokens, child.logprobs)
+        if draft is not None and not draft.required:
+            delta.drafter, delta.drafted = draft.drafter, len(draft.tokens)
+            delta.accepted = min(len(child.path), len(delta.token_ids))
+        if request.strategy.streams:
+            outbox.append(delta)
+        else:
+            seq.shown += delta.text
+
+    def _settle(self, request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
+        """The draft below `length` known tokens was verified: its path is kept."""
+        draft, seq.draft = seq.draft, None
+        assert draft is not None
+        if seq.finish_reason is None:
+            self.scheduler.accept(seq, length, tuple(out.path))
+        if not draft.required:
+            request.metrics.accept(min(len(out.path), len(seq.tokens) - length))
+
+    def results(self, request: Request) -> list[Delta]:
+        """The outputs of a request that does not stream; where there is none, it has failed."""
+        ranked = request.strategy.results(request)
+        if len(ranked) > request.params.n:
+            raise ValueError(f"the strategy gave {len(ranked)} outputs, and n is {request.params.n}")
+        if not ranked:
+            request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
+        return [result(request, seq, score, at) for at, (seq, score) in enumerate(ranked)]
+
+    def close(self, request: Request, seq: Sequence, reason: str) -> Delta:
+        """End an output where it stands."""
+        seq.finish_reason = reason
+        request.finished.append(seq)
+        return Delta(request.id, seq.index, text=self.stopping.rest(seq), finish_reason=reason, error=request.error)
 
 
 def clone(parent: Sequence, seq_id: int) -> Sequence:

@@ -20,8 +20,9 @@ from headrace.decoding.scoring import Scoring
 from headrace.decoding.stopping import Stopping
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
-from headrace.engine.children import clone, file_pooled, file_scores, pool_wants, result
-from headrace.engine.scheduler import Flight, Scheduler, Work
+from headrace.engine.children import Children, file_pooled, file_scores, pool_wants
+from headrace.engine.feeding import Flight, Work
+from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
 from headrace.runner.executor import Done, Executor, Ticket
 from headrace.text.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ class Engine:
         self.blocks = BlockManager(config.cache, groups)
         self.scheduler = Scheduler(config.scheduler, self.blocks)
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
+        self._ids = itertools.count()
+        self.children = Children(self.scheduler, self.stopping, vocab_size, self._ids)
         self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None)
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
@@ -63,7 +66,6 @@ class Engine:
         self.fed = 0  # tokens of the step that landed last
         self._flights: deque[Flight] = deque()
         self._outbox: list[Delta] = []
-        self._ids = itertools.count()
         self._names = itertools.count()
         self._idle = 0  # steps in a row that could feed nobody
         self._clock = clock
@@ -326,77 +328,24 @@ class Engine:
         changed: list[tuple[Sequence, list[Sequence]]] = []
         live = 0
         for (parent, out), children in zip(outputs, families, strict=True):
-            heirs = self._become(request, parent, out, children)
-            live += len(heirs)
-            if heirs != [parent]:  # else it goes on as it is
-                changed.append((parent, heirs))
+            draft = parent.draft
+            survivors = self.children.become(request, parent, out, children, self._outbox)
+            if draft is not None and parent.draft is None and not draft.required and self.speculation is not None:
+                self.speculation.observe(request, parent, draft, out)
+            live += len(survivors)
+            if survivors != [parent]:  # else it goes on as it is
+                changed.append((parent, survivors))
         if live > request.width:  # the slots of others
             raise ValueError(f"the strategy holds {live} sequences, and width() says at most {request.width}")
-        changed.sort(key=lambda pair: bool(pair[1]))  # those without heirs first: the slots they give back may be all there are
-        for parent, heirs in changed:
-            self.scheduler.commit(request, parent, heirs)
+        changed.sort(key=lambda pair: bool(pair[1]))  # those that end first: their slots may be all there are
+        for parent, survivors in changed:
+            self.scheduler.commit(request, parent, survivors)
         metrics = request.metrics
         metrics.last_token = now
         if metrics.first_token is None:
             metrics.first_token = now
         if request.error is None and (request.strategy.done(request) or not request.seqs):
             self._end(request, None)
-
-    def _become(self, request: Request, parent: Sequence, out: FeedOutput, children: list[Child]) -> list[Sequence]:
-        """Let a sequence become its children; returns those that go on."""
-        draft, length = parent.draft, len(parent.tokens)
-        heirs: list[Sequence] = []
-        for child in children:
-            seq = parent if len(children) == 1 else clone(parent, next(self._ids))
-            self._grow(request, parent, seq, child)
-            if seq.constraint is not None and self._failed(request, seq):
-                continue
-            if draft is not None and seq is parent:
-                out.path = child.path  # the strategy may have walked by itself
-                self._settle(request, parent, length, out)
-            (heirs if seq.finish_reason is None else request.finished).append(seq)
-        return heirs
-
-    def _failed(self, request: Request, seq: Sequence) -> bool:
-        """Whether a sequence's grammar has failed and it is dropped; where nothing may be dropped, the request has failed."""
-        if not seq.constraint.error:
-            return False
-        if request.strategy.drops_failed:
-            request.dropped = seq.constraint.error
-        else:
-            request.error = seq.constraint.error
-        return request.strategy.drops_failed
-
-    def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child) -> None:
-        """Give `seq` what its child brings, up to where the output ends."""
-        if child.index is not None and child.index != seq.index:
-            if request.strategy.streams and not 0 <= child.index < request.params.n:
-                raise ValueError(f"the strategy gave a child index {child.index}, and n is {request.params.n}")
-            seq.index = child.index
-        if child.token is not None and not 0 <= child.token < self.limits.vocab_size:
-            raise ValueError(f"the strategy chose token {child.token}, and the vocabulary ends at {self.limits.vocab_size - 1}")
-        seq.score, seq.state = child.score, child.state
-        draft, tokens = parent.draft, [] if child.token is None else [child.token]
-        if draft is not None:
-            tokens = [draft.tokens[node] for node in child.path] + tokens
-        delta = self.stopping.extend(request, seq, tokens, child.logprobs)
-        if draft is not None and not draft.required:
-            delta.drafter, delta.drafted = draft.drafter, len(draft.tokens)
-            delta.accepted = min(len(child.path), len(delta.token_ids))
-        if request.strategy.streams:
-            self._outbox.append(delta)
-        else:
-            seq.shown += delta.text
-
-    def _settle(self, request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
-        """The draft below `length` known tokens was verified: its path is kept, and the drafter learns what became of it."""
-        draft, seq.draft = seq.draft, None
-        assert draft is not None
-        if seq.finish_reason is None:
-            self.scheduler.accept(seq, length, tuple(out.path))
-        if not draft.required and self.speculation is not None:
-            request.metrics.accept(min(len(out.path), len(seq.tokens) - length))
-            self.speculation.observe(request, seq, draft, out)
 
     def _stuck(self) -> None:
         """Requests are open, nothing is under way, and nobody can be fed: a fault of the engine. They end with it, so that no
@@ -424,30 +373,15 @@ class Engine:
         if self.speculation is not None:
             self.speculation.end(request)
         if request.strategy.streams:
-            self._outbox += [self._close(request, seq, reason or "stop") for seq in open_seqs]
+            self._outbox += [self.children.close(request, seq, reason or "stop") for seq in open_seqs]
         elif reason is None:
-            self._outbox += self._ask(request, self._results, request) or []
+            self._outbox += self._ask(request, self.children.results, request) or []
         mine = [delta for delta in self._outbox if delta.request_id == request.id]
         if not mine or (request.error is not None and mine[-1].error is None):
             reason = reason if request.error is None else "error"
             mine = [Delta(request.id, 0, finish_reason=reason, error=request.error)]
             self._outbox += mine
         mine[-1].finished = True
-
-    def _results(self, request: Request) -> list[Delta]:
-        """The outputs of a request that does not stream; where there is none, it has failed."""
-        ranked = request.strategy.results(request)
-        if len(ranked) > request.params.n:
-            raise ValueError(f"the strategy gave {len(ranked)} outputs, and n is {request.params.n}")
-        if not ranked:
-            request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
-        return [result(request, seq, score, at) for at, (seq, score) in enumerate(ranked)]
-
-    def _close(self, request: Request, seq: Sequence, reason: str) -> Delta:
-        """End an output where it stands."""
-        seq.finish_reason = reason
-        request.finished.append(seq)
-        return Delta(request.id, seq.index, text=self.stopping.rest(seq), finish_reason=reason, error=request.error)
 
     def _deliver(self) -> list[Delta]:
         """Hand over the deltas; static batching delivers a batch when its last request is done (card C1)."""

@@ -5,36 +5,12 @@ preemption recomputes (card C4).
 """
 
 from bisect import insort
-from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 from headrace.data.config import SchedulerConfig
-from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta
+from headrace.data.plan import NewSlot, StepPlan
 from headrace.data.types import Request, Sequence, Status
-from headrace.kv.blocks import BlockManager, Span
-
-
-class Work(msgspec.Struct, eq=False, gc=False):
-    """One feed of a plan and whose it is. `last`: it reaches the last known token and what the draft must have."""
-
-    request: Request
-    seq: Sequence
-    feed: Feed
-    last: bool
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """A plan on its way through the executor, with what its result belongs to."""
-
-    plan: StepPlan
-    room: int  # tokens the budget still allows
-    works: list[Work] = field(default_factory=list)
-    promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
-    ticket: Any = None  # None: not submitted yet
-    began: float = 0.0  # when it was submitted
+from headrace.engine.feeding import Feeding, Flight, Work
+from headrace.kv.blocks import BlockManager
 
 
 class Scheduler:
@@ -54,6 +30,7 @@ class Scheduler:
         self._companions = [g for g, group in enumerate(blocks.groups) if group.model != 0]
         self._step = 0
         self._flights: list[Flight] = []
+        self.feeding = Feeding(config, blocks, self._flights)
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # to be told to the runner with the next plan
         self._new_slots: list[NewSlot] = []
@@ -107,7 +84,7 @@ class Scheduler:
             before = self.preemptions
             if not self._feed_running(flight):
                 self._admit(flight)
-            self._add_drafts(flight)
+            self.feeding.add_drafts(flight, sum(len(request.seqs) for request in self.running))
             self.blocks.end()
             if flight.works or self.preemptions == before:
                 break
@@ -181,136 +158,17 @@ class Scheduler:
         """Feed the running requests; returns whether blocks ran short."""
         short = False
         for request in sorted(self.running, key=_in_prefill):
-            if request.in_flight or request.status is not Status.RUNNING or self._feed_token(request, flight):
+            if request.in_flight or request.status is not Status.RUNNING or self.feeding.feed_token(request, flight):
                 continue
-            spans = self._spans(request, flight)
+            spans = self.feeding.spans(request, flight)
             while (need := self.blocks.need(spans)) > self.blocks.available:
                 short = True
                 # What a victim gives up can be used from the next step on; then this request is tried again.
                 if need <= self.blocks.available + self.blocks.resting or not self._preempt_after(request):
                     break
             else:
-                self._feed(request, spans, flight)
+                self.feeding.feed(request, spans, flight)
         return short
-
-    def _feed_token(self, request: Request, flight: Flight) -> bool:
-        """The short way for most feeds: one new token of a single sequence, into a block that it has to itself.
-
-        Returns whether that was all there was to do.
-        """
-        seq = request.seqs[0]
-        start = len(seq.tokens) - 1
-        if seq.computed[0] != start or len(request.seqs) > 1 or flight.room < 1 or not self.blocks.writable(seq, start):
-            return False
-        if seq.draft is not None and seq.draft.required:
-            return False
-        self._add_feed(request, seq, start, start + 1, flight)
-        request.metrics.steps += 1
-        return True
-
-    def _spans(self, request: Request, flight: Flight) -> list[Span]:
-        """The range each sequence is to be fed: all it has, or, where that cannot be, all but the last token.
-
-        What a sequence has are its known tokens and the draft it must have. A request is caught up when all its sequences
-        catch up in one step; until then each holds back its last token.
-        A sequence whose next block another feed is computing right now waits for it and then matches it.
-        """
-        room = flight.room
-        shares = not (_scores_prompt(request) or request.pool == "mean" or self.config.whole)
-        promises = set(flight.promises)
-        held = False
-        spans: list[Span] = []
-        for seq in request.seqs:
-            if shares:
-                saved = self.blocks.match(seq)
-                if not request.metrics.preemptions:  # what a preempted request finds again it has computed itself
-                    request.metrics.cached_tokens += saved
-                if self._promised(seq, promises):
-                    held = True
-                    continue
-            start = seq.computed[0]
-            goal = _goal(seq)
-            end = goal if start + room >= goal else min(start + room, len(seq.tokens))
-            spans.append((seq, start, end))
-            promises.update(self._completed(seq, start, min(end, len(seq.tokens) - 1)))
-            room -= end - start
-        if held or any(end < _goal(seq) for seq, _, end in spans):
-            spans = [(seq, start, min(end, len(seq.tokens) - 1)) for seq, start, end in spans]
-        return [(seq, start, end) for seq, start, end in spans if end > start]
-
-    def _promised(self, seq: Sequence, promises: set[bytes]) -> bool:
-        """Whether the block `seq` would compute next, and could share, is being computed by another feed."""
-        index, offset = divmod(seq.computed[0], self.blocks.block_size)
-        if offset or (index + 1) * self.blocks.block_size >= len(seq.tokens):
-            return False
-        key = self.blocks.hash(seq, index)
-        return key in promises or any(key in flight.promises for flight in self._flights)
-
-    def _completed(self, seq: Sequence, start: int, end: int) -> list[bytes]:
-        """Hashes of the blocks that feeding [start, end) fills."""
-        size = self.blocks.block_size
-        return [self.blocks.hash(seq, index) for index in range(start // size, end // size)]
-
-    def _feed(self, request: Request, spans: list[Span], flight: Flight) -> None:
-        for seq, start, end in spans:
-            flight.plan.copies += self.blocks.grow(seq, start, end)
-            self._sync_tables(seq, flight.plan)
-            self._add_feed(request, seq, start, end, flight)
-        request.metrics.steps += bool(spans)
-
-    def _add_feed(self, request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
-        length = len(seq.tokens)
-        known = min(end, length)
-        feed = Feed(seq.slot, start, known - start, tuple(seq.tokens[seq.sent :]), whole=self.config.whole)
-        if end > length:
-            assert seq.draft is not None
-            feed.nodes, feed.parents = tuple(seq.draft.tokens), tuple(seq.draft.parents)
-        seq.sent = length
-        if seq.moves:
-            self._compact(seq, end, flight.plan)
-        flight.plan.feeds.append(feed)
-        flight.room -= end - start
-        flight.works.append(Work(request, seq, feed, end == _goal(seq)))
-        if known // self.blocks.block_size > start // self.blocks.block_size:
-            flight.promises.update(self._completed(seq, start, known))
-        request.in_flight = True
-
-    def _compact(self, seq: Sequence, end: int, plan: StepPlan) -> None:
-        """Move what was accepted off its place to where it belongs, before anything else of the step happens."""
-        table, size = seq.tables[0], self.blocks.block_size
-        for pair in seq.moves:
-            source, to = (table[index // size] * size + index % size for index in pair)
-            plan.moves.append((0, source, to))
-        seq.moves = []
-        self.blocks.truncate(seq, end)
-
-    def _add_drafts(self, flight: Flight) -> None:
-        """Optional drafts take what budget and blocks are left, but a block for each sequence to grow; the rest is cut off."""
-        works = [(work, work.seq.draft) for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
-        reserve = sum(len(request.seqs) for request in self.running) if works else 0
-        for work, draft in works:
-            seq = work.seq
-            length = len(seq.tokens)
-            most = min(len(draft.tokens), flight.room) if work.last else 0
-            if self.blocks.need([(seq, length, length + most)]) + reserve > self.blocks.available:
-                most = min(most, len(seq.tables[0]) * self.blocks.block_size - length)
-            if most <= 0:
-                seq.draft = None
-                continue
-            flight.plan.copies += self.blocks.grow(seq, length, length + most)
-            self._sync_tables(seq, flight.plan)
-            del draft.tokens[most:], draft.parents[most:]
-            work.feed.nodes, work.feed.parents = tuple(draft.tokens), tuple(draft.parents)
-            flight.room -= most
-            work.request.metrics.drafts += 1
-            work.request.metrics.drafted += most
-
-    def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:
-        for index, table in enumerate(seq.tables):
-            known = seq.synced[index]
-            if known < len(table):
-                plan.tables.append(TableDelta(seq.slot, index, known, table[known:]))
-                seq.synced[index] = len(table)
 
     # -- preempting and admitting --------------------------------------------------------------------------------------
     def _preempt_after(self, request: Request) -> bool:
@@ -342,7 +200,7 @@ class Scheduler:
                 return
             if request.width + sum(r.width for r in self.running) > self.config.max_num_seqs:
                 return
-            spans = self._spans(request, flight)
+            spans = self.feeding.spans(request, flight)
             leader = request.seqs[0]
             whole = [(leader, leader.computed[0], len(leader.tokens))]
             # Room to grow for those who run already, so that admission does not cause the next preemption.
@@ -355,7 +213,7 @@ class Scheduler:
                     request.metrics.cached_tokens = 0  # it will match again
                 return
             self._start(request)
-            self._feed(request, spans, flight)
+            self.feeding.feed(request, spans, flight)
 
     def _start(self, request: Request) -> None:
         del self.waiting[0]
@@ -395,11 +253,6 @@ def _inherit(parent: Sequence, child: Sequence) -> None:
     parent.tables, parent.slot = [[] for _ in parent.tables], -1
 
 
-def _goal(seq: Sequence) -> int:
-    """How far a sequence must be fed to be caught up: known tokens and the draft it must have."""
-    return len(seq.tokens) + (len(seq.draft.tokens) if seq.draft is not None and seq.draft.required else 0)
-
-
 def _order(request: Request) -> tuple[int, int]:
     return request.order
 
@@ -410,8 +263,3 @@ def _in_prefill(request: Request) -> bool:
         if len(seq.tokens) - seq.computed[0] > 1:
             return True
     return False
-
-
-def _scores_prompt(request: Request) -> bool:
-    """Prompt log-probs are still owed: every prompt token has to be fed, so nothing may be matched."""
-    return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
