@@ -89,7 +89,7 @@ class Scripted:
             if place == 0 and self.text.first is not None:
                 chance = self.text.first
             context.append(right if self.rng.random() < chance else (right + 1) % VOCAB)
-        return Draft(context[len(seq.tokens) :], list(range(-1, most - 1)), trust=0 if self.name == "draft" else 2)
+        return Draft(context[len(seq.tokens) :], list(range(-1, most - 1)), confidence=0 if self.name == "draft" else 2)
 
 
 class ScriptedModel(Scripted):

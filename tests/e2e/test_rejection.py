@@ -163,15 +163,15 @@ def test_plain_decoding_follows_it_too() -> None:
 @pytest.mark.parametrize("backend", RUNNERS)
 def test_a_q_that_was_not_drawn_from_would_be_seen(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """q before temperature, filters and penalties: what the draft thinks, not what it was drawn from."""
-    told = draft_model.told
+    append_drawn = draft_model.append_drawn
 
     def flat(out: Any, chain: Any) -> bool:
-        going = told(out, chain)
+        going = append_drawn(out, chain)
         q = torch.frombuffer(bytearray(chain.q[-1]), dtype=torch.float32)
         chain.q[-1] = (0.5 * q + 0.5 / SIZE).numpy().tobytes()
         return going
 
-    monkeypatch.setattr(draft_model, "told", flat)
+    monkeypatch.setattr(draft_model, "append_drawn", flat)
     rule = PARAMS.replace(verification="rejection")
     assert chance(play(DraftModel(least=0.0), rule, 2 * COUNT, backend), backend) < ALPHA
 

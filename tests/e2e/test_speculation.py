@@ -71,8 +71,8 @@ def test_the_controller_does_not_starve_lookahead(free: bool) -> None:
     model, drafter = tiny_model(), Watched()
     engine = tiny_engine(model, budget=128, blocks=128, speculation=Speculation([drafter], 256))
     assert engine.speculation is not None
-    took = engine.speculation.took
-    engine.speculation.took = lambda plan, _: took(plan, 1.0 if free else plan.num_tokens)  # type: ignore[method-assign]
+    took = engine.speculation.record_step
+    engine.speculation.record_step = lambda plan, _: took(plan, 1.0 if free else plan.num_tokens)  # type: ignore[method-assign]
     request = engine.add([5, 17, 40, 3], GREEDY.replace(max_tokens=150))
     finish(engine)
     assert tokens_of(request)[0] == run_alone(model, [5, 17, 40, 3], GREEDY.replace(max_tokens=150))
@@ -296,8 +296,8 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
             return logits
 
     speculation = Speculation([PromptLookup(), Lookahead()], 256)
-    took = speculation.took
-    speculation.took = lambda plan, _: took(plan, 1.0 * plan.num_tokens)  # type: ignore[method-assign]
+    took = speculation.record_step
+    speculation.record_step = lambda plan, _: took(plan, 1.0 * plan.num_tokens)  # type: ignore[method-assign]
     engine = tiny_engine(tiny_model(), blocks=256, speculation=speculation)
     gc.collect()
     before, sizes = sequences_alive(), []

@@ -104,7 +104,7 @@ class FaultyDrafter:
         self._fail("draft")
         draft = self.inner.draft(request, seq, most)
         if draft is not None:
-            draft.heard = True
+            draft.observed = True
         return draft
 
     def observe(self, request: Request, seq: Sequence, draft: Any, out: FeedOutput) -> None:

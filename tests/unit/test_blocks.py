@@ -153,11 +153,11 @@ def test_blocks_given_up_while_scheduling_rest_until_the_next_step(blocks: Block
     blocks.grow(hog, 0, 16 * BLOCK)
     blocks.begin()
     blocks.truncate(hog, 15 * BLOCK)
-    assert (blocks.available, blocks.resting, blocks.used) == (0, 1, 15)
+    assert (blocks.available, blocks.freed_this_step, blocks.used) == (0, 1, 15)
     blocks.check([hog])
     blocks.end()
     blocks.begin()
-    assert (blocks.available, blocks.resting) == (1, 0)
+    assert (blocks.available, blocks.freed_this_step) == (1, 0)
 
 
 def test_writing_into_a_published_block_withdraws_it(blocks: BlockManager) -> None:

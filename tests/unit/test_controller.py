@@ -72,8 +72,8 @@ def test_the_likelier_draft_goes_first() -> None:
 def test_acceptance_follows_each_request() -> None:
     acceptance = Acceptance()
     for _ in range(60):
-        acceptance.heard("copies", ("ngram", 3), 4, 4)
-        acceptance.heard("invents", ("ngram", 3), 0, 4)
+        acceptance.observe("copies", ("ngram", 3), 4, 4)
+        acceptance.observe("invents", ("ngram", 3), 0, 4)
     assert acceptance.alpha("copies", ("ngram", 3)) > 0.95
     assert acceptance.alpha("invents", ("ngram", 3)) < 0.05
     assert 0.05 < acceptance.alpha("new", ("ngram", 3)) < 0.95
@@ -85,7 +85,7 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
     """Texts that nobody can guess turn a model off; without a trial it would never hear of those that it can."""
     kind, acceptance = ("draft", 0), Acceptance()
     for number in range(40):
-        acceptance.heard(f"{number}", kind, 0, 4)
+        acceptance.observe(f"{number}", kind, 0, 4)
         acceptance.forget(f"{number}")
     begins = []
     for number in range(40, 40 + 2 * TRIAL):
@@ -98,10 +98,10 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
     acceptance.forget("one")
     assert acceptance.alpha("two", kind) == begins[TRIAL], "it ended without a draft"
     acceptance.forget("two")
-    acceptance.heard("trial", kind, 0, 4)
+    acceptance.observe("trial", kind, 0, 4)
     assert acceptance.alpha("next", kind) < 0.3, "one trial, not many"
     for _ in range(4):
-        acceptance.heard("other", kind, 8, 8)
+        acceptance.observe("other", kind, 8, 8)
     assert acceptance.alpha("other", kind) > 0.9
 
 
@@ -111,7 +111,7 @@ def test_the_measured_acceptance_is_the_true_one(alpha: float) -> None:
     acceptance = Acceptance(memory=100)
     for _ in range(1000):
         accepted = next((i for i in range(4) if rng.random() >= alpha), 4)
-        acceptance.heard("r", ("ngram", 1), accepted, 4)
+        acceptance.observe("r", ("ngram", 1), accepted, 4)
     assert acceptance.alpha("r", ("ngram", 1)) == pytest.approx(alpha, abs=0.12)
 
 
@@ -129,7 +129,7 @@ def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
         accepted = next((i for i in range(choice.gamma) if rng.random() >= alpha), choice.gamma)
         if choice.gamma:
             made.draft_took(1, 0.3)
-            acceptance.heard("r", ("model", 0), accepted, choice.gamma)
+            acceptance.observe("r", ("model", 0), accepted, choice.gamma)
         made.step_took(1 + choice.gamma, took)
         seconds += took + 0.3 * choice.gamma
         tokens += accepted + 1
@@ -185,7 +185,7 @@ class Counting:
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
         self.asked += 1
-        return Draft([1], [-1], drafter=self.name, trust=1)
+        return Draft([1], [-1], drafter=self.name, confidence=1)
 
 
 @pytest.mark.parametrize(("batch", "gamma", "every"), [(1, None, 1), (8, None, 5), (32, None, 17), (8, 2, 1)])

@@ -51,7 +51,7 @@ def test_prompt_lookup_finds_the_latest_occurrence_of_the_longest_end(text: list
             continue
         places = [at for at in range(length, end) if text[at - length : at] == text[end - length : end]]
         assert draft is not None
-        assert (draft.tokens, draft.trust) == (text[places[-1] : min(places[-1] + 4, end)], length)
+        assert (draft.tokens, draft.confidence) == (text[places[-1] : min(places[-1] + 4, end)], length)
         assert draft.parents == list(range(-1, len(draft.tokens) - 1))
 
 
@@ -97,7 +97,7 @@ def test_past_outputs_help_their_own_tenant_only() -> None:
     again, other = sequence([1, 6, 7])
     draft = drafter.draft(again, other, 8)
     assert draft is not None
-    assert (draft.tokens, draft.trust) == ([8, 9, 10], 2)
+    assert (draft.tokens, draft.confidence) == ([8, 9, 10], 2)
     again.tenant = b"somebody else"
     assert drafter.draft(again, sequence([1, 6, 7])[1], 8) is None
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.drafting.budget import SHARE, START, Ledger, Purse
+from headrace.drafting.budget import SHARE, START, Budget, Budgets
 from headrace.drafting.controller import Acceptance
 from headrace.drafting.costs import SAMPLES, Costs
 from tests.machine import PROMPT, TOKEN, Bench, Clock, Text, step_time
@@ -22,13 +22,13 @@ def bench(text: Text, **more: object) -> Bench:
 def free_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model reads before it drafts is not counted."""
     monkeypatch.setattr(Costs, "catching_up", lambda self, tokens: 0.0)
-    monkeypatch.setattr(Ledger, "caught_up", lambda self, name, seconds: None)
+    monkeypatch.setattr(Budgets, "caught_up", lambda self, name, seconds: None)
 
 
 def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Purses are always full."""
-    monkeypatch.setattr(Purse, "add", lambda self, seconds, base: None)
-    monkeypatch.setattr(Ledger, "caught_up", lambda self, name, seconds: None)
+    monkeypatch.setattr(Budget, "add", lambda self, seconds, base: None)
+    monkeypatch.setattr(Budgets, "caught_up", lambda self, name, seconds: None)
 
 
 @pytest.mark.parametrize("batch", RUNS)
@@ -59,7 +59,7 @@ def test_a_model_does_not_read_a_long_prompt_for_a_short_answer(spoil, monkeypat
 
 @pytest.mark.parametrize("spoil", [None, no_budget])
 def test_whatever_the_estimates_say_no_more_is_lost_than_the_budget(spoil, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    """All drafts are believed in and hardly any is right: the purses of two drafters, and one prompt that was read."""
+    """All drafts are believed in and hardly any is right: the budgets of two drafters, and one prompt that was read."""
     monkeypatch.setattr(Acceptance, "alpha", lambda self, request, kind: 0.9)
     if spoil is not None:
         spoil(monkeypatch)
@@ -78,7 +78,7 @@ def test_a_machine_with_other_work_is_seen_through(batch: int, text: str) -> Non
     assert bench(TEXTS[text], clock=clock).gain(batch, *RUNS[batch]) >= 0.975
 
 
-# -- the purse, and the costs -----------------------------------------------------------------------------------------------
+# -- the budget, and the costs -----------------------------------------------------------------------------------------------
 
 
 def measured(base: float = 1.0, wide: float = 1.5) -> Costs:
@@ -89,23 +89,23 @@ def measured(base: float = 1.0, wide: float = 1.5) -> Costs:
 
 
 def test_a_purse_takes_what_drafts_save_and_pays_what_they_cost() -> None:
-    ledger = Ledger()
-    ledger.open(["ngram", "draft"], 1.0)
-    ledger.drafted("draft", 0.3)
-    ledger.verified("draft", 1, 1)
-    ledger.verified("ngram", 1, 0)
-    ledger.took(2, 4, 1.5)
-    ledger.settle(measured())
-    assert ledger.purses["ngram"].steps == pytest.approx(START - 0.25), "its half of what two rows cost"
-    assert ledger.purses["draft"].steps == pytest.approx(START + 0.5 - 0.25 - 0.3), "a token of two is half a step saved"
-    ledger.caught_up("draft", 10.0)
-    assert ledger.purses["draft"].steps > 0, "its drafts go on"
-    assert ledger.empty("draft")
-    assert not ledger.empty("ngram")
+    budgets = Budgets()
+    budgets.open(["ngram", "draft"], 1.0)
+    budgets.drafted("draft", 0.3)
+    budgets.verified("draft", 1, 1)
+    budgets.verified("ngram", 1, 0)
+    budgets.record_step(2, 4, 1.5)
+    budgets.settle(measured())
+    assert budgets.by_drafter["ngram"].steps == pytest.approx(START - 0.25), "its half of what two rows cost"
+    assert budgets.by_drafter["draft"].steps == pytest.approx(START + 0.5 - 0.25 - 0.3), "a token of two is half a step saved"
+    budgets.caught_up("draft", 10.0)
+    assert budgets.by_drafter["draft"].steps > 0, "its drafts go on"
+    assert budgets.empty("draft")
+    assert not budgets.empty("ngram")
     for _ in range(1100):
-        ledger.took(2, 2, 1.0)
-        ledger.settle(measured())
-    assert ledger.purses["draft"].ahead == START, "time gives it back, up to what it began with"
+        budgets.record_step(2, 2, 1.0)
+        budgets.settle(measured())
+    assert budgets.by_drafter["draft"].ahead == START, "time gives it back, up to what it began with"
 
 
 def test_a_slow_step_is_believed_no_longer_than_it_must() -> None:

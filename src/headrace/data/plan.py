@@ -35,7 +35,6 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     child: int = 0
     k: int = 0
     logprobs: int | None = None
-    hidden: tuple[str, ...] = ()
     mu: float | None = None  # mirostat's state before the draw; None: at its beginning
     closest: bool = False  # with nodes: how near each one's hidden state comes to those of the tokens before
     before: tuple[float, ...] = ()  # with pool: the sum of the rows before KV index `k`, which is gone on with
@@ -77,7 +76,6 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     count: int
     new: tuple[int, ...] = ()
     wants: tuple[Want, ...] = ()
-    whole: bool = False
     nodes: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     masks: bytes = b""

@@ -22,8 +22,8 @@ class Draft(msgspec.Struct):
     required: bool = False  # a required draft waits for budget and blocks, an optional one is dropped
     q: list[bytes] | None = None  # what each token of a chain was drawn from: float32 rows; None: it was not drawn
     drafter: str = ""  # who proposes it
-    trust: int = 0  # how sure the drafter is, by its own measure; drafts of equal trust are counted together
-    heard: bool = False  # the drafter wants to know what the target draws after each node
+    confidence: int = 0  # how sure the drafter is, by its own measure; drafts of equal confidence are counted together
+    observed: bool = False  # the drafter wants to know what the target draws after each node
     memo: list[Any] = []  # what the drafter notes of each node: a node that is pruned takes its note along
 
 

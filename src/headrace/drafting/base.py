@@ -34,7 +34,7 @@ class Fed(Protocol):
 
 
 @runtime_checkable
-class Fills(Protocol):
+class ModelDrafter(Protocol):
     """A drafter that runs a model: its drafts are room, and `fill` says of which tokens, for all sequences together."""
 
     def lag(self, seq: Sequence) -> int:

@@ -1,6 +1,6 @@
-"""What drafting may cost: each drafter has a purse, and drafts only as long as it holds what a step could lose.
+"""What drafting may cost: each drafter has a budget, and drafts only as long as it holds what a step could lose.
 
-Estimates decide whether a draft is worth its rows; the purse bounds what is lost where they are wrong, whatever the reason. It
+Estimates decide whether a draft is worth its rows; the budget bounds what is lost where they are wrong, whatever the reason. It
 begins with a few plain steps, is given a small share of all time, takes what drafts save and pays what they cost.
 """
 
@@ -10,20 +10,20 @@ from headrace.drafting.costs import Costs
 
 SHARE = 0.01  # of all time, that drafting may lose for good
 START = 4.0  # plain steps that a drafter may lose before it has saved any
-STEPS, AHEAD = 8.0, 128.0  # plain steps, the most a purse keeps: for the next steps, and for catching up
+STEPS, AHEAD = 8.0, 128.0  # plain steps, the most a budget keeps: for the next steps, and for catching up
 WAITED = 1.25  # a step that takes so many times what such steps take has waited for another process
 
 
 @dataclass(slots=True)
-class Purse:
+class Budget:
     """Seconds that one drafter may lose. `steps`: by drafting and verifying; `ahead`: by that and by catching up, which is paid
-    before anything has come of it. A purse that is not empty may be overdrawn by one catch-up."""
+    before anything has come of it. A budget that is not empty may be overdrawn by one catch-up."""
 
     steps: float
     ahead: float
 
     def allow(self, seconds: float, base: float) -> None:
-        """So much more may be lost, up to what a purse begins with: nothing is saved up to be lost at once."""
+        """So much more may be lost, up to what a budget begins with: nothing is saved up to be lost at once."""
         self.steps = max(self.steps, min(self.steps + seconds, START * base))
         self.ahead = max(self.ahead, min(self.ahead + seconds, START * base))
 
@@ -34,7 +34,7 @@ class Purse:
 
 
 @dataclass(slots=True)
-class Spent:
+class StepCost:
     """What a drafter did in one step."""
 
     seconds: float = 0.0  # drafting
@@ -43,35 +43,35 @@ class Spent:
 
 
 @dataclass(slots=True)
-class Ledger:
-    """The purses of all drafters, by name, and what the step under way has cost so far."""
+class Budgets:
+    """The budgets of all drafters, by name, and what the step under way has cost so far."""
 
-    purses: dict[str, Purse] = field(default_factory=dict)
-    _step: dict[str, Spent] = field(default_factory=dict)
+    by_drafter: dict[str, Budget] = field(default_factory=dict)
+    _step: dict[str, StepCost] = field(default_factory=dict)
     _took: tuple[int, int, float | None] | None = None
 
     def open(self, names: list[str], base: float) -> None:
-        """A purse for each that has none yet; a plain step takes `base` seconds."""
+        """A budget for each that has none yet; a plain step takes `base` seconds."""
         for name in names:
-            self.purses.setdefault(name, Purse(START * base, START * base))
+            self.by_drafter.setdefault(name, Budget(START * base, START * base))
 
     def empty(self, name: str) -> bool:
         """Whether a drafter may not catch up with anything."""
-        return name in self.purses and self.purses[name].ahead <= 0
+        return name in self.by_drafter and self.by_drafter[name].ahead <= 0
 
     def drafted(self, name: str, seconds: float) -> None:
-        self._step.setdefault(name, Spent()).seconds += seconds
+        self._step.setdefault(name, StepCost()).seconds += seconds
 
     def caught_up(self, name: str, seconds: float) -> None:
-        if name in self.purses:
-            self.purses[name].ahead -= seconds
+        if name in self.by_drafter:
+            self.by_drafter[name].ahead -= seconds
 
     def verified(self, name: str, rows: int, accepted: int) -> None:
-        spent = self._step.setdefault(name, Spent())
+        spent = self._step.setdefault(name, StepCost())
         spent.rows += rows
         spent.accepted += accepted
 
-    def took(self, plain: int, rows: int, seconds: float | None) -> None:
+    def record_step(self, plain: int, rows: int, seconds: float | None) -> None:
         """The step's sequences, rows and seconds; None where it had prompts in it too."""
         self._took = (plain, rows, seconds)
 
@@ -82,11 +82,11 @@ class Ledger:
             usual = max(costs.step(rows) or base, base)
             seconds, alone = usual if seconds is None else min(seconds, WAITED * usual), seconds is None
             verified = sum(spent.rows for spent in self._step.values())
-            for name, purse in self.purses.items():
+            for name, budget in self.by_drafter.items():
                 if not alone:
-                    purse.allow(SHARE * seconds, base)
+                    budget.allow(SHARE * seconds, base)
                 if (spent := self._step.get(name)) is not None:
                     extra = (seconds - base) * spent.rows / verified if verified else 0.0
-                    purse.add(base * spent.accepted / plain - extra - spent.seconds, base)
+                    budget.add(base * spent.accepted / plain - extra - spent.seconds, base)
         self._step.clear()
         self._took = None

@@ -9,7 +9,7 @@ model must read before it can draft counts too, spread over what is left of the 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headrace.drafting.budget import Purse
+from headrace.drafting.budget import Budget
 from headrace.drafting.costs import Costs
 
 WORTH = 1.05  # a gain below this is not sought: it could be noise
@@ -43,7 +43,7 @@ class Belief:
     value: float
     weight: float = WEIGHT
 
-    def heard(self, outcome: float, memory: float) -> None:
+    def observe(self, outcome: float, memory: float) -> None:
         self.weight = min(self.weight + 1, memory)
         self.value += (outcome - self.value) / self.weight
 
@@ -74,7 +74,7 @@ class Acceptance:
         """Of all requests."""
         return self.everyone[kind].value if kind in self.everyone else _prior(kind)
 
-    def heard(self, request: str, kind: Kind, accepted: int, drafted: int) -> None:
+    def observe(self, request: str, kind: Kind, accepted: int, drafted: int) -> None:
         """`accepted` of a chain of `drafted` tokens; the first rejected one is the last that was tried."""
         mine = self.requests.setdefault(request, {})
         if kind not in mine:
@@ -82,8 +82,8 @@ class Acceptance:
         everyone = self.everyone.setdefault(kind, Belief(_prior(kind)))
         for trial in range(min(accepted + 1, drafted)):
             outcome = 1.0 if trial < accepted else 0.0
-            mine[kind].heard(outcome, self.memory)
-            everyone.heard(outcome, LASTING)
+            mine[kind].observe(outcome, self.memory)
+            everyone.observe(outcome, LASTING)
         self._without[kind] = 0
         self._trial.pop(kind, None)
 
@@ -145,7 +145,7 @@ class _Step:
     """A step as drafts are added to it. What it costs beside a plain one, its drafters must be able to lose."""
 
     costs: Costs
-    purses: Mapping[str, Purse]
+    budgets: Mapping[str, Budget]
     base: float
     tokens: float
     rows: int
@@ -177,17 +177,17 @@ class _Step:
         return True
 
     def _affords(self, one: Choice, lost: float, ahead: float) -> bool:
-        purse = self.purses.get(one.drafter)
-        if purse is None:
+        budget = self.budgets.get(one.drafter)
+        if budget is None:
             return True
-        alone = ahead == one.ahead and purse.ahead > 0  # the first catch-up of a step may overdraw
-        return lost <= purse.steps and (ahead == 0 or alone or ahead <= purse.ahead)
+        alone = ahead == one.ahead and budget.ahead > 0  # the first catch-up of a step may overdraw
+        return lost <= budget.steps and (ahead == 0 or alone or ahead <= budget.ahead)
 
 
-def choose(choices: list[Choice], plain: int, costs: Costs, purses: Mapping[str, Purse] | None = None) -> None:
+def choose(choices: list[Choice], plain: int, costs: Costs, budgets: Mapping[str, Budget] | None = None) -> None:
     """Set each choice's gamma so that a step of `plain` rows (one for each sequence that decodes) yields most per second.
 
-    Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k. `purses` say
+    Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k. `budgets` say
     what each drafter may lose by the step, by name; without one there is no limit.
     """
     base = costs.step(plain)
@@ -195,10 +195,10 @@ def choose(choices: list[Choice], plain: int, costs: Costs, purses: Mapping[str,
     choices = [one for one in choices if one.alpha >= LEAST and not one.rows]
     if base is None or not (choices or trees) or costs.stale(plain):
         return  # a plain step, to be measured
-    purses = purses or {}
-    _choose_trees(trees, plain, base, costs, purses)
+    budgets = budgets or {}
+    _choose_trees(trees, plain, base, costs, budgets)
     reachable = max(costs.reach, plain + 2)
-    step, best, kept = _Step(costs, purses, base, plain, plain), plain / base, [0] * len(choices)
+    step, best, kept = _Step(costs, budgets, base, plain, plain), plain / base, [0] * len(choices)
     reach, most = [0] * len(choices), [one.most for one in choices]
     start = best
     while step.rows < reachable:
@@ -218,15 +218,15 @@ def choose(choices: list[Choice], plain: int, costs: Costs, purses: Mapping[str,
         one.gamma = gamma
 
 
-def _choose_trees(trees: list[Choice], plain: int, base: float, costs: Costs, purses: Mapping[str, Purse]) -> None:
+def _choose_trees(trees: list[Choice], plain: int, base: float, costs: Costs, budgets: Mapping[str, Budget]) -> None:
     """Take those trees, the best first, with which the batch still gains. One far larger than any step that was measured is
     tried, alone: what so many rows cost cannot be guessed."""
     tokens, rows, best = float(plain), plain, plain / base
     for one in sorted(trees, key=lambda one: -one.alpha):
-        more, purse = expected(one.alpha, one.most) - 1.0, purses.get(one.drafter)
+        more, budget = expected(one.alpha, one.most) - 1.0, budgets.get(one.drafter)
         seconds = costs.step(rows + one.rows) or base
         unknown = rows == plain and rows + one.rows > 1.5 * costs.reach
-        if purse is not None and purse.steps < (0.0 if unknown else seconds - base):
+        if budget is not None and budget.steps < (0.0 if unknown else seconds - base):
             continue
         if unknown or ((tokens + more) / seconds > best and (tokens + more) / seconds > WORTH * plain / base):
             one.gamma, tokens, rows, best = one.most, tokens + more, rows + one.rows, (tokens + more) / seconds

@@ -118,7 +118,7 @@ class DraftModel:
         for work, out in going:
             draft, chain = work.seq.draft, chains[id(work)]
             assert draft is not None
-            if out.error or not told(out, chain):
+            if out.error or not append_drawn(out, chain):
                 continue
             more = len(chain.tokens) < len(draft.tokens) and chain.tokens[-1] not in work.request.stop_ids
             if more and chain.likely >= self.least:
@@ -126,7 +126,7 @@ class DraftModel:
         return on
 
 
-def told(out: FeedOutput, chain: Chain) -> bool:
+def append_drawn(out: FeedOutput, chain: Chain) -> bool:
     """The model's token, drawn where its logits are; False: there is none."""
     if out.tokens:
         chain.tokens.append(out.tokens[0])
@@ -137,7 +137,7 @@ def told(out: FeedOutput, chain: Chain) -> bool:
     return bool(out.tokens)
 
 
-def drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
+def draw_from_rows(work: Fed, out: FeedOutput, chain: Chain) -> bool:
     """A token drawn here from whole rows of logits: for the rejection rule, and with it what it was drawn from; else as the
     target will draw it. False: there is none.
 
@@ -152,7 +152,7 @@ def drawn(work: Fed, out: FeedOutput, chain: Chain) -> bool:
         params = work.request.params.replace(logprobs=0, logprobs_mode="processed")
         noise = key(work.request.seed, work.seq.index)
         (result,) = sample(logits[None], [replace(spec, params=params, keys=[noise], purpose=Purpose.TARGET)])
-        return told(FeedOutput(tuple(result.tokens), logprobs=tuple(result.logprobs)), chain)
+        return append_drawn(FeedOutput(tuple(result.tokens), logprobs=tuple(result.logprobs)), chain)
     found = draw_draft(logits, spec)
     if found is not None:
         token, q = found

@@ -3,7 +3,7 @@
 from headrace.data.plan import Feed, FeedOutput, Want
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
-from headrace.drafting.draft_model import Chain, drawn, settle, told
+from headrace.drafting.draft_model import Chain, append_drawn, draw_from_rows, settle
 
 
 class TrainedHeads:
@@ -54,7 +54,7 @@ class TrainedHeads:
     def _chain(self, work: Fed, outs: list[FeedOutput]) -> Chain:
         chain = Chain()
         for out in outs:
-            if out.error or not (drawn(work, out, chain) if out.logits else told(out, chain)):
+            if out.error or not (draw_from_rows(work, out, chain) if out.logits else append_drawn(out, chain)):
                 break
             if chain.likely < self.least or chain.tokens[-1] in work.request.stop_ids:
                 break

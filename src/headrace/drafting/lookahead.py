@@ -28,7 +28,7 @@ class Jacobi:
         guess = seq.drafting.get(self.name, [])
         width = min(self.width, most)
         guess = [*guess[:width], *_noise(request, seq, width - len(guess))]
-        return Draft(guess, list(range(-1, width - 1)), drafter=self.name, heard=True)
+        return Draft(guess, list(range(-1, width - 1)), drafter=self.name, observed=True)
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """What was answered behind the accepted nodes is the next guess; the first of it is already a token."""
@@ -70,11 +70,11 @@ class Lookahead:
         window = self._window(request, seq)
         if self.from_prompt:
             self._read(window, seq.tokens)
-        draft = Draft([], [], drafter=self.name, heard=True, memo=[])
+        draft = Draft([], [], drafter=self.name, observed=True, memo=[])
         children: dict[tuple[int, int], int] = {}
         for guess in reversed(window.pool.get(seq.tokens[-1], {})):  # the latest first
             _graft(draft, guess[:most], children)
-        draft.trust = 2 if draft.tokens else 1  # without a guess little can be accepted, which says nothing of guesses
+        draft.confidence = 2 if draft.tokens else 1  # without a guess little can be accepted, which says nothing of guesses
         root = -1
         for column in range(min(self.width, most - len(window.levels) + 1)):
             root = node = _append(draft, window.levels[0][column], root)

@@ -55,4 +55,4 @@ class PromptLookup:
         if length < self.shortest or length == 0:
             return None
         tokens = seq.tokens[at : at + most]
-        return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, trust=length)
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, confidence=length)

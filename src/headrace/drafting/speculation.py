@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from headrace.data.plan import MAX_NODES, FeedOutput, StepPlan
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import Drafter, Fed, Filled, Fills, Observes, Reads, Remembers, Run
-from headrace.drafting.budget import WAITED, Ledger
+from headrace.drafting.base import Drafter, Fed, Filled, ModelDrafter, Observes, Reads, Remembers, Run
+from headrace.drafting.budget import WAITED, Budgets
 from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
 from headrace.drafting.draft_model import Chain, settle
@@ -40,7 +40,7 @@ class Proposal:
 
 
 @dataclass(slots=True)
-class Shadow:
+class Unverified:
     """A proposal that was not verified: the tokens that come will say whether it was right."""
 
     length: int  # of the sequence when it was made
@@ -52,7 +52,7 @@ class Shadow:
 class Standing:
     """What is kept of a sequence, beside what its drafters remember; it goes when the sequence goes."""
 
-    shadow: Shadow | None = None
+    unverified: Unverified | None = None
     rest: int = 0  # the last step without a drafter
 
 
@@ -75,14 +75,14 @@ class Speculation:
         self.gamma = gamma
         self.costs = Costs()
         self.acceptance = Acceptance()
-        self.ledger = Ledger()
+        self.budgets = Budgets()
         self._clock = clock
         self._text = TEXT  # how long outputs are, on average
         self._step = 0
         self._pause = 0  # the last step in which nobody is asked
         self._failed: dict[tuple[str, str], int] = {}  # by request and drafter: how often it raised
         # Asked once: to ask a protocol takes as long as to draft.
-        self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, Fills)}
+        self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, ModelDrafter)}
         self._reads = [drafter for drafter in drafters if isinstance(drafter, Reads)]
 
     def serves(self, request: Request) -> bool:
@@ -102,7 +102,7 @@ class Speculation:
         """Whether nobody is asked for the step that begins: in a batch of which nothing paid a moment ago, to ask for each of
         its sequences takes longer than there is to gain."""
         self._step += 1
-        self.ledger.settle(self.costs)
+        self.budgets.settle(self.costs)
         return self._step <= self._pause
 
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
@@ -111,7 +111,7 @@ class Speculation:
         for drafter in self._reads:
             drafter.begin()
         if (base := self.costs.step(plain)) is not None:
-            self.ledger.open([drafter.name for drafter in self.drafters], base)
+            self.budgets.open([drafter.name for drafter in self.drafters], base)
         for request, seq in seqs:
             if self._rests(seq):
                 continue
@@ -121,10 +121,10 @@ class Speculation:
             if self.gamma is None and plain >= CROWD and (proposal is None or proposal.choice.alpha < LEAST):
                 _standing(seq).rest = self._step + REST
         if self.gamma is None:
-            choose([proposal.choice for proposal in made], plain, self.costs, self.ledger.purses)
+            choose([proposal.choice for proposal in made], plain, self.costs, self.budgets.by_drafter)
         for proposal in made:
             self._decide(proposal)
-            if self.gamma is None and proposal.choice.rows and self._dear(proposal.choice, plain):
+            if self.gamma is None and proposal.choice.rows and self._too_costly(proposal.choice, plain):
                 _standing(proposal.seq).rest = self._step + TREE_REST
         if self.gamma is None and not any(proposal.choice.gamma for proposal in made):
             self._pause = self._step + plain // 2
@@ -147,7 +147,7 @@ class Speculation:
                 failed += mine
         return failed
 
-    def _fill(self, drafter: Fills, name: str, works: list[Fed], run: Run, filled: Filled) -> None:
+    def _fill(self, drafter: ModelDrafter, name: str, works: list[Fed], run: Run, filled: Filled) -> None:
         behind = sum(drafter.lag(work.seq) for work in works)
         began = self._clock()
         drafter.fill(works, run, filled)
@@ -161,15 +161,15 @@ class Speculation:
         """A model drafted for so many sequences, `longest` steps, and first read what it was behind."""
         if behind <= LAG * sequences:
             self.costs.draft_took(sequences, seconds / longest)
-            self.ledger.drafted(name, min(seconds, WAITED * longest * self.costs.draft(sequences)))
+            self.budgets.drafted(name, min(seconds, WAITED * longest * self.costs.draft(sequences)))
             return
         reading = max(seconds - longest * self.costs.draft_guess(sequences), 0.0)
         self.costs.caught_up(behind, reading)
         ahead = reading if behind > GAP * sequences else 0.0
-        self.ledger.drafted(name, seconds - ahead)
-        self.ledger.caught_up(name, ahead)
+        self.budgets.drafted(name, seconds - ahead)
+        self.budgets.caught_up(name, ahead)
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def record_step(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long; those with prompts in them say nothing of verification."""
         rows, plain = plan.num_tokens, len(plan.feeds)
         alone = rows == plain or all(feed.count == 1 for feed in plan.feeds)
@@ -179,15 +179,15 @@ class Speculation:
             decoding = [feed for feed in plan.feeds if feed.count == 1]
             plain, rows = len(decoding), sum(1 + len(feed.nodes) for feed in decoding)
         if plain:
-            self.ledger.took(plain, rows, seconds if alone else None)
+            self.budgets.record_step(plain, rows, seconds if alone else None)
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """A draft of this sequence was verified."""
         tip = out.path[-1] if out.path else -1
         tried = len(out.path) + int(tip in draft.parents)  # below the tip of the path there was something, and it was wrong
-        self.acceptance.heard(request.id, (draft.drafter, draft.trust), len(out.path), tried)
-        self.ledger.verified(draft.drafter, len(draft.tokens), len(out.path))
-        for drafter in self.drafters if draft.heard else ():
+        self.acceptance.observe(request.id, (draft.drafter, draft.confidence), len(out.path), tried)
+        self.budgets.verified(draft.drafter, len(draft.tokens), len(out.path))
+        for drafter in self.drafters if draft.observed else ():
             if drafter.name == draft.drafter and isinstance(drafter, Observes):
                 self._ask(drafter, request, drafter.observe, request, seq, draft, out)
 
@@ -202,7 +202,7 @@ class Speculation:
         for drafter in self.drafters if self._failed else ():
             self._failed.pop((request.id, drafter.name), None)
 
-    def _dear(self, choice: Choice, plain: int) -> bool:
+    def _too_costly(self, choice: Choice, plain: int) -> bool:
         """Whether a tree was left out because it would cost more than it brings."""
         base = self.costs.step(plain)
         return choice.gamma == 0 and base is not None and value(choice, plain, self.costs) <= plain / base
@@ -237,13 +237,13 @@ class Speculation:
         for drafter in self.drafters:
             model = self._fills.get(drafter.name)
             lag = model.lag(seq) if model is not None and self.gamma is None else 0
-            if lag > GAP and self.ledger.empty(drafter.name):
+            if lag > GAP and self.budgets.empty(drafter.name):
                 continue
             draft = self._ask(drafter, request, self._drafted, drafter, request, seq, most)
             if draft is None:
                 continue
             draft.drafter = draft.drafter or drafter.name
-            alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.trust))
+            alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.confidence))
             deep, rows = _shape(draft, model is not None)
             choice = Choice(alpha, min(deep, most), model is not None, rows=rows, drafter=drafter.name)
             if lag > GAP:
@@ -290,7 +290,7 @@ class Speculation:
             return
         gamma, tree = proposal.choice.gamma, proposal.choice.rows > 0
         if gamma == 0 and not proposal.choice.model and not tree:
-            _standing(seq).shadow = Shadow(len(seq.tokens), draft.tokens[0], (draft.drafter, draft.trust))
+            _standing(seq).unverified = Unverified(len(seq.tokens), draft.tokens[0], (draft.drafter, draft.confidence))
         if gamma > 0 and not tree:
             del draft.tokens[gamma:], draft.parents[gamma:]
         if gamma > 0:
@@ -299,10 +299,10 @@ class Speculation:
     def _settle_shadow(self, request: Request, seq: Sequence) -> None:
         """Learn from a proposal that nobody paid for."""
         standing = _standing(seq)
-        shadow, standing.shadow = standing.shadow, None
-        if shadow is not None and len(seq.tokens) > shadow.length:
-            right = seq.tokens[shadow.length] == shadow.token
-            self.acceptance.heard(request.id, shadow.kind, int(right), 1)
+        unverified, standing.unverified = standing.unverified, None
+        if unverified is not None and len(seq.tokens) > unverified.length:
+            right = seq.tokens[unverified.length] == unverified.token
+            self.acceptance.observe(request.id, unverified.kind, int(right), 1)
 
 
 def _standing(seq: Sequence) -> Standing:
@@ -348,4 +348,4 @@ def prune(draft: Draft, fits: list[bool]) -> Draft | None:
     tokens, parents = [draft.tokens[node] for node in kept], [place[draft.parents[node]] for node in kept]
     q = None if draft.q is None else [draft.q[node] for node in kept]
     memo = [draft.memo[node] for node in kept] if draft.memo else []
-    return Draft(tokens, parents, draft.required, q, draft.drafter, draft.trust, draft.heard, memo) if kept else None
+    return Draft(tokens, parents, draft.required, q, draft.drafter, draft.confidence, draft.observed, memo) if kept else None

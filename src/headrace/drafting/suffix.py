@@ -182,7 +182,11 @@ class SuffixTree:
         tokens = text[place : place + min(most, int(length * self.factor))]
         if SEPARATOR in tokens:
             tokens = tokens[: tokens.index(SEPARATOR)]
-        return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, trust=_trust(length)) if tokens else None
+        return (
+            Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, confidence=_confidence(length))
+            if tokens
+            else None
+        )
 
     def remember(self, request: Request, seq: Sequence) -> None:
         """Keep an output that has ended: its end, where it is longer than an automaton."""
@@ -205,6 +209,6 @@ class SuffixTree:
                 self._ended.popleft()
 
 
-def _trust(length: int) -> int:
+def _confidence(length: int) -> int:
     """Matches of 1, 2 or 3, up to 7, and more tokens are counted apart."""
     return min(length.bit_length(), 4)

@@ -265,7 +265,7 @@ class Engine:
 
         works = [work for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
         for work in speculation.fill(works, run, self.blocks.fill):
-            self.scheduler.strip(work)
+            self.scheduler.drop_draft(work)
 
     def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
         if request.pool:
@@ -275,7 +275,7 @@ class Engine:
         if want is not None and (not isinstance(want, Want) or want.kind not in WANT_KINDS or want.rows not in WANT_ROWS):
             raise ValueError(f"the strategy wants what no step gives: {want!r}")
         wants = () if want is None else (want,)
-        if last and seq.draft is not None and seq.draft.heard:
+        if last and seq.draft is not None and seq.draft.observed:
             wants = (*wants, Want(rows="nodes", child=seq.index))
         if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
             return (Want(rows="all", kind="score", logprobs=scores), *wants)
@@ -296,7 +296,7 @@ class Engine:
             self.scheduler.fail(flight)
         self.scheduler.land(flight)
         if self.speculation is not None and output is not None and self.executor.depth == 1:
-            self.speculation.took(flight.plan, self._clock() - flight.began)
+            self.speculation.record_step(flight.plan, self._clock() - flight.began)
         return output
 
     def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, list[tuple[Sequence, FeedOutput]]]]:

@@ -108,7 +108,7 @@ class Feeding:
     def _add(self, request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
         length = len(seq.tokens)
         known = min(end, length)
-        feed = Feed(seq.slot, start, known - start, tuple(seq.tokens[seq.sent :]), whole=self.config.whole)
+        feed = Feed(seq.slot, start, known - start, tuple(seq.tokens[seq.sent :]))
         if end > length:
             assert seq.draft is not None
             feed.nodes, feed.parents = tuple(seq.draft.tokens), tuple(seq.draft.parents)

@@ -135,7 +135,7 @@ class Scheduler:
         for g in self._filled_by(seq):
             seq.computed[g] = length + len(path)
 
-    def strip(self, work: Work) -> None:
+    def drop_draft(self, work: Work) -> None:
         """The feed goes without its draft; what companions hold of the sequence is not to be trusted."""
         work.seq.draft, work.feed.nodes, work.feed.parents = None, (), ()
         for g in self._companions:
@@ -164,7 +164,7 @@ class Scheduler:
             while (need := self.blocks.need(spans)) > self.blocks.available:
                 short = True
                 # What a victim gives up can be used from the next step on; then this request is tried again.
-                if need <= self.blocks.available + self.blocks.resting or not self._preempt_after(request):
+                if need <= self.blocks.available + self.blocks.freed_this_step or not self._preempt_after(request):
                     break
             else:
                 self.feeding.feed(request, spans, flight)

@@ -35,16 +35,16 @@ class BlockManager:
         self._cached: dict[bytes, int] = {}  # published hash -> block
         self._free: deque[int] = deque(range(config.num_blocks))
         self._lru: OrderedDict[int, None] = OrderedDict()  # published blocks nobody holds, oldest first
-        self._resting: dict[int, None] = {}  # given up during this scheduling: reusable from the next step
+        self._freed: dict[int, None] = {}  # given up during this scheduling: reusable from the next step
         self._scheduling = False
 
     # -- one scheduling pass -------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A step is being scheduled: what earlier steps gave up becomes usable."""
         self._scheduling = False
-        for block in self._resting:
+        for block in self._freed:
             self._retire(block)
-        self._resting = {}
+        self._freed = {}
         self._scheduling = True
 
     def end(self) -> None:
@@ -56,13 +56,13 @@ class BlockManager:
         return len(self._free) + len(self._lru)
 
     @property
-    def resting(self) -> int:
+    def freed_this_step(self) -> int:
         """Blocks given up during this scheduling: available at the next step."""
-        return len(self._resting)
+        return len(self._freed)
 
     @property
     def used(self) -> int:
-        return self.num_blocks - self.available - self.resting
+        return self.num_blocks - self.available - self.freed_this_step
 
     # -- growing, sharing, giving up -----------------------------------------------------------------------------------
     def writable(self, seq: Sequence, position: int) -> bool:
@@ -151,7 +151,7 @@ class BlockManager:
                 break
             if self._refs[block] == 0:
                 self._lru.pop(block, None)
-                self._resting.pop(block, None)
+                self._freed.pop(block, None)
             self._refs[block] += 1
             table.append(block)
             held = self._filled[block]
@@ -210,7 +210,7 @@ class BlockManager:
             assert self._refs[block] == held[block], f"block {block}: {self._refs[block]} references, {held[block]} holders"
             key = self._hash[block]
             assert key is None or self._cached.get(key) == block, f"block {block} is published under another block"
-        idle = [*self._free, *self._lru, *self._resting]
+        idle = [*self._free, *self._lru, *self._freed]
         assert len(idle) == len(set(idle)), "a block is idle twice"
         assert set(idle) == {b for b in range(self.num_blocks) if not held[b]}, "idle and held blocks do not add up"
         assert all(self._hash[block] is None for block in self._free), "a published block is in the free list"
@@ -253,7 +253,7 @@ class BlockManager:
 
     def _retire(self, block: int) -> None:
         if self._scheduling:
-            self._resting[block] = None
+            self._freed[block] = None
             return
         if self._hash[block] is not None and not self._keeps:
             self._withdraw(block)
