@@ -42,17 +42,17 @@ class Mirostat(Strategy):
         return False  # the usual rules end an output
 
     def _next(self, request: Request, seq: Sequence, out: FeedOutput) -> Child:
-        mu = 2 * self.target if seq.state is None else seq.state  # state travels with the sequence
+        mu = 2 * self.target if seq.decode.state is None else seq.decode.state  # state travels with the sequence
         bits = [-logprob / math.log(2) for logprob in out.top_logprobs]
         kept = max(sum(one <= mu for one in bits), 1)
         # Noise that depends on seed, child, position and token alone: the same answer in any batch.
         ids = torch.tensor([out.top_ids[:kept]])
-        keys, position = torch.tensor([key(request.seed, seq.index)]), torch.tensor([len(seq.tokens)])
+        keys, position = torch.tensor([key(request.seed, seq.decode.index)]), torch.tensor([len(seq.tokens)])
         noisy = torch.tensor(out.top_logprobs[:kept]) + gumbel_at(keys, position, ids, Purpose.TARGET)[0]
         drawn = int(noisy.argmax())
         share = sum(2**-one for one in bits[:kept])
         surprise = bits[drawn] + math.log2(share)  # among the tokens that were kept
-        return Child(token=out.top_ids[drawn], index=seq.index, state=mu - self.rate * (surprise - self.target))
+        return Child(token=out.top_ids[drawn], index=seq.decode.index, state=mu - self.rate * (surprise - self.target))
 
 
 def main(model: str = "smollm2-135m") -> None:

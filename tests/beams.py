@@ -45,7 +45,7 @@ def beams(
     running.eos_ids = stop_ids
     request = add_beam(running, prompt, params)
     finish(running)
-    return [(seq.output, seq.score) for seq, _ in request.strategy.results(request)]
+    return [(seq.output, seq.decode.score) for seq, _ in request.strategy.results(request)]
 
 
 def reference(model: Model, prompt: list[int], params: BeamSearchParams, stop_ids: frozenset[int]) -> list[list[int]]:
@@ -172,9 +172,9 @@ def fork_after_free(engine: Engine) -> None:
 
     def late(request: Request, parent: object, children: list) -> None:
         if len(children) > 1:
-            tables = [list(table) for table in parent.tables]  # type: ignore[attr-defined]
+            tables = [list(table) for table in parent.kv.tables]  # type: ignore[attr-defined]
             engine.blocks.release(parent)  # type: ignore[arg-type]
-            parent.tables = tables  # type: ignore[attr-defined]
+            parent.kv.tables = tables  # type: ignore[attr-defined]
         commit(request, parent, children)  # type: ignore[arg-type]
 
     engine.scheduler.commit = late  # type: ignore[method-assign, assignment]

@@ -17,7 +17,7 @@ class Replaying:
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
         rng = self.rng
-        answer = self.answers[tuple(request.prompt), request.seed, seq.index]
+        answer = self.answers[tuple(request.prompt), request.seed, seq.decode.index]
         drawn = len(seq.tokens) - seq.prompt_len
         draft = Draft([], [])
         tip, depth = -1, 0  # where the truth is looked for

@@ -85,7 +85,7 @@ class Scripted:
             return None
         context = list(seq.tokens)
         for place in range(most):
-            right, chance = draw(context, request.seed, seq.index), self._chance()
+            right, chance = draw(context, request.seed, seq.decode.index), self._chance()
             if place == 0 and self.text.first is not None:
                 chance = self.text.first
             context.append(right if self.rng.random() < chance else (right + 1) % VOCAB)
@@ -103,14 +103,14 @@ class ScriptedModel(Scripted):
         return self.text.model
 
     def lag(self, seq: Sequence) -> int:
-        return max(len(seq.tokens) - seq.drafting.get(self.name, 0), 1)
+        return max(len(seq.tokens) - seq.decode.memory.get(self.name, 0), 1)
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         behind = sum(self.lag(work.seq) for work in works)
-        longest = max(len(work.seq.draft.tokens) for work in works if work.seq.draft is not None)
+        longest = max(len(work.seq.decode.draft.tokens) for work in works if work.seq.decode.draft is not None)
         self.clock.pass_by(longest * (DRAFT + DRAFT_ROW * len(works)) + TOKEN * max(behind - 2 * len(works), 0))
         for work in works:
-            work.seq.drafting[self.name] = len(work.seq.tokens)
+            work.seq.decode.memory[self.name] = len(work.seq.tokens)
 
 
 @dataclass

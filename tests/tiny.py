@@ -93,13 +93,13 @@ def finish(engine: Engine) -> None:
 
 def tokens_of(request: Request) -> list[list[int]]:
     """The outputs of a finished request, by child."""
-    return [seq.output for seq in sorted(request.finished, key=lambda seq: seq.index)]
+    return [seq.output for seq in sorted(request.finished, key=lambda seq: seq.decode.index)]
 
 
 def run_alone(model: Model, prompt: list[int], params: SamplingParams, child: int = 0) -> list[int]:
     """One request in an engine of its own, fed whole; `child` sets the noise key."""
     engine = tiny_engine(model, budget=256, prefix_caching=False)
     request = engine.add(prompt, params.replace(n=1))
-    request.seqs[0].index = child
+    request.seqs[0].decode.index = child
     finish(engine)
     return tokens_of(request)[0]

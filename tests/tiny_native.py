@@ -99,7 +99,7 @@ def native_alone(
     """Like tests.tiny.run_alone, on the native core."""
     engine = native_engine(model, budget=256, prefix_caching=False, quantize=quantize, kv_dtype=kv_dtype)
     request = engine.add(prompt, params.replace(n=1))
-    request.seqs[0].index = child
+    request.seqs[0].decode.index = child
     finish(engine)
     return tokens_of(request)[0]
 

@@ -146,7 +146,7 @@ class LLM:
         No chat template is applied. A request that fails while running has `error` set and finish_reason "error"; one that
         could never run raises AdmissionError before anything runs. Threads may call at once: their requests run together, and
         each gets its own. One `strategy` object serves the whole batch: what it remembers belongs in `request.state` and
-        `seq.state`.
+        `seq.decode.state`.
         """
         batch = _as_batch(prompts)
         settings = _spread(params or SamplingParams(), len(batch))

@@ -7,7 +7,7 @@ import torch
 
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import FeedOutput
-from headrace.data.types import Child, Request, Sequence
+from headrace.data.types import Child, Decode, Request, Sequence
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from tests.beams import EOS, beams, score_of
 from tests.tiny import tiny_config, tiny_model
@@ -51,7 +51,7 @@ class Tree:
 
     def winner(self, temperature: float) -> list[int]:
         strategy = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=2))
-        root = Sequence(id=0, index=0, tokens=[9], prompt_len=1)
+        root = Sequence(0, [9], 1)
         request = Request("r", [9], strategy.params.sampling(), 0, strategy, 0, seqs=[root])
         for _ in range(2):
             outputs = [(seq, self.answer(seq, temperature)) for seq in request.seqs]
@@ -73,7 +73,7 @@ class Tree:
     def grown(seq: Sequence, child: Child) -> Sequence:
         assert child.token is not None
         tokens = [*seq.tokens, child.token]
-        return Sequence(id=0, index=0, tokens=tokens, prompt_len=1, score=child.score, state=child.state)
+        return Sequence(0, tokens, 1, decode=Decode(score=child.score, state=child.state))
 
 
 def test_w14_the_engines_beams_would_change_with_a_temperature_and_have_none() -> None:

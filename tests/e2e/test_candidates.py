@@ -69,7 +69,7 @@ def test_what_is_asked_for_does_not_depend_on_the_number_of_ends(count: int) -> 
     ):
         strategy = ContrastiveSearch() if params.beam is None else BeamSearch(params.beam)
         request = Request("r", [1], params, 0, strategy, 0, stop_ids=stops)
-        want = strategy.want(request, Sequence(0, 0, [1], 1))
+        want = strategy.want(request, Sequence(0, [1], 1))
         assert (want.kind, want.k, want.live) == ("top", k, bool(count))
 
 

@@ -165,7 +165,9 @@ def watched(speculation: Any, chains: list[tuple[list[int], list[int]]]) -> Call
 
     def watching(works: list[Any], run: Any, filled: Any) -> Any:
         failed = fill(works, run, filled)
-        chains.extend((list(work.seq.tokens), list(work.seq.draft.tokens)) for work in works if work.seq.draft is not None)
+        chains.extend(
+            (list(work.seq.tokens), list(work.seq.decode.draft.tokens)) for work in works if work.seq.decode.draft is not None
+        )
         return failed
 
     return watching
@@ -177,7 +179,7 @@ def stale_hits(engine: Engine) -> None:
 
     def matching(seq: Any, need: int | None = None) -> int:
         saved = match(seq, need)
-        seq.computed = [seq.computed[0]] * len(seq.computed)
+        seq.kv.computed = [seq.kv.computed[0]] * len(seq.kv.computed)
         return saved
 
     engine.blocks.match = matching  # type: ignore[method-assign]

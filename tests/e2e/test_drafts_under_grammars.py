@@ -48,7 +48,7 @@ def replayed(make: Make, limits: frozenset[int] = frozenset()) -> tuple[list[Req
     """The requests of PARAMS without drafts and with trees around what came out."""
     asks = [(PROMPT, params.replace(seed=seed), {}) for params in PARAMS for seed in range(3)]
     plain = play(held(make(budget=256, blocks=256), limits), asks)
-    answers = {(tuple(PROMPT), request.seed, seq.index): seq.output for request in plain for seq in request.finished}
+    answers = {(tuple(PROMPT), request.seed, seq.decode.index): seq.output for request in plain for seq in request.finished}
     speculation = Speculation([Replaying(answers, VOCAB, 1)], 256, gamma=8)
     return plain, play(held(make(budget=256, blocks=256, speculation=speculation), limits), asks)
 
@@ -198,7 +198,7 @@ class Watched(Lookahead):
         return draft
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
-        levels = [list(level) for level in seq.drafting[self.name].levels]
+        levels = [list(level) for level in seq.decode.memory[self.name].levels]
         self.pruned += len(out.nodes) < self.whole
         known = dict(zip(map(tuple, paths(draft.tokens, draft.parents)), out.nodes, strict=False))
         for column in range(len(levels[0])):

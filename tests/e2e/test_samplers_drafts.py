@@ -35,7 +35,7 @@ def ended(requests: list[Request]) -> list[list[list[int]]]:
 def test_drafts_change_nothing(make: Make, name: str) -> None:
     asks = [(PROMPT, SamplingParams(seed=seed, n=2, max_tokens=24, **SETTINGS[name]), {}) for seed in range(3)]
     plain = play(make(budget=256, blocks=256), asks)
-    answers = {(tuple(r.prompt), r.seed, seq.index): seq.output for r in plain for seq in r.finished}
+    answers = {(tuple(r.prompt), r.seed, seq.decode.index): seq.output for r in plain for seq in r.finished}
     drafted = play(make(budget=256, blocks=256, speculation=Speculation([Replaying(answers, VOCAB)], 256, gamma=8)), asks)
     assert ended(drafted) == ended(plain)
     assert sum(request.metrics.accepted for request in drafted) > 20
@@ -48,7 +48,7 @@ def test_best_of_ranks_drafted_outputs_by_all_their_tokens(make: Make) -> None:
     params = SamplingParams(seed=4, n=2, best_of=4, max_tokens=20)
     (plain,) = play(make(budget=256, blocks=256), [(PROMPT, params, {})])
     expected = [(seq.output, score) for seq, score in plain.strategy.results(plain)]
-    answers = {(tuple(PROMPT), plain.seed, seq.index): seq.output for seq in plain.finished}
+    answers = {(tuple(PROMPT), plain.seed, seq.decode.index): seq.output for seq in plain.finished}
     speculation = Speculation([Replaying(answers, VOCAB)], 256, gamma=8)
     (drafted,) = play(make(budget=256, blocks=256, speculation=speculation), [(PROMPT, params, {})])
     found = [(seq.output, score) for seq, score in drafted.strategy.results(drafted)]

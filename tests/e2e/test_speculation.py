@@ -264,8 +264,8 @@ def test_a_rejected_draft_leaves_no_block_behind(prefix_caching: bool) -> None:
     engine.step()
     while request.seqs:
         (seq,) = request.seqs
-        assert len(seq.tables[0]) == -(-seq.computed[0] // 4)
-        assert seq.computed[0] == len(seq.tokens) - 1
+        assert len(seq.kv.tables[0]) == -(-seq.kv.computed[0] // 4)
+        assert seq.kv.computed[0] == len(seq.tokens) - 1
         engine.step()
     assert request.metrics.drafted > 200
     assert request.metrics.accepted == 0
@@ -393,18 +393,18 @@ def test_kv_after_a_rollback_is_that_of_a_fresh_prefill(kept: int) -> None:
         engine.step()
     assert request.metrics.accepted == kept
     seq = request.seqs[0]
-    assert not seq.moves
+    assert not seq.kv.moves
     ours = kv_of(engine, seq)
     fresh = tiny_engine(model)
     other = fresh.add(seq.tokens, GREEDY.replace(max_tokens=2))
     fresh.step()
-    assert torch.allclose(ours, kv_of(fresh, other.seqs[0])[:, :, : seq.computed[0]], atol=1e-12)
+    assert torch.allclose(ours, kv_of(fresh, other.seqs[0])[:, :, : seq.kv.computed[0]], atol=1e-12)
 
 
 def kv_of(engine: Engine, seq: Sequence) -> torch.Tensor:
     """K and V of the computed tokens [layers, 2, tokens, heads, dim], as the tables find them."""
     pool: KVPool = engine.executor.runner.pool  # type: ignore[attr-defined]
-    return pool.data[:, :, seq.tables[0]].flatten(2, 3)[:, :, : seq.computed[0]].clone()
+    return pool.data[:, :, seq.kv.tables[0]].flatten(2, 3)[:, :, : seq.kv.computed[0]].clone()
 
 
 def test_jacobi_needs_no_more_steps_than_tokens() -> None:

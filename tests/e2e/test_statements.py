@@ -180,5 +180,5 @@ def test_w5_paging_saves_memory_not_reads() -> None:
         engine.step()
         for request in engine.scheduler.running:
             for seq in request.seqs:
-                held = len(seq.tables[0]) * engine.blocks.block_size
-                assert held - min(seq.computed) <= engine.blocks.block_size - 1
+                held = len(seq.kv.tables[0]) * engine.blocks.block_size
+                assert held - min(seq.kv.computed) <= engine.blocks.block_size - 1

@@ -53,7 +53,9 @@ def play(engine: Engine, asks: Asks) -> list[Request]:
 def both(make: Make, asks: Asks, seed: int = 0, **settings: Any) -> tuple[list[Request], list[Request]]:
     """The same requests without drafts and with trees around what came out then."""
     plain = play(make(budget=256, blocks=256), asks)
-    answers = {(tuple(request.prompt), request.seed, seq.index): seq.output for request in plain for seq in request.finished}
+    answers = {
+        (tuple(request.prompt), request.seed, seq.decode.index): seq.output for request in plain for seq in request.finished
+    }
     speculation = Speculation([Replaying(answers, VOCAB, seed)], max_model_len=256, gamma=8)
     return plain, play(make(speculation=speculation, **settings), asks)
 

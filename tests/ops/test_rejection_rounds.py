@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headrace.data.params import SamplingParams
-from headrace.data.types import Request, Sequence
+from headrace.data.types import Decode, Request, Sequence
 from headrace.ops.noise import Purpose, coins, gumbel_at, key
 from headrace.ops.processing import RowSpec
 from headrace.ops.rejection import draw_draft, round_key, row_spec, verify, verify_block, verify_tokens
@@ -31,7 +31,7 @@ def test_the_key_of_a_round_is_that_of_seeded_outputs() -> None:
 def test_a_row_is_processed_as_its_request_says() -> None:
     params = SamplingParams(temperature=0.5, seed=9)
     request = Request(id="r", prompt=[1, 2], params=params, seed=9, strategy=None, arrival=0, stop_ids=frozenset({5, 3}))
-    seq = Sequence(id=0, index=2, tokens=[1, 2, 4], prompt_len=2)
+    seq = Sequence(0, [1, 2, 4], 2, decode=Decode(index=2))
     assert row_spec(request, seq, [6, 7], b"mask") == RowSpec(
         params, [round_key(9, 3, 2)], [1, 2, 4], 2, [6, 7], stop_ids=[3, 5], purpose=Purpose.DRAFT, mask=b"mask"
     )

@@ -50,7 +50,7 @@ class Chaos:
         return True
 
     def _break_hooks(self, request: Request) -> None:
-        for owner in (request.strategy, *request.processors, *(seq.constraint for seq in request.seqs)):
+        for owner in (request.strategy, *request.processors, *(seq.decode.constraint for seq in request.seqs)):
             for name in HOOKS:
                 if callable(hook := getattr(owner, name, None)):
                     self._break(request, owner, name, hook)
@@ -70,7 +70,7 @@ class Chaos:
 
         def fed(plan: StepPlan) -> list[Request]:
             slots = {feed.slot for feed in plan.feeds}
-            return [r for r in engine.requests.values() if r.in_flight and any(seq.slot in slots for seq in r.seqs)]
+            return [r for r in engine.requests.values() if r.in_flight and any(seq.wire.slot in slots for seq in r.seqs)]
 
         def breaking(plan: StepPlan) -> StepOutput:
             if plan.feeds and self.strikes("step before", *fed(plan), rate=self.step_rate):
@@ -80,7 +80,7 @@ class Chaos:
                 raise BrokenError("step after")
             if plan.model == 0:
                 for feed, out in zip(plan.feeds, output.feeds, strict=True):
-                    (owner,) = [r for r in fed(plan) if any(seq.slot == feed.slot for seq in r.seqs)]
+                    (owner,) = [r for r in fed(plan) if any(seq.wire.slot == feed.slot for seq in r.seqs)]
                     if victim(owner) and self.strikes("row", owner, rate=self.step_rate):
                         out.error, out.tokens, out.path = "a broken row", (), ()
                         out.nodes = tuple(FeedOutput(error="a broken row") for _ in feed.nodes)

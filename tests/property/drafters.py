@@ -24,7 +24,7 @@ class Guessing:
         for _ in range(rng.randrange(self.nodes)):
             node = len(draft.tokens)
             if tip is not None and rng.random() < self.truth / 2 and depth < most:
-                context.append(draw(context, request.seed, seq.index))
+                context.append(draw(context, request.seed, seq.decode.index))
                 draft.tokens.append(context[-1])
                 draft.parents.append(tip)
                 tip, depth = node, depth + 1
@@ -47,6 +47,6 @@ class Chain:
         context = list(seq.tokens)
         while len(context) - len(seq.tokens) < most:
             right = self.rng.random() < self.truth
-            context.append(draw(context, request.seed, seq.index) if right else self.rng.randrange(VOCAB))
+            context.append(draw(context, request.seed, seq.decode.index) if right else self.rng.randrange(VOCAB))
         tokens = context[len(seq.tokens) :]
         return Draft(tokens, list(range(-1, len(tokens) - 1)))

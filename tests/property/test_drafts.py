@@ -46,7 +46,7 @@ def test_the_loads_do_what_they_are_for() -> None:
 
             def drafting(*who, draft=draft, proposed=proposed):  # type: ignore[no-untyped-def]
                 made = draft(*who)
-                proposed[who[1].slot] = len(made.tokens) if made else 0
+                proposed[who[1].wire.slot] = len(made.tokens) if made else 0
                 return made
 
             def counting(plan: StepPlan) -> object:
@@ -111,9 +111,9 @@ def publish_what_was_written(engine: Engine) -> None:
 
     def publish(request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
         settle(request, seq, length, out)
-        computed, seq.computed = seq.computed, [min(len(seq.tokens), len(seq.tables[0]) * engine.blocks.block_size)]
+        computed, seq.kv.computed = seq.kv.computed, [min(len(seq.tokens), len(seq.kv.tables[0]) * engine.blocks.block_size)]
         engine.blocks.publish(seq)
-        seq.computed = computed
+        seq.kv.computed = computed
 
     engine.children._settle = publish  # type: ignore[method-assign]
 

@@ -235,11 +235,11 @@ def publish_too_early(engine: Engine) -> None:
 
     def early(seq: Sequence, start: int, end: int) -> list[tuple[int, int, int]]:
         copies = grow(seq, start, end)
-        computed, seq.computed = seq.computed, [end]
+        computed, seq.kv.computed = seq.kv.computed, [end]
         full = len(seq.tokens) // blocks.block_size * blocks.block_size
-        seq.computed = [min(full, len(seq.tables[0]) * blocks.block_size)]
+        seq.kv.computed = [min(full, len(seq.kv.tables[0]) * blocks.block_size)]
         blocks.publish(seq)
-        seq.computed = computed
+        seq.kv.computed = computed
         return copies
 
     blocks.grow = early  # type: ignore[method-assign]

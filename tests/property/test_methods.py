@@ -51,8 +51,8 @@ def a_mask_of_the_node_before(engine: Engine) -> None:
     def adding(*args, **more):  # type: ignore[no-untyped-def]
         request = add(*args, **more)
         for seq in request.seqs:
-            if seq.constraint is not None:
-                seq.constraint = Shifted()
+            if seq.decode.constraint is not None:
+                seq.decode.constraint = Shifted()
         return request
 
     engine.add = adding  # type: ignore[method-assign]

@@ -173,7 +173,7 @@ def last_prompt_token_only(engine: Engine) -> None:
         for feed, out in zip(plan.feeds, outputs, strict=True):
             if any(want.closest for want in feed.wants):
                 count = feed.start + feed.count
-                (prompt_len,) = [s.prompt_len for r in engine.requests.values() for s in r.seqs if s.slot == feed.slot]
+                (prompt_len,) = [s.prompt_len for r in engine.requests.values() for s in r.seqs if s.wire.slot == feed.slot]
                 rows = hidden._data.view(-1, hidden.block_size, hidden._data.shape[1])[list(slots[feed.slot].table)].flatten(
                     0, 1
                 )

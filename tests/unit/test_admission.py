@@ -159,7 +159,7 @@ def test_the_work_of_a_step_does_not_grow_with_the_queue() -> None:
             return None
 
         def want(self, request: Request, seq: Sequence) -> Want:
-            return Want(child=seq.index)
+            return Want(child=seq.decode.index)
 
         def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
             return [[Child(token=out.tokens[0])] for _, out in outputs]

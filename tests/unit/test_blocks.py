@@ -6,21 +6,21 @@ import pytest
 
 from headrace.data.config import CacheConfig
 from headrace.data.plan import KVGroup
-from headrace.data.types import Sequence
+from headrace.data.types import Holding, Sequence
 from headrace.kv.blocks import BlockManager
 
 BLOCK = 4
 
 
-def sequence(tokens: list[int], number: int = 0, salt: bytes = b"") -> Sequence:
-    return Sequence(id=number, index=0, tokens=tokens, prompt_len=len(tokens), salt=salt)
+def sequence(tokens: list[int], number: int = 0, root: bytes = b"") -> Sequence:
+    return Sequence(number, tokens, len(tokens), Holding(root))
 
 
 def computed(blocks: BlockManager, seq: Sequence, end: int | None = None) -> list[tuple[int, int, int]]:
     """Grow, compute and publish a sequence up to `end`; the copies this took."""
     end = len(seq.tokens) if end is None else end
-    copies = blocks.grow(seq, min(seq.computed), end)
-    seq.computed = [end]
+    copies = blocks.grow(seq, min(seq.kv.computed), end)
+    seq.kv.computed = [end]
     blocks.publish(seq)
     return copies
 
@@ -40,12 +40,12 @@ def test_a_fork_shares_and_the_first_writer_copies(blocks: BlockManager) -> None
     child.tokens.append(60)
     spans = [(parent, 6, 7), (child, 6, 7)]
     assert blocks.need(spans) == 1, "of two sharers only one has to copy"
-    shared = parent.tables[0][1]
+    shared = parent.kv.tables[0][1]
     copies = blocks.grow(parent, 6, 7)
-    assert copies == [(0, shared, parent.tables[0][1])]
+    assert copies == [(0, shared, parent.kv.tables[0][1])]
     assert blocks.grow(child, 6, 7) == []
-    assert child.tables[0][1] == shared
-    assert parent.tables[0][0] == child.tables[0][0]
+    assert child.kv.tables[0][1] == shared
+    assert parent.kv.tables[0][0] == child.kv.tables[0][0]
     blocks.check([parent, child])
 
 
@@ -63,7 +63,7 @@ def test_need_is_exactly_what_grow_takes() -> None:
         spans = []
         for seq in family:
             seq.tokens += [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
-            spans.append((seq, min(seq.computed), len(seq.tokens)))
+            spans.append((seq, min(seq.kv.computed), len(seq.tokens)))
         need, before = blocks.need(spans), blocks.available
         for seq, start, end in spans:
             blocks.grow(seq, start, end)
@@ -77,7 +77,7 @@ def test_a_match_stops_before_the_last_token_and_at_a_difference(blocks: BlockMa
     assert blocks.match(again) == 8, "the last token is always computed: its logits are needed"
     other = sequence([*range(6), 99, *range(7, 14)], 2)
     assert blocks.match(other) == 4
-    assert blocks.match(sequence(list(range(12)), 3, salt=b"tenant")) == 0
+    assert blocks.match(sequence(list(range(12)), 3, root=b"tenant")) == 0
     longer = sequence(list(range(30)), 4)
     assert blocks.match(longer) == 12
 
@@ -85,38 +85,38 @@ def test_a_match_stops_before_the_last_token_and_at_a_difference(blocks: BlockMa
 def test_a_match_needs_every_group() -> None:
     blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("draft")))
     seq = sequence(list(range(9)))
-    seq.computed = [0, 0]
+    seq.kv.computed = [0, 0]
     blocks.grow(seq, 0, 9)
-    seq.computed = [9, 9]
-    seq.computed[1] = 0
+    seq.kv.computed = [9, 9]
+    seq.kv.computed[1] = 0
     blocks.publish(seq)
     twin = sequence(list(range(9)), 1)
-    twin.computed, twin.groups = [0, 0], 0b11
+    twin.kv.computed, twin.kv.groups = [0, 0], 0b11
     assert blocks.match(twin) == 0, "the draft's K/V was never computed"
     assert blocks.match(twin, need=0b01) == 8
-    assert twin.computed == [8, 0]
+    assert twin.kv.computed == [8, 0]
 
 
 def test_the_block_with_more_groups_is_the_one_that_is_found() -> None:
     blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("amateur")))
     seqs = [sequence(list(range(9)), number) for number in range(3)]
     for seq, counts in zip(seqs, ([9, 0], [9, 9], [9, 0]), strict=True):
-        seq.computed = [0, 0]
+        seq.kv.computed = [0, 0]
         blocks.grow(seq, 0, 9)
-        seq.computed = counts
+        seq.kv.computed = counts
         blocks.publish(seq)
         blocks.check(seqs[: seq.id + 1])
     twin = sequence(list(range(9)), 3)
-    twin.computed, twin.groups = [0, 0], 0b11
+    twin.kv.computed, twin.kv.groups = [0, 0], 0b11
     assert blocks.match(twin) == 8
-    assert twin.tables[0] == seqs[1].tables[0][:2]
+    assert twin.kv.tables[0] == seqs[1].kv.tables[0][:2]
     blocks.release(seqs[0])
     blocks.check([*seqs, twin])
 
 
 def test_inexact_blocks_are_not_published(blocks: BlockManager) -> None:
     seq = sequence(list(range(12)))
-    seq.exact_until = 6
+    seq.kv.exact_until = 6
     computed(blocks, seq)
     assert blocks.match(sequence(list(range(12)), 1)) == 4
 
@@ -137,14 +137,14 @@ def test_without_prefix_caching_nothing_stays_and_the_same_blocks_are_taken_agai
     first, sibling = sequence(list(range(9))), sequence(list(range(9)), 1)
     computed(blocks, first)
     assert blocks.match(sibling) == 8, "siblings share what one of them holds"
-    held = set(first.tables[0])
+    held = set(first.kv.tables[0])
     for seq in (first, sibling):
         blocks.release(seq)
     blocks.check([])
     again = sequence(list(range(9)), 2)
     assert blocks.match(again) == 0
     computed(blocks, again)
-    assert set(again.tables[0]) == held, "memory that was never touched is taken instead"
+    assert set(again.kv.tables[0]) == held, "memory that was never touched is taken instead"
     blocks.check([again])
 
 
@@ -163,9 +163,9 @@ def test_blocks_given_up_while_scheduling_rest_until_the_next_step(blocks: Block
 def test_writing_into_a_published_block_withdraws_it(blocks: BlockManager) -> None:
     seq = sequence(list(range(8)))
     computed(blocks, seq)
-    seq.computed = [6]
+    seq.kv.computed = [6]
     seq.tokens[6:] = [70, 71]
-    seq.hashes = seq.hashes[:1]
+    seq.kv.hashes = seq.kv.hashes[:1]
     assert blocks.grow(seq, 6, 8) == []
     reader = sequence([*range(9)], 1)
     assert blocks.match(reader) == 4
@@ -195,17 +195,17 @@ def test_a_position_is_writable_where_its_block_is_there_unshared_and_unpublishe
 def test_a_companion_says_what_it_has_filled_and_of_whole_blocks_only() -> None:
     blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("draft")))
     seq = sequence(list(range(13)))
-    seq.computed = [0, 0]
+    seq.kv.computed = [0, 0]
     blocks.grow(seq, 0, 13)
-    seq.computed = [13, 0]
+    seq.kv.computed = [13, 0]
     blocks.publish(seq)
     found = []
     for start, end in ((0, 3), (3, 7), (7, 12)):
-        seq.computed[1] = end
+        seq.kv.computed[1] = end
         blocks.fill(seq, 1, start)
         twin = sequence(list(range(13)), 1)
-        twin.computed, twin.groups = [0, 0], 0b11
-        found.append((blocks.match(twin), list(twin.computed)))
+        twin.kv.computed, twin.kv.groups = [0, 0], 0b11
+        found.append((blocks.match(twin), list(twin.kv.computed)))
         blocks.release(twin)
     assert found == [(0, [0, 0]), (4, [4, 4]), (12, [12, 12])]
 
@@ -213,24 +213,24 @@ def test_a_companion_says_what_it_has_filled_and_of_whole_blocks_only() -> None:
 def test_a_match_goes_as_far_as_each_group_was_computed(blocks: BlockManager) -> None:
     """The companion's count stops where its bits do, and does not go on behind a gap."""
     seq = sequence(list(range(13)))
-    seq.computed = [0, 0]
+    seq.kv.computed = [0, 0]
     blocks.grow(seq, 0, 13)
-    seq.computed = [13, 4]
+    seq.kv.computed = [13, 4]
     blocks.publish(seq)
-    seq.computed[1] = 12
+    seq.kv.computed[1] = 12
     blocks.fill(seq, 1, 8)  # the third block, and not the second
     twin = sequence(list(range(13)), 1)
-    twin.computed = [0, 0]
+    twin.kv.computed = [0, 0]
     assert blocks.match(twin, need=0b01) == 12
-    assert twin.computed == [12, 4]
+    assert twin.kv.computed == [12, 4]
 
 
 def test_double_release_is_caught(blocks: BlockManager) -> None:
     seq = sequence(list(range(5)))
     blocks.grow(seq, 0, 5)
-    table = list(seq.tables[0])
+    table = list(seq.kv.tables[0])
     blocks.release(seq)
-    seq.tables = [table]
+    seq.kv.tables = [table]
     with pytest.raises(AssertionError, match="given up twice"):
         blocks.release(seq)
 
@@ -240,7 +240,7 @@ def test_check_sees_a_leak_and_a_stolen_block(blocks: BlockManager) -> None:
     blocks.grow(seq, 0, 5)
     with pytest.raises(AssertionError, match="references"):
         blocks.check([])
-    blocks._free.append(seq.tables[0][0])
+    blocks._free.append(seq.kv.tables[0][0])
     with pytest.raises(AssertionError, match="do not add up"):
         blocks.check([seq])
 
@@ -254,7 +254,7 @@ def test_ten_thousand_operations_against_a_dictionary() -> None:
     names = iter(range(10**6))
 
     def write(seq: Sequence) -> None:
-        start = min(seq.computed)
+        start = min(seq.kv.computed)
         if blocks.need([(seq, start, len(seq.tokens))]) > blocks.available:
             blocks.release(seq)
             alive.remove(seq)
@@ -263,8 +263,8 @@ def test_ten_thousand_operations_against_a_dictionary() -> None:
             for at in range(BLOCK):
                 pool[to * BLOCK + at] = pool.get(source * BLOCK + at, -1)
         for at in range(start, len(seq.tokens)):
-            pool[seq.tables[0][at // BLOCK] * BLOCK + at % BLOCK] = seq.tokens[at]
-        seq.computed = [len(seq.tokens)]
+            pool[seq.kv.tables[0][at // BLOCK] * BLOCK + at % BLOCK] = seq.tokens[at]
+        seq.kv.computed = [len(seq.tokens)]
         blocks.publish(seq)
 
     for step in range(10_000):
@@ -292,7 +292,7 @@ def test_ten_thousand_operations_against_a_dictionary() -> None:
             blocks.match(seq)
             write(seq)
         for seq in alive:
-            read = [pool[seq.tables[0][at // BLOCK] * BLOCK + at % BLOCK] for at in range(min(seq.computed))]
+            read = [pool[seq.kv.tables[0][at // BLOCK] * BLOCK + at % BLOCK] for at in range(min(seq.kv.computed))]
             assert read == seq.tokens[: len(read)], f"step {step}"
         if step % 10 == 0:
             blocks.check(alive)

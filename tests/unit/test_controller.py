@@ -195,7 +195,7 @@ def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: in
     pairs = []
     for number in range(batch):
         request = Request(str(number), [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
-        pairs.append((request, Sequence(id=number, index=0, tokens=[2, 3], prompt_len=1)))
+        pairs.append((request, Sequence(number, [2, 3], 1)))
     asked = []
     for _ in range(3 * every):
         before = drafter.asked

@@ -21,7 +21,7 @@ from headrace.ops.trees import paths
 
 def sequence(tokens: list[int]) -> tuple[Request, Sequence]:
     request = Request(id="r", prompt=tokens, params=SamplingParams(), seed=1, strategy=None, arrival=0)
-    return request, Sequence(id=0, index=0, tokens=list(tokens), prompt_len=len(tokens))
+    return request, Sequence(0, list(tokens), len(tokens))
 
 
 def texts() -> list[list[int]]:
@@ -200,7 +200,7 @@ def test_the_lookahead_window_is_a_tree_in_which_each_trajectory_sees_its_own_hi
     drafter = Lookahead(width=4, length=4, guesses=2)
     draft = drafter.draft(request, seq, 8)
     assert draft is not None
-    window = seq.drafting["lookahead"]
+    window = seq.decode.memory["lookahead"]
     seen = paths(draft.tokens, draft.parents)
     for column, tip in enumerate(tips_of(draft)):
         assert seen[tip] == [*window.levels[0][: column + 1], *(level[column] for level in window.levels[1:])]
@@ -212,7 +212,7 @@ def test_lookahead_collects_what_trajectories_passed_through() -> None:
     drafter = Lookahead(width=3, length=3, guesses=2)
     draft = drafter.draft(request, seq, 8)
     assert draft is not None
-    window = seq.drafting["lookahead"]
+    window = seq.decode.memory["lookahead"]
     before = [list(level) for level in window.levels]
     out = FeedOutput(nodes=tuple(FeedOutput(tokens=(100 + node,)) for node in range(len(draft.tokens))))
     drafter.observe(request, seq, draft, out)
@@ -233,7 +233,7 @@ def test_a_narrow_window_collects_too() -> None:
         drafter = Lookahead(width=4, length=3, guesses=2)
         draft = drafter.draft(request, seq, most)
         assert draft is not None
-        window = seq.drafting["lookahead"]
+        window = seq.decode.memory["lookahead"]
         before = [list(level) for level in window.levels]
         out = FeedOutput(nodes=tuple(FeedOutput(tokens=(100 + node,)) for node in range(answered or len(draft.tokens))))
         drafter.observe(request, seq, draft, out)
@@ -246,7 +246,7 @@ def test_the_pool_keeps_the_latest_guesses() -> None:
     request, seq = sequence([1, 2])
     drafter = Lookahead(width=2, length=3, guesses=2)
     drafter.draft(request, seq, 8)
-    window = seq.drafting["lookahead"]
+    window = seq.decode.memory["lookahead"]
     for follows in ((1, 1), (2, 2), (1, 1), (3, 3)):
         drafter._collect(window, (9, *follows))
     assert list(window.pool[9]) == [(1, 1), (3, 3)]
@@ -370,7 +370,7 @@ def test_after_a_node_with_nothing_to_draw_lookahead_and_jacobi_go_on() -> None:
     drafter = Lookahead(width=3, length=3, guesses=2)
     draft = drafter.draft(request, seq, 8)
     assert draft is not None
-    window = seq.drafting["lookahead"]
+    window = seq.decode.memory["lookahead"]
     before = [list(level) for level in window.levels]
     nodes = [FeedOutput(tokens=(100 + node,)) for node in range(len(draft.tokens))]
     tips = tips_of(draft)
@@ -387,7 +387,7 @@ def test_after_a_node_with_nothing_to_draw_lookahead_and_jacobi_go_on() -> None:
     nodes = [FeedOutput(tokens=(100 + node,)) for node in range(4)]
     nodes[2] = FeedOutput(error="no token can be drawn")
     jacobi.observe(request, seq, draft, FeedOutput(path=(0,), nodes=tuple(nodes)))
-    assert seq.drafting["jacobi"] == [101], "what is known beyond the gap is of another place"
+    assert seq.decode.memory["jacobi"] == [101], "what is known beyond the gap is of another place"
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 2])
@@ -397,7 +397,7 @@ def test_lookahead_reads_the_nodes_that_a_grammar_left(dropped: int) -> None:
     drafter = Lookahead(width=3, length=3, guesses=2)
     draft = drafter.draft(request, seq, 8)
     assert draft is not None
-    window = seq.drafting["lookahead"]
+    window = seq.decode.memory["lookahead"]
     before = [list(level) for level in window.levels]
     tips = tips_of(draft)
     answers = {tip: 100 + column for column, tip in enumerate(tips)}

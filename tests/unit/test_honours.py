@@ -30,7 +30,7 @@ class Plain(Strategy):
         return 1
 
     def want(self, request: Request, seq: Sequence) -> Want:
-        return Want(child=seq.index)
+        return Want(child=seq.decode.index)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         return [[Child(token=out.tokens[0])] for _, out in outputs]

@@ -20,12 +20,12 @@ def grow(tokenizer: Tokenizer, text: str, params: SamplingParams, pieces: int = 
     prompt = tokenizer.encode("go", add_special=False)
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
     request = Request("r", prompt, params, 0, None, 0, stop_ids=stop_ids)
-    seq = Sequence(0, 0, list(prompt), len(prompt))
+    seq = Sequence(0, list(prompt), len(prompt))
     stopping = Stopping(tokenizer, 1000)
     stopping.begin(request, seq)
     tokens = [*tokenizer.encode(text, add_special=False), *extra]
     shown = ""
-    while tokens and seq.finish_reason is None:
+    while tokens and seq.text.finish_reason is None:
         delta = stopping.extend(request, seq, tokens[:pieces], [])
         shown += delta.text
         tokens = tokens[pieces:]
@@ -44,35 +44,35 @@ def grow(tokenizer: Tokenizer, text: str, params: SamplingParams, pieces: int = 
 )
 def test_a_stop_string_over_several_tokens(tokenizer: Tokenizer, text: str, stop: tuple, shown: str, pieces: int) -> None:
     got, seq = grow(tokenizer, text, SamplingParams(stop=stop, max_tokens=100), pieces)
-    assert (got, seq.finish_reason, seq.stop_reason) == (shown, "stop", stop[0])
+    assert (got, seq.text.finish_reason, seq.text.stop_reason) == (shown, "stop", stop[0])
     got, _ = grow(tokenizer, text, SamplingParams(stop=stop, include_stop_str_in_output=True, max_tokens=100), pieces)
     assert got == shown + stop[0]
 
 
 def test_what_was_held_back_comes_when_nothing_came_of_it(tokenizer: Tokenizer) -> None:
     got, seq = grow(tokenizer, "so wor", SamplingParams(stop=("world",), max_tokens=len("so wor")))
-    assert (got, seq.finish_reason) == ("so wor", "length")
+    assert (got, seq.text.finish_reason) == ("so wor", "length")
 
 
 def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
     got, seq = grow(tokenizer, "中", SamplingParams(max_tokens=2))
-    assert (got, seq.finish_reason) == ("\ufffd", "length")
+    assert (got, seq.text.finish_reason) == ("\ufffd", "length")
     assert grow(tokenizer, "中文", SamplingParams(max_tokens=6))[0] == "中文"
 
 
 def test_the_end_token_ends_and_is_not_shown(tokenizer: Tokenizer) -> None:
     eos = min(tokenizer.eos_ids)
     got, seq = grow(tokenizer, "done", SamplingParams(max_tokens=50), extra=(eos, *tokenizer.encode("more")))
-    assert (got, seq.finish_reason, seq.stop_reason) == ("done", "stop", None)
+    assert (got, seq.text.finish_reason, seq.text.stop_reason) == ("done", "stop", None)
     assert seq.tokens[-1] == eos
     got, seq = grow(tokenizer, "done", SamplingParams(max_tokens=9, ignore_eos=True), extra=(eos, *tokenizer.encode("more")))
-    assert (got, seq.finish_reason) == ("donemore", "length")
+    assert (got, seq.text.finish_reason) == ("donemore", "length")
 
 
 def test_a_stop_id_is_named(tokenizer: Tokenizer) -> None:
     (comma,) = tokenizer.encode(",", add_special=False)
     got, seq = grow(tokenizer, "a,b", SamplingParams(stop_token_ids=(comma,), max_tokens=50))
-    assert (got, seq.finish_reason, seq.stop_reason) == ("a,", "stop", comma)
+    assert (got, seq.text.finish_reason, seq.text.stop_reason) == ("a,", "stop", comma)
 
 
 def test_min_tokens_comes_before_every_stop(tokenizer: Tokenizer) -> None:
@@ -90,14 +90,14 @@ def test_min_tokens_is_one_number_for_ends_and_stop_strings(tokenizer: Tokenizer
     eos = min(tokenizer.eos_ids)
     _, seq = grow(tokenizer, "abcbcb", SamplingParams(min_tokens=least, stop=("b",), max_tokens=6), pieces)
     assert len(seq.output) == [2, 2, 4, 4, 6, 6, 6][least]
-    assert seq.finish_reason == ("length" if least == 6 else "stop")
+    assert seq.text.finish_reason == ("length" if least == 6 else "stop")
     _, seq = grow(tokenizer, "", SamplingParams(min_tokens=least, max_tokens=50), pieces, extra=(eos,) * 9)
-    assert (len(seq.output), seq.finish_reason) == (least + 1, "stop")
+    assert (len(seq.output), seq.text.finish_reason) == (least + 1, "stop")
 
 
 def test_max_tokens_and_the_context_end_it(tokenizer: Tokenizer) -> None:
     assert grow(tokenizer, "abcdef", SamplingParams(max_tokens=3))[0] == "abc"
     request = Request("r", [1], SamplingParams(max_tokens=None), 0, None, 0)
-    seq = Sequence(0, 0, [1], 1)
+    seq = Sequence(0, [1], 1)
     delta = Stopping(None, 4).extend(request, seq, [5, 6, 7, 8, 9], [])
     assert (delta.token_ids, delta.finish_reason) == ([5, 6, 7], "length")

@@ -60,7 +60,7 @@ def drive(engine: Engine, jobs: list[Job], vocab_size: int, policy: str, seed: i
         tokens += sum(len(delta.token_ids) for delta in engine.step())
         steps += 1
         held += engine.blocks.used * engine.blocks.block_size
-        filled += sum(seq.computed[0] for request in engine.scheduler.running for seq in request.seqs)
+        filled += sum(seq.kv.computed[0] for request in engine.scheduler.running for seq in request.seqs)
     return Result(policy, steps, tokens, time.perf_counter() - start, 1 - filled / max(held, 1))
 
 

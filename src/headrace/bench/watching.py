@@ -32,7 +32,7 @@ class Watched:
         return 1 - self.shared / self.unshared if self.unshared else 0.0
 
     def count(self, request: Request) -> None:
-        tables = [seq.tables[0] for seq in request.seqs]
+        tables = [seq.kv.tables[0] for seq in request.seqs]
         blocks = len({block for table in tables for block in table})
         self.shared += blocks
         self.unshared += sum(map(len, tables))

@@ -42,40 +42,94 @@ class Child(msgspec.Struct, gc=False):
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
-    """One hypothesis. `computed[g]` counts the tokens whose K/V group g holds; known work is len(tokens) - computed[0]."""
+class Holding:
+    """What a sequence has in the KV cache: BlockManager's. `computed[g]` counts the tokens whose K/V group g holds."""
 
-    id: int
-    index: int  # child index: which of the n outputs, and the noise key
-    tokens: list[int]
-    prompt_len: int
+    root: bytes = b""  # of the prefix hash chain: tenant, adapter, media
+    groups: int = 1  # bits of the KV groups that the target's feeds fill, and that a prefix hit must have
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # block ids, one list per block table
     computed: list[int] = field(default_factory=lambda: [0])  # one count per KV group
-    groups: int = 1  # bits of the KV groups that the target's feeds fill, and that a prefix hit must have
     exact_until: int | None = None  # K/V beyond this is approximate and never published; None: all exact
-    draft: Draft | None = None  # to be verified by the next step that reaches the last known token
     moves: list[tuple[int, int]] = field(default_factory=list)  # accepted K/V off its place: KV indices (from, to)
-    score: float = 0.0
-    slot: int = -1  # runner slot, -1 = none
-    sent: int = 0  # tokens the runner's slot knows
-    synced: list[int] = field(default_factory=lambda: [0])  # per table: entries the runner's slot knows
-    salt: bytes = b""  # root of the prefix hash chain: tenant, adapter, media
     hashes: list[bytes] = field(default_factory=list)  # hash of each full block of `tokens`, as far as asked for
     published: int = 0  # full blocks offered to the prefix cache
-    text: Any = None  # the detokenizer's state
+
+    def fork(self) -> "Holding":
+        """The same blocks, in lists of their own; the block manager counts who shares them."""
+        tables = [list(table) for table in self.tables]
+        hashes = list(self.hashes)
+        return Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
+
+
+@dataclass(eq=False, slots=True)
+class Wire:
+    """What the runner has been told of a sequence: the scheduler's."""
+
+    slot: int = -1  # of the runner; -1: none
+    sent: int = 0  # tokens it knows
+    synced: list[int] = field(default_factory=lambda: [0])  # per table: entries it knows
+
+
+@dataclass(eq=False, slots=True)
+class Transcript:
+    """What an output reads, and why it ended: Stopping's."""
+
+    words: Any = None  # the detokenizer's state; None without a tokenizer
     stops: Any = None  # the matcher's of its stop strings; None where it has none
-    shown: str = ""  # the output's text, where a strategy gives results at the end
-    state: Any = None  # the strategy's state
-    constraint: Any = None  # where it stands in its grammar; None where its output is free
+    shown: str = ""  # the text, where a strategy gives results at the end
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, where a strategy gives results at the end
-    drafting: dict[str, Any] = field(default_factory=dict)  # what each drafter remembers
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def fork(self) -> "Transcript":
+        words = None if self.words is None else self.words.copy()
+        return Transcript(words, None if self.stops is None else self.stops.copy(), self.shown)
+
+
+@dataclass(eq=False, slots=True)
+class Decode:
+    """Where decoding stands: the strategy's and the drafters', who forget with it."""
+
+    index: int = 0  # child index: which of the n outputs, and the noise key
+    score: float = 0.0
+    state: Any = None  # the strategy's
+    constraint: Any = None  # where it stands in its grammar; None where its output is free
+    draft: Draft | None = None  # to be verified by the next step that reaches the last known token
+    memory: dict[str, Any] = field(default_factory=dict)  # what each drafter remembers
+
+    def fork(self) -> "Decode":
+        """Score and state are the strategy's to say, a draft is verified before a fork."""
+        return Decode(self.index, constraint=None if self.constraint is None else self.constraint.copy())
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One hypothesis; known work is len(tokens) - kv.computed[0]."""
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    kv: Holding = field(default_factory=Holding)
+    wire: Wire = field(default_factory=Wire)
+    text: Transcript = field(default_factory=Transcript)
+    decode: Decode = field(default_factory=Decode)
+
+    def fork(self, id: int) -> "Sequence":
+        """A sequence with the same tokens and text; blocks and a slot are the scheduler's to give."""
+        return Sequence(
+            id,
+            list(self.tokens),
+            self.prompt_len,
+            Holding(self.kv.root, self.kv.groups),
+            Wire(),
+            self.text.fork(),
+            self.decode.fork(),
+        )
 
     @property
     def pending(self) -> int:
         """Known tokens whose K/V the target has still to compute."""
-        return len(self.tokens) - self.computed[0]
+        return len(self.tokens) - self.kv.computed[0]
 
     @property
     def output(self) -> list[int]:

@@ -61,7 +61,7 @@ class BeamSearch:
         families: list[list[Child]] = [[] for _ in outputs]
         used: dict[int, int] = {}
         for group in range(self.params.groups):
-            members = [i for i, (seq, _) in enumerate(outputs) if seq.state in (None, group)]
+            members = [i for i, (seq, _) in enumerate(outputs) if seq.decode.state in (None, group)]
             if request.state.ended[group] or not members:
                 continue
             candidates = self._candidates(request, [outputs[i] for i in members], used)
@@ -76,12 +76,12 @@ class BeamSearch:
         """File what has finished, drop what can no longer win; true when every group has ended."""
         beams: Beams = request.state
         for seq in request.finished:
-            beams.finished[seq.state].append(seq)
+            beams.finished[seq.decode.state].append(seq)
         request.finished = []
         for group, pool in enumerate(beams.finished):
             pool.sort(key=self._rank, reverse=True)
             del pool[self.group_width :]
-            live = [seq for seq in request.seqs if seq.state == group]
+            live = [seq for seq in request.seqs if seq.decode.state == group]
             beams.ended[group] = beams.ended[group] or not live or self._settled(request, pool, live)
         return all(beams.ended)
 
@@ -92,7 +92,7 @@ class BeamSearch:
         return [(seq, self._rank(seq)) for seq in everyone[: self.params.n]]
 
     def _rank(self, seq: Sequence) -> float:
-        return self.params.normalised(seq.score, len(seq.tokens) - seq.prompt_len)
+        return self.params.normalised(seq.decode.score, len(seq.tokens) - seq.prompt_len)
 
     def _candidates(
         self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], used: dict[int, int]
@@ -104,7 +104,7 @@ class BeamSearch:
             for token, logprob in zip(out.top_ids, out.top_logprobs, strict=True):
                 if early and token in request.stop_ids:
                     continue
-                score = seq.score + logprob
+                score = seq.decode.score + logprob
                 rank = score - self.params.diversity_penalty * used.get(token, 0)
                 candidates.append(Candidate(parent, token, score, rank))
         candidates.sort(key=lambda c: (-c.rank, c.parent, c.token))
@@ -137,5 +137,5 @@ class BeamSearch:
         length = len(live[0].tokens) - live[0].prompt_len
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = self.params.max_tokens
-        best = max(seq.score for seq in live)
+        best = max(seq.decode.score for seq in live)
         return self.params.normalised(best, length) <= self._rank(pool[-1])

@@ -26,15 +26,15 @@ class BestOf(Sampling):
 
     def results(self, request: Request) -> list[tuple[Sequence, float]]:
         """The best n, best first, with their mean log-probabilities; of equals the one drawn first."""
-        ranked = [(seq, self._mean(request, seq)) for seq in sorted(request.finished, key=lambda seq: seq.index)]
+        ranked = [(seq, self._mean(request, seq)) for seq in sorted(request.finished, key=lambda seq: seq.decode.index)]
         ranked.sort(key=lambda pair: -pair[1])
         return ranked[: request.params.n]
 
     def _mean(self, request: Request, seq: Sequence) -> float:
-        entries = request.state[seq.index][: len(seq.output)]
-        seq.score = sum(entry.logprob for entry in entries)
-        seq.logprobs = entries if request.params.logprobs is not None else []
-        return seq.score / len(entries)
+        entries = request.state[seq.decode.index][: len(seq.output)]
+        seq.decode.score = sum(entry.logprob for entry in entries)
+        seq.text.logprobs = entries if request.params.logprobs is not None else []
+        return seq.decode.score / len(entries)
 
     def _outputs(self, request: Request) -> int:
         return request.params.best_of or request.params.n

@@ -37,13 +37,13 @@ class ContrastiveSearch:
 
     def draft(self, request: Request, seq: Sequence) -> Draft | None:
         """The candidates; None where the prompt is still to be read."""
-        if seq.state is None:
+        if seq.decode.state is None:
             return None
-        return Draft(list(seq.state.tokens), [-1] * len(seq.state.tokens), required=True)
+        return Draft(list(seq.decode.state.tokens), [-1] * len(seq.decode.state.tokens), required=True)
 
     def want(self, request: Request, seq: Sequence) -> Want:
         live = bool(request.params.min_tokens and request.stop_ids)  # enough is left where min_tokens rules the ends out
-        if seq.draft is None:
+        if seq.decode.draft is None:
             return Want(kind="top", k=request.params.top_k, live=live)
         return Want(kind="top", rows="nodes", k=request.params.top_k, live=live, closest=True)
 
@@ -58,10 +58,10 @@ class ContrastiveSearch:
 
     def _child(self, request: Request, seq: Sequence, out: FeedOutput) -> Child:
         length = len(seq.tokens) - seq.prompt_len
-        if seq.draft is None:
+        if seq.decode.draft is None:
             return Child(state=_candidates(request, out, length))
         alpha = request.params.penalty_alpha
-        scores = [(1 - alpha) * p - alpha * near for p, near in zip(seq.state.probs, out.closest, strict=True)]
+        scores = [(1 - alpha) * p - alpha * near for p, near in zip(seq.decode.state.probs, out.closest, strict=True)]
         best = scores.index(max(scores))
         return Child(path=(best,), state=_candidates(request, out.nodes[best], length + 1))
 

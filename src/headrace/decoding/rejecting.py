@@ -17,11 +17,11 @@ def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logpro
 
     `out` has the target's logits at the last known token, and in `nodes` at each node of `seq.draft`.
     """
-    draft = seq.draft
+    draft = seq.decode.draft
     assert draft is not None
     assert draft.parents == list(range(-1, len(draft.tokens) - 1)), "rejection verifies chains"
     chain = draft.tokens
-    masks = b"" if seq.constraint is None else seq.constraint.masks(chain, draft.parents)
+    masks = b"" if seq.decode.constraint is None else seq.decode.constraint.masks(chain, draft.parents)
     width = len(masks) // (1 + len(chain))
     specs = [row_spec(request, seq, chain[:at], masks[at * width : (at + 1) * width]) for at in range(len(chain) + 1)]
     raw = torch.from_numpy(np.stack([np.frombuffer(each.logits, dtype="<f4") for each in (out, *out.nodes)]))

@@ -43,12 +43,12 @@ class Sampling:
         """A sampled token for each child still to be born, the draft's verification where there is one, or whole rows where
         the caller's processors come first."""
         if request.processors:
-            return Want(kind="logits", rows="nodes" if seq.draft else "last")
+            return Want(kind="logits", rows="nodes" if seq.decode.draft else "last")
         births, logprobs = self._births(request, seq), self._logprobs(request)
-        if seq.draft is None and births == 1 and seq.state is None:
-            return _one_token(seq.index, logprobs)
-        kind, rows = ("reject" if request.params.rejects else "verify", "nodes") if seq.draft else ("sample", "last")
-        return Want(rows, kind, births, seq.index, logprobs=logprobs, mu=seq.state)
+        if seq.decode.draft is None and births == 1 and seq.decode.state is None:
+            return _one_token(seq.decode.index, logprobs)
+        kind, rows = ("reject" if request.params.rejects else "verify", "nodes") if seq.decode.draft else ("sample", "last")
+        return Want(rows, kind, births, seq.decode.index, logprobs=logprobs, mu=seq.decode.state)
 
     def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
         return [self._children(request, seq, out) for seq, out in outputs]
@@ -61,18 +61,20 @@ class Sampling:
 
     def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
         """`state` is mirostat's, None where that is off."""
-        if seq.draft is None and not request.processors and len(out.tokens) == 1:  # most of the time
-            return [Child(token=out.tokens[0], index=seq.index, logprobs=out.logprobs, state=out.mus[0] if out.mus else None)]
+        if seq.decode.draft is None and not request.processors and len(out.tokens) == 1:  # most of the time
+            return [
+                Child(token=out.tokens[0], index=seq.decode.index, logprobs=out.logprobs, state=out.mus[0] if out.mus else None)
+            ]
         drawn = out
-        if request.processors and seq.draft is not None and request.params.rejects:
+        if request.processors and seq.decode.draft is not None and request.params.rejects:
             drawn = verify_by_rejection(request, seq, out, self._logprobs(request))
         elif request.processors:
             drawn = self._sample_on_host(request, seq, out)
         mus: tuple[float | None, ...] = drawn.mus or (None,) * len(drawn.tokens)
-        if seq.draft is not None:
-            return [Child(drawn.path, drawn.tokens[-1], index=seq.index, state=mus[-1], logprobs=drawn.logprobs)]
+        if seq.decode.draft is not None:
+            return [Child(drawn.path, drawn.tokens[-1], index=seq.decode.index, state=mus[-1], logprobs=drawn.logprobs)]
         return [
-            Child(token=token, index=seq.index + i, logprobs=drawn.logprobs[i : i + 1], state=mu)
+            Child(token=token, index=seq.decode.index + i, logprobs=drawn.logprobs[i : i + 1], state=mu)
             for i, (token, mu) in enumerate(zip(drawn.tokens, mus, strict=True))
         ]
 
@@ -93,21 +95,21 @@ class Sampling:
 
         Raises ProcessorError.
         """
-        draft = seq.draft or Draft([], [])
+        draft = seq.decode.draft or Draft([], [])
         before = paths(draft.tokens, draft.parents)
-        masks = b"" if seq.constraint is None else seq.constraint.masks(draft.tokens, draft.parents)
+        masks = b"" if seq.decode.constraint is None else seq.decode.constraint.masks(draft.tokens, draft.parents)
         width = len(masks) // (1 + len(draft.tokens))
         drawn = FeedOutput()
 
         def draw(node: int) -> int | None:
             spec = RowSpec(
                 params=request.params.replace(logprobs=self._logprobs(request)),
-                keys=[key(request.seed, seq.index + i) for i in range(self._births(request, seq))],
+                keys=[key(request.seed, seq.decode.index + i) for i in range(self._births(request, seq))],
                 tokens=seq.tokens,
                 prompt_len=seq.prompt_len,
                 path=before[node] if node >= 0 else [],
                 stop_ids=sorted(request.stop_ids),
-                mu=drawn.mus[-1] if drawn.mus else seq.state,
+                mu=drawn.mus[-1] if drawn.mus else seq.decode.state,
                 mask=masks[(node + 1) * width : (node + 2) * width],
             )
             try:

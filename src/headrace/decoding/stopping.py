@@ -19,47 +19,49 @@ class Stopping:
         if self.tokenizer is None:
             return
         params = request.params
-        seq.text = IncrementalDetokenizer(self.tokenizer, request.prompt, params.skip_special_tokens)
+        seq.text.words = IncrementalDetokenizer(self.tokenizer, request.prompt, params.skip_special_tokens)
         if params.stop:
-            seq.stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+            seq.text.stops = StopMatcher(params.stop, params.include_stop_str_in_output)
 
     def extend(self, request: Request, seq: Sequence, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> Delta:
         """Append `tokens` up to the first that ends the output; returns what that adds to it.
 
         Of its text only that is shown which no later token can change or retract.
         """
-        text, stops, shown = seq.text, seq.stops, ""
+        text, constraint, shown = seq.text, seq.decode.constraint, ""
+        words, stops = text.words, text.stops
         early = seq.prompt_len + request.params.min_tokens  # tokens that end nothing; what comes after them may
         for at, token in enumerate(tokens, 1):
             seq.tokens.append(token)
-            if seq.constraint is not None:
-                seq.constraint.push(token)
-            if text is not None:
-                piece = text.push(token)
+            if constraint is not None:
+                constraint.push(token)
+            if words is not None:
+                piece = words.push(token)
                 shown += piece if stops is None or len(seq.tokens) <= early else stops.append(piece)
             self._judge(request, seq, token, early)
-            if seq.finish_reason is not None:
+            if text.finish_reason is not None:
                 tokens = tokens[:at]
                 if stops is None or stops.matched is None:
                     shown += self.rest(seq)
                 break
-        return Delta(request.id, seq.index, tokens, shown, logprobs[: len(tokens)], seq.finish_reason, seq.stop_reason)
+        return Delta(request.id, seq.decode.index, tokens, shown, logprobs[: len(tokens)], text.finish_reason, text.stop_reason)
 
     def rest(self, seq: Sequence) -> str:
         """What was held back of an output's text, when nothing more will come."""
-        if seq.text is None:
+        text = seq.text
+        if text.words is None:
             return ""
-        text: str = seq.text.flush()
-        return text if seq.stops is None else seq.stops.append(text) + seq.stops.flush()
+        held: str = text.words.flush()
+        return held if text.stops is None else text.stops.append(held) + text.stops.flush()
 
     def _judge(self, request: Request, seq: Sequence, token: int, early: int) -> None:
-        length, most = len(seq.tokens), request.params.max_tokens
+        length, most, text = len(seq.tokens), request.params.max_tokens, seq.text
         if token in request.stop_ids and length > early:
-            seq.finish_reason = "stop"
-            seq.stop_reason = token if token in request.params.stop_token_ids else None
-        elif seq.stops is not None and seq.stops.matched is not None:
-            seq.finish_reason, seq.stop_reason = "stop", seq.stops.matched
-        elif seq.constraint is not None and seq.constraint.done:
-            seq.finish_reason = "stop"  # nothing can follow, so the end token is not waited for
+            text.finish_reason = "stop"
+            text.stop_reason = token if token in request.params.stop_token_ids else None
+        elif text.stops is not None and text.stops.matched is not None:
+            text.finish_reason, text.stop_reason = "stop", text.stops.matched
+        elif seq.decode.constraint is not None and seq.decode.constraint.done:
+            text.finish_reason = "stop"  # nothing can follow, so the end token is not waited for
         elif (most is not None and length - seq.prompt_len >= most) or length >= self.max_model_len:
-            seq.finish_reason = "length"
+            text.finish_reason = "length"

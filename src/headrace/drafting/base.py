@@ -15,7 +15,7 @@ Filled = Callable[[Sequence, int, int], None]  # a KV group of a sequence is new
 class Drafter(Protocol):
     """Proposes drafts. It can be wrong at no cost but time: what it proposes never changes what comes out.
 
-    What it remembers of a sequence is in `seq.drafting[name]`; nothing is there where the sequence is new, or a fork.
+    What it remembers of a sequence is in `seq.decode.memory[name]`; nothing is there where the sequence is new, or a fork.
     """
 
     name: str

@@ -64,7 +64,7 @@ class DraftModel:
         return Draft([0] * most, list(range(-1, most - 1)))
 
     def lag(self, seq: Sequence) -> int:
-        return 1 if self.group is None else len(seq.tokens) - seq.computed[self.group]
+        return 1 if self.group is None else len(seq.tokens) - seq.kv.computed[self.group]
 
     def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
         """Replace the tokens of these works' drafts; an empty draft is taken off."""
@@ -73,7 +73,7 @@ class DraftModel:
         outs = run(self.model, feeds) if feeds else []
         if self.group is not None:
             for (work, _), feed in zip(ready, feeds, strict=True):
-                work.seq.computed[self.group] = feed.start + feed.count
+                work.seq.kv.computed[self.group] = feed.start + feed.count
                 filled(work.seq, self.group, feed.start)
         going = [(work, out) for (work, feed), out in zip(ready, outs, strict=True) if feed.wants]
         chains: dict[int, Chain] = {id(work): Chain() for work in works}
@@ -84,7 +84,7 @@ class DraftModel:
             )
             if self.group is not None and self.keeps:
                 for work, _ in going:
-                    work.seq.computed[self.group] += 1
+                    work.seq.kv.computed[self.group] += 1
             going = [(work, out) for (work, _), out in zip(going, outs, strict=True)]
         for work in works:
             settle(work, chains[id(work)])
@@ -99,24 +99,24 @@ class DraftModel:
             if count > 0:
                 wants = (self._want(work),) if start + count == length else ()
                 masks = _mask(work, []) if wants else b""
-                feeds.append((work, Feed(work.seq.slot, start, count, work.feed.new, wants, masks=masks)))
+                feeds.append((work, Feed(work.seq.wire.slot, start, count, work.feed.new, wants, masks=masks)))
                 work.feed.new = ()
                 room -= count
         return feeds
 
     def _start(self, work: Fed) -> int:
-        return work.feed.start if self.group is None else work.seq.computed[self.group]
+        return work.feed.start if self.group is None else work.seq.kv.computed[self.group]
 
     def _want(self, work: Fed, chain: int = 0) -> Want:
         if work.request.params.rejects:
-            return Want(kind="propose", child=work.seq.index, k=chain)
-        return Want(child=work.seq.index, logprobs=0 if self.least > 0 else None)
+            return Want(kind="propose", child=work.seq.decode.index, k=chain)
+        return Want(child=work.seq.decode.index, logprobs=0 if self.least > 0 else None)
 
     def _extend(self, going: list[tuple[Fed, FeedOutput]], chains: dict[int, Chain]) -> list[tuple[Fed, FeedOutput]]:
         """Append what was drawn; returns those whose chains go on."""
         on = []
         for work, out in going:
-            draft, chain = work.seq.draft, chains[id(work)]
+            draft, chain = work.seq.decode.draft, chains[id(work)]
             assert draft is not None
             if out.error or not append_drawn(out, chain):
                 continue
@@ -144,13 +144,13 @@ def draw_from_rows(work: Fed, out: FeedOutput, chain: Chain) -> bool:
     q is held to the grammar as p is: to take a token off after it was drawn would make q another distribution.
     """
     mask = _mask(work, chain.tokens)
-    if not mask and work.seq.constraint is not None:
+    if not mask and work.seq.decode.constraint is not None:
         return False
     logits = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())
     spec = row_spec(work.request, work.seq, list(chain.tokens), mask)
     if not work.request.params.rejects:
         params = work.request.params.replace(logprobs=0, logprobs_mode="processed")
-        noise = key(work.request.seed, work.seq.index)
+        noise = key(work.request.seed, work.seq.decode.index)
         (result,) = sample(logits[None], [replace(spec, params=params, keys=[noise], purpose=Purpose.TARGET)])
         return append_drawn(FeedOutput(tuple(result.tokens), logprobs=tuple(result.logprobs)), chain)
     found = draw_draft(logits, spec)
@@ -164,9 +164,9 @@ def draw_from_rows(work: Fed, out: FeedOutput, chain: Chain) -> bool:
 
 def _mask(work: Fed, chain: list[int]) -> bytes:
     """What may follow a chain where the output is held to a grammar; empty where it is not, or where nothing may."""
-    if work.seq.constraint is None:
+    if work.seq.decode.constraint is None:
         return b""
-    ahead = work.seq.constraint.copy()
+    ahead = work.seq.decode.constraint.copy()
     for token in chain:
         ahead.push(token)
     return ahead.masks()
@@ -174,14 +174,16 @@ def _mask(work: Fed, chain: list[int]) -> bytes:
 
 def _next(work: Fed, chain: list[int], want: Want) -> Feed:
     """The feed of a chain's last token."""
-    feed = Feed(work.seq.slot, len(work.seq.tokens) + len(chain) - 1, 0, (), (want,), nodes=tuple(chain[-1:]), parents=(-1,))
+    feed = Feed(
+        work.seq.wire.slot, len(work.seq.tokens) + len(chain) - 1, 0, (), (want,), nodes=tuple(chain[-1:]), parents=(-1,)
+    )
     feed.masks = _mask(work, chain)
     return feed
 
 
 def settle(work: Fed, grown: Chain) -> None:
     """The draft is this chain, as far as the sequence's grammar allows."""
-    draft, constraint, chain = work.seq.draft, work.seq.constraint, grown.tokens
+    draft, constraint, chain = work.seq.decode.draft, work.seq.decode.constraint, grown.tokens
     assert draft is not None
     if constraint is not None and chain and not grown.q:
         fits = constraint.fitting(chain, list(range(-1, len(chain) - 1)))
@@ -192,4 +194,4 @@ def settle(work: Fed, grown: Chain) -> None:
     work.feed.nodes, work.feed.parents, work.feed.q = tuple(chain), tuple(draft.parents), tuple(grown.q)
     if not chain:
         work.request.metrics.drafts -= 1
-        work.seq.draft = None
+        work.seq.decode.draft = None

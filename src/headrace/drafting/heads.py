@@ -40,16 +40,16 @@ class TrainedHeads:
 
     def _feed(self, work: Fed) -> Feed:
         """The last known token, and a node for each head but the first."""
-        draft, seq = work.seq.draft, work.seq
+        draft, seq = work.seq.decode.draft, work.seq
         assert draft is not None
         more = len(draft.tokens) - 1
-        here = work.request.params.rejects or seq.constraint is not None  # what may come next hangs on the head before
+        here = work.request.params.rejects or seq.decode.constraint is not None  # what may come next hangs on the head before
         kind, logprobs = ("logits", None) if here else ("sample", 0 if self.least > 0 else None)
-        wants: tuple[Want, ...] = (Want(rows="nodes", kind=kind, child=seq.index, logprobs=logprobs),)
+        wants: tuple[Want, ...] = (Want(rows="nodes", kind=kind, child=seq.decode.index, logprobs=logprobs),)
         if kind == "sample":
-            wants = (Want(child=seq.index, logprobs=logprobs), *(wants if more else ()))
+            wants = (Want(child=seq.decode.index, logprobs=logprobs), *(wants if more else ()))
         start = len(seq.tokens) - 1
-        return Feed(seq.slot, start, 1, work.feed.new, wants, nodes=(0,) * more, parents=tuple(range(-1, more - 1)))
+        return Feed(seq.wire.slot, start, 1, work.feed.new, wants, nodes=(0,) * more, parents=tuple(range(-1, more - 1)))
 
     def _chain(self, work: Fed, outs: list[FeedOutput]) -> Chain:
         chain = Chain()

@@ -25,7 +25,7 @@ class Jacobi:
         self.width = width
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        guess = seq.drafting.get(self.name, [])
+        guess = seq.decode.memory.get(self.name, [])
         width = min(self.width, most)
         guess = [*guess[:width], *_noise(request, seq, width - len(guess))]
         return Draft(guess, list(range(-1, width - 1)), drafter=self.name, observed=True)
@@ -33,7 +33,7 @@ class Jacobi:
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """What was answered behind the accepted nodes is the next guess; the first of it is already a token."""
         behind = takewhile(lambda node: node.tokens, out.nodes[len(out.path) :])  # after a node nothing may be drawn
-        seq.drafting[self.name] = [node.tokens[0] for node in behind]
+        seq.decode.memory[self.name] = [node.tokens[0] for node in behind]
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Lookahead:
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
         """Collect what each trajectory has passed through, and move the window past the tokens that came out."""
-        window: Window = seq.drafting[self.name]
+        window: Window = seq.decode.memory[self.name]
         for column, node in zip(draft.memo, out.nodes, strict=False):  # a tree may have been cut short
             if column is None or not node.tokens:  # a trajectory that was not fed, or after which nothing may come, stays
                 continue
@@ -98,10 +98,10 @@ class Lookahead:
         window.levels = [[*level[shift:], *fresh][: self.width] for level in window.levels]
 
     def _window(self, request: Request, seq: Sequence) -> Window:
-        if self.name not in seq.drafting:
+        if self.name not in seq.decode.memory:
             levels = [_noise(request, seq, self.width, level) for level in range(self.length - 1)]
-            seq.drafting[self.name] = Window(levels)
-        window: Window = seq.drafting[self.name]
+            seq.decode.memory[self.name] = Window(levels)
+        window: Window = seq.decode.memory[self.name]
         return window
 
     def _collect(self, window: Window, ngram: tuple[int, ...]) -> None:

@@ -49,7 +49,7 @@ class PromptLookup:
         self._room = READ
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        known = seq.drafting.setdefault(self.name, Ngrams(self.longest))
+        known = seq.decode.memory.setdefault(self.name, Ngrams(self.longest))
         self._room -= known.read(seq.tokens, max(self._room, SHORT))
         at, length = known.find(seq.tokens)
         if length < self.shortest or length == 0:

@@ -134,7 +134,7 @@ class Speculation:
         whose drafts failed."""
         failed: list[AnyFed] = []
         for name, drafter in self._fills.items() if works else ():
-            mine = [work for work in works if work.seq.draft is not None and work.seq.draft.drafter == name]
+            mine = [work for work in works if work.seq.decode.draft is not None and work.seq.decode.draft.drafter == name]
             if not mine:
                 continue
             try:
@@ -142,7 +142,7 @@ class Speculation:
             except Exception:
                 self._note_failure(name, list({work.request.id: work.request for work in mine}.values()))
                 for work in mine:
-                    if work.seq.draft is not None:
+                    if work.seq.decode.draft is not None:
                         settle(work, Chain())
                 failed += mine
         return failed
@@ -152,7 +152,7 @@ class Speculation:
         began = self._clock()
         drafter.fill(works, run, filled)
         seconds = self._clock() - began
-        made = [work.seq.draft for work in works if work.seq.draft is not None]
+        made = [work.seq.decode.draft for work in works if work.seq.decode.draft is not None]
         for draft in made:
             draft.drafter = name
         self._filled(name, len(works), max([len(draft.tokens) for draft in made], default=1), behind, seconds)
@@ -211,7 +211,7 @@ class Speculation:
         """Whether nobody drafts for a sequence now, because it gave nothing to believe a moment ago."""
         rests = _standing(seq).rest >= self._step
         if rests:
-            seq.draft = None
+            seq.decode.draft = None
         return rests
 
     def _left(self, request: Request, seq: Sequence) -> int:
@@ -230,7 +230,7 @@ class Speculation:
     def _best(self, request: Request, seq: Sequence, plain: int) -> Proposal | None:
         """Of all drafters' proposals the one that is worth most."""
         self._settle_shadow(request, seq)
-        seq.draft = None
+        seq.decode.draft = None
         if (most := self._room(request, seq)) <= 0:
             return None
         made = []
@@ -260,8 +260,8 @@ class Speculation:
         """What a drafter proposes, as far as it can be fed and a grammar lets it come."""
         draft = drafter.draft(request, seq, most)
         draft = None if draft is None else bounded(draft, most)
-        if draft is not None and seq.constraint is not None and drafter.name not in self._fills:
-            draft = prune(draft, seq.constraint.fitting(draft.tokens, draft.parents))
+        if draft is not None and seq.decode.constraint is not None and drafter.name not in self._fills:
+            draft = prune(draft, seq.decode.constraint.fitting(draft.tokens, draft.parents))
         return draft
 
     def _ask(self, drafter: Drafter, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
@@ -286,7 +286,7 @@ class Speculation:
     def _decide(self, proposal: Proposal) -> None:
         draft, seq = proposal.draft, proposal.seq
         if self.gamma is not None:
-            seq.draft = draft
+            seq.decode.draft = draft
             return
         gamma, tree = proposal.choice.gamma, proposal.choice.rows > 0
         if gamma == 0 and not proposal.choice.model and not tree:
@@ -294,7 +294,7 @@ class Speculation:
         if gamma > 0 and not tree:
             del draft.tokens[gamma:], draft.parents[gamma:]
         if gamma > 0:
-            seq.draft = draft
+            seq.decode.draft = draft
 
     def _settle_shadow(self, request: Request, seq: Sequence) -> None:
         """Learn from a proposal that nobody paid for."""
@@ -306,9 +306,9 @@ class Speculation:
 
 
 def _standing(seq: Sequence) -> Standing:
-    if OURS not in seq.drafting:
-        seq.drafting[OURS] = Standing()
-    standing: Standing = seq.drafting[OURS]
+    if OURS not in seq.decode.memory:
+        seq.decode.memory[OURS] = Standing()
+    standing: Standing = seq.decode.memory[OURS]
     return standing
 
 

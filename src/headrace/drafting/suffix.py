@@ -169,9 +169,9 @@ class SuffixTree:
         return found
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        reading = seq.drafting.get(self.name)
+        reading = seq.decode.memory.get(self.name)
         if reading is None:
-            reading = seq.drafting[self.name] = Reading()
+            reading = seq.decode.memory[self.name] = Reading()
         reading.meet(self.pasts(request.tenant))
         self._room -= reading.read(seq.tokens, max(self._room, SHORT))
         if len(reading.own.text) < len(seq.tokens):

@@ -21,39 +21,40 @@ class Children:
         self, request: Request, parent: Sequence, out: FeedOutput, children: list[Child], outbox: list[Delta]
     ) -> list[Sequence]:
         """Let a sequence become its children; returns those that go on. What they stream goes to `outbox`."""
-        draft, length = parent.draft, len(parent.tokens)
+        draft, length = parent.decode.draft, len(parent.tokens)
         survivors: list[Sequence] = []
         for child in children:
-            seq = parent if len(children) == 1 else clone(parent, next(self._ids))
+            seq = parent if len(children) == 1 else parent.fork(next(self._ids))
             self._grow(request, parent, seq, child, outbox)
-            if seq.constraint is not None and self._failed(request, seq):
+            if seq.decode.constraint is not None and self._failed(request, seq):
                 continue
             if draft is not None and seq is parent:
                 out.path = child.path  # the strategy may have walked by itself
                 self._settle(request, parent, length, out)
-            (survivors if seq.finish_reason is None else request.finished).append(seq)
+            (survivors if seq.text.finish_reason is None else request.finished).append(seq)
         return survivors
 
     def _failed(self, request: Request, seq: Sequence) -> bool:
         """Whether a sequence's grammar has failed and it is dropped; where nothing may be dropped, the request has failed."""
-        if not seq.constraint.error:
+        if not seq.decode.constraint.error:
             return False
         if request.strategy.drops_failed:
-            request.dropped = seq.constraint.error
+            request.dropped = seq.decode.constraint.error
         else:
-            request.error = seq.constraint.error
+            request.error = seq.decode.constraint.error
         return request.strategy.drops_failed
 
     def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child, outbox: list[Delta]) -> None:
         """Give `seq` what its child brings, up to where the output ends."""
-        if child.index is not None and child.index != seq.index:
+        decode = seq.decode
+        if child.index is not None and child.index != decode.index:
             if request.strategy.streams and not 0 <= child.index < request.params.n:
                 raise ValueError(f"the strategy gave a child index {child.index}, and n is {request.params.n}")
-            seq.index = child.index
+            decode.index = child.index
         if child.token is not None and not 0 <= child.token < self.vocab_size:
             raise ValueError(f"the strategy chose token {child.token}, and the vocabulary ends at {self.vocab_size - 1}")
-        seq.score, seq.state = child.score, child.state
-        draft, tokens = parent.draft, [] if child.token is None else [child.token]
+        decode.score, decode.state = child.score, child.state
+        draft, tokens = parent.decode.draft, [] if child.token is None else [child.token]
         if draft is not None:
             tokens = [draft.tokens[node] for node in child.path] + tokens
         delta = self.stopping.extend(request, seq, tokens, child.logprobs)
@@ -63,13 +64,13 @@ class Children:
         if request.strategy.streams:
             outbox.append(delta)
         else:
-            seq.shown += delta.text
+            seq.text.shown += delta.text
 
     def _settle(self, request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
         """The draft below `length` known tokens was verified: its path is kept."""
-        draft, seq.draft = seq.draft, None
+        draft, seq.decode.draft = seq.decode.draft, None
         assert draft is not None
-        if seq.finish_reason is None:
+        if seq.text.finish_reason is None:
             self.scheduler.accept(seq, length, tuple(out.path))
         if not draft.required:
             request.metrics.accept(min(len(out.path), len(seq.tokens) - length))
@@ -85,25 +86,9 @@ class Children:
 
     def close(self, request: Request, seq: Sequence, reason: str) -> Delta:
         """End an output where it stands."""
-        seq.finish_reason = reason
+        seq.text.finish_reason = reason
         request.finished.append(seq)
-        return Delta(request.id, seq.index, text=self.stopping.rest(seq), finish_reason=reason, error=request.error)
-
-
-def clone(parent: Sequence, seq_id: int) -> Sequence:
-    """A sequence with the parent's tokens and text, and no blocks yet."""
-    return Sequence(
-        id=seq_id,
-        index=parent.index,
-        tokens=list(parent.tokens),
-        prompt_len=parent.prompt_len,
-        salt=parent.salt,
-        groups=parent.groups,
-        text=parent.text.copy() if parent.text is not None else None,
-        stops=parent.stops.copy() if parent.stops is not None else None,
-        shown=parent.shown,
-        constraint=parent.constraint.copy() if parent.constraint is not None else None,
-    )
+        return Delta(request.id, seq.decode.index, text=self.stopping.rest(seq), finish_reason=reason, error=request.error)
 
 
 def result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
@@ -112,11 +97,11 @@ def result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
         request.id,
         at,
         token_ids=seq.output,
-        text=seq.shown,
-        logprobs=tuple(seq.logprobs),
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-        cumulative_logprob=seq.score,
+        text=seq.text.shown,
+        logprobs=tuple(seq.text.logprobs),
+        finish_reason=seq.text.finish_reason,
+        stop_reason=seq.text.stop_reason,
+        cumulative_logprob=seq.decode.score,
         score=score,
     )
 

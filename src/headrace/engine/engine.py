@@ -11,7 +11,7 @@ from typing import Any
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TARGET, WANT_KINDS, WANT_ROWS, Feed, FeedOutput, KVGroup, StepOutput, StepPlan, Want
-from headrace.data.types import Child, Delta, Draft, Request, Sequence, Status
+from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status
 from headrace.decoding.base import Drafting, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.methods import strategy_for
@@ -111,12 +111,12 @@ class Engine:
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError(why)
-        seq = Sequence(id=next(self._ids), index=0, tokens=list(prompt), prompt_len=len(prompt), salt=root)
-        seq.computed = [0] * len(self.blocks.groups)
-        seq.groups = groups_filled(params, self.blocks.groups)
+        groups = self.blocks.groups
+        kv = Holding(root, groups_filled(params, groups), computed=[0] * len(groups))
+        seq = Sequence(next(self._ids), list(prompt), len(prompt), kv)
         self._reserve(params)
         self.stopping.begin(request, seq)
-        seq.constraint = self._constraint(params)
+        seq.decode.constraint = self._constraint(params)
         request.seqs.append(seq)
         request.metrics.arrival = self._clock()
         self.requests[name] = request
@@ -213,8 +213,8 @@ class Engine:
     def _want(self, work: Work) -> None:
         """Put into a feed what is wanted of it, and what may be drawn where a grammar says so."""
         seq, feed = work.seq, work.feed
-        if seq.constraint is not None and work.last:
-            feed.masks = seq.constraint.masks(feed.nodes, feed.parents)
+        if seq.decode.constraint is not None and work.last:
+            feed.masks = seq.decode.constraint.masks(feed.nodes, feed.parents)
         feed.wants = self._wants(work.request, seq, work.last)
 
     def _propose(self) -> None:
@@ -226,7 +226,7 @@ class Engine:
         for request in [*scheduler.running, *scheduler.waiting[: self.config.scheduler.max_num_seqs]]:
             if request.drafts and not request.in_flight:
                 for seq in request.seqs:
-                    seq.draft = self._ask(request, self._required, request, seq)
+                    seq.decode.draft = self._ask(request, self._required, request, seq)
                 if request.error is not None:
                     self._end(request, "error")
         if self.speculation is not None and not self.speculation.pauses():
@@ -263,7 +263,7 @@ class Engine:
             plan.free, plan.new, plan.tables, plan.moves, plan.copies = [], [], [], [], []
             return self.executor.submit(StepPlan(plan.step, model, feeds=feeds)).result().feeds
 
-        works = [work for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
+        works = [work for work in flight.works if work.seq.decode.draft is not None and not work.seq.decode.draft.required]
         for work in speculation.fill(works, run, self.blocks.fill):
             self.scheduler.drop_draft(work)
 
@@ -275,8 +275,8 @@ class Engine:
         if want is not None and (not isinstance(want, Want) or want.kind not in WANT_KINDS or want.rows not in WANT_ROWS):
             raise ValueError(f"the strategy wants what no step gives: {want!r}")
         wants = () if want is None else (want,)
-        if last and seq.draft is not None and seq.draft.observed:
-            wants = (*wants, Want(rows="nodes", child=seq.index))
+        if last and seq.decode.draft is not None and seq.decode.draft.observed:
+            wants = (*wants, Want(rows="nodes", child=seq.decode.index))
         if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
             return (Want(rows="all", kind="score", logprobs=scores), *wants)
         return wants
@@ -306,7 +306,7 @@ class Engine:
             outputs = []
             for work, out in fed:
                 seq = work.seq
-                failed = "" if seq.constraint is None else seq.constraint.error
+                failed = "" if seq.decode.constraint is None else seq.decode.constraint.error
                 if failed and request.strategy.drops_failed:
                     request.dropped = failed  # it brings no candidates, so it has no children
                 elif failed or out.error:
@@ -328,9 +328,9 @@ class Engine:
         changed: list[tuple[Sequence, list[Sequence]]] = []
         live = 0
         for (parent, out), children in zip(outputs, families, strict=True):
-            draft = parent.draft
+            draft = parent.decode.draft
             survivors = self.children.become(request, parent, out, children, self._outbox)
-            if draft is not None and parent.draft is None and not draft.required and self.speculation is not None:
+            if draft is not None and parent.decode.draft is None and not draft.required and self.speculation is not None:
                 self.speculation.observe(request, parent, draft, out)
             live += len(survivors)
             if survivors != [parent]:  # else it goes on as it is

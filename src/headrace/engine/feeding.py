@@ -46,10 +46,10 @@ class Feeding:
         Returns whether that was all there was to do.
         """
         seq = request.seqs[0]
-        start = len(seq.tokens) - 1
-        if seq.computed[0] != start or len(request.seqs) > 1 or flight.room < 1 or not self.blocks.writable(seq, start):
+        start, draft = len(seq.tokens) - 1, seq.decode.draft
+        if seq.kv.computed[0] != start or len(request.seqs) > 1 or flight.room < 1 or not self.blocks.writable(seq, start):
             return False
-        if seq.draft is not None and seq.draft.required:
+        if draft is not None and draft.required:
             return False
         self._add(request, seq, start, start + 1, flight)
         request.metrics.steps += 1
@@ -75,7 +75,7 @@ class Feeding:
                 if self._promised(seq, promises):
                     held = True
                     continue
-            start = seq.computed[0]
+            start = seq.kv.computed[0]
             most = goal(seq)
             end = most if start + room >= most else min(start + room, len(seq.tokens))
             spans.append((seq, start, end))
@@ -87,7 +87,7 @@ class Feeding:
 
     def _promised(self, seq: Sequence, promises: set[bytes]) -> bool:
         """Whether the block `seq` would compute next, and could share, is being computed by another feed."""
-        index, offset = divmod(seq.computed[0], self.blocks.block_size)
+        index, offset = divmod(seq.kv.computed[0], self.blocks.block_size)
         if offset or (index + 1) * self.blocks.block_size >= len(seq.tokens):
             return False
         key = self.blocks.hash(seq, index)
@@ -106,14 +106,15 @@ class Feeding:
         request.metrics.steps += bool(spans)
 
     def _add(self, request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
-        length = len(seq.tokens)
+        length, wire = len(seq.tokens), seq.wire
         known = min(end, length)
-        feed = Feed(seq.slot, start, known - start, tuple(seq.tokens[seq.sent :]))
+        feed = Feed(wire.slot, start, known - start, tuple(seq.tokens[wire.sent :]))
         if end > length:
-            assert seq.draft is not None
-            feed.nodes, feed.parents = tuple(seq.draft.tokens), tuple(seq.draft.parents)
-        seq.sent = length
-        if seq.moves:
+            draft = seq.decode.draft
+            assert draft is not None
+            feed.nodes, feed.parents = tuple(draft.tokens), tuple(draft.parents)
+        wire.sent = length
+        if seq.kv.moves:
             self._compact(seq, end, flight.plan)
         flight.plan.feeds.append(feed)
         flight.room -= end - start
@@ -124,24 +125,28 @@ class Feeding:
 
     def _compact(self, seq: Sequence, end: int, plan: StepPlan) -> None:
         """Move what was accepted off its place to where it belongs, before anything else of the step happens."""
-        table, size = seq.tables[0], self.blocks.block_size
-        for pair in seq.moves:
+        table, size = seq.kv.tables[0], self.blocks.block_size
+        for pair in seq.kv.moves:
             source, to = (table[index // size] * size + index % size for index in pair)
             plan.moves.append((0, source, to))
-        seq.moves = []
+        seq.kv.moves = []
         self.blocks.truncate(seq, end)
 
     def add_drafts(self, flight: Flight, reserve: int) -> None:
         """Optional drafts take what budget and blocks are left, but a block for each sequence to grow; the rest is cut off."""
-        works = [(work, work.seq.draft) for work in flight.works if work.seq.draft is not None and not work.seq.draft.required]
+        works = [
+            (work, work.seq.decode.draft)
+            for work in flight.works
+            if work.seq.decode.draft is not None and not work.seq.decode.draft.required
+        ]
         for work, draft in works:
             seq = work.seq
             length = len(seq.tokens)
             most = min(len(draft.tokens), flight.room) if work.last else 0
             if self.blocks.need([(seq, length, length + most)]) + reserve > self.blocks.available:
-                most = min(most, len(seq.tables[0]) * self.blocks.block_size - length)
+                most = min(most, len(seq.kv.tables[0]) * self.blocks.block_size - length)
             if most <= 0:
-                seq.draft = None
+                seq.decode.draft = None
                 continue
             flight.plan.copies += self.blocks.grow(seq, length, length + most)
             self._sync_tables(seq, flight.plan)
@@ -152,16 +157,17 @@ class Feeding:
             work.request.metrics.drafted += most
 
     def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:
-        for index, table in enumerate(seq.tables):
-            known = seq.synced[index]
+        for index, table in enumerate(seq.kv.tables):
+            known = seq.wire.synced[index]
             if known < len(table):
-                plan.tables.append(TableDelta(seq.slot, index, known, table[known:]))
-                seq.synced[index] = len(table)
+                plan.tables.append(TableDelta(seq.wire.slot, index, known, table[known:]))
+                seq.wire.synced[index] = len(table)
 
 
 def goal(seq: Sequence) -> int:
     """How far a sequence must be fed to be caught up: known tokens and the draft it must have."""
-    return len(seq.tokens) + (len(seq.draft.tokens) if seq.draft is not None and seq.draft.required else 0)
+    draft = seq.decode.draft
+    return len(seq.tokens) + (len(draft.tokens) if draft is not None and draft.required else 0)
 
 
 def _scores_prompt(request: Request) -> bool:

@@ -8,7 +8,7 @@ from bisect import insort
 
 from headrace.data.config import SchedulerConfig
 from headrace.data.plan import NewSlot, StepPlan
-from headrace.data.types import Request, Sequence, Status
+from headrace.data.types import Holding, Request, Sequence, Status, Wire
 from headrace.engine.feeding import Feeding, Flight, Work
 from headrace.kv.blocks import BlockManager
 
@@ -64,15 +64,16 @@ class Scheduler:
     def commit(self, request: Request, parent: Sequence, children: list[Sequence]) -> None:
         """Replace a sequence by its unfinished children: the first inherits table and slot, the others fork from it."""
         at = request.seqs.index(parent)
-        assert len(children) < 2 or not parent.moves, "a sequence that follows its draft has one child"
+        assert len(children) < 2 or not parent.kv.moves, "a sequence that follows its draft has one child"
         for child in children[1:]:
             self.blocks.fork(parent, child)
-            child.slot, child.sent, child.synced = self._slots.pop(), parent.sent, list(parent.synced)
-            self._new_slots.append(NewSlot(slot=child.slot, source=parent.slot))
+            child.wire = Wire(self._slots.pop(), parent.wire.sent, list(parent.wire.synced))
+            self._new_slots.append(NewSlot(slot=child.wire.slot, source=parent.wire.slot))
         if not children:
             self.drop(parent)
         elif children[0] is not parent:
-            _inherit(parent, children[0])
+            children[0].kv, children[0].wire = parent.kv, parent.wire
+            parent.kv, parent.wire = Holding(), Wire()
         request.seqs[at : at + 1] = children
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class Scheduler:
         idle = set(self._slots)
         self._freed_slots += [slot for slot in flight.plan.free if slot in idle]
         made = {new.slot for new in flight.plan.new}
-        for request in [r for r in self.running if not r.in_flight and any(seq.slot in made for seq in r.seqs)]:
+        for request in [r for r in self.running if not r.in_flight and any(seq.wire.slot in made for seq in r.seqs)]:
             self._preempt(request)
 
     def advance(self, flight: Flight) -> None:
@@ -126,32 +127,34 @@ class Scheduler:
         K/V that does not lie where its token now is moves there with the next feed; until then nothing of it is published
         and its blocks are kept.
         """
-        seq.moves = [(length + node, length + place) for place, node in enumerate(path) if node != place]
-        if not seq.moves:
+        kv = seq.kv
+        kv.moves = [(length + node, length + place) for place, node in enumerate(path) if node != place]
+        if not kv.moves:
             self._computed(seq, length + len(path))
             self.blocks.truncate(seq, length + len(path))
         for g in self._companions:  # their chain is the path as far as it was accepted
-            seq.computed[g] = min(seq.computed[g], length + len(path))
+            kv.computed[g] = min(kv.computed[g], length + len(path))
         for g in self._filled_by(seq):
-            seq.computed[g] = length + len(path)
+            kv.computed[g] = length + len(path)
 
     def drop_draft(self, work: Work) -> None:
         """The feed goes without its draft; what companions hold of the sequence is not to be trusted."""
-        work.seq.draft, work.feed.nodes, work.feed.parents = None, (), ()
+        work.seq.decode.draft, work.feed.nodes, work.feed.parents = None, (), ()
         for g in self._companions:
-            work.seq.computed[g] = 0
+            work.seq.kv.computed[g] = 0
 
     def _computed(self, seq: Sequence, end: int) -> None:
         """The target's groups now reach `end`; full blocks are offered to others."""
+        kv = seq.kv
         for g in self._own:
-            if seq.groups >> g & 1 and seq.computed[g] < end:
-                seq.computed[g] = end
-        if end // self.blocks.block_size > seq.published:
+            if kv.groups >> g & 1 and kv.computed[g] < end:
+                kv.computed[g] = end
+        if end // self.blocks.block_size > kv.published:
             self.blocks.publish(seq)
 
     def _filled_by(self, seq: Sequence) -> list[int]:
         """The groups that the target's feeds of a sequence fill."""
-        return [g for g in self._own if seq.groups >> g & 1]
+        return [g for g in self._own if seq.kv.groups >> g & 1]
 
     # -- feeding -------------------------------------------------------------------------------------------------------
     def _feed_running(self, flight: Flight) -> bool:
@@ -185,7 +188,7 @@ class Scheduler:
         victim.metrics.preemptions += 1
         for seq in victim.seqs:
             self.drop(seq)
-            seq.draft = None
+            seq.decode.draft = None
         victim.status = Status.WAITING
         self.running.remove(victim)
         insort(self.waiting, victim, key=_order)
@@ -202,7 +205,7 @@ class Scheduler:
                 return
             spans = self.feeding.spans(request, flight)
             leader = request.seqs[0]
-            whole = [(leader, leader.computed[0], len(leader.tokens))]
+            whole = [(leader, leader.kv.computed[0], len(leader.tokens))]
             # Room to grow for those who run already, so that admission does not cause the next preemption.
             reserve = sum(len(r.seqs) for r in self.running)
             cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
@@ -221,11 +224,11 @@ class Scheduler:
         insort(self.running, request, key=_order)
         stop_ids = sorted(request.stop_ids)
         for seq in request.seqs:
-            seq.slot = self._slots.pop()
-            seq.sent = len(seq.tokens)
+            seq.wire.slot = self._slots.pop()
+            seq.wire.sent = len(seq.tokens)
             self._new_slots.append(
                 NewSlot(
-                    slot=seq.slot,
+                    slot=seq.wire.slot,
                     seed=request.seed,
                     prompt_len=seq.prompt_len,
                     tokens=list(seq.tokens),
@@ -235,22 +238,16 @@ class Scheduler:
             )
 
     def _free_slot(self, seq: Sequence) -> None:
-        if seq.slot < 0:
+        slot = seq.wire.slot
+        if slot < 0:
             return
-        announced = [new for new in self._new_slots if new.slot == seq.slot]
+        announced = [new for new in self._new_slots if new.slot == slot]
         if announced:
             self._new_slots.remove(announced[-1])
         else:
-            self._freed_slots.append(seq.slot)
-        self._slots.append(seq.slot)
-        seq.slot, seq.sent, seq.synced = -1, 0, [0] * len(seq.tables)
-
-
-def _inherit(parent: Sequence, child: Sequence) -> None:
-    """Everything `parent` holds becomes `child`'s."""
-    for name in ("tables", "computed", "exact_until", "slot", "sent", "synced", "hashes", "published"):
-        setattr(child, name, getattr(parent, name))
-    parent.tables, parent.slot = [[] for _ in parent.tables], -1
+            self._freed_slots.append(slot)
+        self._slots.append(slot)
+        seq.wire = Wire(synced=[0] * len(seq.kv.tables))
 
 
 def _order(request: Request) -> tuple[int, int]:
@@ -260,6 +257,6 @@ def _order(request: Request) -> tuple[int, int]:
 def _in_prefill(request: Request) -> bool:
     """Sorts requests that only need their next token first, since a long prompt must not delay them (card C3)."""
     for seq in request.seqs:  # noqa: SIM110 - any() takes twice as long
-        if len(seq.tokens) - seq.computed[0] > 1:
+        if len(seq.tokens) - seq.kv.computed[0] > 1:
             return True
     return False

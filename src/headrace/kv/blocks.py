@@ -67,7 +67,7 @@ class BlockManager:
     # -- growing, sharing, giving up -----------------------------------------------------------------------------------
     def writable(self, seq: Sequence, position: int) -> bool:
         """Whether `grow` would have nothing to do for one position: its block is there, and the sequence's alone."""
-        table, index = seq.tables[0], position // self.block_size
+        table, index = seq.kv.tables[0], position // self.block_size
         return index < len(table) and self._refs[table[index]] == 1 and self._hash[table[index]] is None
 
     def need(self, spans: Iterable[Span]) -> int:
@@ -75,7 +75,7 @@ class BlockManager:
         total = 0
         dropped: dict[int, int] = {}
         for seq, start, end in spans:
-            table = seq.tables[0]
+            table = seq.kv.tables[0]
             total += max(0, self._count(end) - len(table))
             for index in self._written(seq, start, end):
                 block = table[index]
@@ -89,7 +89,8 @@ class BlockManager:
 
         The caller has checked `need`. A shared block in the range is copied, a published one is withdrawn from the cache.
         """
-        table = seq.tables[0]
+        kv = seq.kv
+        table = kv.tables[0]
         copies = []
         for index in self._written(seq, start, end):
             block = table[index]
@@ -97,40 +98,38 @@ class BlockManager:
                 table[index] = self._take()
                 copies.append((0, block, table[index]))
                 self._unref(block)
-                seq.synced[0] = min(seq.synced[0], index)
-                seq.published = min(seq.published, index)
+                seq.wire.synced[0] = min(seq.wire.synced[0], index)
+                kv.published = min(kv.published, index)
             elif self._hash[block] is not None:
                 self._withdraw(block)
-                seq.published = min(seq.published, index)
+                kv.published = min(kv.published, index)
         while len(table) < self._count(end):
             table.append(self._take())
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` shares every block of `parent`; the first to write a shared block copies it."""
-        child.tables = [list(table) for table in parent.tables]
-        child.computed = list(parent.computed)
-        child.hashes = list(parent.hashes)
-        child.published = parent.published
-        child.exact_until = parent.exact_until
-        for block in child.tables[0]:
+        child.kv = parent.kv.fork()
+        for block in child.kv.tables[0]:
             self._refs[block] += 1
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Give up the blocks beyond `length` tokens: what a rejected draft had."""
-        table = seq.tables[0]
+        kv = seq.kv
+        table = kv.tables[0]
         keep = self._count(length)
         for block in reversed(table[keep:]):
             self._unref(block)
         del table[keep:]
-        seq.synced[0] = min(seq.synced[0], keep)
-        seq.published = min(seq.published, length // self.block_size)
+        seq.wire.synced[0] = min(seq.wire.synced[0], keep)
+        kv.published = min(kv.published, length // self.block_size)
 
     def release(self, seq: Sequence) -> None:
         """Give up every block of `seq`; what was published stays findable until it is evicted, deepest first."""
+        kv = seq.kv
         self.truncate(seq, 0)
-        seq.moves = []
-        seq.computed = [0] * len(seq.computed)
+        kv.moves = []
+        kv.computed = [0] * len(kv.computed)
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
     def match(self, seq: Sequence, need: int | None = None) -> int:
@@ -140,9 +139,10 @@ class BlockManager:
         where one is missing. A companion's group counts as computed only as far as its bits reach, so it never reads K/V
         that was never computed. The last known token is always left to compute: its logits are needed.
         """
-        need = seq.groups if need is None else need
-        table, size = seq.tables[0], self.block_size
-        computed = seq.computed[0]
+        kv = seq.kv
+        need = kv.groups if need is None else need
+        table, size = kv.tables[0], self.block_size
+        computed = kv.computed[0]
         if computed % size or len(table) * size > computed:
             return 0
         for index in range(len(table), (len(seq.tokens) - 1) // size):
@@ -155,33 +155,35 @@ class BlockManager:
             self._refs[block] += 1
             table.append(block)
             held = self._filled[block]
-            seq.computed = [
-                done + size if done == index * size and held >> g & 1 else done for g, done in enumerate(seq.computed)
+            kv.computed = [
+                done + size if done == index * size and held >> g & 1 else done for g, done in enumerate(kv.computed)
             ]
-        seq.published = len(table)
-        return seq.computed[0] - computed
+        kv.published = len(table)
+        return kv.computed[0] - computed
 
     def hash(self, seq: Sequence, index: int) -> bytes:
         """Chain hash of full block `index` of a sequence's known tokens."""
+        kv = seq.kv
         size = self.block_size
-        while len(seq.hashes) <= index:
-            at = len(seq.hashes)
-            parent = seq.hashes[-1] if at else sha256(b"headrace" + seq.salt).digest()
+        while len(kv.hashes) <= index:
+            at = len(kv.hashes)
+            parent = kv.hashes[-1] if at else sha256(b"headrace" + kv.root).digest()
             tokens = np.array(seq.tokens[at * size : (at + 1) * size], dtype="<i4").tobytes()
-            seq.hashes.append(sha256(parent + tokens).digest())
-        return seq.hashes[index]
+            kv.hashes.append(sha256(parent + tokens).digest())
+        return kv.hashes[index]
 
     def publish(self, seq: Sequence) -> None:
         """Offer the full, computed, exact blocks of `seq` to others."""
-        done = seq.computed[0] if seq.exact_until is None else min(seq.computed[0], seq.exact_until)
-        for index in range(seq.published, done // self.block_size):
-            block, key = seq.tables[0][index], self.hash(seq, index)
+        kv = seq.kv
+        done = kv.computed[0] if kv.exact_until is None else min(kv.computed[0], kv.exact_until)
+        for index in range(kv.published, done // self.block_size):
+            block, key = kv.tables[0][index], self.hash(seq, index)
             end = (index + 1) * self.block_size
-            self._filled[block] |= sum(1 << g for g, count in enumerate(seq.computed) if count >= end)
+            self._filled[block] |= sum(1 << g for g, count in enumerate(kv.computed) if count >= end)
             if self._hash[block] is None and self._offers_more(block, self._cached.get(key)):
                 self._cached[key] = block
                 self._hash[block] = key
-        seq.published = max(seq.published, done // self.block_size)
+        kv.published = max(kv.published, done // self.block_size)
 
     def _offers_more(self, block: int, other: int | None) -> bool:
         """Whether a block should be the one that is found; another with the same tokens and fewer groups is withdrawn."""
@@ -198,14 +200,14 @@ class BlockManager:
 
     def fill(self, seq: Sequence, group: int, start: int) -> None:
         """A companion's group now reaches from `start` to `seq.computed[group]`: so say the blocks that this completes."""
-        for index in range(start // self.block_size, seq.computed[group] // self.block_size):
-            self._filled[seq.tables[0][index]] |= 1 << group
+        for index in range(start // self.block_size, seq.kv.computed[group] // self.block_size):
+            self._filled[seq.kv.tables[0][index]] |= 1 << group
 
     # -- self-check ----------------------------------------------------------------------------------------------------
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Raise AssertionError unless counts, tables, free lists and the cache agree. `seqs`: all that hold blocks."""
         seqs = list(seqs)
-        held: Counter[int] = Counter(block for seq in seqs for block in seq.tables[0])
+        held: Counter[int] = Counter(block for seq in seqs for block in seq.kv.tables[0])
         for block in range(self.num_blocks):
             assert self._refs[block] == held[block], f"block {block}: {self._refs[block]} references, {held[block]} holders"
             key = self._hash[block]
@@ -217,15 +219,15 @@ class BlockManager:
         assert all(self._hash[block] is not None for block in self._lru), "an unpublished block is in the LRU list"
         assert len(self._cached) == sum(key is not None for key in self._hash), "the cache lists a block twice"
         for seq in seqs:
-            room = len(seq.tables[0]) * self.block_size
-            assert max(seq.computed) <= min(room, len(seq.tokens)), f"sequence {seq.id} computed more than it holds"
+            room = len(seq.kv.tables[0]) * self.block_size
+            assert max(seq.kv.computed) <= min(room, len(seq.tokens)), f"sequence {seq.id} computed more than it holds"
 
     # -- single blocks -------------------------------------------------------------------------------------------------
     def _count(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def _written(self, seq: Sequence, start: int, end: int) -> range:
-        return range(start // self.block_size, min(len(seq.tables[0]), self._count(end)))
+        return range(start // self.block_size, min(len(seq.kv.tables[0]), self._count(end)))
 
     def _take(self) -> int:
         block = self._free.popleft() if self._free else self._evict()

@@ -31,7 +31,7 @@ def row_spec(request: Request, seq: Sequence, path: list[int], mask: bytes = b""
     """How a row behind `path` is processed in this round, for p and for q alike."""
     return RowSpec(
         params=request.params,
-        keys=[round_key(request.seed, len(seq.tokens), seq.index)],
+        keys=[round_key(request.seed, len(seq.tokens), seq.decode.index)],
         tokens=seq.tokens,
         prompt_len=seq.prompt_len,
         path=path,
