@@ -19,7 +19,7 @@ class Strategy(Protocol):
     """Whether an output's tokens may be shown as they come; if not, `results` has them at the end."""
 
     speculates: bool = False
-    """Whether sequences may carry optional drafts: `want` then asks to verify `seq.draft`, and `select` returns paths."""
+    """Whether sequences may carry optional drafts: `want` then asks to verify `seq.decode.draft`, and `select` returns paths."""
 
     drops_failed: bool = False
     """Whether a sequence whose grammar fails is dropped while others go on; if not, it fails the request."""

@@ -15,7 +15,7 @@ from headrace.ops.sampling import process
 def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logprobs: int | None) -> FeedOutput:
     """Path, tokens and log-probabilities of a chain, by the rule that the request names. Raises ProcessorError.
 
-    `out` has the target's logits at the last known token, and in `nodes` at each node of `seq.draft`.
+    `out` has the target's logits at the last known token, and in `nodes` at each node of `seq.decode.draft`.
     """
     draft = seq.decode.draft
     assert draft is not None
