@@ -12,6 +12,7 @@ from headrace.decoding.constrained import Constraint
 from headrace.llm import LLM
 from tests.e2e.test_constrained import CASES
 from tests.tiny_files import write_tiny_gguf
+from tests.ulps import ulps
 
 PROMPT = "The mill"
 
@@ -52,7 +53,9 @@ def test_scores_are_the_models_own(llm: LLM) -> None:
     assert len({tuple(one.token_ids) for one in found}) == len(found) > 1
     for one in found:
         (scored,) = llm.score([prompt + one.token_ids])
-        assert one.cumulative_logprob == pytest.approx(sum(scored.logprobs[len(prompt) - 1 :]), abs=1e-3)
+        logprobs = scored.logprobs[len(prompt) - 1 :]
+        rounding = sum(ulps(logprob, 1) for logprob in logprobs)  # they are float32, their sum is not
+        assert one.cumulative_logprob == pytest.approx(sum(logprobs), abs=rounding)
         assert one.score == pytest.approx(one.cumulative_logprob)
     assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
 
@@ -68,7 +71,7 @@ def test_a_wide_beam_finds_the_likeliest_choice(llm: LLM) -> None:
     ways = [ids for choice in choices for ids in spellings(llm, choice)]
     assert len(ways) > len(choices)
     scores = [sum(score.logprobs[len(prompt) - 1 :]) for score in llm.score([prompt + ids for ids in ways])]
-    assert best.score == pytest.approx(max(scores), abs=1e-3)
+    assert best.score == pytest.approx(max(scores), abs=ulps(max(scores), len(best.token_ids)))
     assert best.token_ids == ways[scores.index(max(scores))]
 
 

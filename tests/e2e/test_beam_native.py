@@ -24,6 +24,7 @@ if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
 
 from tests.tiny_native import native_engine, native_model
+from tests.ulps import ulps
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -36,7 +37,8 @@ def test_scores_are_those_of_scoring_and_most_hypotheses_those_of_torch(name: st
         theirs = beams(model, prompt, CASES[name], frozenset({EOS, 7}))
         same += ours[0][0] == theirs[0][0]
         for tokens, score in ours:
-            assert score == pytest.approx(scored(model, prompt, tokens), abs=1e-4)
+            expected = scored(model, prompt, tokens)
+            assert score == pytest.approx(expected, abs=ulps(expected, len(tokens)))
     assert same >= 1
 
 

@@ -20,6 +20,7 @@ from tests.drafters import Replaying
 from tests.e2e.test_equalities import ARCHITECTURES, load
 from tests.tiny import VOCAB, finish, tiny_config, tiny_engine, tiny_model, tokens_of
 from tests.tiny_native import native_engine, native_model
+from tests.ulps import rounded_once
 
 Make = Callable[..., Engine]
 Asks = list[tuple[list[int], SamplingParams, dict[str, Any]]]
@@ -85,7 +86,7 @@ def test_log_probabilities_come_with_accepted_tokens(make: Make) -> None:
         assert len(drafted) == 16
         for ours, theirs in zip(drafted, plain, strict=True):
             assert (ours.token, ours.rank, ours.top_ids) == (theirs.token, theirs.rank, theirs.top_ids)
-            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+            assert rounded_once([ours.logprob, *ours.top_logprobs], [theirs.logprob, *theirs.top_logprobs])
 
 
 def _answer(make: Make, prompt: list[int], params: SamplingParams) -> dict[Any, list[int]]:
