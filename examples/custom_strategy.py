@@ -10,16 +10,15 @@ import sys
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.data.plan import FeedOutput, Want
+from headrace.data.plan import Feed, Ranked, Top
 from headrace.data.types import Child, Request, Sequence
-from headrace.decoding.base import Strategy
+from headrace.decoding.base import Outputs, Strategy
 from headrace.ops.noise import Purpose, gumbel_at, key
 
 
 class Mirostat(Strategy):
     """It says what it needs of each step, and turns what comes back into children."""
 
-    streams = True  # tokens may be shown as they come
     # It heeds no field of SamplingParams beside those the loop does (max_tokens, stop, seed …), so a request that sets another,
     # such as a temperature, is refused: nothing is dropped in silence. A strategy that heeds some names them here.
     honours = frozenset[str]()
@@ -29,30 +28,24 @@ class Mirostat(Strategy):
         self.rate = rate
         self.k = k
 
-    def width(self, request: Request) -> int:
-        return 1  # one sequence at a time
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[Top, ...]:
+        return (Top(self.k),) if last else ()  # the k likeliest tokens; whole rows of logits stay where they are
 
-    def want(self, request: Request, seq: Sequence) -> Want:
-        return Want(kind="top", k=self.k)  # the k likeliest tokens; whole rows of logits stay where they are
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        return [[self._next(request, seq, ranked)] for seq, (ranked,) in outputs]
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        return [[self._next(request, seq, out)] for seq, out in outputs]
-
-    def done(self, request: Request) -> bool:
-        return False  # the usual rules end an output
-
-    def _next(self, request: Request, seq: Sequence, out: FeedOutput) -> Child:
+    def _next(self, request: Request, seq: Sequence, ranked: Ranked) -> Child:
         mu = 2 * self.target if seq.decode.state is None else seq.decode.state  # state travels with the sequence
-        bits = [-logprob / math.log(2) for logprob in out.top_logprobs]
+        bits = [-logprob / math.log(2) for logprob in ranked.logprobs]
         kept = max(sum(one <= mu for one in bits), 1)
         # Noise that depends on seed, child, position and token alone: the same answer in any batch.
-        ids = torch.tensor([out.top_ids[:kept]])
+        ids = torch.tensor([ranked.ids[:kept]])
         keys, position = torch.tensor([key(request.seed, seq.decode.index)]), torch.tensor([len(seq.tokens)])
-        noisy = torch.tensor(out.top_logprobs[:kept]) + gumbel_at(keys, position, ids, Purpose.TARGET)[0]
+        noisy = torch.tensor(ranked.logprobs[:kept]) + gumbel_at(keys, position, ids, Purpose.TARGET)[0]
         drawn = int(noisy.argmax())
         share = sum(2**-one for one in bits[:kept])
         surprise = bits[drawn] + math.log2(share)  # among the tokens that were kept
-        return Child(token=out.top_ids[drawn], index=seq.decode.index, state=mu - self.rate * (surprise - self.target))
+        return Child(token=ranked.ids[drawn], index=seq.decode.index, state=mu - self.rate * (surprise - self.target))
 
 
 def main(model: str = "smollm2-135m") -> None:

@@ -16,7 +16,7 @@ from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
 from headrace.decoding.processors import Processor
-from headrace.decoding.scoring import Scoring
+from headrace.decoding.prompts import Pooling, Scoring
 from headrace.drafting.methods import speculation
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
@@ -243,7 +243,7 @@ class LLM:
         batch = self._encode_running(texts)
         params = [SamplingParams(max_tokens=1)] * len(batch)
         inbox: Inbox = deque()
-        outputs = self._add_all(batch, params, (), None, pooling or self.opened.pooling, inbox)
+        outputs = self._add_all(batch, params, (), Pooling(pooling or self.opened.pooling), inbox)
         for _ in self._drain(outputs, inbox):
             pass
         if failed := next((output.error for output in outputs if output.error is not None), None):
@@ -270,7 +270,6 @@ class LLM:
         settings: Sequence[SamplingParams],
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
-        pool: str = "",
         inbox: Inbox | None = None,
     ) -> list[RequestOutput]:
         """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits.
@@ -286,7 +285,7 @@ class LLM:
                     params = settings[at]
                     if params.seed is None and self._seeds is not None:
                         params = params.replace(seed=self._seeds.getrandbits(64))
-                    request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy, pool=pool)
+                    request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy)
                     outputs[at] = empty_output(request, texts[at])
                     self._open[request.id] = (outputs[at], deque(maxlen=0) if inbox is None else inbox)
             except BaseException:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from headrace.data.params import ParamError, SamplingParams
-from headrace.data.plan import FeedOutput
+from headrace.data.plan import Ranked
 from headrace.data.types import Child, Decode, Request, Sequence
+from headrace.decoding.base import Outputs
 from headrace.decoding.beam import BeamSearch, BeamSearchParams
 from tests.beams import EOS, beams, score_of
 from tests.tiny import tiny_config, tiny_model
@@ -54,7 +55,7 @@ class Tree:
         root = Sequence(0, [9], 1)
         request = Request("r", [9], strategy.params.sampling(), 0, strategy, 0, seqs=[root])
         for _ in range(2):
-            outputs = [(seq, self.answer(seq, temperature)) for seq in request.seqs]
+            outputs: Outputs = [(seq, (self.answer(seq, temperature),)) for seq in request.seqs]
             families = strategy.select(request, outputs)
             request.seqs = [
                 self.grown(seq, child) for (seq, _), family in zip(outputs, families, strict=True) for child in family
@@ -64,10 +65,10 @@ class Tree:
         ((best, _),) = strategy.results(request)
         return best.output
 
-    def answer(self, seq: Sequence, temperature: float) -> FeedOutput:
+    def answer(self, seq: Sequence, temperature: float) -> Ranked:
         z = self.after[seq.output[0]] if seq.output else self.first
         logp, ids = (z / temperature).log_softmax(0).sort(descending=True)
-        return FeedOutput(top_ids=tuple(ids.tolist()), top_logprobs=tuple(logp.tolist()))
+        return Ranked(tuple(ids.tolist()), tuple(logp.tolist()))
 
     @staticmethod
     def grown(seq: Sequence, child: Child) -> Sequence:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace import native
 from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.plan import Want
+from headrace.data.plan import Feed, Top, Want
 from headrace.data.types import Request, Sequence
 from headrace.decoding.beam import BeamSearch
 from headrace.decoding.contrastive import ContrastiveSearch
@@ -52,9 +53,8 @@ def everything(monkeypatch: pytest.MonkeyPatch, strategy: type) -> None:
     """Have every token offered."""
     want = strategy.want
 
-    def unbounded(self: Any, request: Request, seq: Sequence) -> Want:
-        asked = want(self, request, seq)
-        return Want(asked.rows, asked.kind, k=VOCAB, closest=asked.closest)
+    def unbounded(self: Any, *seen: Any) -> tuple[Want, ...]:
+        return tuple(msgspec.structs.replace(asked, k=VOCAB, live=False) for asked in want(self, *seen))
 
     monkeypatch.setattr(strategy, "want", unbounded)
 
@@ -69,8 +69,9 @@ def test_what_is_asked_for_does_not_depend_on_the_number_of_ends(count: int) -> 
     ):
         strategy = ContrastiveSearch() if params.beam is None else BeamSearch(params.beam)
         request = Request("r", [1], params, 0, strategy, 0, stop_ids=stops)
-        want = strategy.want(request, Sequence(0, [1], 1))
-        assert (want.kind, want.k, want.live) == ("top", k, bool(count))
+        (want,) = strategy.want(request, Sequence(0, [1], 1), Feed(0, 0, 1), True)
+        assert isinstance(want, Top)
+        assert (want.k, want.live) == (k, bool(count))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -95,8 +96,8 @@ def test_without_the_tokens_that_go_on_they_would(backend: str, monkeypatch: pyt
     jobs = [(rng.choices(range(VOCAB), k=5), ends(rng, 30), seed) for seed in range(6)]
     want = BeamSearch.want
 
-    def plain(self: BeamSearch, request: Request, seq: Sequence) -> Want:
-        return Want(kind="top", k=want(self, request, seq).k)  # as many of all
+    def plain(self: BeamSearch, *seen: Any) -> tuple[Want, ...]:
+        return tuple(msgspec.structs.replace(asked, live=False) for asked in want(self, *seen))  # as many of all
 
     def found() -> list[Any]:
         return [beams(model(backend, seed), prompt, CASES["never"], stops, engines(backend)) for prompt, stops, seed in jobs]

@@ -218,10 +218,10 @@ def test_a_draft_that_fails_costs_no_answer(side: Torch, often: int, least: int,
     speculation: Any = engine.speculation
     observe, verified = speculation.observe, [0, 0]
 
-    def observing(request: Any, seq: Any, draft: Any, out: Any) -> None:
+    def observing(request: Any, seq: Any, draft: Any, *answered) -> None:
         verified[0] += 1
         verified[1] += len(draft.tokens)
-        observe(request, seq, draft, out)
+        observe(request, seq, draft, *answered)
 
     speculation.observe = observing
     requests = run(side, engine, load(4))

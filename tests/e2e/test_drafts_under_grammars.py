@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import FeedOutput
+from headrace.data.plan import Answer, Drawn
 from headrace.data.types import Draft, Request, Sequence
 from headrace.decoding.constrained import Constraint
 from headrace.drafting.lookahead import Lookahead
@@ -171,9 +171,9 @@ def test_heads_draft_what_the_grammar_lets_come(side: Torch, params: SamplingPar
     assert engine.speculation is not None
     observe = engine.speculation.observe
 
-    def observing(request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+    def observing(request: Request, seq: Sequence, draft: Draft, *answered: Any) -> None:
         drafts.append((seq.output, list(draft.tokens)))
-        observe(request, seq, draft, out)
+        observe(request, seq, draft, *answered)
 
     engine.speculation.observe = observing  # type: ignore[method-assign]
     requests = [engine.add(*job) for job in jobs]
@@ -197,15 +197,15 @@ class Watched(Lookahead):
         self.whole = 0 if draft is None else len(draft.tokens)
         return draft
 
-    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+    def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], nodes: tuple[Answer, ...]) -> None:
         levels = [list(level) for level in seq.decode.memory[self.name].levels]
-        self.pruned += len(out.nodes) < self.whole
-        known = dict(zip(map(tuple, paths(draft.tokens, draft.parents)), out.nodes, strict=False))
+        self.pruned += len(nodes) < self.whole
+        known = dict(zip(map(tuple, paths(draft.tokens, draft.parents)), nodes, strict=False))
         for column in range(len(levels[0])):
-            path = (*levels[0][: column + 1], levels[1][column])
-            if path in known and known[path].tokens:
-                self.expected.append((*path[-2:], known[path].tokens[0]))
-        super().observe(request, seq, draft, out)
+            along = (*levels[0][: column + 1], levels[1][column])
+            if isinstance(answer := known.get(along), Drawn):
+                self.expected.append((*along[-2:], answer.tokens[0]))
+        super().observe(request, seq, draft, path, nodes)
 
     def _collect(self, window: Any, ngram: tuple[int, ...]) -> None:
         self.collected.append(ngram)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import FeedOutput, Want
+from headrace.data.plan import AnyWant, Feed, Ranked, Top, Want, Where
 from headrace.data.types import Child, Draft, Request, Sequence
-from headrace.decoding.base import Strategy
+from headrace.decoding.base import Outputs, Strategy
 from headrace.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -26,11 +26,11 @@ class Best(Strategy):
     def width(self, request: Request) -> int:
         return 1
 
-    def want(self, request: Request, seq: Sequence) -> Want:
-        return Want(kind="top", k=1)
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        return (Top(1),) if last else ()
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        return [[Child(token=out.top_ids[0])] for _, out in outputs]
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        return [[Child(token=answer.ids[0])] for _, (answer,) in outputs if isinstance(answer, Ranked)]
 
     def done(self, request: Request) -> bool:
         return False
@@ -45,7 +45,10 @@ def fail(*args: object) -> object:
 
 WRONG: dict[str, tuple[dict[str, object], str]] = {
     "want raises": ({"want": fail}, "ArithmeticError: wrong"),
-    "an unknown want": ({"want": lambda *a: Want(kind="guess")}, "wants what no step gives"),
+    "an unknown want": ({"want": lambda *a: (Want(),)}, "wants what no step gives"),
+    "a want that is no tuple": ({"want": lambda *a: Top(1)}, "wants what no step gives"),
+    "a want of rows that are not there": ({"want": lambda *a: (Top(1, at=Where.ALL),)}, "wants what no step gives"),
+    "observe raises": ({"observe": fail}, "ArithmeticError: wrong"),
     "select raises": ({"select": fail}, "ArithmeticError: wrong"),
     "too few children": ({"select": lambda *a: []}, "children for 0 sequences of 1"),
     "too many children": ({"select": lambda *a: [[Child(token=1), Child(token=2)]]}, "width() says at most 1"),

@@ -10,7 +10,7 @@ import torch
 
 from headrace import native
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta, Want
+from headrace.data.plan import Feed, NewSlot, Score, Scores, StepPlan, TableDelta
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.registry import OPS
@@ -28,10 +28,11 @@ def scores(runner: ModelRunner, part: Part, tokens: Sequence[int] = TEXT) -> lis
     """Log-probability of each token after the first."""
     new = NewSlot(slot=0, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams())
     runner.prepare(StepPlan(0, new=[new], tables=[TableDelta(0, 0, 0, [0, 1])]))
-    feed = Feed(0, 0, len(tokens), (), (Want(rows="all", kind="score", logprobs=0),))
-    (out,) = runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
+    feed = Feed(0, 0, len(tokens), (), (Score(),))
+    ((answer,),) = runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
     runner.prepare(StepPlan(0, free=[0]))
-    return [score.logprob for score in out.scores]
+    assert isinstance(answer, Scores)
+    return [score.logprob for score in answer.scores]
 
 
 def torch_runner(model: Model) -> TorchRunner:

@@ -10,7 +10,7 @@ from scipy.stats import chi2
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import ParamError, SamplingParams
-from headrace.data.plan import DRAFT, TARGET, KVGroup, Want
+from headrace.data.plan import DRAFT, TARGET, KVGroup, Logits
 from headrace.drafting import draft_model
 from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
@@ -92,9 +92,9 @@ def truth(backend: str) -> torch.Tensor:
     def after(path: list[int]) -> torch.Tensor:
         tokens = [*PROMPT, *path]
         request = engine.add(tokens, SamplingParams(temperature=0.0, max_tokens=1, logprobs=SIZE))
-        request.strategy.want = lambda *_: Want(kind="logits")  # type: ignore[method-assign]
+        request.strategy.want = lambda *_: (Logits(),)  # type: ignore[method-assign]
         seen: list[bytes] = []
-        request.strategy.select = lambda _, outputs: seen.append(outputs[0][1].logits) or [[]]  # type: ignore[method-assign]
+        request.strategy.select = lambda _, outputs: seen.append(outputs[0][1][0].row) or [[]]  # type: ignore[method-assign]
         while not seen:
             engine.step()
         finish(engine)

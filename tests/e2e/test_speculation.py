@@ -4,13 +4,13 @@ import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import FeedOutput
 from headrace.data.types import Draft, Request, Sequence
 from headrace.decoding.processors import History
 from headrace.decoding.sampling import Sampling
@@ -59,9 +59,10 @@ class Watched(Lookahead):
         super().__init__()
         self.seen: list[bool] = []
 
-    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
-        super().observe(request, seq, draft, out)
-        self.seen.append(len(out.nodes) == len(draft.memo))
+    def observe(self, *seen: Any) -> None:
+        super().observe(*seen)
+        _, _, draft, _, nodes = seen
+        self.seen.append(len(nodes) == len(draft.memo))
 
 
 @pytest.mark.parametrize("free", [True, False])
@@ -115,11 +116,11 @@ def test_a_draft_chooses_among_as_many_tokens_as_it_is_told(most: int | None, tm
     assert llm.engine.speculation is not None
     observe, drafted = llm.engine.speculation.observe, set()
 
-    def heard(request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+    def observed(request: Request, seq: Sequence, draft: Draft, *answered: Any) -> None:
         drafted.update(draft.tokens)
-        observe(request, seq, draft, out)
+        observe(request, seq, draft, *answered)
 
-    llm.engine.speculation.observe = heard  # type: ignore[method-assign]
+    llm.engine.speculation.observe = observed  # type: ignore[method-assign]
     prompts = ["The mill", "In the end", "a b c"]
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
     ours, expected = ([one.outputs[0].token_ids for one in each.generate(prompts, params)] for each in (llm, plain))

@@ -4,12 +4,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from headrace.data.plan import FeedOutput, StepOutput, StepPlan
+from headrace.data.plan import Failed, StepOutput, StepPlan
 from headrace.data.types import Request, Sequence
 from headrace.engine.engine import Engine
 
 OFTEN = {"results": 15, "draft": 2}  # what is asked seldom fails more often
-HOOKS = ("want", "select", "done", "results", "draft", "masks", "apply")
+HOOKS = ("want", "observe", "select", "done", "results", "draft", "masks", "apply")
 
 
 class BrokenError(RuntimeError):
@@ -50,6 +50,7 @@ class Chaos:
         return True
 
     def _break_hooks(self, request: Request) -> None:
+        request.observes = True
         for owner in (request.strategy, *request.processors, *(seq.decode.constraint for seq in request.seqs)):
             for name in HOOKS:
                 if callable(hook := getattr(owner, name, None)):
@@ -79,11 +80,10 @@ class Chaos:
             if plan.feeds and self.strikes("step after", *fed(plan), rate=self.step_rate):
                 raise BrokenError("step after")
             if plan.model == 0:
-                for feed, out in zip(plan.feeds, output.feeds, strict=True):
+                for at, feed in enumerate(plan.feeds):
                     (owner,) = [r for r in fed(plan) if any(seq.wire.slot == feed.slot for seq in r.seqs)]
                     if victim(owner) and self.strikes("row", owner, rate=self.step_rate):
-                        out.error, out.tokens, out.path = "a broken row", (), ()
-                        out.nodes = tuple(FeedOutput(error="a broken row") for _ in feed.nodes)
+                        output.feeds[at] = tuple(Failed("a broken row") for _ in feed.wants)
             return output
 
         runner.execute = breaking
@@ -107,7 +107,7 @@ class FaultyDrafter:
             draft.observed = True
         return draft
 
-    def observe(self, request: Request, seq: Sequence, draft: Any, out: FeedOutput) -> None:
+    def observe(self, request: Request, seq: Sequence, *answered: Any) -> None:
         self._fail("observe")
 
     def remember(self, request: Request, seq: Sequence) -> None:

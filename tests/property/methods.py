@@ -7,10 +7,10 @@ from typing import Self
 import torch
 
 from headrace.bench.fake_model import NONE, VOCAB, allowed, draw, logits_of
-from headrace.data.plan import FeedOutput, Want
+from headrace.data.plan import AnyWant, Feed, Ranked, Top
 from headrace.data.structured import StructuredOutputs
 from headrace.data.types import Child, Request, Sequence
-from headrace.decoding.base import Strategy
+from headrace.decoding.base import Outputs, Strategy
 from headrace.decoding.processors import History
 from headrace.engine.engine import Engine
 from tests.property.test_engine import Job
@@ -84,11 +84,11 @@ class SecondBest(Strategy):
     def width(self, request: Request) -> int:
         return 1
 
-    def want(self, request: Request, seq: Sequence) -> Want:
-        return Want(kind="top", k=2)
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        return (Top(2),) if last else ()
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        return [[Child(token=out.top_ids[1])] for _, out in outputs]
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        return [[Child(token=answer.ids[1])] for _, (answer,) in outputs if isinstance(answer, Ranked)]
 
     def done(self, request: Request) -> bool:
         return False

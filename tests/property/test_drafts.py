@@ -8,7 +8,7 @@ import pytest
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Feed, FeedOutput, StepOutput, StepPlan
+from headrace.data.plan import Drawn, Feed, StepOutput, StepPlan
 from headrace.data.types import Request, RequestMetrics, Sequence
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
@@ -109,8 +109,8 @@ def publish_what_was_written(engine: Engine) -> None:
     """Blocks are offered as soon as nodes were written to them, under the tokens that came out in place of the draft's."""
     settle = engine.children._settle
 
-    def publish(request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
-        settle(request, seq, length, out)
+    def publish(request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
+        settle(request, seq, length, path)
         computed, seq.kv.computed = seq.kv.computed, [min(len(seq.tokens), len(seq.kv.tables[0]) * engine.blocks.block_size)]
         engine.blocks.publish(seq)
         seq.kv.computed = computed
@@ -136,10 +136,11 @@ def a_walk_that_accepts_a_wrong_child(engine: Engine) -> None:
     answer = runner._answer
 
     def wrong(feed: Feed):  # type: ignore[no-untyped-def]
-        out = answer(feed)
-        if feed.nodes and not out.path:
+        answers = answer(feed)
+        out = answers[0] if answers else None
+        if feed.nodes and isinstance(out, Drawn) and not out.path:
             out.path, out.tokens = (0,), (feed.nodes[0], *out.tokens)
-        return out
+        return answers
 
     runner._answer = wrong
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from headrace.data.plan import Each, Logits
 from headrace.drafting.base import Drafter
 from headrace.drafting.lookahead import Lookahead
 from headrace.drafting.ngram import PromptLookup
@@ -64,10 +65,12 @@ def drafts_are_not_pruned(engine: Engine) -> None:
     answer = runner._answer
 
     def mixed(feed):  # type: ignore[no-untyped-def]
-        out = answer(feed)
-        if len(out.nodes) > 1 and out.nodes[0].logits:
-            out.nodes = (*out.nodes[1:], out.nodes[0])
-        return out
+        answers = answer(feed)
+        for want, each in zip(feed.wants, answers, strict=True):
+            if isinstance(want, Logits) and isinstance(each, Each) and len(each.answers) > 2:
+                root, first, *others = each.answers
+                each.answers = (root, *others, first)
+        return answers
 
     runner._answer = mixed
 

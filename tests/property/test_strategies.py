@@ -13,7 +13,7 @@ import pytest
 
 from headrace import native
 from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.plan import FeedOutput, StepPlan
+from headrace.data.plan import StepPlan, Top
 from headrace.data.types import Request
 from headrace.decoding.beam import BeamSearch
 from headrace.engine.admission import blocks_needed
@@ -169,16 +169,17 @@ def last_prompt_token_only(engine: Engine) -> None:
     """Contrast with the tokens from the prompt's last on, as where a prefix hit has left no hidden states."""
     hidden = engine.executor.runner.models[0].hidden  # type: ignore[attr-defined]
 
-    def answer(plan: StepPlan, slots: dict, outputs: list[FeedOutput]) -> None:
-        for feed, out in zip(plan.feeds, outputs, strict=True):
-            if any(want.closest for want in feed.wants):
+    def answer(plan: StepPlan, slots: dict, outputs: list[list]) -> None:
+        for feed, answers in zip(plan.feeds, outputs, strict=True):
+            if any(isinstance(want, Top) and want.closest for want in feed.wants):
                 count = feed.start + feed.count
                 (prompt_len,) = [s.prompt_len for r in engine.requests.values() for s in r.seqs if s.wire.slot == feed.slot]
                 rows = hidden._data.view(-1, hidden.block_size, hidden._data.shape[1])[list(slots[feed.slot].table)].flatten(
                     0, 1
                 )
                 near = rows[prompt_len - 1 : count] @ rows[count : count + len(feed.nodes)].T
-                out.closest = tuple(near.amax(0).tolist())
+                for one, closest in zip(answers[0].answers, near.amax(0).tolist(), strict=True):
+                    one.closest = closest
 
     hidden.answer = answer
 

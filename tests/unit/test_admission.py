@@ -5,10 +5,10 @@ import pytest
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import FeedOutput, StepPlan, Want
+from headrace.data.plan import AnyWant, Drawn, Feed, Sample, StepPlan
 from headrace.data.types import Child, Draft, Request, Sequence
-from headrace.decoding.base import Strategy
-from headrace.decoding.scoring import Scoring
+from headrace.decoding.base import Outputs, Strategy
+from headrace.decoding.prompts import Scoring
 from headrace.engine.admission import AdmissionError, blocks_needed
 from headrace.engine.engine import Engine
 
@@ -152,17 +152,17 @@ def test_the_work_of_a_step_does_not_grow_with_the_queue() -> None:
             return 1
 
         def nodes(self, request: Request) -> int:
-            return 0
+            return 1
 
         def draft(self, request: Request, seq: Sequence) -> Draft | None:
             Asked.calls += 1
             return None
 
-        def want(self, request: Request, seq: Sequence) -> Want:
-            return Want(child=seq.decode.index)
+        def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+            return (Sample(seq.decode.index),) if last else ()
 
-        def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-            return [[Child(token=out.tokens[0])] for _, out in outputs]
+        def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+            return [[Child(token=answer.tokens[0])] for _, (answer,) in outputs if isinstance(answer, Drawn)]
 
         def done(self, request: Request) -> bool:
             return False

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta, Want
+from headrace.data.plan import Feed, Logits, NewSlot, Sample, StepPlan, TableDelta, Top
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.contrast import contrast
@@ -22,7 +22,7 @@ from tests.tiny_native import native_alone, native_model, native_runner
 from tests.ulps import rounded_once, ulps
 
 BLOCK, BLOCKS = 16, 24
-LOGITS = (Want(kind="logits"),)
+LOGITS = (Logits(),)
 
 
 def torch_pair() -> tuple[Companions, Model, Model]:
@@ -90,7 +90,7 @@ class Life:
     def logits(self, slot: int, start: int) -> np.ndarray:
         """The companion's, of the last known token, with everything from `start` on fed."""
         (out,) = self.companion(Feed(slot, start, len(self.tokens[slot]) - start, wants=LOGITS))
-        return np.frombuffer(out.logits, "<f4")
+        return np.frombuffer(out[0].row, "<f4")
 
 
 def alone(model: Model, tokens: list[int], native: bool) -> np.ndarray:
@@ -102,7 +102,7 @@ def alone(model: Model, tokens: list[int], native: bool) -> np.ndarray:
     new = NewSlot(slot=0, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams())
     tables = [TableDelta(0, 0, 0, list(range(-(-len(tokens) // BLOCK))))]
     feed = Feed(0, 0, len(tokens), wants=LOGITS)
-    return np.frombuffer(runner.execute(StepPlan(0, new=[new], tables=tables, feeds=[feed])).feeds[0].logits, "<f4")
+    return np.frombuffer(runner.execute(StepPlan(0, new=[new], tables=tables, feeds=[feed])).feeds[0][0].row, "<f4")
 
 
 def same(runner: Companions, model: Model) -> Callable[[np.ndarray, list[int]], None]:
@@ -165,13 +165,13 @@ def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Companions, Model,
     ]
     for slot, each in enumerate(params):
         life.begin(slot, some(14 + slot, 10 + slot), each)
-    want = (Want(),)
+    want = (Sample(),)
     known = [len(life.tokens[slot]) for slot in range(2)]
     chains: list[list[int]] = [[], []]
     outs = life.companion(*(Feed(slot, 0, known[slot], wants=want) for slot in range(2)))
     for k in range(6):
         for slot, out in enumerate(outs):
-            chains[slot] += out.tokens
+            chains[slot] += out[0].tokens
         feeds = [Feed(slot, known[slot] + k, 0, wants=want, nodes=tuple(chains[slot][-1:]), parents=(-1,)) for slot in range(2)]
         outs = life.companion(*feeds)
     native = not isinstance(runner.models[0], TorchRunner)
@@ -197,8 +197,8 @@ def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Companions, 
     assert 1 < np.isfinite(expected).sum() < VOCAB
     # Both rows and what is made of them are rounded to float32; (1 + 0.5) + 0.5 of the largest logit bounds it all.
     rounding = ulps(2 * np.abs(rows).max(), 3)
-    np.testing.assert_allclose(np.frombuffer(outs[0].logits, "<f4"), expected, rtol=0, atol=rounding)
-    same(runner, target)(np.frombuffer(outs[1].logits, "<f4"), prompts[1])
+    np.testing.assert_allclose(np.frombuffer(outs[0][0].row, "<f4"), expected, rtol=0, atol=rounding)
+    same(runner, target)(np.frombuffer(outs[1][0].row, "<f4"), prompts[1])
 
 
 @pytest.mark.parametrize("part", [Part(layers=1), Part(skips=(0, ATTENTION | MLP)), Part(layers=2)])
@@ -211,18 +211,18 @@ def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Companions, Mode
     life.begin(0, some(17, 8), params)
     known = len(life.tokens[0])
     life.target(Feed(0, 0, known - 1))
-    want = (Want(),)
-    chain = [*life.companion(Feed(0, known - 1, 1, wants=want))[0].tokens]
+    want = (Sample(),)
+    chain = [*life.companion(Feed(0, known - 1, 1, wants=want))[0][0].tokens]
     for k in range(3):
-        chain += life.companion(Feed(0, known + k, 0, wants=want, nodes=tuple(chain[-1:]), parents=(-1,)))[0].tokens
+        chain += life.companion(Feed(0, known + k, 0, wants=want, nodes=tuple(chain[-1:]), parents=(-1,)))[0][0].tokens
     native = not isinstance(target, TorchRunner)
     if part.layers == 2:
         assert chain == (native_alone if native else run_alone)(model, life.tokens[0], params)[:4]
     (out,) = life.target(Feed(0, known - 1, 1, wants=LOGITS, nodes=tuple(chain), parents=tuple(range(-1, 3))))
-    same(life.runner, model)(np.frombuffer(out.logits, "<f4"), life.tokens[0])
+    same(life.runner, model)(np.frombuffer(out[0].row, "<f4"), life.tokens[0])
     life.tokens[0] += [*chain, 9]
     (out,) = life.target(Feed(0, known + 4, 1, new=(*chain, 9), wants=LOGITS))
-    same(life.runner, model)(np.frombuffer(out.logits, "<f4"), life.tokens[0])
+    same(life.runner, model)(np.frombuffer(out[0].row, "<f4"), life.tokens[0])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -235,9 +235,9 @@ def test_a_part_of_the_vocabulary_has_the_logits_of_the_whole(tied: bool) -> Non
         runner = native_runner(model, blocks=BLOCKS, head_ids=head)
         life = Life(Companions(runner, []))
         life.begin(0, prompt, SamplingParams())
-        feed = Feed(0, 0, 20, wants=(*LOGITS, Want(kind="top", k=5)))
+        feed = Feed(0, 0, 20, wants=(*LOGITS, Top(5)))
         (out,) = life.target(feed)
-        rows[name] = np.frombuffer(out.logits, "<f4"), out.top_ids
+        rows[name] = np.frombuffer(out[0].row, "<f4"), out[1].ids
     np.testing.assert_array_equal(rows["part"][0][ids], rows["whole"][0][ids])
     assert np.isneginf(np.delete(rows["part"][0], ids)).all()
     assert list(rows["part"][1]) == ids[np.argsort(-rows["whole"][0][ids], kind="stable")][:5].tolist()

@@ -72,7 +72,11 @@ def test_the_plan_of_the_house_is_the_houses() -> None:
     wrong = []
     for name, text in re.findall(r"^([A-Z]\w+) +(.*(?:\n {8,}.*)*)", data[: data.rindex("```")], re.MULTILINE):
         kind = getattr(plan, name, None) or getattr(types, name)
-        fields = set(dir(kind)) | set(kind.__annotations__)
+        kinds = dict(re.findall(r"\b([A-Z]\w+)\(([^)]*)\)", text))  # of wants and answers, with their fields
+        wrong += [
+            f"{one}: {field}" for one in kinds for field in kinds[one].split(", ") if not hasattr(getattr(plan, one), field)
+        ]
+        fields = set(dir(kind)) | set(getattr(kind, "__annotations__", ())) | set(kinds)
         said = re.split(r" {3,}", text.replace("\n            ", " "))[0]
         said = re.sub(r"\([^)]*\)|\[\w\]", "", said).partition(":")[0]
         named = [re.match(r" *(\w*)", part)[1] for part in re.split(r" · |, (?=\w+ ·)", said)]  # type: ignore[index]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import MAX_NODES, FeedOutput
+from headrace.data.plan import MAX_NODES, Answer, Drawn, Failed
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import READ, SHORT, Drafter, Observes
 from headrace.drafting.draft_model import DraftModel
@@ -214,8 +214,8 @@ def test_lookahead_collects_what_trajectories_passed_through() -> None:
     assert draft is not None
     window = seq.decode.memory["lookahead"]
     before = [list(level) for level in window.levels]
-    out = FeedOutput(nodes=tuple(FeedOutput(tokens=(100 + node,)) for node in range(len(draft.tokens))))
-    drafter.observe(request, seq, draft, out)
+    nodes = tuple(Drawn((100 + node,)) for node in range(len(draft.tokens)))
+    drafter.observe(request, seq, draft, (), nodes)
     for column, tip in enumerate(tips_of(draft)):
         assert (before[1][column], 100 + tip) in window.pool[before[0][column]]
     assert window.levels == [before[1], [100 + tip for tip in tips_of(draft)]]
@@ -235,8 +235,8 @@ def test_a_narrow_window_collects_too() -> None:
         assert draft is not None
         window = seq.decode.memory["lookahead"]
         before = [list(level) for level in window.levels]
-        out = FeedOutput(nodes=tuple(FeedOutput(tokens=(100 + node,)) for node in range(answered or len(draft.tokens))))
-        drafter.observe(request, seq, draft, out)
+        nodes = tuple(Drawn((100 + node,)) for node in range(answered or len(draft.tokens)))
+        drafter.observe(request, seq, draft, (), nodes)
         assert sum(map(len, window.pool.values())) == 2
         assert window.levels[0] == [*before[1][:2], *before[0][2:]]
         assert window.levels[1] == [*(100 + tip for tip in tips_of(draft)[:2]), *before[1][2:]]
@@ -279,8 +279,7 @@ def test_jacobi_goes_on_with_the_answers_behind_what_was_accepted() -> None:
     draft = drafter.draft(request, seq, 8)
     assert isinstance(draft, Draft)
     assert len(draft.tokens) == 4
-    out = FeedOutput(path=(0,), nodes=tuple(FeedOutput(tokens=(10 + i,)) for i in range(4)))
-    drafter.observe(request, seq, draft, out)
+    drafter.observe(request, seq, draft, (0,), tuple(Drawn((10 + i,)) for i in range(4)))
     again = drafter.draft(request, seq, 3)
     assert again is not None
     assert again.tokens == [11, 12, 13]
@@ -306,14 +305,14 @@ def depth(draft: Draft) -> int:
     return max(len(path) for path in paths(draft.tokens, draft.parents))
 
 
-def answered(rng: random.Random, draft: Draft) -> FeedOutput:
+def answered(rng: random.Random, draft: Draft) -> tuple[tuple[int, ...], tuple[Answer, ...]]:
     """A verification of a draft, cut short or not: an accepted path, and after each node a token, or nothing to draw."""
     fed = rng.randint(1, len(draft.tokens))
-    nodes = tuple(FeedOutput(tokens=(rng.randrange(6),) * rng.choice([0, 1, 1, 1])) for _ in range(fed))
+    nodes = tuple(rng.choice([Failed("nothing"), *[Drawn((rng.randrange(6),))] * 3]) for _ in range(fed))
     path: list[int] = []
     while below := [node for node in range(fed) if draft.parents[node] == (path[-1] if path else -1) and rng.random() < 0.7]:
         path.append(below[0])
-    return FeedOutput(path=tuple(path), nodes=nodes)
+    return tuple(path), nodes
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -336,9 +335,9 @@ def test_no_draft_is_deeper_than_it_may_be_nor_larger_than_a_mask(name: str) -> 
             deepest = max(deepest, depth(draft) - most)
             left = prune(draft, fitting(rng, draft))
             if left is not None and isinstance(drafter, Observes):
-                out = answered(rng, left)
-                drafter.observe(request, seq, left, out)
-                seq.tokens += [left.tokens[node] for node in out.path]
+                path, nodes = answered(rng, left)
+                drafter.observe(request, seq, left, path, nodes)
+                seq.tokens += [left.tokens[node] for node in path]
             seq.tokens.append(rng.randrange(6))
     assert deepest == 0, "nothing came near the bound"
 
@@ -372,10 +371,10 @@ def test_after_a_node_with_nothing_to_draw_lookahead_and_jacobi_go_on() -> None:
     assert draft is not None
     window = seq.decode.memory["lookahead"]
     before = [list(level) for level in window.levels]
-    nodes = [FeedOutput(tokens=(100 + node,)) for node in range(len(draft.tokens))]
+    nodes: list[Answer] = [Drawn((100 + node,)) for node in range(len(draft.tokens))]
     tips = tips_of(draft)
-    nodes[tips[1]] = FeedOutput(error="no token can be drawn")
-    drafter.observe(request, seq, draft, FeedOutput(nodes=tuple(nodes)))
+    nodes[tips[1]] = Failed("no token can be drawn")
+    drafter.observe(request, seq, draft, (), tuple(nodes))
     assert window.levels == [
         [before[1][0], before[0][1], before[1][2]],
         [100 + tips[0], before[1][1], 100 + tips[2]],
@@ -384,9 +383,9 @@ def test_after_a_node_with_nothing_to_draw_lookahead_and_jacobi_go_on() -> None:
     jacobi = Jacobi(width=4)
     draft = jacobi.draft(request, seq, 4)
     assert draft is not None
-    nodes = [FeedOutput(tokens=(100 + node,)) for node in range(4)]
-    nodes[2] = FeedOutput(error="no token can be drawn")
-    jacobi.observe(request, seq, draft, FeedOutput(path=(0,), nodes=tuple(nodes)))
+    nodes = [Drawn((100 + node,)) for node in range(4)]
+    nodes[2] = Failed("no token can be drawn")
+    jacobi.observe(request, seq, draft, (0,), tuple(nodes))
     assert seq.decode.memory["jacobi"] == [101], "what is known beyond the gap is of another place"
 
 
@@ -404,7 +403,7 @@ def test_lookahead_reads_the_nodes_that_a_grammar_left(dropped: int) -> None:
     left = prune(draft, [node != tips[dropped] for node in range(len(draft.tokens))])
     assert left is not None
     kept = [node for node in range(len(draft.tokens)) if node != tips[dropped]]
-    out = FeedOutput(nodes=tuple(FeedOutput(tokens=(answers.get(node, 99),)) for node in kept))
-    drafter.observe(request, seq, left, out)
+    nodes = tuple(Drawn((answers.get(node, 99),)) for node in kept)
+    drafter.observe(request, seq, left, (), nodes)
     collected = {(first, *rest) for first, many in window.pool.items() for rest in many}
     assert collected == {(before[0][column], before[1][column], 100 + column) for column in range(3) if column != dropped}

@@ -8,15 +8,15 @@ import pytest
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.plan import FeedOutput, Want
+from headrace.data.plan import AnyWant, Drawn, Feed, Sample
 from headrace.data.types import Child, Request, Sequence
-from headrace.decoding.base import COMMON, DRAWN, Strategy
+from headrace.decoding.base import COMMON, DRAWN, Outputs, Strategy
 from headrace.decoding.beam import BeamSearch
 from headrace.decoding.best_of import BestOf
 from headrace.decoding.contrastive import ContrastiveSearch
 from headrace.decoding.processors import LengthNudge
+from headrace.decoding.prompts import Scoring
 from headrace.decoding.sampling import Sampling
-from headrace.decoding.scoring import Scoring
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
 
@@ -29,11 +29,11 @@ class Plain(Strategy):
     def width(self, request: Request) -> int:
         return 1
 
-    def want(self, request: Request, seq: Sequence) -> Want:
-        return Want(child=seq.decode.index)
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        return (Sample(seq.decode.index),) if last else ()
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        return [[Child(token=out.tokens[0])] for _, out in outputs]
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        return [[Child(token=answer.tokens[0])] for _, (answer,) in outputs if isinstance(answer, Drawn)]
 
     def done(self, request: Request) -> bool:
         return False

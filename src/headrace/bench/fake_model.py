@@ -9,7 +9,27 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-from headrace.data.plan import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
+from headrace.data.plan import (
+    Answer,
+    Answers,
+    AnyWant,
+    Drawn,
+    Each,
+    Failed,
+    Feed,
+    LogitRow,
+    Logits,
+    Ranked,
+    Sample,
+    Score,
+    Scores,
+    StepOutput,
+    StepPlan,
+    TokenLogprob,
+    Top,
+    Verify,
+    Where,
+)  # fmt: skip
 from headrace.ops.trees import walk
 from headrace.runner.slots import Slots
 
@@ -86,26 +106,40 @@ class FakeRunner:
     def _write(self, slot: int, position: int, token: int) -> None:
         self.pool[self._at(slot, position)] = token
 
-    def _answer(self, feed: Feed) -> FeedOutput:
-        slot, start, count = feed.slot, feed.start, feed.count
-        state = self.slots[slot]
-        context = [self.pool[self._at(slot, position)] for position in range(start + count)]
-        out = FeedOutput(nodes=tuple(FeedOutput() for _ in feed.nodes) if any(w.rows == "nodes" for w in feed.wants) else ())
-        for want in feed.wants:
-            if want.kind == "verify":
+    def _answer(self, feed: Feed) -> Answers:
+        context = [self.pool[self._at(feed.slot, position)] for position in range(feed.start + feed.count)]
+        return tuple(self._one(feed, want, context) for want in feed.wants)
+
+    def _one(self, feed: Feed, want: AnyWant, context: list[int]) -> Answer:
+        """What comes of a want; a node's context are the known tokens and what the pool holds of the nodes above it."""
+        match want:
+            case Verify():
                 path, tokens = self._verify(feed, want, context)
-                out.path, out.tokens, out.error = tuple(path), tuple(tokens), "" if tokens else NOTHING
-            elif want.kind == "score":
-                ends = [end for end in range(start + 1, start + count + 1) if end < len(state.tokens)]
-                out.scores = tuple(TokenLogprob(state.tokens[end], -float(draw(context[:end], 0, 0))) for end in ends)
-            elif want.kind in ROWS:
-                if want.rows != "nodes" or want.kind == "logits":
-                    ROWS[want.kind](self, feed, want, context, -1, out)
-                for node, each in enumerate(out.nodes if want.rows == "nodes" else ()):
-                    ROWS[want.kind](self, feed, want, context + self._above(feed, len(context), node), node, each)
-            else:
-                raise ValueError(f"a fake model does not answer {want.kind!r}")
-        return out
+                return Drawn(tuple(tokens), tuple(path)) if tokens else Failed(NOTHING)
+            case Score():
+                tokens = self.slots[feed.slot].tokens
+                ends = [end for end in range(feed.start + 1, feed.start + feed.count + 1) if end < len(tokens)]
+                return Scores(tuple(TokenLogprob(tokens[end], -float(draw(context[:end], 0, 0))) for end in ends))
+            case Sample() | Top() | Logits():
+                if want.at is Where.LAST:
+                    return self._row(feed, want, context, -1)
+                nodes = range(-1 if want.at is Where.TREE else 0, len(feed.nodes))
+                return Each(
+                    tuple(self._row(feed, want, context + self._above(feed, len(context), node), node) for node in nodes)
+                )
+            case _:
+                raise ValueError(f"a fake model does not answer {want!r}")
+
+    def _row(
+        self, feed: Feed, want: Sample | Top | Logits, context: list[int], node: int
+    ) -> Drawn | Ranked | LogitRow | Failed:
+        match want:
+            case Sample():
+                return self._sample(feed, want, context, node)
+            case Top():
+                return self._top(feed, want, context, node)
+            case Logits():
+                return LogitRow(struct.pack(f"<{VOCAB}f", *logits_of(context)))
 
     def _above(self, feed: Feed, known: int, node: int) -> list[int]:
         """What the pool holds of a node and the nodes above it, from the root down."""
@@ -117,12 +151,12 @@ class FakeRunner:
 
     def _mask(self, feed: Feed, node: int) -> bytes:
         """What a grammar lets come after a node (-1: the last known token). Raises ValueError where it should be there."""
-        if self.slots[feed.slot].params.structured_outputs is not None and not feed.masks:
+        if self.slots[feed.slot].params.structured_outputs is not None and not feed.allowed:
             raise ValueError("a request that is held to a grammar came without a mask")
-        width = len(feed.masks) // (1 + len(feed.nodes))
-        return feed.masks[(node + 1) * width : (node + 2) * width]
+        width = len(feed.allowed) // (1 + len(feed.nodes))
+        return feed.allowed[(node + 1) * width : (node + 2) * width]
 
-    def _verify(self, feed: Feed, want: Want, context: list[int]) -> tuple[list[int], list[int]]:
+    def _verify(self, feed: Feed, want: Verify, context: list[int]) -> tuple[list[int], list[int]]:
         """A node's context are the known tokens and, from where the pool holds them, the nodes above it and itself."""
         drawn: list[int] = []
 
@@ -136,24 +170,18 @@ class FakeRunner:
 
         return walk(feed.nodes, feed.parents, draw_at), drawn
 
-    def _sample(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
+    def _sample(self, feed: Feed, want: Sample, context: list[int], node: int) -> Drawn | Failed:
         mask = self._mask(feed, node)
         children = range(want.child, want.child + want.n)
         tokens = tuple(allowed(draw(context, self.slots[feed.slot].seed, child), mask) for child in children)
-        if NONE in tokens:
-            out.error = NOTHING
-        else:
-            out.tokens = tokens
+        return Failed(NOTHING) if NONE in tokens else Drawn(tokens)
 
-    def _top(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
+    def _top(self, feed: Feed, want: Top, context: list[int], node: int) -> Ranked:
         logits, mask = logits_of(context), self._mask(feed, node)
         best = sorted((t for t in range(VOCAB) if allowed(t, mask) == t), key=lambda token: -logits[token])
         live = [t for t in best if t not in self.slots[feed.slot].stop_ids][: want.k] if want.live else []
-        out.top_ids = (*best[: want.k], *(token for token in live if token not in best[: want.k]))
-        out.top_logprobs = tuple(logits[token] - VOCAB for token in out.top_ids)
-
-    def _logits(self, feed: Feed, want: Want, context: list[int], node: int, out: FeedOutput) -> None:
-        out.logits = struct.pack(f"<{VOCAB}f", *logits_of(context))
+        ids = (*best[: want.k], *(token for token in live if token not in best[: want.k]))
+        return Ranked(ids, tuple(logits[token] - VOCAB for token in ids))
 
     def _at(self, slot: int, position: int) -> int:
         block, offset = divmod(position, self.block_size)
@@ -164,9 +192,6 @@ class FakeRunner:
 
     def close(self) -> None:
         pass
-
-
-ROWS = {"sample": FakeRunner._sample, "top": FakeRunner._top, "logits": FakeRunner._logits}  # asked of single rows
 
 
 class Deferred:

@@ -5,40 +5,114 @@ every token is small: a struct of its own with tuples for what is mostly empty, 
 (gc=False), as no cycle can come of it. After a step of the model nothing is in the caches, and every line touched counts.
 """
 
+import enum
+
 import msgspec
 
 from headrace.data.params import SamplingParams
 
 MAX_NODES = 64  # an ancestor mask is one uint64
 
-WANT_KINDS = frozenset({"sample", "verify", "top", "score", "reject", "propose", "pool", "logits"})
-WANT_ROWS = frozenset({"first", "last", "nodes", "all"})
+
+class Where(enum.Enum):
+    """Which rows of a feed a want is about: FIRST · LAST (the last known token) · NODES (each node of the draft) · TREE (the
+    last known token and each node) · ALL (every row fed). What is asked of NODES or TREE is answered by `Each`."""
+
+    FIRST = "first"
+    LAST = "last"
+    NODES = "nodes"
+    TREE = "tree"
+    ALL = "all"
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a feed needs back, declared before execution so that it is computed where the logits are.
+class Want(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
+    """What a feed needs back, declared before execution so that it is computed where the logits are; one of the kinds below.
 
-    kind: sample (draw `n` tokens with the noise keys of children child..child+n-1) | verify (draw at the last known token,
-    follow the draft's child that has the drawn token, draw there, and so on) | top (the `k` best log-probs; with `live` those
-    of the `k` best tokens that end no output follow, as far as they are not among them) | score (log-prob of each next known
-    token) | reject (verify a chain by rejection, as the parameters say) | propose (a token for a draft, `k` tokens after the
-    round's known ones, and in FeedOutput.logits what it was drawn from) | pool (hidden rows after the final norm: of `rows`
-    first or last that one, of all the sum from KV index `k` on, begun with `before`) | logits (the whole row, for custom
-    processors).
-    rows: last (the last known token) | nodes (each node of the draft: FeedOutput.nodes; verify has the last known token and
-    all nodes, and logits with `nodes` too) | all (every row fed) | first.
+    `child` carries the noise key, `logprobs` how many alternatives are told of each token (None: nothing), `mu` mirostat's
+    state before the draw (None: at its beginning).
     """
 
-    rows: str = "last"  # first | last | nodes | all
-    kind: str = "sample"
-    n: int = 1
+
+class Sample(Want, frozen=True, array_like=True, gc=False):
+    """Draw `n` tokens with the noise keys of children child..child+n-1: Drawn. At LAST, NODES or TREE."""
+
     child: int = 0
-    k: int = 0
+    n: int = 1
     logprobs: int | None = None
-    mu: float | None = None  # mirostat's state before the draw; None: at its beginning
-    closest: bool = False  # with nodes: how near each one's hidden state comes to those of the tokens before
-    before: tuple[float, ...] = ()  # with pool: the sum of the rows before KV index `k`, which is gone on with
-    live: bool = False  # with top: as many that go on, however many ends there are
+    mu: float | None = None
+    at: Where = Where.LAST
+
+
+class Verify(Want, frozen=True, array_like=True, gc=False):
+    """Draw at the last known token, follow the draft's child that has the drawn token, draw there, and so on: Drawn."""
+
+    child: int = 0
+    logprobs: int | None = None
+    mu: float | None = None
+
+
+class Reject(Want, frozen=True, array_like=True, gc=False):
+    """Verify a chain by rejection, as the parameters say: Drawn."""
+
+    child: int = 0
+    logprobs: int | None = None
+
+
+class Propose(Want, frozen=True, array_like=True, gc=False):
+    """A token for a draft, `known` tokens after the round's own, and what it was drawn from: Drawn, with q."""
+
+    child: int = 0
+    known: int = 0
+
+
+class Top(Want, frozen=True, array_like=True, gc=False):
+    """The `k` best tokens with their log-probabilities; with `live` the `k` best that end no output follow, as far as they are
+    not among them. At LAST or NODES: Ranked; with `closest`, at NODES, how near each comes to the tokens before it."""
+
+    k: int
+    live: bool = False
+    closest: bool = False
+    at: Where = Where.LAST
+
+
+class Score(Want, frozen=True, array_like=True, gc=False):
+    """The log-probability of each next known token, at every row: Scores."""
+
+    logprobs: int = 0
+
+
+class Pool(Want, frozen=True, array_like=True, gc=False):
+    """Hidden rows after the final norm: that of FIRST or LAST, or of ALL the sum from KV index `start` on, begun with `before`,
+    the sum of the rows below it: Pooled."""
+
+    at: Where
+    start: int = 0
+    before: tuple[float, ...] = ()
+
+
+class Logits(Want, frozen=True, array_like=True, gc=False):
+    """Whole rows, for users' own processors. At LAST or TREE: LogitRow."""
+
+    at: Where = Where.LAST
+
+
+AnyWant = Sample | Verify | Reject | Propose | Top | Score | Pool | Logits
+WANTS: dict[type[Want], tuple[Where, ...]] = {  # where each may be asked
+    Sample: (Where.LAST, Where.NODES, Where.TREE),
+    Verify: (),
+    Reject: (),
+    Propose: (),
+    Top: (Where.LAST, Where.NODES),
+    Score: (),
+    Pool: (Where.FIRST, Where.LAST, Where.ALL),
+    Logits: (Where.LAST, Where.TREE),
+}
+
+
+def wanted(want: object) -> bool:
+    """Whether a step can give it."""
+    places = WANTS.get(type(want))  # type: ignore[arg-type]
+    return places is not None and (not places or want.at in places)  # type: ignore[attr-defined]
 
 
 class NewSlot(msgspec.Struct, array_like=True):
@@ -66,7 +140,7 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     """One sequence's work in one step: known tokens start..start+count, then the nodes of its draft.
 
     `new` are the known tokens the slot has not been told yet. A companion's feed may begin beyond the known tokens:
-    count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it. `masks` say
+    count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it. `allowed` says
     what may be drawn where the output is held to a grammar: a bit per token id (little-endian words of 32), one row for the
     last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn.
     """
@@ -75,10 +149,10 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     start: int
     count: int
     new: tuple[int, ...] = ()
-    wants: tuple[Want, ...] = ()
+    wants: tuple[AnyWant, ...] = ()
     nodes: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    masks: bytes = b""
+    allowed: bytes = b""
     q: tuple[bytes, ...] = ()
 
 
@@ -112,28 +186,65 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     top_logprobs: list[float] = []
 
 
-class FeedOutput(msgspec.Struct, array_like=True, gc=False):
-    """What came back for one feed, each part only where a Want asked for it."""
+class Drawn(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Tokens: the drawn ones, or of a verification those of the path and then the one after it. `path`: the nodes that were
+    accepted, from the root down. `logprobs`, `mus` (mirostat's state): one a token, or none. `q`: what a proposal was drawn
+    from, a float32 row."""
 
-    tokens: tuple[int, ...] = ()  # verify: those of the path, then the one after it
-    path: tuple[int, ...] = ()  # verify: the nodes that were accepted, from the root down
+    tokens: tuple[int, ...]
+    path: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    mus: tuple[float, ...] = ()  # mirostat's state after each of `tokens`
+    mus: tuple[float, ...] = ()
+    q: bytes = b""
+
+
+class Ranked(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """The likeliest tokens, best first. `closest`: the largest cosine of the node's hidden state with all known tokens'."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    closest: float = 0.0
+
+
+class Scores(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Row p scored token p + 1, as far as that is known."""
+
     scores: tuple[TokenLogprob, ...] = ()
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
-    pooled: tuple[float, ...] = ()
-    logits: bytes = b""  # float32, little-endian, one row
-    closest: tuple[float, ...] = ()  # of each node, the largest cosine of its hidden state with those of all known tokens
-    error: str = ""  # this feed alone failed: NaN logits, an empty kept set
-    nodes: tuple["FeedOutput", ...] = ()  # what Wants with rows="nodes" asked for, one for each node of the draft
+
+
+class Pooled(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """A hidden row, or the sum of them, float64 [hidden]."""
+
+    row: tuple[float, ...]
+
+
+class LogitRow(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Logits [vocabulary] as float32, little-endian."""
+
+    row: bytes
+
+
+class Failed(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """This row alone gave nothing: broken logits, or nothing that may come."""
+
+    error: str
+
+
+class Each(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """What came of each row that a want named: of the last known token first, where it is named, then of the nodes."""
+
+    answers: tuple[Drawn | Ranked | LogitRow | Failed, ...]
+
+
+Answer = Drawn | Ranked | Scores | Pooled | LogitRow | Each | Failed
+Answers = tuple[Answer, ...]  # of a feed, in the order of its wants
 
 
 class StepOutput(msgspec.Struct):
-    """One FeedOutput per feed of the plan, in its order."""
+    """The answers of each feed of the plan, in its order."""
 
     step: int
-    feeds: list[FeedOutput] = []
+    feeds: list[Answers] = []
 
 
 class KVGroup(msgspec.Struct, frozen=True):

@@ -164,11 +164,10 @@ class Request:
     aborted: bool = False
     error: str | None = None
     dropped: str = ""  # why a sequence was given up last, where others go on without it
-    pool: str = ""  # first | last | mean: what an embedding is made of; empty: none is asked for
-    pooled: list[float] = field(default_factory=list)  # the row, or the sum of the rows so far
-    pooled_until: int = 0  # prompt tokens that are in it
+    pooled: list[float] = field(default_factory=list)  # of embeddings: the row, or the sum of the rows so far
     speculates: bool = False  # optional drafts may be verified
     drafts: bool = False  # the strategy has drafts of its own
+    observes: bool = False  # and wants to see what every feed brought
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from headrace.data.param_checks import BEAMS
 from headrace.data.params import BeamSearchParams
-from headrace.data.plan import FeedOutput, Want
+from headrace.data.plan import AnyWant, Feed, Ranked, Top
 from headrace.data.types import Child, Request, Sequence
+from headrace.decoding.base import Outputs, Strategy
 
 __all__ = ["BeamSearch", "BeamSearchParams"]
 
@@ -33,11 +34,10 @@ class Beams:
     ended: list[bool] = field(default_factory=list)
 
 
-class BeamSearch:
+class BeamSearch(Strategy):
     """Keeps `beam_width` hypotheses alive; a step's children are the best continuations over all of them."""
 
     streams = False  # which hypothesis wins is known at the end
-    speculates = False
     drops_failed = True
     honours = BEAMS
 
@@ -48,17 +48,17 @@ class BeamSearch:
     def width(self, request: Request) -> int:
         return self.params.beam_width
 
-    def want(self, request: Request, seq: Sequence) -> Want:
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
         """The best tokens, and the best that end nothing: so many that a group finds its first `group_width` candidates, and
         as many that go on, whatever ends and whatever earlier groups took (each at most two for each of its hypotheses)."""
         taken = 2 * (self.params.beam_width - self.group_width)
-        return Want(kind="top", k=self.group_width + taken, live=bool(request.stop_ids))
+        return (Top(self.group_width + taken, live=bool(request.stop_ids)),) if last else ()
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
         """The children of each live hypothesis, chosen group by group."""
         if request.state is None:
             request.state = Beams([[] for _ in range(self.params.groups)], [False] * self.params.groups)
-        families: list[list[Child]] = [[] for _ in outputs]
+        children: list[list[Child]] = [[] for _ in outputs]
         used: dict[int, int] = {}
         for group in range(self.params.groups):
             members = [i for i, (seq, _) in enumerate(outputs) if seq.decode.state in (None, group)]
@@ -66,11 +66,11 @@ class BeamSearch:
                 continue
             candidates = self._candidates(request, [outputs[i] for i in members], used)
             for candidate in self._keep(request, outputs[members[0]][0], candidates):
-                families[members[candidate.parent]].append(
+                children[members[candidate.parent]].append(
                     Child(token=candidate.token, index=0, score=candidate.score, state=group)
                 )
                 used[candidate.token] = used.get(candidate.token, 0) + 1
-        return families
+        return children
 
     def done(self, request: Request) -> bool:
         """File what has finished, drop what can no longer win; true when every group has ended."""
@@ -94,14 +94,14 @@ class BeamSearch:
     def _rank(self, seq: Sequence) -> float:
         return self.params.normalised(seq.decode.score, len(seq.tokens) - seq.prompt_len)
 
-    def _candidates(
-        self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], used: dict[int, int]
-    ) -> list[Candidate]:
+    def _candidates(self, request: Request, outputs: Outputs, used: dict[int, int]) -> list[Candidate]:
         """Every continuation the back end offered, best first; ties: earlier hypothesis, then lower id."""
         candidates = []
-        for parent, (seq, out) in enumerate(outputs):
+        for parent, (seq, (answer,)) in enumerate(outputs):
+            if not isinstance(answer, Ranked):
+                continue  # its grammar has failed, and it is dropped
             early = len(seq.tokens) - seq.prompt_len < self.params.min_tokens
-            for token, logprob in zip(out.top_ids, out.top_logprobs, strict=True):
+            for token, logprob in zip(answer.ids, answer.logprobs, strict=True):
                 if early and token in request.stop_ids:
                     continue
                 score = seq.decode.score + logprob

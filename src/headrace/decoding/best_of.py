@@ -1,7 +1,10 @@
 """Best of several: draw `best_of` outputs, give back the `n` whose tokens are likeliest on average."""
 
-from headrace.data.plan import FeedOutput, TokenLogprob
+import itertools
+
+from headrace.data.plan import TokenLogprob
 from headrace.data.types import Child, Request, Sequence
+from headrace.decoding.base import Outputs
 from headrace.decoding.sampling import Sampling
 
 
@@ -15,14 +18,14 @@ class BestOf(Sampling):
     streams = False  # which outputs are the best is known at the end
     honours = Sampling.honours | {"best_of"}
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        families = super().select(request, outputs)
-        heard: dict[int, list[TokenLogprob]] = request.state or {}
-        for child in (child for children in families for child in children):
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        children = super().select(request, outputs)
+        drawn: dict[int, list[TokenLogprob]] = request.state or {}
+        for child in itertools.chain.from_iterable(children):
             assert child.index is not None
-            heard.setdefault(child.index, []).extend(child.logprobs)
-        request.state = heard
-        return families
+            drawn.setdefault(child.index, []).extend(child.logprobs)
+        request.state = drawn
+        return children
 
     def results(self, request: Request) -> list[tuple[Sequence, float]]:
         """The best n, best first, with their mean log-probabilities; of equals the one drawn first."""

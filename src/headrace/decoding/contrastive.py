@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 from headrace.data.param_checks import SEARCH
-from headrace.data.plan import FeedOutput, Want
+from headrace.data.plan import Answer, AnyWant, Each, Feed, Ranked, Top, Where
 from headrace.data.types import Child, Draft, Request, Sequence
+from headrace.decoding.base import Outputs, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,53 +22,44 @@ class Candidates:
     probs: list[float]
 
 
-class ContrastiveSearch:
+class ContrastiveSearch(Strategy):
     """Each step feeds the candidates as a draft that must be verified; the best becomes known, without a token after it."""
 
-    streams = True
-    speculates = False
-    drops_failed = False
     honours = SEARCH
-
-    def width(self, request: Request) -> int:
-        return 1
 
     def nodes(self, request: Request) -> int:
         return request.params.top_k
 
     def draft(self, request: Request, seq: Sequence) -> Draft | None:
         """The candidates; None where the prompt is still to be read."""
-        if seq.decode.state is None:
+        candidates: Candidates | None = seq.decode.state
+        if candidates is None:
             return None
-        return Draft(list(seq.decode.state.tokens), [-1] * len(seq.decode.state.tokens), required=True)
+        return Draft(list(candidates.tokens), [-1] * len(candidates.tokens), required=True)
 
-    def want(self, request: Request, seq: Sequence) -> Want:
-        live = bool(request.params.min_tokens and request.stop_ids)  # enough is left where min_tokens rules the ends out
-        if seq.decode.draft is None:
-            return Want(kind="top", k=request.params.top_k, live=live)
-        return Want(kind="top", rows="nodes", k=request.params.top_k, live=live, closest=True)
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        if not last:
+            return ()
+        k, live = request.params.top_k, bool(request.params.min_tokens and request.stop_ids)  # enough is left without the ends
+        return (Top(k, live) if seq.decode.draft is None else Top(k, live, closest=True, at=Where.NODES),)
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        return [[self._child(request, seq, out)] for seq, out in outputs]
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        return [[self._child(request, seq, answer)] for seq, (answer,) in outputs]
 
-    def done(self, request: Request) -> bool:
-        return False
-
-    def results(self, request: Request) -> list[tuple[Sequence, float]]:
-        return []
-
-    def _child(self, request: Request, seq: Sequence, out: FeedOutput) -> Child:
+    def _child(self, request: Request, seq: Sequence, answer: Answer) -> Child:
         length = len(seq.tokens) - seq.prompt_len
-        if seq.decode.draft is None:
-            return Child(state=_candidates(request, out, length))
+        if isinstance(answer, Ranked):
+            return Child(state=_candidates(request, answer, length))
+        assert isinstance(answer, Each)
+        ranked = [one if isinstance(one, Ranked) else Ranked((), ()) for one in answer.answers]
         alpha = request.params.penalty_alpha
-        scores = [(1 - alpha) * p - alpha * near for p, near in zip(seq.decode.state.probs, out.closest, strict=True)]
+        scores = [(1 - alpha) * p - alpha * one.closest for p, one in zip(seq.decode.state.probs, ranked, strict=True)]
         best = scores.index(max(scores))
-        return Child(path=(best,), state=_candidates(request, out.nodes[best], length + 1))
+        return Child(path=(best,), state=_candidates(request, ranked[best], length + 1))
 
 
-def _candidates(request: Request, out: FeedOutput, length: int) -> Candidates:
+def _candidates(request: Request, ranked: Ranked, length: int) -> Candidates:
     """The best tokens for an output of `length` tokens, without those that would end it before its minimum."""
     barred = request.stop_ids if length < request.params.min_tokens else frozenset()
-    best = [(t, p) for t, p in zip(out.top_ids, out.top_logprobs, strict=True) if t not in barred][: request.params.top_k]
+    best = [(t, p) for t, p in zip(ranked.ids, ranked.logprobs, strict=True) if t not in barred][: request.params.top_k]
     return Candidates([token for token, _ in best], [math.exp(logprob) for _, logprob in best])

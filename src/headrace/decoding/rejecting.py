@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from headrace.data.plan import FeedOutput, TokenLogprob
+from headrace.data.plan import Drawn, TokenLogprob
 from headrace.data.types import Request, Sequence
 from headrace.decoding.processors import History, ProcessorError, apply_processors
 from headrace.ops.logprobs import token_logprobs
@@ -12,10 +12,10 @@ from headrace.ops.rejection import row_spec, verify
 from headrace.ops.sampling import process
 
 
-def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logprobs: int | None) -> FeedOutput:
+def verify_by_rejection(request: Request, seq: Sequence, rows: list[bytes], logprobs: int | None) -> Drawn:
     """Path, tokens and log-probabilities of a chain, by the rule that the request names. Raises ProcessorError.
 
-    `out` has the target's logits at the last known token, and in `nodes` at each node of `seq.decode.draft`.
+    `rows` are the target's logits at the last known token, and at each node of `seq.decode.draft`.
     """
     draft = seq.decode.draft
     assert draft is not None
@@ -24,14 +24,14 @@ def verify_by_rejection(request: Request, seq: Sequence, out: FeedOutput, logpro
     masks = b"" if seq.decode.constraint is None else seq.decode.constraint.masks(chain, draft.parents)
     width = len(masks) // (1 + len(chain))
     specs = [row_spec(request, seq, chain[:at], masks[at * width : (at + 1) * width]) for at in range(len(chain) + 1)]
-    raw = torch.from_numpy(np.stack([np.frombuffer(each.logits, dtype="<f4") for each in (out, *out.nodes)]))
+    raw = torch.from_numpy(np.stack([np.frombuffer(row, dtype="<f4") for row in rows]))
     before = [list(spec.path) for spec in specs]
     z = apply_processors(request.processors, raw, History(request.prompt, seq.output), before) if request.processors else raw
     accepted, token = verify(z, specs, chain, draft.q)
     if token is None and not accepted:
         raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
     tokens = chain[:accepted] if token is None else [*chain[:accepted], token]
-    drawn = FeedOutput(tokens=tuple(tokens), path=tuple(range(len(tokens) - 1)))
+    drawn = Drawn(tuple(tokens), tuple(range(len(tokens) - 1)))
     if logprobs is not None:
         drawn.logprobs = tuple(_report(raw, z, specs, tokens, logprobs))
     return drawn

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from headrace.data.param_checks import DRAWN
-from headrace.data.plan import FeedOutput, Want
+from headrace.data.plan import Answer, AnyWant, Drawn, Each, Feed, LogitRow, Logits, Reject, Sample, Verify, Where
 from headrace.data.types import Child, Draft, Request, Sequence
+from headrace.decoding.base import Outputs, Strategy
 from headrace.decoding.processors import History, ProcessorError, apply_processors
 from headrace.decoding.rejecting import verify_by_rejection
 from headrace.ops.noise import key
@@ -16,12 +17,12 @@ from headrace.ops.trees import paths, walk
 
 
 @cache
-def _one_token(child: int, logprobs: int | None) -> Want:
+def _one_token(child: int, logprobs: int | None) -> tuple[Sample]:
     """What nearly every feed wants; one for all sequences, which share it."""
-    return Want(child=child, logprobs=logprobs)
+    return (Sample(child, logprobs=logprobs),)
 
 
-class Sampling:
+class Sampling(Strategy):
     """One token a step for every output. Exactness: bitwise for a given seed, whatever the batch (rules 5 and 12).
 
     The token is argmax(processed logit + Gumbel noise of (seed, child, position, token)), drawn where the logits are. With
@@ -29,9 +30,7 @@ class Sampling:
     key(seed, i) would.
     """
 
-    streams = True
     speculates = True
-    drops_failed = False
     honours = DRAWN | {
         "n", "logprobs", "logprobs_mode", "prompt_logprobs", "mirostat_tau", "mirostat_eta", "verification", "processors",
     }  # fmt: skip
@@ -39,44 +38,42 @@ class Sampling:
     def width(self, request: Request) -> int:
         return self._outputs(request)
 
-    def want(self, request: Request, seq: Sequence) -> Want:
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
         """A sampled token for each child still to be born, the draft's verification where there is one, or whole rows where
         the caller's processors come first."""
+        if not last:
+            return ()
+        index, draft, mu = seq.decode.index, seq.decode.draft, seq.decode.state
         if request.processors:
-            return Want(kind="logits", rows="nodes" if seq.decode.draft else "last")
+            return (Logits(Where.TREE if draft else Where.LAST),)
         births, logprobs = self._births(request, seq), self._logprobs(request)
-        if seq.decode.draft is None and births == 1 and seq.decode.state is None:
-            return _one_token(seq.decode.index, logprobs)
-        kind, rows = ("reject" if request.params.rejects else "verify", "nodes") if seq.decode.draft else ("sample", "last")
-        return Want(rows, kind, births, seq.decode.index, logprobs=logprobs, mu=seq.decode.state)
+        if draft is None:
+            return _one_token(index, logprobs) if births == 1 and mu is None else (Sample(index, births, logprobs, mu),)
+        return (Reject(index, logprobs),) if request.params.rejects else (Verify(index, logprobs, mu),)
 
-    def select(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]]) -> list[list[Child]]:
-        return [self._children(request, seq, out) for seq, out in outputs]
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        return [self._children(request, seq, answers[0]) for seq, answers in outputs]
 
-    def done(self, request: Request) -> bool:
-        return False
-
-    def results(self, request: Request) -> list[tuple[Sequence, float]]:
-        return []
-
-    def _children(self, request: Request, seq: Sequence, out: FeedOutput) -> list[Child]:
+    def _children(self, request: Request, seq: Sequence, answer: Answer) -> list[Child]:
         """`state` is mirostat's, None where that is off."""
-        if seq.decode.draft is None and not request.processors and len(out.tokens) == 1:  # most of the time
-            return [
-                Child(token=out.tokens[0], index=seq.decode.index, logprobs=out.logprobs, state=out.mus[0] if out.mus else None)
-            ]
-        drawn = out
-        if request.processors and seq.decode.draft is not None and request.params.rejects:
-            drawn = verify_by_rejection(request, seq, out, self._logprobs(request))
-        elif request.processors:
-            drawn = self._sample_on_host(request, seq, out)
-        mus: tuple[float | None, ...] = drawn.mus or (None,) * len(drawn.tokens)
-        if seq.decode.draft is not None:
-            return [Child(drawn.path, drawn.tokens[-1], index=seq.decode.index, state=mus[-1], logprobs=drawn.logprobs)]
+        index, draft = seq.decode.index, seq.decode.draft
+        drawn = answer if isinstance(answer, Drawn) else self._draw(request, seq, answer)
+        tokens, mus = drawn.tokens, drawn.mus
+        if draft is None and len(tokens) == 1:  # most of the time
+            return [Child(token=tokens[0], index=index, logprobs=drawn.logprobs, state=mus[0] if mus else None)]
+        if draft is not None:
+            return [Child(drawn.path, tokens[-1], index=index, state=mus[-1] if mus else None, logprobs=drawn.logprobs)]
         return [
-            Child(token=token, index=seq.decode.index + i, logprobs=drawn.logprobs[i : i + 1], state=mu)
-            for i, (token, mu) in enumerate(zip(drawn.tokens, mus, strict=True))
+            Child(token=token, index=index + i, logprobs=drawn.logprobs[i : i + 1], state=mu)
+            for i, (token, mu) in enumerate(zip(tokens, mus or (None,) * len(tokens), strict=True))
         ]
+
+    def _draw(self, request: Request, seq: Sequence, answer: Answer) -> Drawn:
+        """The caller's processors come first, so tokens are drawn here, from whole rows."""
+        rows = [row.row for row in (answer.answers if isinstance(answer, Each) else (answer,)) if isinstance(row, LogitRow)]
+        if seq.decode.draft is not None and request.params.rejects:
+            return verify_by_rejection(request, seq, rows, self._logprobs(request))
+        return self._sample_on_host(request, seq, rows)
 
     def _outputs(self, request: Request) -> int:
         """How many are drawn."""
@@ -90,7 +87,7 @@ class Sampling:
         """All outputs at the end of the prompt, one ever after."""
         return self._outputs(request) if len(seq.tokens) == seq.prompt_len else 1
 
-    def _sample_on_host(self, request: Request, seq: Sequence, out: FeedOutput) -> FeedOutput:
+    def _sample_on_host(self, request: Request, seq: Sequence, rows: list[bytes]) -> Drawn:
         """The caller's processors on whole rows, then the same pipeline the back ends run, at each node the walk reaches.
 
         Raises ProcessorError.
@@ -99,7 +96,7 @@ class Sampling:
         before = paths(draft.tokens, draft.parents)
         masks = b"" if seq.decode.constraint is None else seq.decode.constraint.masks(draft.tokens, draft.parents)
         width = len(masks) // (1 + len(draft.tokens))
-        drawn = FeedOutput()
+        drawn = Drawn(())
 
         def draw(node: int) -> int | None:
             spec = RowSpec(
@@ -113,7 +110,7 @@ class Sampling:
                 mask=masks[(node + 1) * width : (node + 2) * width],
             )
             try:
-                result = _sample_row(request, seq, spec, out.nodes[node].logits if node >= 0 else out.logits)
+                result = _sample_row(request, seq, spec, rows[node + 1])
             except ProcessorError:
                 if not drawn.tokens:
                     raise

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from headrace.data.plan import Feed, FeedOutput
+from headrace.data.plan import Answer, Answers, Feed
 from headrace.data.types import Draft, Request, Sequence
 
-Run = Callable[[int, list[Feed]], list[FeedOutput]]  # carries out feeds of a model (StepPlan.model)
+Run = Callable[[int, list[Feed]], list[Answers]]  # carries out feeds of a model (StepPlan.model)
 # Tokens of texts that a drafter reads in a step (some 4 microseconds each); and of each text where others have taken those.
 READ, SHORT = 2048, 64
 Filled = Callable[[Sequence, int, int], None]  # a KV group of a sequence is new from a KV index on
@@ -47,11 +47,11 @@ class ModelDrafter(Protocol):
 
 @runtime_checkable
 class Observes(Protocol):
-    """A drafter that learns from what the target answered: its drafts are `heard`."""
+    """A drafter that learns from what the target answered: its drafts are `observed`."""
 
-    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
-        """A draft of its own was verified: `out.path` was accepted, `out.nodes` say what the target drew after each node; no
-        tokens where nothing may come there. A tree that was cut short has fewer nodes than `draft.memo` has notes."""
+    def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], nodes: tuple[Answer, ...]) -> None:
+        """A draft of its own was verified: `path` was accepted, `nodes` say what the target drew after each node (Drawn, or
+        Failed where nothing may come there). A tree that was cut short has fewer nodes than `draft.memo` has notes."""
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from headrace.data.plan import Feed, FeedOutput, Want
+from headrace.data.plan import Answer, AnyWant, Drawn, Feed, Propose, Sample
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
 from headrace.ops.noise import Purpose, key
@@ -20,16 +20,16 @@ from headrace.ops.sampling import sample
 
 @dataclass(slots=True)
 class Chain:
-    """A draft as it grows. `q`: what each token was drawn from, for the rejection rule; `reach`: ln of its probability."""
+    """A draft as it grows. `q`: what each token was drawn from, for the rejection rule; `log_prob`: of all of it."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[bytes] = field(default_factory=list)
-    reach: float = 0.0
+    log_prob: float = 0.0
 
     @property
     def likely(self) -> float:
         """The probability of the chain as a whole."""
-        return math.exp(self.reach)
+        return math.exp(self.log_prob)
 
 
 class DraftModel:
@@ -75,7 +75,7 @@ class DraftModel:
             for (work, _), feed in zip(ready, feeds, strict=True):
                 work.seq.kv.computed[self.group] = feed.start + feed.count
                 filled(work.seq, self.group, feed.start)
-        going = [(work, out) for (work, feed), out in zip(ready, outs, strict=True) if feed.wants]
+        going = [(work, answers[0]) for (work, feed), answers in zip(ready, outs, strict=True) if feed.wants]
         chains: dict[int, Chain] = {id(work): Chain() for work in works}
         while going := self._extend(going, chains):
             outs = run(
@@ -85,7 +85,7 @@ class DraftModel:
             if self.group is not None and self.keeps:
                 for work, _ in going:
                     work.seq.kv.computed[self.group] += 1
-            going = [(work, out) for (work, _), out in zip(going, outs, strict=True)]
+            going = [(work, answers[0]) for (work, _), answers in zip(going, outs, strict=True)]
         for work in works:
             settle(work, chains[id(work)])
 
@@ -98,8 +98,8 @@ class DraftModel:
             count = min(length - start, room)
             if count > 0:
                 wants = (self._want(work),) if start + count == length else ()
-                masks = _mask(work, []) if wants else b""
-                feeds.append((work, Feed(work.seq.wire.slot, start, count, work.feed.new, wants, masks=masks)))
+                allowed = _mask(work, []) if wants else b""
+                feeds.append((work, Feed(work.seq.wire.slot, start, count, work.feed.new, wants, allowed=allowed)))
                 work.feed.new = ()
                 room -= count
         return feeds
@@ -107,37 +107,37 @@ class DraftModel:
     def _start(self, work: Fed) -> int:
         return work.feed.start if self.group is None else work.seq.kv.computed[self.group]
 
-    def _want(self, work: Fed, chain: int = 0) -> Want:
-        if work.request.params.rejects:
-            return Want(kind="propose", child=work.seq.decode.index, k=chain)
-        return Want(child=work.seq.decode.index, logprobs=0 if self.least > 0 else None)
+    def _want(self, work: Fed, chain: int = 0) -> AnyWant:
+        index = work.seq.decode.index
+        return Propose(index, chain) if work.request.params.rejects else Sample(index, logprobs=0 if self.least > 0 else None)
 
-    def _extend(self, going: list[tuple[Fed, FeedOutput]], chains: dict[int, Chain]) -> list[tuple[Fed, FeedOutput]]:
+    def _extend(self, going: list[tuple[Fed, Answer]], chains: dict[int, Chain]) -> list[tuple[Fed, Answer]]:
         """Append what was drawn; returns those whose chains go on."""
         on = []
-        for work, out in going:
+        for work, answer in going:
             draft, chain = work.seq.decode.draft, chains[id(work)]
             assert draft is not None
-            if out.error or not append_drawn(out, chain):
+            if not append_drawn(answer, chain):
                 continue
             more = len(chain.tokens) < len(draft.tokens) and chain.tokens[-1] not in work.request.stop_ids
             if more and chain.likely >= self.least:
-                on.append((work, out))
+                on.append((work, answer))
         return on
 
 
-def append_drawn(out: FeedOutput, chain: Chain) -> bool:
+def append_drawn(answer: Answer, chain: Chain) -> bool:
     """The model's token, drawn where its logits are; False: there is none."""
-    if out.tokens:
-        chain.tokens.append(out.tokens[0])
-        chain.reach += out.logprobs[0].logprob if out.logprobs else 0.0
-    if out.tokens and out.logits:  # what it was drawn from, held to the grammar as p is
-        chain.q.append(out.logits)
-        chain.reach += math.log(max(float(np.frombuffer(out.logits, dtype="<f4")[out.tokens[0]]), 1e-30))
-    return bool(out.tokens)
+    if not isinstance(answer, Drawn) or not answer.tokens:
+        return False
+    chain.tokens.append(answer.tokens[0])
+    chain.log_prob += answer.logprobs[0].logprob if answer.logprobs else 0.0
+    if answer.q:  # what it was drawn from, held to the grammar as p is
+        chain.q.append(answer.q)
+        chain.log_prob += math.log(max(float(np.frombuffer(answer.q, dtype="<f4")[answer.tokens[0]]), 1e-30))
+    return True
 
 
-def draw_from_rows(work: Fed, out: FeedOutput, chain: Chain) -> bool:
+def draw_from_rows(work: Fed, row: bytes, chain: Chain) -> bool:
     """A token drawn here from whole rows of logits: for the rejection rule, and with it what it was drawn from; else as the
     target will draw it. False: there is none.
 
@@ -146,19 +146,19 @@ def draw_from_rows(work: Fed, out: FeedOutput, chain: Chain) -> bool:
     mask = _mask(work, chain.tokens)
     if not mask and work.seq.decode.constraint is not None:
         return False
-    logits = torch.from_numpy(np.frombuffer(out.logits, dtype="<f4").copy())
+    logits = torch.from_numpy(np.frombuffer(row, dtype="<f4").copy())
     spec = row_spec(work.request, work.seq, list(chain.tokens), mask)
     if not work.request.params.rejects:
         params = work.request.params.replace(logprobs=0, logprobs_mode="processed")
         noise = key(work.request.seed, work.seq.decode.index)
         (result,) = sample(logits[None], [replace(spec, params=params, keys=[noise], purpose=Purpose.TARGET)])
-        return append_drawn(FeedOutput(tuple(result.tokens), logprobs=tuple(result.logprobs)), chain)
+        return append_drawn(Drawn(tuple(result.tokens), logprobs=tuple(result.logprobs)), chain)
     found = draw_draft(logits, spec)
     if found is not None:
         token, q = found
         chain.tokens.append(token)
         chain.q.append(q.numpy().astype("<f4").tobytes())
-        chain.reach += math.log(max(float(q[token]), 1e-30))
+        chain.log_prob += math.log(max(float(q[token]), 1e-30))
     return found is not None
 
 
@@ -172,12 +172,12 @@ def _mask(work: Fed, chain: list[int]) -> bytes:
     return ahead.masks()
 
 
-def _next(work: Fed, chain: list[int], want: Want) -> Feed:
+def _next(work: Fed, chain: list[int], want: AnyWant) -> Feed:
     """The feed of a chain's last token."""
     feed = Feed(
         work.seq.wire.slot, len(work.seq.tokens) + len(chain) - 1, 0, (), (want,), nodes=tuple(chain[-1:]), parents=(-1,)
     )
-    feed.masks = _mask(work, chain)
+    feed.allowed = _mask(work, chain)
     return feed
 
 

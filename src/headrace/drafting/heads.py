@@ -1,6 +1,6 @@
 """Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target (cards F4, F10)."""
 
-from headrace.data.plan import Feed, FeedOutput, Want
+from headrace.data.plan import Answer, Each, Feed, LogitRow, Logits, Sample, Where
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
 from headrace.drafting.draft_model import Chain, append_drawn, draw_from_rows, settle
@@ -36,7 +36,7 @@ class TrainedHeads:
         for work in works:
             work.feed.new = ()
         for work, out in zip(works, run(self.model, feeds), strict=True):
-            settle(work, self._chain(work, [out, *out.nodes]))
+            settle(work, self._chain(work, out[0]))
 
     def _feed(self, work: Fed) -> Feed:
         """The last known token, and a node for each head but the first."""
@@ -44,18 +44,15 @@ class TrainedHeads:
         assert draft is not None
         more = len(draft.tokens) - 1
         here = work.request.params.rejects or seq.decode.constraint is not None  # what may come next hangs on the head before
-        kind, logprobs = ("logits", None) if here else ("sample", 0 if self.least > 0 else None)
-        wants: tuple[Want, ...] = (Want(rows="nodes", kind=kind, child=seq.decode.index, logprobs=logprobs),)
-        if kind == "sample":
-            wants = (Want(child=seq.decode.index, logprobs=logprobs), *(wants if more else ()))
+        drawn = Sample(seq.decode.index, logprobs=0 if self.least > 0 else None, at=Where.TREE)
+        wants = (Logits(Where.TREE) if here else drawn,)
         start = len(seq.tokens) - 1
         return Feed(seq.wire.slot, start, 1, work.feed.new, wants, nodes=(0,) * more, parents=tuple(range(-1, more - 1)))
 
-    def _chain(self, work: Fed, outs: list[FeedOutput]) -> Chain:
+    def _chain(self, work: Fed, answer: Answer) -> Chain:
         chain = Chain()
-        for out in outs:
-            if out.error or not (draw_from_rows(work, out, chain) if out.logits else append_drawn(out, chain)):
-                break
-            if chain.likely < self.least or chain.tokens[-1] in work.request.stop_ids:
+        for one in answer.answers if isinstance(answer, Each) else ():
+            going = draw_from_rows(work, one.row, chain) if isinstance(one, LogitRow) else append_drawn(one, chain)
+            if not going or chain.likely < self.least or chain.tokens[-1] in work.request.stop_ids:
                 break
         return chain

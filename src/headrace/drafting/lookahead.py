@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from headrace.data.plan import MAX_NODES, FeedOutput
+from headrace.data.plan import MAX_NODES, Answer, Drawn
 from headrace.data.types import Draft, Request, Sequence
 
 LENGTH = 5  # of lookahead's n-grams
@@ -30,10 +30,10 @@ class Jacobi:
         guess = [*guess[:width], *_noise(request, seq, width - len(guess))]
         return Draft(guess, list(range(-1, width - 1)), drafter=self.name, observed=True)
 
-    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+    def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], nodes: tuple[Answer, ...]) -> None:
         """What was answered behind the accepted nodes is the next guess; the first of it is already a token."""
-        behind = takewhile(lambda node: node.tokens, out.nodes[len(out.path) :])  # after a node nothing may be drawn
-        seq.decode.memory[self.name] = [node.tokens[0] for node in behind]
+        behind = takewhile(lambda token: token is not None, map(_token, nodes[len(path) :]))  # after a node nothing may come
+        seq.decode.memory[self.name] = list(behind)
 
 
 @dataclass(slots=True)
@@ -83,17 +83,17 @@ class Lookahead:
             draft.memo[node] = column
         return draft if draft.tokens else None
 
-    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
+    def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], nodes: tuple[Answer, ...]) -> None:
         """Collect what each trajectory has passed through, and move the window past the tokens that came out."""
         window: Window = seq.decode.memory[self.name]
-        for column, node in zip(draft.memo, out.nodes, strict=False):  # a tree may have been cut short
-            if column is None or not node.tokens:  # a trajectory that was not fed, or after which nothing may come, stays
+        for column, token in zip(draft.memo, map(_token, nodes), strict=False):  # a tree may have been cut short
+            if column is None or token is None:  # a trajectory that was not fed, or after which nothing may come, stays
                 continue
-            passed = (*(level[column] for level in window.levels), node.tokens[0])
+            passed = (*(level[column] for level in window.levels), token)
             self._collect(window, passed)
-            for level, token in zip(window.levels, passed[1:], strict=True):
-                level[column] = token
-        shift = len(out.path)
+            for level, passing in zip(window.levels, passed[1:], strict=True):
+                level[column] = passing
+        shift = len(path)
         fresh = _noise(request, seq, min(shift, self.width))
         window.levels = [[*level[shift:], *fresh][: self.width] for level in window.levels]
 
@@ -118,6 +118,11 @@ class Lookahead:
         for start in range(window.read, len(tokens) - self.length + 1):
             self._collect(window, tuple(tokens[start : start + self.length]))
         window.read = max(window.read, len(tokens) - self.length + 1)
+
+
+def _token(answer: Answer) -> int | None:
+    """What was drawn after a node; None: nothing may come there."""
+    return answer.tokens[0] if isinstance(answer, Drawn) else None
 
 
 def _append(draft: Draft, token: int, parent: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headrace.data.plan import MAX_NODES, FeedOutput, StepPlan
+from headrace.data.plan import MAX_NODES, Answers, Each, StepPlan
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Drafter, Fed, Filled, ModelDrafter, Observes, Reads, Remembers, Run
 from headrace.drafting.budget import WAITED, Budgets
@@ -181,15 +181,15 @@ class Speculation:
         if plain:
             self.budgets.record_step(plain, rows, seconds if alone else None)
 
-    def observe(self, request: Request, seq: Sequence, draft: Draft, out: FeedOutput) -> None:
-        """A draft of this sequence was verified."""
-        tip = out.path[-1] if out.path else -1
-        tried = len(out.path) + int(tip in draft.parents)  # below the tip of the path there was something, and it was wrong
-        self.acceptance.observe(request.id, (draft.drafter, draft.confidence), len(out.path), tried)
-        self.budgets.verified(draft.drafter, len(draft.tokens), len(out.path))
+    def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], answers: Answers) -> None:
+        """A draft of this sequence was verified. Where it is `observed`, the last answer is of its nodes."""
+        tip = path[-1] if path else -1
+        tried = len(path) + int(tip in draft.parents)  # below the tip of the path there was something, and it was wrong
+        self.acceptance.observe(request.id, (draft.drafter, draft.confidence), len(path), tried)
+        self.budgets.verified(draft.drafter, len(draft.tokens), len(path))
         for drafter in self.drafters if draft.observed else ():
-            if drafter.name == draft.drafter and isinstance(drafter, Observes):
-                self._ask(drafter, request, drafter.observe, request, seq, draft, out)
+            if drafter.name == draft.drafter and isinstance(drafter, Observes) and isinstance(answers[-1], Each):
+                self._ask(drafter, request, drafter.observe, request, seq, draft, path, answers[-1].answers)
 
     def end(self, request: Request) -> None:
         """A request is over: what its outputs were may help the next."""

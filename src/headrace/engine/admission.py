@@ -5,11 +5,9 @@ from headrace.data.param_checks import unheeded
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup
 from headrace.data.types import Request
-from headrace.decoding.base import Drafting
+from headrace.decoding.base import Strategy
 from headrace.decoding.processors import ProcessorError, check_processors
-from headrace.decoding.scoring import Scoring
-
-POOLS = ("first", "last", "mean")
+from headrace.decoding.prompts import POOLS, Pooling
 
 
 class AdmissionError(ValueError):
@@ -27,7 +25,10 @@ class Limits:
 
 
 def admit(request: Request, limits: Limits) -> None:
-    """Raise AdmissionError unless the request can run to its end on this engine."""
+    """Say how wide a request is. Raises AdmissionError unless it can run to its end on this engine."""
+    if not isinstance(request.strategy, Strategy):
+        raise AdmissionError(f"{type(request.strategy).__name__} is no strategy; inherit from headrace.decoding.base.Strategy")
+    request.width = request.strategy.width(request)
     _check_prompt(request, limits)
     _check_ids(request, limits)
     _check_processors(request)
@@ -40,8 +41,8 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     length, context = len(request.prompt), limits.scheduler.max_model_len
     if length == 0:
         raise AdmissionError("the prompt is empty; give at least one token")
-    if request.pool:
-        _check_pool(request, limits)
+    if isinstance(request.strategy, Pooling):
+        _check_pool(request, request.strategy.pool, limits)
     elif limits.scheduler.whole:
         raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings")
     elif length + _least_answer(request) > context:
@@ -56,14 +57,14 @@ def _check_prompt(request: Request, limits: Limits) -> None:
 
 def _least_answer(request: Request) -> int:
     """How many tokens a request writes at the least: scores and embeddings need no room for any."""
-    return 0 if request.pool or isinstance(request.strategy, Scoring) else 1
+    return int(request.strategy.generates)
 
 
-def _check_pool(request: Request, limits: Limits) -> None:
+def _check_pool(request: Request, pool: str, limits: Limits) -> None:
     context = limits.scheduler.max_model_len
-    if request.pool not in POOLS:
-        raise AdmissionError(f"unknown pooling {request.pool!r}; use {', '.join(POOLS)}")
-    if request.pool == "first" and not limits.scheduler.whole:
+    if pool not in POOLS:
+        raise AdmissionError(f"unknown pooling {pool!r}; use {', '.join(POOLS)}")
+    if pool == "first" and not limits.scheduler.whole:
         raise AdmissionError("the first token of a decoder sees no other; pool mean or last")
     if len(request.prompt) > context:
         raise AdmissionError(f"the text has {len(request.prompt)} tokens and the model takes {context}; shorten it")
@@ -134,7 +135,7 @@ def _check_blocks(request: Request, limits: Limits) -> None:
     room = limits.scheduler.max_model_len - prompt
     output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
     output = output if _least_answer(request) else 1
-    nodes = request.strategy.nodes(request) if isinstance(request.strategy, Drafting) else 0
+    nodes: int = request.strategy.nodes(request)
     if nodes > MAX_NODES:
         raise AdmissionError(
             f"the strategy drafts up to {nodes} nodes and a step verifies {MAX_NODES}; let its nodes() be fewer"

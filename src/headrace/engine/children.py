@@ -1,8 +1,7 @@
-"""What becomes of sequences: their children and their ends; and, until strategies see every feed, prompts' scores and rows."""
+"""What becomes of sequences: their children and their ends."""
 
 from collections.abc import Iterator
 
-from headrace.data.plan import Feed, FeedOutput, Want
 from headrace.data.types import Child, Delta, Request, Sequence
 from headrace.decoding.stopping import Stopping
 from headrace.engine.scheduler import Scheduler
@@ -17,9 +16,7 @@ class Children:
         self.vocab_size = vocab_size
         self._ids = ids
 
-    def become(
-        self, request: Request, parent: Sequence, out: FeedOutput, children: list[Child], outbox: list[Delta]
-    ) -> list[Sequence]:
+    def become(self, request: Request, parent: Sequence, children: list[Child], outbox: list[Delta]) -> list[Sequence]:
         """Let a sequence become its children; returns those that go on. What they stream goes to `outbox`."""
         draft, length = parent.decode.draft, len(parent.tokens)
         survivors: list[Sequence] = []
@@ -29,8 +26,7 @@ class Children:
             if seq.decode.constraint is not None and self._failed(request, seq):
                 continue
             if draft is not None and seq is parent:
-                out.path = child.path  # the strategy may have walked by itself
-                self._settle(request, parent, length, out)
+                self._settle(request, parent, length, child.path)
             (survivors if seq.text.finish_reason is None else request.finished).append(seq)
         return survivors
 
@@ -66,14 +62,14 @@ class Children:
         else:
             seq.text.shown += delta.text
 
-    def _settle(self, request: Request, seq: Sequence, length: int, out: FeedOutput) -> None:
+    def _settle(self, request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
         """The draft below `length` known tokens was verified: its path is kept."""
         draft, seq.decode.draft = seq.decode.draft, None
         assert draft is not None
         if seq.text.finish_reason is None:
-            self.scheduler.accept(seq, length, tuple(out.path))
+            self.scheduler.accept(seq, length, tuple(path))
         if not draft.required:
-            request.metrics.accept(min(len(out.path), len(seq.tokens) - length))
+            request.metrics.accept(min(len(path), len(seq.tokens) - length))
 
     def results(self, request: Request) -> list[Delta]:
         """The outputs of a request that does not stream; where there is none, it has failed."""
@@ -104,24 +100,3 @@ def result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
         cumulative_logprob=seq.decode.score,
         score=score,
     )
-
-
-def pool_wants(request: Request, last: bool) -> tuple[Want, ...]:
-    """A mean takes every row once, chunk by chunk; each chunk, also after a preemption, goes on where the sum was."""
-    if request.pool == "mean":
-        return (Want(rows="all", kind="pool", k=request.pooled_until, before=tuple(request.pooled)),)
-    return (Want(rows=request.pool, kind="pool"),) if last else ()
-
-
-def file_pooled(request: Request, feed: Feed, rows: tuple[float, ...]) -> None:
-    request.pooled[:] = rows
-    request.pooled_until = max(request.pooled_until, feed.start + feed.count)
-
-
-def file_scores(request: Request, start: int, out: FeedOutput) -> None:
-    """Row p scored token p + 1; the first token of a prompt has no score."""
-    if not request.prompt_logprobs:
-        request.prompt_logprobs.append(None)
-    for at, score in enumerate(out.scores, start + 1):
-        if at == len(request.prompt_logprobs) and at < len(request.prompt):
-            request.prompt_logprobs.append(score)

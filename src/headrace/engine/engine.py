@@ -10,17 +10,17 @@ from typing import Any
 
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import TARGET, WANT_KINDS, WANT_ROWS, Feed, FeedOutput, KVGroup, StepOutput, StepPlan, Want
+from headrace.data.plan import TARGET, Answers, Failed, Feed, KVGroup, Sample, StepOutput, StepPlan, Where, wanted
 from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status
-from headrace.decoding.base import Drafting, Strategy
+from headrace.decoding.base import Outputs, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import Processor, ProcessorError
-from headrace.decoding.scoring import Scoring
+from headrace.decoding.prompts import Scored
 from headrace.decoding.stopping import Stopping
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
-from headrace.engine.children import Children, file_pooled, file_scores, pool_wants
+from headrace.engine.children import Children
 from headrace.engine.feeding import Flight, Work
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
@@ -68,6 +68,7 @@ class Engine:
         self._outbox: list[Delta] = []
         self._names = itertools.count()
         self._idle = 0  # steps in a row that could feed nobody
+        self._lawful: Any = ()  # wants that were looked at last
         self._clock = clock
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -80,12 +81,8 @@ class Engine:
         strategy: Strategy | None = None,
         processors: tuple[Processor, ...] = (),
         salt: bytes = b"",
-        pool: str = "",
     ) -> Request:
-        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run.
-
-        `pool` (first, last, mean) asks for the prompt's pooled hidden rows instead of an answer.
-        """
+        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run."""
         arrival = next(self._ids)
         name = request_id or self._free_name()
         if name in self.requests:
@@ -98,16 +95,17 @@ class Engine:
             prompt=list(prompt),
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            strategy=strategy or (Scoring() if pool else strategy_for(params)),
-            pool=pool,
+            strategy=strategy or strategy_for(params),
             arrival=arrival,
             tenant=salt,
             processors=tuple(processors),
             stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,
         )
-        request.width = request.strategy.width(request)
         admit(request, self.limits)
-        request.drafts = isinstance(request.strategy, Drafting)
+        request.drafts = request.strategy.nodes(request) > 0
+        if params.prompt_logprobs is not None:
+            request.strategy = Scored(request.strategy)
+        request.observes = type(request.strategy).observe is not Strategy.observe
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError(why)
@@ -212,10 +210,18 @@ class Engine:
 
     def _want(self, work: Work) -> None:
         """Put into a feed what is wanted of it, and what may be drawn where a grammar says so."""
-        seq, feed = work.seq, work.feed
-        if seq.decode.constraint is not None and work.last:
-            feed.masks = seq.decode.constraint.masks(feed.nodes, feed.parents)
-        feed.wants = self._wants(work.request, seq, work.last)
+        seq, feed, last = work.seq, work.feed, work.last
+        decode = seq.decode
+        if decode.constraint is not None and last:
+            feed.allowed = decode.constraint.masks(feed.nodes, feed.parents)
+        wants = work.request.strategy.want(work.request, seq, feed, last)
+        if wants is not self._lawful:  # most feeds want the same, and share it
+            if not isinstance(wants, tuple) or not all(map(wanted, wants)):
+                raise ValueError(f"the strategy wants what no step gives: {wants!r}")
+            self._lawful = wants
+        if last and decode.draft is not None and decode.draft.observed:
+            wants = (*wants, Sample(decode.index, at=Where.NODES))
+        feed.wants = wants
 
     def _propose(self) -> None:
         """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it.
@@ -252,7 +258,7 @@ class Engine:
         """Let a model that drafts say which tokens the drafts are that found room."""
         plan = flight.plan
 
-        def run(model: int, feeds: list[Feed]) -> list[FeedOutput]:
+        def run(model: int, feeds: list[Feed]) -> list[Answers]:
             # What changes slots, tables and pools comes first, and with the target's plan: the companions share it.
             ahead = StepPlan(plan.step, 0, plan.free, plan.new, plan.tables, plan.moves, plan.copies)
             try:
@@ -266,20 +272,6 @@ class Engine:
         works = [work for work in flight.works if work.seq.decode.draft is not None and not work.seq.decode.draft.required]
         for work in speculation.fill(works, run, self.blocks.fill):
             self.scheduler.drop_draft(work)
-
-    def _wants(self, request: Request, seq: Sequence, last: bool) -> tuple[Want, ...]:
-        if request.pool:
-            return pool_wants(request, last)
-        scores = request.params.prompt_logprobs
-        want = request.strategy.want(request, seq) if last else None
-        if want is not None and (not isinstance(want, Want) or want.kind not in WANT_KINDS or want.rows not in WANT_ROWS):
-            raise ValueError(f"the strategy wants what no step gives: {want!r}")
-        wants = () if want is None else (want,)
-        if last and seq.decode.draft is not None and seq.decode.draft.observed:
-            wants = (*wants, Want(rows="nodes", child=seq.decode.index))
-        if scores is not None and len(request.prompt_logprobs) < len(request.prompt):
-            return (Want(rows="all", kind="score", logprobs=scores), *wants)
-        return wants
 
     def _land(self, flight: Flight) -> StepOutput | None:
         """The step's result. A step that fails commits nothing: its requests end with the error."""
@@ -299,39 +291,40 @@ class Engine:
             self.speculation.record_step(flight.plan, self._clock() - flight.began)
         return output
 
-    def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, list[tuple[Sequence, FeedOutput]]]]:
-        """The requests whose sequences all have logits now, with them; prompt scores are filed on the way."""
+    def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, Outputs]]:
+        """The requests whose sequences all have logits now, with them; strategies see every feed on the way."""
         pairs = zip(flight.works, output.feeds, strict=True)
         for request, fed in itertools.groupby(pairs, lambda pair: pair[0].request):  # a request's works come together
             outputs = []
-            for work, out in fed:
+            for work, answers in fed:
                 seq = work.seq
-                failed = "" if seq.decode.constraint is None else seq.decode.constraint.error
-                if failed and request.strategy.drops_failed:
-                    request.dropped = failed  # it brings no candidates, so it has no children
-                elif failed or out.error:
-                    request.error = failed or out.error
-                if out.pooled:
-                    file_pooled(request, work.feed, out.pooled)
-                if request.params.prompt_logprobs is not None and work.feed.wants[:1] and work.feed.wants[0].kind == "score":
-                    file_scores(request, work.feed.start, out)
+                dead = "" if seq.decode.constraint is None else seq.decode.constraint.error
+                if dead and request.strategy.drops_failed:
+                    request.dropped = dead  # it brings no candidates, so it has no children
+                else:
+                    request.error = request.error or dead or None
+                    for answer in answers:
+                        if type(answer) is Failed:
+                            request.error = request.error or answer.error
+                if request.observes and request.error is None and not request.aborted:
+                    self._ask(request, request.strategy.observe, request, seq, work.feed, answers)
                 if work.last:
-                    outputs.append((seq, out))
+                    outputs.append((seq, answers))
             if outputs and request.error is None and not request.aborted:
                 yield request, outputs
 
-    def _commit(self, request: Request, outputs: list[tuple[Sequence, FeedOutput]], now: float) -> None:
+    def _commit(self, request: Request, outputs: Outputs, now: float) -> None:
         """Accept, append, fork, drop: every parent becomes its children, and what ended leaves the request."""
-        families: list[list[Child]] = request.strategy.select(request, outputs)
-        if len(families) != len(outputs):
-            raise ValueError(f"the strategy gave children for {len(families)} sequences of {len(outputs)}")
+        chosen: list[list[Child]] = request.strategy.select(request, outputs)
+        if len(chosen) != len(outputs):
+            raise ValueError(f"the strategy gave children for {len(chosen)} sequences of {len(outputs)}")
         changed: list[tuple[Sequence, list[Sequence]]] = []
         live = 0
-        for (parent, out), children in zip(outputs, families, strict=True):
+        for (parent, answers), children in zip(outputs, chosen, strict=True):
             draft = parent.decode.draft
-            survivors = self.children.become(request, parent, out, children, self._outbox)
+            survivors = self.children.become(request, parent, children, self._outbox)
             if draft is not None and parent.decode.draft is None and not draft.required and self.speculation is not None:
-                self.speculation.observe(request, parent, draft, out)
+                self.speculation.observe(request, parent, draft, children[0].path, answers)
             live += len(survivors)
             if survivors != [parent]:  # else it goes on as it is
                 changed.append((parent, survivors))

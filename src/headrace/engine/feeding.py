@@ -63,7 +63,7 @@ class Feeding:
         A sequence whose next block another feed is computing right now waits for it and then matches it.
         """
         room = flight.room
-        shares = not (_scores_prompt(request) or request.pool == "mean" or self.config.whole)
+        shares = request.strategy.shares(request) and not self.config.whole
         promises = set(flight.promises)
         held = False
         spans: list[Span] = []
@@ -168,8 +168,3 @@ def goal(seq: Sequence) -> int:
     """How far a sequence must be fed to be caught up: known tokens and the draft it must have."""
     draft = seq.decode.draft
     return len(seq.tokens) + (len(draft.tokens) if draft is not None and draft.required else 0)
-
-
-def _scores_prompt(request: Request) -> bool:
-    """Prompt log-probs are still owed: every prompt token has to be fed, so nothing may be matched."""
-    return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)

@@ -3,13 +3,37 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import torch
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Feed, FeedOutput, StepOutput, StepPlan, TokenLogprob, Want
+from headrace.data.plan import (
+    Answer,
+    Answers,
+    AnyWant,
+    Drawn,
+    Each,
+    Failed,
+    Feed,
+    LogitRow,
+    Logits,
+    Pool,
+    Pooled,
+    Propose,
+    Ranked,
+    Reject,
+    Sample,
+    Score,
+    Scores,
+    StepOutput,
+    StepPlan,
+    TokenLogprob,
+    Top,
+    Verify,
+    Where,
+)  # fmt: skip
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
@@ -18,7 +42,7 @@ from headrace.native.slots import Slot, new_slot
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.ops.rejection import round_key
-from headrace.runner.answers import add_live
+from headrace.runner.answers import add_live, line_up
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.pooling import add_rows, pools
@@ -153,13 +177,15 @@ class NativeRunner:
             if amateur is not None and feed.slot in amateur.answers:
                 amateur.contrast(step, feed.slot, known[feed.slot].params)
         hidden = self._run(step, plan, known, part or Part())
-        outputs = [self._output(step, feed, known[feed.slot], answers) for feed, answers in zip(plan.feeds, asked, strict=True)]
-        for number, which, want in pools(plan):
-            outputs[number].pooled = add_rows(want.before, self._final.rows(hidden[which]))
+        outputs = [
+            [_answer(step, known[feed.slot], *one) for one in each] for feed, each in zip(plan.feeds, asked, strict=True)
+        ]
+        for number, at, which, want in pools(plan):
+            outputs[number][at] = Pooled(add_rows(want.before, self._final.rows(hidden[which])))
         self.hidden.answer(plan, known, outputs)
-        return StepOutput(plan.step, outputs)
+        return StepOutput(plan.step, [tuple(answers) for answers in outputs])
 
-    def _draw_each(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> list[FeedOutput] | None:
+    def _draw_each(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> list[Answers] | None:
         """The short way for most steps: after one known token of each feed a token is drawn, and nothing else is asked. Where
         some feed is or wants anything else: None, and nothing was done."""
         if self.features.kept:
@@ -167,10 +193,10 @@ class NativeRunner:
         sequences, starts = [], []
         for feed in plan.feeds:
             slot = slots[feed.slot]
-            if feed.count != 1 or feed.nodes or feed.masks or len(feed.wants) != 1 or not slot.plain:
+            if feed.count != 1 or feed.nodes or feed.allowed or len(feed.wants) != 1 or not slot.plain:
                 return None
             want = feed.wants[0]
-            if want.kind != "sample" or want.rows != "last" or want.n != 1 or want.logprobs is not None:
+            if type(want) is not Sample or want.at is not Where.LAST or want.n != 1 or want.logprobs is not None:
                 return None
             if want.child != slot.child:
                 slot.draw_as(want.child)
@@ -179,7 +205,7 @@ class NativeRunner:
         step.draw_each(sequences, starts)
         self.program.run(step, layers=(0, part.layers or -1), skips=list(part.skips))
         tokens = step.drawn()
-        return [FeedOutput((token,)) if token >= 0 else FeedOutput(error=step.error(at)) for at, token in enumerate(tokens)]
+        return [(Drawn((token,)) if token >= 0 else Failed(step.error(at)),) for at, token in enumerate(tokens)]
 
     def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
         """Carry out the step; returns its hidden rows, where something is made of them."""
@@ -220,65 +246,55 @@ class NativeRunner:
             if feed.new:
                 slots[feed.slot].sequence.extend(feed.new)
 
-    def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[tuple[Want, Any]]:
-        """Add a feed and what is wanted of it; returns where the answers will be."""
+    def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[tuple[AnyWant, Any, Any]]:
+        """Add a feed and what is wanted of it; returns each want, where its answer will be, and that among what goes on."""
         rows, last = _head_rows(feed)
         if feed.nodes:
             step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
         else:
             step.feed(slot.sequence, feed.start, feed.count, rows)
-        if feed.masks:
-            step.mask(feed.masks)
-        asked = [(want, self._ask_all(step, slot, want, last, feed)) for want in feed.wants]
-        if live := [want for want in feed.wants if want.live]:
+        if feed.allowed:
+            step.mask(feed.allowed)
+        asked = [(want, self._ask(step, slot, want, last, feed), None) for want in feed.wants]
+        if any(isinstance(want, Top) and want.live for want in feed.wants):
             step.mask(slot.live_masks(feed, self.config.vocab_size))  # for all that is asked from here on
-            asked += [(want, self._ask_all(step, slot, want, last, feed)) for want in live]
+            asked = [
+                (want, answer, self._ask(step, slot, want, last, feed) if isinstance(want, Top) and want.live else None)
+                for want, answer, _ in asked
+            ]
         return asked
 
-    def _ask_all(self, step: Any, slot: Slot, want: Want, last: int, feed: Feed) -> Any:
-        """Ask at the last known token, or at each node: a list, which begins with the last known token's where that counts."""
-        if want.kind == "pool":
-            return None
-        if want.rows != "nodes" or want.kind in ("verify", "reject"):
-            return self._ask(step, slot, want, last, feed)
-        first = last if want.kind == "logits" else last + 1
-        return [self._ask(step, slot, want, row, feed) for row in range(first, last + 1 + len(feed.nodes))]
-
-    def _ask(self, step: Any, slot: Slot, want: Want, last: int, feed: Feed) -> Any:
-        logprobs = -1 if want.logprobs is None else want.logprobs
+    def _ask(self, step: Any, slot: Slot, want: AnyWant, last: int, feed: Feed) -> Any:
+        """Ask at the last known token, or at each row that a want names: a list."""
         processed = slot.params.logprobs_mode == "processed"
-        if want.kind == "verify":
-            return step.verify(last, slot.key(want.child), logprobs, processed, want.mu)
-        if want.kind == "reject":
-            key, block = round_key(slot.seed, len(slot), want.child), slot.params.verification == "block"
-            return step.reject(last, key, feed.q, block, logprobs, processed)
-        if want.kind == "propose":
-            return step.propose(last, round_key(slot.seed, len(slot) - want.k, want.child))
-        if want.kind == "sample":
-            keys = [slot.key(child) for child in range(want.child, want.child + want.n)]
-            return step.draw(last, keys, logprobs, processed, want.mu)
-        if want.kind == "top":
-            return step.top(last, want.k)
-        if want.kind == "score":
-            return step.score(0, max(logprobs, 0))
-        if want.kind == "logits":
-            return step.logits(last)
-        raise ValueError(f"this runner does not answer {want.kind!r}")
+        match want:
+            case Verify():
+                return step.verify(last, slot.key(want.child), _most(want.logprobs), processed, want.mu)
+            case Reject():
+                key, block = round_key(slot.seed, len(slot), want.child), slot.params.verification == "block"
+                return step.reject(last, key, feed.q, block, _most(want.logprobs), processed)
+            case Propose():
+                return step.propose(last, round_key(slot.seed, len(slot) - want.known, want.child))
+            case Score():
+                return step.score(0, want.logprobs)
+            case Sample() | Top() | Logits():
+                if want.at is Where.LAST:
+                    return self._ask_row(step, slot, want, last, processed)
+                return [self._ask_row(step, slot, want, last + 1 + node, processed) for node in line_up(feed, want)]
+            case Pool():
+                return None  # filled in where the hidden rows are
+            case _:
+                assert_never(want)
 
-    def _output(self, step: Any, feed: Feed, slot: Slot, asked: list[tuple[Want, Any]]) -> FeedOutput:
-        out = FeedOutput()
-        for want, answer in asked:
-            if want.kind == "pool":
-                continue  # filled in where the hidden rows are
-            if want.kind == "score":
-                _scores(step, answer, out)
-            elif isinstance(answer, list):
-                out.nodes = out.nodes or tuple(FeedOutput() for _ in feed.nodes)
-                for each, place in zip(answer, [out, *out.nodes][-len(answer) :] if answer else (), strict=True):
-                    _fill(step, slot, want, each, place)
-            else:
-                _fill(step, slot, want, answer, out)
-        return out
+    def _ask_row(self, step: Any, slot: Slot, want: Sample | Top | Logits, row: int, processed: bool) -> Any:
+        match want:
+            case Sample():
+                keys = [slot.key(child) for child in range(want.child, want.child + want.n)]
+                return step.draw(row, keys, _most(want.logprobs), processed, want.mu)
+            case Top():
+                return step.top(row, want.k)
+            case Logits():
+                return step.logits(row)
 
 
 class Final:
@@ -299,43 +315,61 @@ class Final:
 
 def _head_rows(feed: Feed) -> tuple[int, int]:
     """How many of a feed's last rows need logits, and which of these is the last known token's."""
-    wants = [want for want in feed.wants if want.kind != "pool"]  # which reads hidden rows
+    wants = [want for want in feed.wants if not isinstance(want, Pool)]  # which reads hidden rows
     if not wants:
         return 0, 0
-    known = feed.count if any(want.rows == "all" for want in wants) else min(feed.count, 1)
+    known = feed.count if any(isinstance(want, Score) for want in wants) else min(feed.count, 1)
     return known + len(feed.nodes), known - 1
 
 
-def _fill(step: Any, slot: Slot, want: Want, answer: int, out: FeedOutput) -> None:
+def _most(logprobs: int | None) -> int:
+    """How many alternatives are told of a token, as the core takes it: -1 says nothing of any."""
+    return -1 if logprobs is None else logprobs
+
+
+def _answer(step: Any, slot: Slot, want: AnyWant, number: Any, live: Any) -> Any:
+    """What came of a want: `number` are the step's, `live` those of the second question, for what goes on."""
+    if isinstance(want, Pool):
+        return None
+    if isinstance(want, Score):
+        return _scores(step, number)
+    if not isinstance(number, list):
+        return _one(step, slot, want, number, live)
+    more = live or [None] * len(number)
+    return Each(tuple(_one(step, slot, want, *one) for one in zip(number, more, strict=True)))
+
+
+def _one(step: Any, slot: Slot, want: AnyWant, number: int, live: int | None) -> Any:
     """What was asked of one row, or of the walk over a draft."""
-    if want.live and out.top_ids:  # the second answer: the best that end nothing, of which none may be left
-        for best in () if step.error(answer) else step.reports(answer):
-            add_live(out, best.top_ids, best.top_logprobs)
-    elif error := step.error(answer):
-        out.error = out.error or error
-    elif want.kind == "propose":
-        out.tokens, out.logits = tuple(step.tokens(answer)), step.row_of_logits(answer)
-    elif want.kind in ("sample", "verify", "reject"):
-        out.tokens = tuple(step.tokens(answer))
-        if want.kind != "sample":
-            out.path = tuple(step.path(answer))
-        if want.logprobs is not None:
-            out.logprobs = tuple(_logprob(report) for report in step.reports(answer))
-        if slot.params.mirostat_tau:
-            out.mus = tuple(report.mu for report in step.reports(answer))
-    elif want.kind == "top":
-        (best,) = step.reports(answer)
-        out.top_ids, out.top_logprobs = tuple(best.top_ids), tuple(best.top_logprobs)
-    else:
-        out.logits = step.row_of_logits(answer)
+    if error := step.error(number):
+        return Failed(error)
+    match want:
+        case Sample() | Verify() | Reject():
+            out = Drawn(tuple(step.tokens(number)))
+            if not isinstance(want, Sample):
+                out.path = tuple(step.path(number))
+            if want.logprobs is not None:
+                out.logprobs = tuple(_logprob(report) for report in step.reports(number))
+            if slot.params.mirostat_tau:
+                out.mus = tuple(report.mu for report in step.reports(number))
+            return out
+        case Propose():
+            return Drawn(tuple(step.tokens(number)), q=step.row_of_logits(number))
+        case Top():
+            (best,) = step.reports(number)
+            ranked = Ranked(tuple(best.top_ids), tuple(best.top_logprobs))
+            for best in () if live is None or step.error(live) else step.reports(live):  # of which none may be left
+                add_live(ranked, best.top_ids, best.top_logprobs)
+            return ranked
+        case _:
+            return LogitRow(step.row_of_logits(number))
 
 
-def _scores(step: Any, answer: tuple[int, int], out: FeedOutput) -> None:
+def _scores(step: Any, asked: tuple[int, int]) -> Answer:
     """The log-probabilities of known tokens: one answer each."""
-    first, count = answer
-    out.scores = tuple(_logprob(step.reports(at)[0]) for at in range(first, first + count))
-    errors = [error for at in range(first, first + count) if (error := step.error(at))]
-    out.error = out.error or "".join(errors[:1])
+    numbers = range(asked[0], sum(asked))
+    error = next((error for at in numbers if (error := step.error(at))), "")
+    return Failed(error) if error else Scores(tuple(_logprob(step.reports(at)[0]) for at in numbers))
 
 
 def _logprob(report: Any) -> TokenLogprob:

@@ -48,15 +48,15 @@ class Slot:
         return self.keys[child]
 
     def live_masks(self, feed: Feed, vocab_size: int) -> bytes:
-        """What may come after each row that a token follows, and ends nothing, as Feed.masks has it."""
+        """What may come after each row that a token follows, and ends nothing, as Feed.allowed has it."""
         if not self.live:
             bits = np.ones(-(-vocab_size // 32) * 32, bool)
             bits[[token for token in self.stop_ids if token < vocab_size]] = False
             self.live = np.packbits(bits, bitorder="little").tobytes()
         rows = 1 + len(feed.nodes)
-        if not feed.masks:
+        if not feed.allowed:
             return self.live * rows
-        held: np.ndarray = np.frombuffer(feed.masks, np.uint8).reshape(rows, -1) & np.frombuffer(self.live, np.uint8)
+        held: np.ndarray = np.frombuffer(feed.allowed, np.uint8).reshape(rows, -1) & np.frombuffer(self.live, np.uint8)
         return held.tobytes()
 
     def draw_as(self, child: int) -> None:

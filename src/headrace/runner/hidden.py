@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.data.plan import Feed, FeedOutput, StepPlan
+from headrace.data.plan import Each, Feed, Ranked, StepPlan, Top
 
 
 class Stored:
@@ -88,11 +88,14 @@ class HiddenStates(Stored):
                 self.store(feed, slots[feed.slot].table, rows)
             start = end
 
-    def answer(self, plan: StepPlan, slots: Mapping[int, Any], outputs: list[FeedOutput]) -> None:
+    def answer(self, plan: StepPlan, slots: Mapping[int, Any], outputs: list[list[Any]]) -> None:
         """Fill in what wants ask for; what the feeds brought has been kept."""
-        for feed, out in zip(plan.feeds, outputs, strict=True):
-            if any(want.closest for want in feed.wants):
-                out.closest = tuple(self.closest(feed, slots[feed.slot].table))
+        for feed, answers in zip(plan.feeds, outputs, strict=True):
+            for want, answer in zip(feed.wants, answers, strict=True):
+                if isinstance(want, Top) and want.closest and isinstance(answer, Each):
+                    for one, near in zip(answer.answers, self.closest(feed, slots[feed.slot].table), strict=True):
+                        if isinstance(one, Ranked):
+                            one.closest = near
 
     def closest(self, feed: Feed, table: Sequence[int]) -> list[float]:
         """The degeneration penalty of contrastive search (Su et al. 2022): for each of a feed's nodes, the largest cosine of

@@ -4,27 +4,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from headrace.data.plan import Feed, StepPlan, Want
+from headrace.data.plan import Feed, Pool, StepPlan, Where
 
 
-def pools(plan: StepPlan) -> Iterator[tuple[int, slice, Want]]:
-    """Of each feed that something is pooled from: its number, which rows of the step, and the want."""
+def pools(plan: StepPlan) -> Iterator[tuple[int, int, slice, Pool]]:
+    """Of each feed that something is pooled from: its number, which of its wants, which rows of the step, and the want."""
     row = 0
     for number, feed in enumerate(plan.feeds):
-        for want in feed.wants:
-            if want.kind == "pool":
+        for at, want in enumerate(feed.wants):
+            if isinstance(want, Pool):
                 rows = pooled_rows(feed, want)
-                yield number, slice(row + rows.start, row + rows.stop), want
+                yield number, at, slice(row + rows.start, row + rows.stop), want
         row += feed.count + len(feed.nodes)
 
 
-def pooled_rows(feed: Feed, want: Want) -> range:
-    """The rows of a feed that a want to pool sums: its first, its last known one, or all from KV index `want.k` on."""
-    if want.rows == "first":
+def pooled_rows(feed: Feed, want: Pool) -> range:
+    """The rows of a feed that a want to pool sums: its first, its last known one, or all from KV index `want.start` on."""
+    if want.at is Where.FIRST:
         return range(1)
-    if want.rows == "last":
+    if want.at is Where.LAST:
         return range(feed.count - 1, feed.count)
-    return range(min(max(want.k - feed.start, 0), feed.count), feed.count)
+    return range(min(max(want.start - feed.start, 0), feed.count), feed.count)
 
 
 def add_rows(before: tuple[float, ...], rows: np.ndarray) -> tuple[float, ...]:

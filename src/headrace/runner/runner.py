@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from headrace.data.plan import StepOutput, StepPlan
+from headrace.data.plan import Pooled, StepOutput, StepPlan
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
@@ -73,10 +73,10 @@ class TorchRunner:
         if amateur is not None:
             _contrast(plan, known, logits, wanted, amateur)
         outputs = answer(plan, known, logits, wanted)
-        for number, which, want in pools(plan):
-            outputs[number].pooled = add_rows(want.before, self.model.final(x[which]).double().cpu().numpy())
+        for number, at, which, want in pools(plan):
+            outputs[number][at] = Pooled(add_rows(want.before, self.model.final(x[which]).double().cpu().numpy()))
         self.hidden.answer(plan, known, outputs)
-        return StepOutput(plan.step, outputs)
+        return StepOutput(plan.step, [tuple(answers) for answers in outputs])
 
     def _forward(self, plan: StepPlan, slots: Slots, part: Part) -> tuple[torch.Tensor, torch.Tensor, Wanted]:
         """The rows after the last layer, the logits of those that need them, and which these are."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.data.params import ParamError
 from headrace.data.types import Delta, Request
+from headrace.decoding.prompts import Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.server.messages import (
@@ -129,8 +130,9 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
+            strategy = Pooling(message.pool) if message.pool else None
             request = self.engine.add(
-                message.prompt, message.params, request_id=message.request_id, salt=message.salt, pool=message.pool
+                message.prompt, message.params, request_id=message.request_id, salt=message.salt, strategy=strategy
             )
         except (AdmissionError, ParamError) as error:
             self.channel.send(Refused(message.request_id, str(error)))
@@ -143,7 +145,7 @@ class EngineLoop:
         deltas = self.engine.step()
         ended = [Ended(delta.request_id, self._open[delta.request_id].metrics) for delta in deltas if delta.finished]
         scores = [Scores(name, self._open[name].prompt_logprobs) for name in self._scored(deltas)]
-        pooled = [Pooled(one.request_id, self._open[one.request_id].pooled) for one in ended if self._open[one.request_id].pool]
+        pooled = [Pooled(one.request_id, row) for one in ended if (row := self._open[one.request_id].pooled)]
         for one in ended:
             del self._open[one.request_id]
             self._unscored.discard(one.request_id)

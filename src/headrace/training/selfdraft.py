@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Feed, NewSlot, StepPlan, TableDelta, Want
+from headrace.data.plan import Feed, NewSlot, Sample, Score, Scores, StepPlan, TableDelta
 from headrace.drafting.controller import expected
 from headrace.runner.companions import ModelRunner
 from headrace.runner.parts import ATTENTION, MLP, Part
@@ -70,7 +70,7 @@ class Trial:
     def _seconds(self, nodes: int, part: Part, repeats: int) -> float:
         """Median seconds of a step with one known token, and a chain, at the end of the first text."""
         tokens, _ = self.texts[0]
-        feed = Feed(SLOT, len(tokens) - 1, 1, (), (Want(),), nodes=tuple(tokens[:nodes]), parents=tuple(range(-1, nodes - 1)))
+        feed = Feed(SLOT, len(tokens) - 1, 1, (), (Sample(),), nodes=tuple(tokens[:nodes]), parents=tuple(range(-1, nodes - 1)))
         plan = StepPlan(0, feeds=[feed])
         taken = []
         with self._slot(tokens):
@@ -83,10 +83,11 @@ class Trial:
 
     def _agreement(self, part: Part, tokens: list[int], start: int) -> Iterator[bool]:
         """For each token the model wrote: whether the part finds it the likeliest."""
-        feed = Feed(SLOT, 0, len(tokens), (), (Want(rows="all", kind="score", logprobs=0),))
+        feed = Feed(SLOT, 0, len(tokens), (), (Score(),))
         with self._slot(tokens):
-            (out,) = self.runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
-        return (score.rank == 1 for score in out.scores[start - 1 :])
+            ((answer,),) = self.runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
+        assert isinstance(answer, Scores)
+        return (score.rank == 1 for score in answer.scores[start - 1 :])
 
     def _slot(self, tokens: list[int]) -> "Borrowed":
         return Borrowed(self.runner, tokens, self.block_size)

@@ -1,0 +1,96 @@
+"""What is asked of prompts: the log-probability of each token, and embeddings. Strategies, not modes."""
+
+from headrace.data.plan import Answers, AnyWant, Feed, Pool, Pooled, Score, Scores, Where
+from headrace.data.types import Child, Draft, Request, Sequence
+from headrace.decoding.base import Outputs, Strategy
+
+POOLS = ("first", "last", "mean")
+
+
+class Scoring(Strategy):
+    """Ends a request when its prompt has been fed; `prompt_logprobs` is what it is run for."""
+
+    generates = False
+    honours = frozenset({"prompt_logprobs"})
+
+
+class Pooling(Strategy):
+    """The prompt's pooled hidden rows, in `request.pooled`: the first, the last, or the mean's sum.
+
+    The sum is taken in float64 in the order of the positions, so how the prompt is cut into chunks leaves every bit.
+    """
+
+    generates = False
+
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
+
+    def shares(self, request: Request) -> bool:
+        return self.pool != "mean"
+
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        """A mean takes every row once; each chunk, also after a preemption, goes on where the sum was."""
+        if self.pool == "mean":
+            return (Pool(Where.ALL, request.state or 0, tuple(request.pooled)),)
+        return (Pool(Where(self.pool)),) if last else ()
+
+    def observe(self, request: Request, seq: Sequence, feed: Feed, answers: Answers) -> None:
+        for answer in answers:
+            if isinstance(answer, Pooled):
+                request.pooled[:] = answer.row
+                request.state = max(request.state or 0, feed.start + feed.count)
+
+
+class Scored(Strategy):
+    """Another strategy, and the log-probability of every prompt token besides, in `request.prompt_logprobs`."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self.inner = inner
+        self.streams, self.speculates, self.drops_failed = inner.streams, inner.speculates, inner.drops_failed
+        self.generates, self.honours = inner.generates, inner.honours
+
+    def width(self, request: Request) -> int:
+        return self.inner.width(request)
+
+    def nodes(self, request: Request) -> int:
+        return self.inner.nodes(request)
+
+    def shares(self, request: Request) -> bool:
+        """Every token of the prompt has to be fed."""
+        return _complete(request) and self.inner.shares(request)
+
+    def draft(self, request: Request, seq: Sequence) -> Draft | None:
+        return self.inner.draft(request, seq)
+
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        wants = self.inner.want(request, seq, feed, last)
+        return wants if _complete(request) else (Score(request.params.prompt_logprobs or 0), *wants)
+
+    def observe(self, request: Request, seq: Sequence, feed: Feed, answers: Answers) -> None:
+        """Row p scored token p + 1; the first token of a prompt has no score."""
+        scored = request.prompt_logprobs
+        if answers and isinstance(answers[0], Scores):
+            if not scored:
+                scored.append(None)
+            for at, score in enumerate(answers[0].scores, feed.start + 1):
+                if at == len(scored) and at < len(request.prompt):
+                    scored.append(score)
+        self.inner.observe(request, seq, feed, _rest(answers))
+
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        return self.inner.select(request, [(seq, _rest(answers)) for seq, answers in outputs])
+
+    def done(self, request: Request) -> bool:
+        return self.inner.done(request)
+
+    def results(self, request: Request) -> list[tuple[Sequence, float]]:
+        return self.inner.results(request)
+
+
+def _complete(request: Request) -> bool:
+    return len(request.prompt_logprobs) >= len(request.prompt)
+
+
+def _rest(answers: Answers) -> Answers:
+    """The inner strategy's."""
+    return answers[1:] if answers and isinstance(answers[0], Scores) else answers
