@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from headrace.drafting.budget import Purse
 from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected
 from headrace.drafting.costs import ENOUGH, Costs
 from headrace.drafting.speculation import Speculation
@@ -134,6 +135,15 @@ def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
         seconds += took + 0.3 * choice.gamma
         tokens += accepted + 1
     assert seconds <= 1.03 * tokens
+
+
+def test_a_draft_may_lose_what_its_step_takes_more_than_a_plain_one_and_no_more() -> None:
+    """Four rows of 0.1 s more and four steps of a model of 0.2 s more: 1.2 s, each of them counted once."""
+    for purse, gamma in ((1.25, 4), (1.15, 3), (0.55, 1), (0.25, 0)):
+        choice = Choice(0.99, 4, model=True, drafter="draft")
+        made = costs({rows: 1 + 0.1 * (rows - 1) for rows in range(1, 10)}, draft=0.2)
+        choose([choice], 1, made, {"draft": Purse(purse, purse)})
+        assert choice.gamma == gamma
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------------
