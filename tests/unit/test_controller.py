@@ -5,8 +5,8 @@ import random
 import pytest
 
 from headrace.drafting.budget import Purse
-from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected
-from headrace.drafting.costs import ENOUGH, Costs
+from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected, value
+from headrace.drafting.costs import ENOUGH, SAMPLES, Costs
 from headrace.drafting.speculation import Speculation
 from headrace.params import SamplingParams
 from headrace.types import Draft, Request, Sequence
@@ -44,6 +44,18 @@ def test_rows_that_cost_as_much_as_steps_are_not_spent() -> None:
         choices = [Choice(0.9, 4) for _ in range(batch)]
         choose(choices, batch, costs(bound, plain=batch))
         assert (sum(one.gamma for one in choices) > 0) == (batch < 8)
+
+
+def test_what_a_draft_is_worth_is_tokens_over_seconds() -> None:
+    """Of the gamma that pays most, beside other sequences; a model's steps and what it must read first take time too."""
+    made = costs({rows: 1 + 0.1 * (rows - 2) for rows in range(2, 20)}, draft=0.2, plain=2)
+    assert value(Choice(0.9, 1), 2, made) == pytest.approx((1 + expected(0.9, 1)) / 1.1)
+    assert value(Choice(0.9, 4), 2, made) == pytest.approx(max((1 + expected(0.9, g)) / (1 + 0.1 * g) for g in range(1, 5)))
+    model = Choice(0.9, 4, model=True, behind=0.4, ahead=0.2, rest=6)
+    assert model.surcharge == pytest.approx(0.2)
+    assert value(model, 2, made) == pytest.approx(max((1 + expected(0.9, g)) / (1.2 + 0.3 * g) for g in range(1, 5)))
+    assert value(Choice(0.9, 4, rows=10), 2, made) == pytest.approx((1 + expected(0.9, 4)) / 2.0)
+    assert value(Choice(0.9, 4), 2, Costs()) == 0.9, "the surest, before anything was measured"
 
 
 def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
@@ -104,6 +116,27 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
     for _ in range(4):
         acceptance.heard("other", kind, 8, 8)
     assert acceptance.alpha("other", kind) > 0.9
+
+
+def test_what_was_measured_counts_for_what_it_was_measured_of() -> None:
+    """The least of a few measurements: of steps of so many rows, of draft steps of so many sequences, of tokens read."""
+    made = Costs()
+    assert (made.step(1), made.draft(1), made.draft_guess(1), made.catching_up(9)) == (None, 0.0, 0.0, 0.0)
+    for rows, seconds in ((1, 1.0), (1, 0.8), (8, 2.0), (8, 3.0)):
+        made.step_took(rows, seconds)
+    assert (made.step(1), made.step(8)) == (0.8, 2.0)
+    assert made.draft_guess(1) == pytest.approx(0.3 * 0.8)
+    assert made.catching_up(10) == pytest.approx(10 * 0.06 * 0.8)
+    for sequences, seconds in ((1, 0.2), (1, 0.1), (8, 0.5), (8, 0.7)):
+        made.draft_took(sequences, seconds)
+    assert (made.draft(1), made.draft(8)) == (0.1, 0.5)
+    assert made.draft_guess(8) == 0.5
+    for tokens, seconds in ((10, 0.5), (100, 3.0), (10, 0.4)):
+        made.caught_up(tokens, seconds)
+    assert made.catching_up(10) == pytest.approx(0.3)
+    for _ in range(SAMPLES):
+        made.step_took(1, 1.5)
+    assert made.step(1) == 1.5, "what was before the last few is forgotten"
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])

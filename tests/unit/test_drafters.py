@@ -128,7 +128,9 @@ def test_memory_is_bounded() -> None:
         assert end == seq.tokens[-len(end) :]
     for tenant in range(40):
         drafter.pasts(bytes([tenant]))
-    assert len(drafter._pasts) <= 16
+    assert list(drafter._pasts) == [bytes([tenant]) for tenant in range(24, 40)], (
+        "as many tenants as are remembered, the latest"
+    )
 
 
 def test_what_was_said_before_the_last_is_remembered_too() -> None:
@@ -330,6 +332,7 @@ def test_no_draft_is_deeper_than_it_may_be_nor_larger_than_a_mask(name: str) -> 
             if draft is None:
                 seq.tokens.append(rng.randrange(6))
                 continue
+            assert draft.heard == isinstance(drafter, Observes), "who learns from answers hears them"
             assert 1 <= depth(draft) <= most
             assert len(draft.tokens) <= MAX_NODES
             deepest = max(deepest, depth(draft) - most)
