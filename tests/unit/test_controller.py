@@ -7,7 +7,7 @@ import pytest
 from headrace.drafting.budget import Purse
 from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected, value
 from headrace.drafting.costs import ENOUGH, SAMPLES, Costs
-from headrace.drafting.speculation import Speculation
+from headrace.drafting.speculation import TREE_REST, Speculation
 from headrace.params import SamplingParams
 from headrace.types import Draft, Request, Sequence
 
@@ -249,4 +249,33 @@ def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: in
         asked.append(drafter.asked > before)
         for _, seq in pairs:
             seq.tokens.append(4)
+    assert asked == [step % every == 0 for step in range(3 * every)]
+
+
+class Bushy(Counting):
+    """Proposes a tree: to build it takes time too."""
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        self.asked += 1
+        return Draft([1] * 20, [-1] * 20, trust=1)
+
+
+@pytest.mark.parametrize(("seconds", "gamma", "every"), [(9.0, None, TREE_REST + 1), (1.0, None, 1), (9.0, 2, 1)])
+def test_a_sequence_whose_tree_is_dear_is_left_alone(seconds: float, gamma: int | None, every: int) -> None:
+    drafter = Bushy()
+    speculation = Speculation([drafter], 1000, gamma)
+    request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
+    seq = Sequence(id=0, index=0, tokens=[2, 3], prompt_len=1)
+    for _ in range(ENOUGH):
+        speculation.costs.step_took(1, 1.0)
+    asked = []
+    for _ in range(3 * every):
+        speculation.costs.step_took(21, seconds)
+        speculation.costs.step_took(1, 1.0)
+        before = drafter.asked
+        if not speculation.pauses():
+            speculation.propose([(request, seq)], 1)
+        asked.append(drafter.asked > before)
+        assert (seq.draft is not None) == (gamma is not None or seconds == 1.0)
+        seq.tokens.append(4)
     assert asked == [step % every == 0 for step in range(3 * every)]

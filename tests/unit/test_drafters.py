@@ -66,6 +66,15 @@ def test_the_automaton_finds_the_longest_end_that_came_before(text: list[int]) -
     assert automaton.states <= 2 * len(text)
 
 
+def test_to_find_an_end_again_moves_the_longest_of_those_that_end_there() -> None:
+    """Of 20 ends that came before only eight are told that they are here now too: a step's work is bounded."""
+    automaton = SuffixAutomaton()
+    for _ in range(21):
+        automaton.push(1)
+    assert automaton.repeated() == (20, 20)
+    assert automaton.ends == [0, *range(1, 13), *[21] * 9], "eight, and the whole text"
+
+
 def test_another_text_is_followed_while_the_first_one_grows() -> None:
     rng = random.Random(7)
     past = [rng.randrange(3) for _ in range(200)]
