@@ -8,18 +8,24 @@ from typing import Any
 import jsonschema
 import pytest
 
+from headrace.decoding.constrained import Grammars
 from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document
 from headrace.decoding.json_schema.literals import other_than
-from headrace.decoding.json_schema.prepare import prepare
+from headrace.decoding.json_schema.negation import OPPOSITE
+from headrace.decoding.json_schema.prepare import Prepared, prepare
 from headrace.decoding.json_schema.validate import why_broken
 from headrace.structured import ConstraintError, StructuredOutputs
+from headrace.text.tokenizer import Tokenizer
 from tests.places import data_path
 from tests.trap import reached, trap
+from tests.unit.test_grammar import comes_through
+from tests.unit.vocabularies import byte_level
 
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {}}}
 CASES: dict[str, dict[str, Any]] = {
-    "dependencies": {**OBJECT, "dependencies": {"a": ["b"], "b": {"required": ["c"]}}, "$schema": "http://json-schema.org/draft-07/schema#"},
+    "dependencies": {**OBJECT, "dependencies": {"a": ["b"], "b": {"required": ["c"]}}, "$schema": DRAFT_7},
     "dependentRequired": {**OBJECT, "dependentRequired": {"a": ["b", "c"]}},
     "not required": {**OBJECT, "not": {"required": ["a"]}},
     "not required, two": {**OBJECT, "not": {"required": ["a", "b"]}},
@@ -30,6 +36,21 @@ CASES: dict[str, dict[str, Any]] = {
     "not anyOf": {"not": {"anyOf": [{"type": "string"}, {"minimum": 2}]}},
     "not allOf": {"not": {"allOf": [{"type": "string"}, {"maxLength": 1}]}},
     "not oneOf": {"not": {"oneOf": [{"type": "string"}, {"maxLength": 1}]}},
+    "not oneOf, of texts": {"type": "string", "not": {"oneOf": [{"enum": ["x", [], {}]}, {"maxLength": 0}]}},
+    "not anyOf, of texts": {"type": "string", "not": {"anyOf": [{"enum": ["x", [], {}]}, {"maxLength": 0}]}},
+    "not allOf, of texts": {"type": "string", "not": {"allOf": [{"enum": ["x", [], {}]}, {"maxLength": 5}]}},
+    "not items, place by place": {
+        "$schema": DRAFT_7,
+        "type": ["array", "null"],
+        "not": {"items": [{"type": "number"}, {"type": "string"}]},
+    },
+    "not prefixItems": {"type": ["array", "null"], "not": {"prefixItems": [{"type": "string"}, {"type": "number"}]}},
+    "not contains": {"type": "array", "not": {"contains": {"type": "string"}}},
+    "not properties, of anything": {"not": {"properties": {"a": {"type": "string"}, "b": True}}},
+    "not required, of anything": {"not": {"required": ["a", "c"]}},
+    **{f"not {name}": {"not": {name: 2}} for name in OPPOSITE if "Length" not in name},
+    "not minLength": {"not": {"minLength": 1}},
+    "not maxLength": {"not": {"maxLength": 1}},
     "not ref": {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "object", "required": ["a"]}}},
     "not, recursive": {
         "not": {"$ref": "#/$defs/t"},
@@ -105,6 +126,74 @@ def test_what_cannot_be_said_is_named_and_left_out(name: str) -> None:
     assert all(fits(prepared.schema, value) for value in [*INSTANCES, 6, 5, [1, 1]] if fits(LATE[name], value))
 
 
+@pytest.mark.parametrize("name", [name for name in OPPOSITE if name.startswith("min") and name != "minimum"])
+def test_nothing_is_shorter_than_nothing(name: str) -> None:
+    assert not any(fits(prepare({"not": {name: 0}}).schema, value) for value in INSTANCES)
+
+
+def test_where_a_part_cannot_be_said_nothing_of_its_complement_stays() -> None:
+    """Of references that lead from one to the other the last cannot be turned round: nothing points at what is not there."""
+    parts = {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/c"}]}, "b": {"type": "string"}, "c": {"multipleOf": 2}}
+    schema = {"not": {"$ref": "#/$defs/a"}, "$defs": parts}
+    prepared = prepare(schema)
+    assert prepared == Prepared({}, ("not",))
+    again = prepare({"allOf": [schema, {"not": {"$ref": "#/$defs/b"}}], "$defs": parts})
+    assert again.late == ("not",)
+    assert [value for value in INSTANCES if not fits(again.schema, value)] == ["", "x", "xy", "y"]
+
+
+@pytest.mark.parametrize("items", [{"type": "string"}, False])
+def test_the_complement_of_what_every_item_fits_cannot_be_said(items: Any) -> None:
+    schema = {"not": {"items": items}}
+    prepared = prepare(schema)
+    assert prepared.late == ("not",)
+    assert all(fits(prepared.schema, value) for value in INSTANCES if fits(schema, value))
+
+
+@pytest.mark.parametrize("items", [True, {}])
+def test_nothing_breaks_what_every_item_fits(items: Any) -> None:
+    prepared = prepare({"not": {"items": items, "minimum": 2}})
+    assert prepared.late == ()
+    assert [value for value in INSTANCES if fits(prepared.schema, value)] == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    tokenizer = Tokenizer.from_gguf({**byte_level(), "tokenizer.ggml.merges": []})
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+FORMATS = {
+    "date-time": ("2024-02-29T12:00:00Z", "12:00"),
+    "time": ("12:00:00Z", "noon"),
+    "date": ("2024-02-29", "today"),
+    "duration": ("P1D", "a day"),
+    "email": ("a@b.example", "a b"),
+    "hostname": ("b.example", "a b"),
+    "ipv4": ("127.0.0.1", "127"),
+    "ipv6": ("::1", "127.0.0.1"),
+    "uuid": ("12345678-1234-1234-1234-123456789abc", "1234"),
+    "uri": ("http://b.example/", "b c"),
+    "uri-reference": ("../a?b#c", "a b"),
+    "uri-template": ("/a/{b}", "{"),
+    "json-pointer": ("/a/~0", "a"),
+    "relative-json-pointer": ("1/a", "/a"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_kept(grammars: Grammars, name: str) -> None:
+    """Of two texts that the format has and has not, only the one comes through the mask."""
+    spec = StructuredOutputs(json=json.dumps({"type": "string", "format": name}))
+    for text, fits in zip(FORMATS[name], (True, False), strict=True):
+        assert comes_through(grammars, spec, grammars._tokenizer.encode(json.dumps(text), add_special=False)) == fits, text
+
+
+def test_a_format_that_nobody_knows_says_nothing() -> None:
+    prepared = prepare({"type": "string", "format": "colour"})
+    assert (prepared.schema, prepared.late) == ({"type": "string"}, ())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_prepared_schema_is_left_alone_by_preparing(name: str) -> None:
     once = prepare(CASES[name])
@@ -130,7 +219,7 @@ def test_the_official_suite(draft: str) -> None:
             if not isinstance(schema, dict):
                 continue
             if draft == "draft7":
-                schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+                schema = {"$schema": DRAFT_7, **schema}
             try:
                 prepared = prepare(schema)
             except ConstraintError:
@@ -159,6 +248,10 @@ def test_the_complement_of_texts(texts: list[str]) -> None:
         assert (re.fullmatch(regex, text) is None) == (text in texts), text
 
 
+BOUNDS = list(product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")))
+CLOSED = {**OBJECT, "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("a", "b", "apart"),
     [
@@ -168,8 +261,20 @@ def test_the_complement_of_texts(texts: list[str]) -> None:
         ({"enum": [1, 3]}, {"minimum": 3}, False),
         ({"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}, True),
         ({"maxLength": 2}, {"minLength": 3}, False),
+        ({"type": "string", "maxLength": 3}, {"type": "string", "minLength": 3}, False),
+        *[({"type": "number", low: 2}, {"type": "integer", high: 2}, (low, high) != BOUNDS[0]) for low, high in BOUNDS],
+        *[({"type": "number", low: 1}, {"type": "number", high: 2}, False) for low, high in BOUNDS],
+        *[({"type": "number", low: 3}, {"type": "number", high: 2}, True) for low, high in BOUNDS],
         ({"type": "object", "required": ["a"]}, {"type": "object", "additionalProperties": False}, True),
         ({"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}, False),
+        ({"type": "object", "maxProperties": 1}, {"type": "object", "minProperties": 2}, True),
+        ({"type": "object", "maxProperties": 2}, {"type": "object", "minProperties": 2}, False),
+        ({"type": "array", "maxItems": 1}, {"type": "array", "minItems": 2}, True),
+        ({"type": "array", "maxItems": 2}, {"type": "array", "minItems": 2}, False),
+        ({"type": "object", "required": ["a"], "properties": {"a": {"type": "string"}}}, CLOSED, True),
+        ({"type": "object", "required": ["d"]}, CLOSED, True),
+        ({"type": "object", "required": ["b"]}, CLOSED, False),
+        ({"type": "object", "properties": {"a": {"type": "string"}}}, OBJECT, False),
         ({"anyOf": [{"type": "null"}, {"type": "string"}]}, {"type": "array"}, True),
         ({"anyOf": [{"type": "null"}, {"type": "string"}]}, {"type": "string"}, False),
     ],
@@ -177,6 +282,11 @@ def test_the_complement_of_texts(texts: list[str]) -> None:
 def test_disjoint(a: dict[str, Any], b: dict[str, Any], apart: bool) -> None:
     assert disjoint(Document({}), [a], [b]) is apart
     assert disjoint(Document({}), [b], [a]) is apart
+
+
+@pytest.mark.parametrize(("count", "apart"), [(200, True), (201, False)])
+def test_few_values_are_tried_one_by_one(count: int, apart: bool) -> None:
+    assert disjoint(Document({}), [{"enum": list(range(count))}], [{"minimum": 500}]) is apart
 
 
 def deep(levels: int) -> dict[str, Any]:
