@@ -69,7 +69,10 @@ CASES: dict[str, dict[str, Any]] = {
     "propertyNames": {"propertyNames": {"enum": ["a", "b"]}},
     "propertyNames pattern": {"propertyNames": {"pattern": "^[ab]$"}},
     "contains": {"type": "array", "contains": {"type": "string"}, "maxItems": 3},
+    "contains, draft 7": {"type": "array", "contains": {"type": "string"}, "maxItems": 3, "$schema": DRAFT_7},
     "uniqueItems": {"type": "array", "uniqueItems": False},
+    "uniqueItems, of no list": {"type": "object", "uniqueItems": True},
+    "uniqueItems, of one": {"type": ["array", "null"], "maxItems": 1, "uniqueItems": True},
     "unevaluated": {**OBJECT, "unevaluatedProperties": False},
     "root ref": {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "not": {"required": ["b"]}},
 }  # fmt: skip
@@ -202,6 +205,35 @@ def test_a_prepared_schema_is_left_alone_by_preparing(name: str) -> None:
     assert [fits(twice.schema, value) for value in INSTANCES] == [fits(once.schema, value) for value in INSTANCES]
 
 
+def test_nothing_counts_beside_a_reference_in_old_drafts() -> None:
+    schema = {"$ref": "#/definitions/a", "not": {"required": ["b"]}, "definitions": {"a": {"type": "object"}}}
+    old, new = prepare({**schema, "$schema": DRAFT_7}).schema, prepare(schema).schema
+    assert "allOf" not in old
+    assert "allOf" in new
+
+
+def test_a_reference_is_followed_through_objects_and_lists() -> None:
+    parts = {
+        "a/b": {"type": "string"},
+        "c~d": {"type": "null"},
+        "%": {"type": "array"},
+        "list": [{"minimum": 1}, True],
+        "no": 3,
+    }
+    document = Document({"$defs": parts})
+    found = {"a~1b": parts["a/b"], "c~0d": parts["c~d"], "%25": parts["%"], "list/0": {"minimum": 1}, "list/1": True}
+    assert {ref: document.resolve(f"#/$defs/{ref}") for ref in found} == found
+    assert document.resolve("#") == document.root
+    for ref in ("e", "list/2", "list/-1", "list/a", "list/123456789", "list/0/minimum/1"):
+        with pytest.raises(ConstraintError, match="which is not there; correct it"):
+            document.resolve(f"#/$defs/{ref}")
+    for ref in ("no", "list", "list/0/minimum"):
+        with pytest.raises(ConstraintError, match="which is no schema; correct it"):
+            document.resolve(f"#/$defs/{ref}")
+    with pytest.raises(ConstraintError, match=r"refers to 'b\.json#/a'; only references within it"):
+        document.resolve("b.json#/a")
+
+
 SKIPPED = {"format", "refRemote", "anchor", "dynamicRef", "id", "unevaluatedItems", "content", "vocabulary", "ecmascript-regex"}
 
 
@@ -273,6 +305,9 @@ CLOSED = {**OBJECT, "additionalProperties": False}
         ({"type": "array", "maxItems": 2}, {"type": "array", "minItems": 2}, False),
         ({"type": "object", "required": ["a"], "properties": {"a": {"type": "string"}}}, CLOSED, True),
         ({"type": "object", "required": ["d"]}, CLOSED, True),
+        ({"type": "object", "required": ["a"]}, {"type": "object", "properties": {"a": False}}, True),
+        ({"type": "object", "required": ["a"]}, {"type": "object", "properties": {"a": True}}, False),
+        ({"type": "object", "required": ["b"]}, {"type": "object", "properties": {"a": False}}, False),
         ({"type": "object", "required": ["b"]}, CLOSED, False),
         ({"type": "object", "properties": {"a": {"type": "string"}}}, OBJECT, False),
         ({"anyOf": [{"type": "null"}, {"type": "string"}]}, {"type": "array"}, True),
