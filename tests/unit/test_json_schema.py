@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "uniqueItems, of no list": {"type": "object", "uniqueItems": True},
     "uniqueItems, of one": {"type": ["array", "null"], "maxItems": 1, "uniqueItems": True},
     "unevaluated": {**OBJECT, "unevaluatedProperties": False},
+    "unevaluated, then without if": {**OBJECT, "then": {"properties": {"d": {}}}, "else": {}, "unevaluatedProperties": False},
     "root ref": {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "not": {"required": ["b"]}},
 }  # fmt: skip
 LEAVES: list[Any] = [None, True, False, 0, 1, 2, 2.5, 3, "", "x", "xy", "y", [], [1], ["x", 1], [1, 2, 3, "x"], {}]
@@ -143,6 +144,25 @@ def test_where_a_part_cannot_be_said_nothing_of_its_complement_stays() -> None:
     again = prepare({"allOf": [schema, {"not": {"$ref": "#/$defs/b"}}], "$defs": parts})
     assert again.late == ("not",)
     assert [value for value in INSTANCES if not fits(again.schema, value)] == ["", "x", "xy", "y"]
+
+
+SPEAK_OF_PROPERTIES: dict[str, Any] = {
+    **{word: [OBJECT] for word in ("allOf", "anyOf", "oneOf")},
+    "if": OBJECT,
+    "dependentSchemas": {"a": OBJECT},
+    "not": {"type": "string"},
+    "$ref": "#/$defs/a",
+    "$dynamicRef": "#/$defs/a",
+}
+
+
+@pytest.mark.parametrize("word", SPEAK_OF_PROPERTIES)
+def test_what_others_speak_of_is_not_unevaluated(word: str) -> None:
+    """Beside a word whose schemas may speak of properties it cannot be told which are left."""
+    schema = {"type": "object", word: SPEAK_OF_PROPERTIES[word], "unevaluatedProperties": False, "$defs": {"a": OBJECT}}
+    prepared = prepare(schema)
+    assert prepared.late == ("unevaluatedProperties",)
+    assert "additionalProperties" not in words_of(prepared.schema)
 
 
 @pytest.mark.parametrize("items", [{"type": "string"}, False])
