@@ -146,6 +146,22 @@ def test_where_a_part_cannot_be_said_nothing_of_its_complement_stays() -> None:
     assert [value for value in INSTANCES if not fits(again.schema, value)] == ["", "x", "xy", "y"]
 
 
+ANNOTATIONS = (
+    "$comment $anchor $defs definitions title description default examples example deprecated readOnly writeOnly "
+    "contentEncoding contentMediaType contentSchema x-guidance"
+)
+
+
+@pytest.mark.parametrize("word", ANNOTATIONS.split())
+def test_what_says_nothing_of_values_is_left_out_and_breaks_nothing(word: str) -> None:
+    for value in ({}, {"type": "null"}, "never"):
+        rest = {"type": "string", "maxLength": 1}
+        assert prepare({**rest, word: value}) == Prepared(rest)
+        negated = prepare({"not": {**rest, word: value}})
+        assert negated.late == ()
+        assert [each for each in INSTANCES if not fits(negated.schema, each)] == ["", "x", "y"]
+
+
 SPEAK_OF_PROPERTIES: dict[str, Any] = {
     **{word: [OBJECT] for word in ("allOf", "anyOf", "oneOf")},
     "if": OBJECT,
