@@ -224,6 +224,42 @@ def test_outputs_and_log_probabilities_side_by_side(rule: str) -> None:
     assert request.metrics.accepted > 0
 
 
+class Less:
+    """Makes one token rarer, as `logit_bias` does."""
+
+    scope = "pointwise"
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def apply(self, logits: torch.Tensor, history: object, paths: object) -> torch.Tensor:
+        logits[:, 2] -= self.by
+        return logits
+
+
+@pytest.mark.parametrize(("rule", "mode"), [("rejection", "raw"), ("block", "processed")])
+def test_with_processors_of_the_callers_the_host_verifies_by_the_same_rule(rule: str, mode: str) -> None:
+    """Tokens, what they are said to be likely, and how much of the drafts is taken: as where the logits are."""
+    params = PARAMS.replace(verification=rule, logprobs=2, logprobs_mode=mode, stop_token_ids=(4,), min_tokens=2, max_tokens=8)
+    for make, by in ((lambda: DraftModel(least=0.0), 0.0), (PromptLookup, 2.0)):  # no processor sees what a model drafts
+        told = []
+        for more, processors in (({"logit_bias": {2: -by}}, ()), ({}, (Less(by),))):
+            engine = engine_of(torch_runners(), make())
+            requests = [engine.add(PROMPT, params.replace(seed=seed, **more), processors=processors) for seed in range(12)]
+            entries = [[] for _ in requests]
+            while engine.busy:
+                for delta in engine.step():
+                    entries[int(delta.request_id.split("-")[1])] += delta.logprobs
+            told.append((requests, entries))
+        (there, said_there), (here, said_here) = told
+        assert list(map(tokens_of, there)) == list(map(tokens_of, here))
+        assert [request.metrics.accepted for request in there] == [request.metrics.accepted for request in here]
+        assert sum(request.metrics.accepted for request in here) > 5
+        for a, b in zip(said_there, said_here, strict=True):
+            assert [(one.token, one.rank, one.top_ids) for one in a] == [(one.token, one.rank, one.top_ids) for one in b]
+            assert [one.logprob for one in a] == pytest.approx([one.logprob for one in b], abs=1e-6)
+
+
 def test_on_the_native_core() -> None:
     """The rule works on rows of logits, from whichever back end; with p = q nearly all is accepted."""
     target, slots = native_model(), {}

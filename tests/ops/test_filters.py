@@ -151,6 +151,57 @@ def test_a_setting_for_each_row():
         assert torch.equal(stage(z, values)[1], z[1])  # neutral there
 
 
+@pytest.mark.parametrize("width", [6, 60, 600])
+def test_rows_of_a_batch_know_nothing_of_each_other(width):
+    """Rows full of equals, far apart, one with a single token: each is what it is alone."""
+    z = random_rows(5, width, seed=width, spread=1.5).round() + torch.tensor([[0.0], [400.0], [-400.0], [7.0], [0.0]])
+    z[4] = NEVER
+    z[4, 2] = 1.0
+    stages = {
+        filters.top_k: [4, 5, 1, 3, 2],
+        filters.top_p: [0.4, 0.95, 0.6, 1.0, 0.2],
+        filters.typical: [0.4, 0.95, 0.6, 1.0, 0.2],
+        filters.min_p: [0.5, 0.1, 0.9, 0.0, 0.3],
+        filters.top_n_sigma: [0.5, 1.0, 0.1, 2.0, 1.0],
+        filters.xtc: [0.1, 0.01, 0.001, 0.3, 0.1],
+        filters.surprise: [2.0, 0.5, 4.0, 1.0, 3.0],
+    }
+    for stage, values in stages.items():
+        alone = torch.cat([stage(z[i : i + 1], value) for i, value in enumerate(values)])
+        assert torch.equal(stage(z, torch.tensor(values)), alone), stage.__name__
+        if stage is not filters.xtc or width > 6:
+            assert not torch.equal(alone, z), stage.__name__
+    for measure in (filters.reachable, filters.log_total):
+        assert torch.equal(measure(z), torch.cat([measure(each[None]) for each in z]))
+    assert kept(filters.reachable(row(0, 400, 399))) == [1, 2]
+
+
+def test_typical_takes_of_equals_on_both_sides_of_the_entropy_the_lowest_ids():
+    """Logits 0 and -1 about a mean of exactly -1/2: equally typical, and not equally likely, so their order tells."""
+    few = torch.tensor([-3.375, -8.125, -10.625, -15.875, -18.375, -21.75, -26.375, -29.125])  # these put the mean there
+    both = torch.tensor([0.0] * 30 + [-1.0] * 81)[torch.from_numpy(np.random.default_rng(3).permutation(111))]
+    z = torch.cat([few, both])[None]
+    shares = (z[0].double().exp() * filters.POINT).round()
+    assert float((z[0].double() * z[0].double().exp() * filters.POINT).round().sum() / shares.sum()) == -0.5
+    for p in (0.05, 0.3, 0.5, 0.71, 0.9):
+        reached = (shares[8:].cumsum(0) < shares.sum() * p * (1 - filters.SLACK)).sum()
+        assert kept(filters.typical(z, p)) == list(range(8, 8 + int(reached) + 1))
+
+
+@pytest.mark.parametrize("stage", [filters.top_p, filters.typical])
+def test_at_one_all_is_kept_however_flat_and_whatever_is_impossible(stage):
+    """Sums beyond 2**53 and tokens that weigh nothing; a first token that may not come, alone and beside rows that are cut."""
+    flat = torch.zeros(1, 20_000)
+    flat[0, 5000:] = -40.0
+    flat[0, :300] = -41.0
+    for z in (flat, torch.cat([torch.zeros(1, 20_000), torch.full((1, 9), -40.0)], -1)):
+        assert torch.equal(stage(z, 1.0), z)
+    barred = random_rows(2, 64)
+    barred[:, 0] = NEVER
+    assert torch.equal(stage(barred, 1.0), barred)
+    assert torch.equal(stage(barred, torch.tensor([0.5, 1.0]))[1], barred[1])
+
+
 def test_neutral_settings_leave_every_bit():
     z = random_rows(3, 500)
     z[0, 3], z[1, 4] = NEVER, -0.0

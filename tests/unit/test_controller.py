@@ -6,9 +6,10 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected
-from headrace.drafting.costs import ENOUGH, Costs
-from headrace.drafting.speculation import Speculation
+from headrace.drafting.budget import Budget
+from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected, value
+from headrace.drafting.costs import ENOUGH, SAMPLES, Costs
+from headrace.drafting.speculation import TREE_REST, Speculation
 
 
 def costs(steps: dict[int, float], draft: float = 0.0, plain: int = 1) -> Costs:
@@ -43,6 +44,18 @@ def test_rows_that_cost_as_much_as_steps_are_not_spent() -> None:
         choices = [Choice(0.9, 4) for _ in range(batch)]
         choose(choices, batch, costs(bound, plain=batch))
         assert (sum(one.gamma for one in choices) > 0) == (batch < 8)
+
+
+def test_what_a_draft_is_worth_is_tokens_over_seconds() -> None:
+    """Of the gamma that pays most, beside other sequences; a model's steps and what it must read first take time too."""
+    made = costs({rows: 1 + 0.1 * (rows - 2) for rows in range(2, 20)}, draft=0.2, plain=2)
+    assert value(Choice(0.9, 1), 2, made) == pytest.approx((1 + expected(0.9, 1)) / 1.1)
+    assert value(Choice(0.9, 4), 2, made) == pytest.approx(max((1 + expected(0.9, g)) / (1 + 0.1 * g) for g in range(1, 5)))
+    model = Choice(0.9, 4, model=True, behind=0.4, ahead=0.2, rest=6)
+    assert model.surcharge == pytest.approx(0.2)
+    assert value(model, 2, made) == pytest.approx(max((1 + expected(0.9, g)) / (1.2 + 0.3 * g) for g in range(1, 5)))
+    assert value(Choice(0.9, 4, rows=10), 2, made) == pytest.approx((1 + expected(0.9, 4)) / 2.0)
+    assert value(Choice(0.9, 4), 2, Costs()) == 0.9, "the surest, before anything was measured"
 
 
 def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
@@ -105,6 +118,27 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
     assert acceptance.alpha("other", kind) > 0.9
 
 
+def test_what_was_measured_counts_for_what_it_was_measured_of() -> None:
+    """The least of a few measurements: of steps of so many rows, of draft steps of so many sequences, of tokens read."""
+    made = Costs()
+    assert (made.step(1), made.draft(1), made.draft_guess(1), made.catching_up(9)) == (None, 0.0, 0.0, 0.0)
+    for rows, seconds in ((1, 1.0), (1, 0.8), (8, 2.0), (8, 3.0)):
+        made.step_took(rows, seconds)
+    assert (made.step(1), made.step(8)) == (0.8, 2.0)
+    assert made.draft_guess(1) == pytest.approx(0.3 * 0.8)
+    assert made.catching_up(10) == pytest.approx(10 * 0.06 * 0.8)
+    for sequences, seconds in ((1, 0.2), (1, 0.1), (8, 0.5), (8, 0.7)):
+        made.draft_took(sequences, seconds)
+    assert (made.draft(1), made.draft(8)) == (0.1, 0.5)
+    assert made.draft_guess(8) == 0.5
+    for tokens, seconds in ((10, 0.5), (100, 3.0), (10, 0.4)):
+        made.caught_up(tokens, seconds)
+    assert made.catching_up(10) == pytest.approx(0.3)
+    for _ in range(SAMPLES):
+        made.step_took(1, 1.5)
+    assert made.step(1) == 1.5, "what was before the last few is forgotten"
+
+
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
 def test_the_measured_acceptance_is_the_true_one(alpha: float) -> None:
     rng = random.Random(2)
@@ -134,6 +168,15 @@ def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
         seconds += took + 0.3 * choice.gamma
         tokens += accepted + 1
     assert seconds <= 1.03 * tokens
+
+
+def test_a_draft_may_lose_what_its_step_takes_more_than_a_plain_one_and_no_more() -> None:
+    """Four rows of 0.1 s more and four steps of a model of 0.2 s more: 1.2 s, each of them counted once."""
+    for budget, gamma in ((1.25, 4), (1.15, 3), (0.55, 1), (0.25, 0)):
+        choice = Choice(0.99, 4, model=True, drafter="draft")
+        made = costs({rows: 1 + 0.1 * (rows - 1) for rows in range(1, 10)}, draft=0.2)
+        choose([choice], 1, made, {"draft": Budget(budget, budget)})
+        assert choice.gamma == gamma
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------------
@@ -206,4 +249,33 @@ def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: in
         asked.append(drafter.asked > before)
         for _, seq in pairs:
             seq.tokens.append(4)
+    assert asked == [step % every == 0 for step in range(3 * every)]
+
+
+class Bushy(Counting):
+    """Proposes a tree: to build it takes time too."""
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        self.asked += 1
+        return Draft([1] * 20, [-1] * 20, confidence=1)
+
+
+@pytest.mark.parametrize(("seconds", "gamma", "every"), [(9.0, None, TREE_REST + 1), (1.0, None, 1), (9.0, 2, 1)])
+def test_a_sequence_whose_tree_is_dear_is_left_alone(seconds: float, gamma: int | None, every: int) -> None:
+    drafter = Bushy()
+    speculation = Speculation([drafter], 1000, gamma)
+    request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
+    seq = Sequence(0, [2, 3], 1)
+    for _ in range(ENOUGH):
+        speculation.costs.step_took(1, 1.0)
+    asked = []
+    for _ in range(3 * every):
+        speculation.costs.step_took(21, seconds)
+        speculation.costs.step_took(1, 1.0)
+        before = drafter.asked
+        if not speculation.pauses():
+            speculation.propose([(request, seq)], 1)
+        asked.append(drafter.asked > before)
+        assert (seq.decode.draft is not None) == (gamma is not None or seconds == 1.0)
+        seq.tokens.append(4)
     assert asked == [step % every == 0 for step in range(3 * every)]

@@ -67,6 +67,15 @@ def test_the_automaton_finds_the_longest_end_that_came_before(text: list[int]) -
     assert automaton.states <= 2 * len(text)
 
 
+def test_to_find_an_end_again_moves_the_longest_of_those_that_end_there() -> None:
+    """Of 20 ends that came before only eight are told that they are here now too: a step's work is bounded."""
+    automaton = SuffixAutomaton()
+    for _ in range(21):
+        automaton.push(1)
+    assert automaton.repeated() == (20, 20)
+    assert automaton.ends == [0, *range(1, 13), *[21] * 9], "eight, and the whole text"
+
+
 def test_another_text_is_followed_while_the_first_one_grows() -> None:
     rng = random.Random(7)
     past = [rng.randrange(3) for _ in range(200)]
@@ -129,7 +138,9 @@ def test_memory_is_bounded() -> None:
         assert end == seq.tokens[-len(end) :]
     for tenant in range(40):
         drafter.pasts(bytes([tenant]))
-    assert len(drafter._pasts) <= 16
+    assert list(drafter._pasts) == [bytes([tenant]) for tenant in range(24, 40)], (
+        "as many tenants as are remembered, the latest"
+    )
 
 
 def test_what_was_said_before_the_last_is_remembered_too() -> None:
@@ -330,6 +341,7 @@ def test_no_draft_is_deeper_than_it_may_be_nor_larger_than_a_mask(name: str) -> 
             if draft is None:
                 seq.tokens.append(rng.randrange(6))
                 continue
+            assert draft.observed == isinstance(drafter, Observes), "who learns from answers hears them"
             assert 1 <= depth(draft) <= most
             assert len(draft.tokens) <= MAX_NODES
             deepest = max(deepest, depth(draft) - most)

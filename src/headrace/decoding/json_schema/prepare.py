@@ -83,11 +83,10 @@ class _Preparation:
         self.negation = Negation(self.document, self.complement, self.conditions)
 
     def run(self) -> Prepared:
-        schema = self.positive(self.document.root, 0)
+        made: dict[str, Any] = self.positive(self.document.root, 0)
         while self.todo:
             name, make = self.todo.pop()
             self.defs[name] = make()
-        made = {"allOf": [False]} if schema is False else {} if schema is True else schema
         if "$schema" in self.document.root:
             made = {"$schema": self.document.root["$schema"], **made}
         if self.defs:
@@ -236,7 +235,7 @@ class _Preparation:
 
     def _unevaluatedProperties(self, value: Any, schema: dict[str, Any]) -> list[Any]:  # noqa: N802
         """Where nothing else speaks of properties, it is additionalProperties."""
-        others = {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas", "$dynamicRef"}
+        others = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "$dynamicRef"}
         if others & set(schema):
             raise InexpressibleError
         if "additionalProperties" in schema:

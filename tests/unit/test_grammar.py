@@ -1,0 +1,85 @@
+"""From what a caller asks for to a grammar that compiles: nesting is bounded, and both notations of grammars are read."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from headrace.data.structured import StructuredOutputs
+from headrace.decoding.constrained import ConstraintError, Grammars
+from headrace.decoding.grammar import MAX_NESTING, grammar_of
+from headrace.text.tokenizer import Tokenizer
+from tests.unit.vocabularies import byte_level
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """One token a byte: no merges."""
+    return Tokenizer.from_gguf({**byte_level(), "tokenizer.ggml.merges": []})
+
+
+def comes_through(grammars: Grammars, spec: StructuredOutputs, tokens: list[int]) -> bool:
+    """Whether an output may be these tokens and end there."""
+    held = grammars.constraint(spec)
+    for token in tokens:
+        mask = np.frombuffer(held.masks(), dtype="<u4")
+        if held.done or not mask[token // 32] >> (token % 32) & 1:
+            return False
+        held.push(token)
+    return held.whole
+
+
+def nested(depth: int) -> str:
+    return "(" * depth + "a" + ")" * depth
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (StructuredOutputs(regex=nested(MAX_NESTING + 1)), "regex"),
+        (StructuredOutputs(regex="()[]{})))" + "[({" * 21 + "[("), "regex"),  # what closes nothing makes no room
+        (StructuredOutputs(grammar=f"start: {nested(MAX_NESTING + 1)}"), "grammar"),
+    ],
+)
+def test_deep_nesting_is_refused(spec: StructuredOutputs, name: str) -> None:
+    with pytest.raises(ConstraintError, match=f"^the {name} nests brackets more than 64 deep; flatten it$"):
+        grammar_of(spec)
+
+
+def test_what_just_fits_is_taken() -> None:
+    grammar_of(StructuredOutputs(regex=nested(MAX_NESTING) * 2))
+    grammar_of(StructuredOutputs(grammar="start: " + nested(MAX_NESTING).replace("a", '"a"')))
+
+
+def test_a_grammar_that_is_not_gbnf_is_refused_in_one_line() -> None:
+    with pytest.raises(ConstraintError, match=r"^the grammar is not GBNF \(.+\); correct it$") as caught:
+        grammar_of(StructuredOutputs(grammar='root ::= "a\n| ::='))
+    assert "\n" not in str(caught.value)
+
+
+CASES = {
+    "lark": (StructuredOutputs(grammar='start: "a" ("b" | "c")'), ["ab", "ac"], ["a", "b", "abc"]),
+    "gbnf": (StructuredOutputs(grammar='root ::= "a" ("b" | "c")'), ["ab", "ac"], ["a", "b", "abc"]),
+    "regex": (StructuredOutputs(regex="a[bc]"), ["ab", "ac"], ["a", "b", "abc"]),
+    "choice": (StructuredOutputs(choice=("a.c", "水", "a|b")), ["a.c", "水", "a|b"], ["abc", "a", "b"]),
+    "object": (StructuredOutputs(json_object=True), ["{}", '{"a": [1]}', '{\n\t"a":1}'], ["[]", "1", '{  "a":1}']),
+    "json": (StructuredOutputs(json='{"type": "array"}'), ["[]", '[1, "a"]', "[\r\n  1]"], ["{}", "1", "[   1]"]),
+    "compact": (StructuredOutputs(json='{"type": "array"}', disable_any_whitespace=True), ["[]", "[1,2]"], ["[1, 2]", "[\n1]"]),
+    "anything": (StructuredOutputs(json="true"), ["1", "[]", '"a"'], ["a", "[,]"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_text_comes_through_where_it_fits(tokenizer: Tokenizer, name: str) -> None:
+    spec, fitting, others = CASES[name]
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    for text in (*fitting, *others):
+        assert comes_through(grammars, spec, tokenizer.encode(text, add_special=False)) == (text in fitting), text
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "false", json.dumps("a")])
+def test_a_schema_that_is_none_is_refused(text: str) -> None:
+    said = "is not JSON" if text == "{" else "must be an object that something fits"
+    with pytest.raises(ConstraintError, match=f"the JSON schema {re.escape(said)}"):
+        grammar_of(StructuredOutputs(json=text))

@@ -1,0 +1,91 @@
+"""Speculation by name: who drafts, how deep, and what is refused."""
+
+import re
+
+import pytest
+
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.lookahead import Lookahead
+from headrace.drafting.methods import speculation
+
+HEADS, FEATURE = ("heads", 3), ("feature", 5)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "names"),
+    [
+        ("auto", {}, ["ngram"]),
+        ("auto", {"companion": True}, ["ngram", "draft"]),
+        ("auto", {"heads": HEADS}, ["ngram", "heads"]),
+        ("auto", {"heads": FEATURE}, ["ngram", "feature"]),
+        ("heads", {"heads": HEADS}, ["heads"]),
+        ("heads", {"heads": FEATURE}, ["feature"]),
+        ("draft", {"companion": True}, ["draft"]),
+        ("self", {}, ["self"]),
+        ("ngram", {}, ["ngram"]),
+        ("suffix", {}, ["suffix"]),
+        ("lookahead", {}, ["lookahead"]),
+        ("jacobi", {}, ["jacobi"]),
+    ],
+)
+def test_a_name_says_who_drafts(method: str, given: dict, names: list[str]) -> None:
+    made = speculation(method, True, 1000, 4, **given)
+    assert made is not None
+    assert [drafter.name for drafter in made.drafters] == names
+    assert (made.gamma, made.max_model_len) == (4, 1000)
+
+
+def test_who_drafts_with_what_of_the_target() -> None:
+    """A companion has K and V of its own, a part of the target the target's; a feature layer keeps nothing of a chain."""
+    kept = {}
+    for method, given in (("draft", {"companion": True}), ("self", {}), ("heads", {"heads": FEATURE})):
+        made = speculation(method, True, 1000, **given)  # type: ignore[arg-type]
+        assert made is not None
+        (drafter,) = made.drafters
+        assert isinstance(drafter, DraftModel)
+        kept[method] = drafter.group, drafter.keeps
+    assert kept == {"draft": (1, True), "self": (None, True), "heads": (1, False)}
+
+
+@pytest.mark.parametrize(("most", "length"), [(None, 5), (1, 2), (3, 4), (4, 5), (16, 5)])
+def test_lookahead_is_no_deeper_than_drafts_may_be(most: int | None, length: int) -> None:
+    made = speculation("lookahead", True, 1000, most)
+    assert made is not None
+    (drafter,) = made.drafters
+    assert isinstance(drafter, Lookahead)
+    assert drafter.length == length
+
+
+@pytest.mark.parametrize("method", [None, "off", "none"])
+def test_off_is_off(method: str | None) -> None:
+    assert speculation(method, True, 1000) is None
+
+
+def test_auto_drafts_nothing_where_an_output_could_change_unless_it_was_given_something() -> None:
+    assert speculation("auto", False, 1000) is None
+    assert speculation("auto", False, 1000, companion=True) is not None
+    assert speculation("auto", False, 1000, heads=HEADS) is not None
+    assert speculation("ngram", False, 1000) is not None
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "message"),
+    [
+        ("off", {"companion": True}, "a draft model was given and speculation is off; leave one of the two out"),
+        (None, {"heads": HEADS}, "trained heads were given and speculation is off; leave one of the two out"),
+        ("guess", {}, "unknown speculation 'guess'; use auto, ngram, suffix, lookahead, jacobi, draft, heads, self or off"),
+        ("ngram", {"draft_tokens": 0}, "draft_tokens must be between 1 and 16, not 0"),
+        ("ngram", {"draft_tokens": 17}, "draft_tokens must be between 1 and 16, not 17"),
+        ("draft", {}, "speculation by a draft model needs one; name it with draft (--draft)"),
+        ("heads", {}, "speculation by heads needs trained ones; name their folder with draft (--draft)"),
+        ("suffix", {"companion": True}, "a draft model was given and suffix does not use that; choose auto or draft"),
+        (
+            "draft",
+            {"companion": True, "heads": HEADS},
+            "trained heads were given and draft does not use that; choose auto or heads",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(method: str | None, more: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        speculation(method, True, 1000, **more)
