@@ -25,6 +25,14 @@ class Drafter(Protocol):
         beyond is cut off. None: nothing to propose."""
 
 
+def check_draft(draft: Draft, vocab_size: int) -> None:
+    """Raises ValueError where no step could feed it."""
+    if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab_size:
+        raise ValueError(f"a drafted token is not in the vocabulary (0 to {vocab_size - 1})")
+    if len(draft.parents) != len(draft.tokens) or not all(-1 <= up < at for at, up in enumerate(draft.parents)):
+        raise ValueError("a draft names the parent of each node, -1 or an earlier node")
+
+
 class Fed(Protocol):
     """A feed of the target's plan, and whose it is."""
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from headrace.data.plan import MAX_NODES, Answers, Each, StepPlan
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import Drafter, Fed, Filled, ModelDrafter, Observes, Reads, Remembers, Run
+from headrace.drafting.base import Drafter, Fed, Filled, ModelDrafter, Observes, Reads, Remembers, Run, check_draft
 from headrace.drafting.budget import WAITED, Budgets
 from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
@@ -73,6 +73,7 @@ class Speculation:
         self.drafters = tuple(drafters)
         self.max_model_len = max_model_len
         self.gamma = gamma
+        self.vocab_size = 2**31  # of the target: the engine's to say
         self.costs = Costs()
         self.acceptance = Acceptance()
         self.budgets = Budgets()
@@ -259,7 +260,10 @@ class Speculation:
     def _drafted(self, drafter: Drafter, request: Request, seq: Sequence, most: int) -> Draft | None:
         """What a drafter proposes, as far as it can be fed and a grammar lets it come."""
         draft = drafter.draft(request, seq, most)
-        draft = None if draft is None else bounded(draft, most)
+        if draft is None:
+            return None
+        check_draft(draft, self.vocab_size)
+        draft = bounded(draft, most)
         if draft is not None and seq.decode.constraint is not None and drafter.name not in self._fills:
             draft = prune(draft, seq.decode.constraint.fitting(draft.tokens, draft.parents))
         return draft

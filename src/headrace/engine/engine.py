@@ -18,6 +18,7 @@ from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import Processor, ProcessorError
 from headrace.decoding.prompts import Scored
 from headrace.decoding.stopping import Stopping
+from headrace.drafting.base import check_draft
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
 from headrace.engine.children import Children
@@ -54,6 +55,8 @@ class Engine:
         self.config = config
         self.executor = executor
         self.speculation = speculation
+        if speculation is not None:
+            speculation.vocab_size = vocab_size
         self.blocks = BlockManager(config.cache, groups)
         self.scheduler = Scheduler(config.scheduler, self.blocks)
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
@@ -245,13 +248,10 @@ class Engine:
         draft: Draft | None = request.strategy.draft(request, seq)
         if draft is None:
             return None
-        most, vocab = request.strategy.nodes(request), self.limits.vocab_size
+        most = request.strategy.nodes(request)
         if len(draft.tokens) > most:
             raise ValueError(f"the strategy drafted {len(draft.tokens)} nodes, and nodes() says at most {most}")
-        if not all(0 <= token < vocab for token in draft.tokens):
-            raise ValueError(f"the strategy drafted a token that is not in the vocabulary (0 to {vocab - 1})")
-        if len(draft.parents) != len(draft.tokens) or not all(-1 <= up < at for at, up in enumerate(draft.parents)):
-            raise ValueError("a draft names the parent of each node, -1 or an earlier node")
+        check_draft(draft, self.limits.vocab_size)
         return draft
 
     def _fill(self, speculation: Speculation, flight: Flight) -> None:
