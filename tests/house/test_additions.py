@@ -1,0 +1,172 @@
+"""What is added to Headrace, and how many places that takes: a toy of each kind, written as if it lay in its room, and at
+work in real engines on both back ends. Each has a control: without its row it is refused, in words that name what is missing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.data.params import SamplingParams
+from headrace.data.plan import WANTS, AnyWant, Feed, Want
+from headrace.data.types import Draft, Request, Sequence
+from headrace.drafting.speculation import Speculation
+from headrace.engine.admission import AdmissionError
+from headrace.models.registry import MODELS
+from headrace.ops.registry import OPS, Op, op
+from headrace.runner.record import RecordError, record
+from tests.e2e.test_verification import BACKENDS, Make
+from tests.house.repeat_last import RepeatLast
+from tests.house.scale import scale, scale_cases
+from tests.house.scaled_llama import scaled_llama
+from tests.house.second_best import SecondBest
+from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
+from tests.tiny_native import native_model, native_runner
+from tests.unit.test_imports import SOURCES, late_imports, wrong_imports
+
+TOYS = {"second_best": "decoding", "repeat_last": "drafting", "scale": "ops", "scaled_llama": "models"}
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [40, 40, 40])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return BACKENDS[request.param]("llama")
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_a_toy_could_lie_in_its_room(toy: str) -> None:
+    source, module = Path(__file__).with_name(f"{toy}.py").read_text(), f"headrace.{TOYS[toy]}.{toy}"
+    assert wrong_imports(module, source, {*SOURCES, module}) == []
+    assert late_imports(module, source) == []
+    assert wrong_imports(f"headrace.text.{toy}", source, {*SOURCES, module}), "any room would do"
+
+
+# -- a decoding method: one file ---------------------------------------------------------------------------------------------
+
+
+def second_best(make: Make, prompt: list[int], count: int) -> list[int]:
+    """By an engine that is asked for one token at a time, and for what it thought of others."""
+    tokens: list[int] = []
+    for _ in range(count):
+        engine = make()
+        engine.add([*prompt, *tokens], GREEDY.replace(max_tokens=1, logprobs=2))
+        (delta,) = [delta for _ in range(9) if engine.busy for delta in engine.step()]
+        tokens.append(delta.logprobs[0].top_ids[1])
+    return tokens
+
+
+def test_a_strategy_is_one_file(make: Make) -> None:
+    engine = make()
+    toys = [engine.add(prompt, GREEDY.replace(max_tokens=5), strategy=SecondBest()) for prompt in PROMPTS]
+    beside = engine.add(PROMPTS[0], GREEDY)
+    finish(engine)
+    assert [tokens_of(request)[0] for request in toys] == [second_best(make, prompt, 5) for prompt in PROMPTS]
+    alone = make()
+    request = alone.add(PROMPTS[0], GREEDY)
+    finish(alone)
+    assert tokens_of(beside) == tokens_of(request) != tokens_of(toys[0])
+
+
+def test_a_strategy_says_what_it_heeds(make: Make) -> None:
+    with pytest.raises(AdmissionError, match="the strategy SecondBest does not heed top_p"):
+        make().add(PROMPTS[0], GREEDY.replace(top_p=0.5), strategy=SecondBest())
+    with pytest.raises(AdmissionError, match=r"inherit from headrace\.decoding\.base\.Strategy"):
+        make().add(PROMPTS[0], GREEDY, strategy=object())  # type: ignore[arg-type]
+
+
+# -- a want: a row in WANTS, and an answer of every back end -----------------------------------------------------------------
+
+
+class Guess(Want, frozen=True, array_like=True, gc=False):
+    """A want that no back end knows."""
+
+
+class Guessing(SecondBest):
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        return (Guess(),)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_a_want_is_answered_by_every_back_end_or_refused(make: Make, monkeypatch: pytest.MonkeyPatch, row: bool) -> None:
+    if row:
+        monkeypatch.setitem(WANTS, Guess, ())
+    engine = make()
+    request = engine.add(PROMPTS[0], GREEDY, strategy=Guessing())
+    while engine.busy:
+        engine.step()
+    assert request.error is not None
+    assert ("wants what no step gives" in request.error) != row
+    assert "Guess" in request.error
+
+
+# -- a drafter: one file -----------------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_is_one_file(make: Make) -> None:
+    plain, drafted = make(), make(speculation=Speculation([RepeatLast()], 256, gamma=3))
+    requests = [[engine.add(prompt, GREEDY) for prompt in PROMPTS] for engine in (plain, drafted)]
+    for engine in (plain, drafted):
+        finish(engine)
+    assert [tokens_of(request) for request in requests[0]] == [tokens_of(request) for request in requests[1]]
+    assert sum(request.metrics.drafted for request in requests[1]) > 10
+
+
+def test_a_drafter_that_drafts_nonsense_is_left_alone(make: Make) -> None:
+    """What no step could feed is not fed, and nobody fails."""
+
+    class Nonsense(RepeatLast):
+        def __init__(self) -> None:
+            self.drafts = iter([Draft([VOCAB + 5], [-1]), Draft([-1], [-1]), Draft([1, 1], [-1, 1]), Draft([1], [])])
+
+        def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+            return next(self.drafts, None)
+
+    engine = make(speculation=Speculation([Nonsense()], 256, gamma=3))
+    request = engine.add(PROMPTS[0], GREEDY)
+    finish(engine)
+    alone = make()
+    expected = alone.add(PROMPTS[0], GREEDY)
+    finish(alone)
+    assert tokens_of(request) == tokens_of(expected)
+    assert request.metrics.drafted == 0
+
+
+# -- an op, and an order of ops that has it ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scaling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op[..., Any]]:
+    monkeypatch.delitem(OPS, "scale", raising=False)
+    yield op(inputs=scale_cases)(scale)
+    OPS.pop("scale", None)
+
+
+def test_an_op_records_plays_and_is_refused_natively(scaling: Op[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, plain = list(PROMPTS[0]), tiny_model(tiny_config())
+    expected = run_alone(plain, prompt, GREEDY)
+    outputs = {}
+    for by in (1.0, 3.0):
+        monkeypatch.setitem(MODELS, "llama", scaled_llama(scaling, by))
+        model = tiny_model(tiny_config())
+        assert [node.op for node in record(model).layers[0].nodes].count("scale") == 1
+        outputs[by] = run_alone(model, prompt, GREEDY)
+    assert outputs[1.0] == expected != outputs[3.0]
+    with pytest.raises(RecordError, match="the native core has no phase for 'scale'"):
+        native_runner(native_model.__wrapped__("llama"))
+
+
+def test_what_is_no_op_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the same function without its registration."""
+    monkeypatch.setitem(MODELS, "llama", scaled_llama(scale, 3.0))
+    with pytest.raises(RecordError, match="cannot be recorded"):
+        record(tiny_model(tiny_config()))
+
+
+def test_an_op_is_held_to_its_cases(scaling: Op[..., Any]) -> None:
+    assert OPS["scale"] is scaling
+    for case in scaling.inputs(torch.float32, torch.device("cpu")):
+        torch.testing.assert_close(scaling(*case.args, **case.kwargs), case.args[0] * 0.5)
+    with pytest.raises(ValueError, match="defined twice"):
+        op(inputs=scale_cases)(scale)
