@@ -1,5 +1,5 @@
 """What is added to Headrace, and how many places that takes: a toy of each kind, written as if it lay in its room, and at
-work in real engines on both back ends. Each has a control: without its row it is refused, in words that name what is missing."""
+work in real engines on both back ends. Each has a control: without its row it is refused, with the reason."""
 
 from collections.abc import Iterator
 from pathlib import Path

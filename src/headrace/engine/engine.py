@@ -66,7 +66,7 @@ class Engine:
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
         self.requests: dict[str, Request] = {}
-        self.fed = 0  # tokens of the step that landed last
+        self.fed = 0  # tokens of the last step
         self._flights: deque[Flight] = deque()
         self._outbox: list[Delta] = []
         self._names = itertools.count()
@@ -161,6 +161,7 @@ class Engine:
     # -- the loop ------------------------------------------------------------------------------------------------------
     def step(self) -> list[Delta]:
         """Run one step and return what it added to whom; empty when there is nothing to do."""
+        self.fed = 0
         self._launch()
         if self._flights:
             self._idle = 0
