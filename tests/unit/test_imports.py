@@ -53,9 +53,9 @@ ROOMS = {
     "bench": "llm engine startup decoding drafting runner weights.loader weights.names text models ops weights data",
     "bench.tools": "bench server llm data",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
-    "bench.workers.ours": "llm drafting data",
-    "bench.workers.ours_beam": "llm data",
-    "bench.workers.ours_speculation": "llm data",
+    "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
+    "bench.workers.ours_beam": "",
+    "bench.workers.ours_speculation": "",
     "server": "llm engine startup.opening decoding text weights data",
     "cli": "server bench.tools bench workflows training llm startup text weights data",
     "__main__": "cli",

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import headrace
-from headrace.data.params import SamplingParams
-from headrace.data.types import Draft
-from headrace.drafting.speculation import Speculation
-from headrace.llm import LLM
+from headrace import LLM, SamplingParams
+
+# From here, as builds from before the rooms have it here too: this file also runs in theirs (bench local --beside).
+from headrace.drafting.speculation import Draft, Speculation
 
 SLACK = 64  # tokens that early sequences of a batch may make while the last ones are still in prefill
 

@@ -6,8 +6,7 @@ Setting: {"beams": 4, "independent": false}, and arguments of LLM.
 import time
 from typing import Any
 
-from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.llm import LLM
+from headrace import LLM, BeamSearchParams, SamplingParams
 
 
 class Worker:

@@ -3,8 +3,7 @@
 import time
 from typing import Any
 
-from headrace.data.params import SamplingParams
-from headrace.llm import LLM
+from headrace import LLM, SamplingParams
 
 
 class Worker:
