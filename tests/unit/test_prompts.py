@@ -1,0 +1,106 @@
+"""What is asked of prompts: what a chunk brings is filed once, and a strategy that is wrapped does not see it."""
+
+from typing import Any
+
+import pytest
+
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Answers, AnyWant, Drawn, Feed, Pool, Pooled, Sample, Score, Scores, TokenLogprob, Where
+from headrace.data.types import Child, Request, Sequence
+from headrace.decoding.base import Outputs, Strategy
+from headrace.decoding.prompts import Pooling, Scored
+
+SCORES = [TokenLogprob(token, -float(token)) for token in range(9)]
+
+
+def asked(strategy: Strategy, prompt: int = 12, **params: Any) -> tuple[Request, Sequence]:
+    tokens = list(range(prompt))
+    request = Request("r", tokens, SamplingParams(**params), 0, strategy, 0)
+    return request, Sequence(0, list(tokens), prompt)
+
+
+class Seeing(Strategy):
+    """Wants a token at the end of the prompt, and remembers what it is shown."""
+
+    def __init__(self) -> None:
+        self.observed: list[Answers] = []
+        self.selected: list[Answers] = []
+
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        return (Sample(),) if last else ()
+
+    def observe(self, request: Request, seq: Sequence, feed: Feed, answers: Answers) -> None:
+        self.observed.append(answers)
+
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        self.selected += [answers for _, answers in outputs]
+        return [[Child(token=3)] for _ in outputs]
+
+
+# -- embeddings ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["first", "last"])
+def test_one_row_is_asked_of_the_chunk_that_ends_the_prompt(pool: str) -> None:
+    strategy = Pooling(pool)
+    request, seq = asked(strategy)
+    assert strategy.want(request, seq, Feed(0, 0, 8), False) == ()
+    assert strategy.want(request, seq, Feed(0, 8, 4), True) == (Pool(Where(pool)),)
+    strategy.observe(request, seq, Feed(0, 0, 8), ())
+    assert request.pooled == []
+    strategy.observe(request, seq, Feed(0, 8, 4), (Pooled((1.0, 2.0)),))
+    assert request.pooled == [1.0, 2.0]
+
+
+def test_a_mean_goes_on_where_the_sum_was_also_when_rows_are_fed_again() -> None:
+    strategy = Pooling("mean")
+    request, seq = asked(strategy)
+    assert strategy.want(request, seq, Feed(0, 0, 8), False) == (Pool(Where.ALL, 0, ()),)
+    strategy.observe(request, seq, Feed(0, 0, 8), (Pooled((1.0, 2.0)),))
+    strategy.observe(request, seq, Feed(0, 0, 4), (Pooled((1.0, 2.0)),))  # after a preemption: nothing new
+    assert strategy.want(request, seq, Feed(0, 4, 8), True) == (Pool(Where.ALL, 8, (1.0, 2.0)),)
+    strategy.observe(request, seq, Feed(0, 4, 8), (Pooled((3.0, 4.0)),))
+    assert (request.pooled, request.state) == ([3.0, 4.0], 12)
+
+
+def test_only_a_mean_has_to_see_every_row() -> None:
+    assert [Pooling(pool).shares(asked(Pooling(pool))[0]) for pool in ("first", "last", "mean")] == [True, True, False]
+
+
+# -- the scores of a prompt ----------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_filed_once_and_end_with_the_prompt() -> None:
+    """Also where chunks overlap, and where a feed after a preemption goes on into the output."""
+    strategy = Scored(Seeing())
+    request, seq = asked(strategy, 6, prompt_logprobs=0)
+    for start, end in ((0, 3), (0, 2), (1, 9), (3, 9)):
+        strategy.observe(request, seq, Feed(0, start, end - start), (Scores(tuple(SCORES[start + 1 : end])),))
+    assert request.prompt_logprobs == [None, *SCORES[1:6]]
+
+
+def test_scores_are_asked_until_all_are_there_and_the_prompt_is_fed_whole_till_then() -> None:
+    strategy = Scored(Seeing())
+    request, seq = asked(strategy, 6, prompt_logprobs=2)
+    assert not strategy.shares(request)
+    assert strategy.want(request, seq, Feed(0, 0, 3), False) == (Score(2),)
+    strategy.observe(request, seq, Feed(0, 0, 3), (Scores(tuple(SCORES[1:4])),))
+    assert strategy.want(request, seq, Feed(0, 3, 3), True) == (Score(2), Sample())
+    strategy.observe(request, seq, Feed(0, 3, 3), (Scores(tuple(SCORES[4:6])), Drawn((3,))))
+    assert request.prompt_logprobs == [None, *SCORES[1:6]]
+    assert strategy.shares(request)
+    assert strategy.want(request, seq, Feed(0, 6, 1), True) == (Sample(),)
+
+
+def test_what_is_wrapped_sees_the_answers_to_its_own_wants_alone() -> None:
+    """Of chunks, of the feed that ends the prompt, and of those after it."""
+    inner = Seeing()
+    strategy = Scored(inner)
+    request, seq = asked(strategy, 6, prompt_logprobs=0)
+    seen = [(Scores(tuple(SCORES[1:4])),), (Scores(tuple(SCORES[4:6])), Drawn((3,))), (Drawn((4,)), Drawn((5,)))]
+    for start, answers in zip((0, 3, 6), seen, strict=True):
+        strategy.observe(request, seq, Feed(0, start, 3), answers)
+    assert inner.observed == [(), (Drawn((3,)),), (Drawn((4,)), Drawn((5,)))]
+    other = Sequence(1, list(seq.tokens), 6)
+    assert strategy.select(request, [(seq, seen[1]), (other, seen[2])]) == [[Child(token=3)], [Child(token=3)]]
+    assert inner.selected == [(Drawn((3,)),), (Drawn((4,)), Drawn((5,)))]
