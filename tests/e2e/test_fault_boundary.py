@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "no result": ({"streams": False, "results": lambda *a: []}, "nothing that may come"),
     "too many results": ({"streams": False, "results": lambda s, r: [(r.finished[0], 0.0)] * 2}, "2 outputs, and n is 1"),
     "draft raises": ({"draft": fail, "nodes": lambda *a: 4}, "ArithmeticError: wrong"),
+    "an empty draft": ({"draft": lambda *a: Draft([], [], True), "nodes": lambda *a: 4}, "drafted no node"),
     "a draft too large": ({"draft": lambda *a: Draft([1] * 5, [-1] * 5, True), "nodes": lambda *a: 4}, "5 nodes"),
     "a draft of no token": ({"draft": lambda *a: Draft([-3], [-1], True), "nodes": lambda *a: 4}, "not in the vocabulary"),
     "a draft without root": ({"draft": lambda *a: Draft([1], [0], True), "nodes": lambda *a: 4}, "the parent of each node"),

@@ -130,6 +130,8 @@ def test_what_a_step_fed_is_said(engine: Engine) -> None:
     assert engine.fed == 3
     engine.step()
     assert engine.fed == 1
+    engine.step()
+    assert engine.fed == 0
 
 
 def test_the_outputs_of_a_request_come_in_the_same_steps(engine: Engine) -> None:

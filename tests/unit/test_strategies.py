@@ -6,7 +6,21 @@ from typing import Any
 import pytest
 
 from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.plan import Answers, AnyWant, Drawn, Each, Feed, Ranked, Reject, Sample, TokenLogprob, Top, Verify, Where
+from headrace.data.plan import (
+    Answers,
+    AnyWant,
+    Drawn,
+    Each,
+    Failed,
+    Feed,
+    Ranked,
+    Reject,
+    Sample,
+    TokenLogprob,
+    Top,
+    Verify,
+    Where,
+)
 from headrace.data.types import Child, Decode, Draft, Request, Sequence
 from headrace.decoding.base import Strategy
 from headrace.decoding.beam import BeamSearch
@@ -137,6 +151,21 @@ def test_ends_are_no_candidates_before_there_may_be_one() -> None:
         seq.tokens = known
         (child,) = selected(request, seq, Each((out, out)))
         assert child.state.tokens == candidates
+
+
+def test_a_candidate_that_failed_is_not_taken() -> None:
+    """However little it would repeat. Where all have failed, so has the request."""
+    strategy = ContrastiveSearch()
+    request, seq = asked(strategy, [1, 2], penalty_alpha=0.4, top_k=2)
+    (child,) = selected(request, seq, Ranked((5, 6), (math.log(0.6), math.log(0.3))))
+    seq.decode.state = child.state
+    seq.decode.draft = strategy.draft(request, seq)
+    good, failed = Ranked((7, 9), (-1.0, -2.0), 0.9), Failed("broken logits")
+    for nodes, best in (((failed, good), 1), ((good, failed), 0)):
+        (child,) = selected(request, seq, Each(nodes))
+        assert (child.path, child.state.tokens) == ((best,), [7, 9])
+    with pytest.raises(ValueError, match="broken logits"):
+        selected(request, seq, Each((failed, failed)))
 
 
 # -- answers that are not whole ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from headrace.data.param_checks import SEARCH
-from headrace.data.plan import Answer, AnyWant, Each, Feed, Ranked, Top, Where
+from headrace.data.plan import Answer, AnyWant, Each, Failed, Feed, Ranked, Top, Where
 from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 
@@ -51,11 +51,14 @@ class ContrastiveSearch(Strategy):
         if isinstance(answer, Ranked):
             return Child(state=_candidates(request, answer, length))
         assert isinstance(answer, Each)
-        ranked = [one if isinstance(one, Ranked) else Ranked((), ()) for one in answer.answers]
-        alpha = request.params.penalty_alpha
-        scores = [(1 - alpha) * p - alpha * one.closest for p, one in zip(seq.decode.state.probs, ranked, strict=True)]
-        best = scores.index(max(scores))
-        return Child(path=(best,), state=_candidates(request, ranked[best], length + 1))
+        alpha, probs = request.params.penalty_alpha, seq.decode.state.probs
+        ranked = [
+            (at, p, one) for at, (p, one) in enumerate(zip(probs, answer.answers, strict=True)) if isinstance(one, Ranked)
+        ]
+        if not ranked:
+            raise ValueError(next(one.error for one in answer.answers if isinstance(one, Failed)))
+        best, _, found = max(ranked, key=lambda each: (1 - alpha) * each[1] - alpha * each[2].closest)
+        return Child(path=(best,), state=_candidates(request, found, length + 1))
 
 
 def _candidates(request: Request, ranked: Ranked, length: int) -> Candidates:

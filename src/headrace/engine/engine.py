@@ -250,6 +250,8 @@ class Engine:
         if draft is None:
             return None
         most = request.strategy.nodes(request)
+        if not draft.tokens:
+            raise ValueError("the strategy drafted no node; where there is nothing to verify, draft() says None")
         if len(draft.tokens) > most:
             raise ValueError(f"the strategy drafted {len(draft.tokens)} nodes, and nodes() says at most {most}")
         check_draft(draft, self.limits.vocab_size)
@@ -281,6 +283,8 @@ class Engine:
             output = flight.ticket.result()
             if len(output.feeds) != len(flight.works):
                 raise RuntimeError(f"{len(output.feeds)} answers to {len(flight.works)} feeds")
+            if list(map(len, output.feeds)) != [len(work.feed.wants) for work in flight.works]:
+                raise RuntimeError("a feed was not answered as it wanted")
         except Exception as error:  # whatever the back end raises must not take the other requests down
             output = None
             log.exception("a step failed; its requests end with the error")
