@@ -64,6 +64,7 @@ def test_every_environment_variable_is_documented() -> None:
 def test_the_plan_of_the_house_is_the_houses() -> None:
     """Every room of src/headrace is in the layout, and what the data are said to hold is a field of theirs."""
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    assert len(page.splitlines()) <= 250, "a map is read in one sitting"
     layout = page[page.index("## Layout") :]
     rooms = {path.name for path in (ROOT / "src/headrace").iterdir() if path.name[0] not in "._" and path.suffix in ("", ".py")}
     assert {"llm.py", "kv", "drafting"} <= rooms
