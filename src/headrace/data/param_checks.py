@@ -15,7 +15,7 @@ MAX_CANDIDATES = 64  # nodes of a draft tree
 COMMON = frozenset(
     "max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens seed priority".split()
 )
-# A want of kind `sample`, by itself:
+# A `Sample` want, by itself:
 DRAWN = frozenset(
     (
         "temperature top_k top_p min_p typical_p top_n_sigma xtc_probability xtc_threshold repetition_penalty presence_penalty "
