@@ -10,9 +10,11 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import AnyWant, Feed, KVGroup, Sample
 from headrace.data.types import Child, Delta, Holding, Request, Sequence, Status
 from headrace.decoding.base import Outputs, Strategy
+from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
+from tests.property.drafters import Chain
 
 
 @pytest.fixture
@@ -142,6 +144,31 @@ def test_the_outputs_of_a_request_come_in_the_same_steps(engine: Engine) -> None
         while engine.busy:
             came.append(sorted(delta.index for delta in engine.step()))
         assert came == [list(range(n))] * 4
+
+
+def test_also_those_of_a_request_that_was_preempted() -> None:
+    """While one of them computes the common prefix once more, none goes ahead."""
+    config = EngineConfig(SchedulerConfig(8, 64, 64), CacheConfig(16, 4, prefix_caching=False))
+    engine = Engine(Deferred(FakeRunner(16, 4), 1), config, vocab_size=VOCAB)
+    params = SamplingParams(max_tokens=14, seed=0, ignore_eos=True)
+    engine.add([1, 2, 3, 4, 5], params.replace(max_tokens=36))
+    several = engine.add([1, 2, 3, 4, 6], params.replace(n=3))
+    while engine.busy:
+        came = sorted(delta.index for delta in engine.step() if delta.request_id == several.id and delta.token_ids)
+        assert came in ([], [0, 1, 2])
+    assert several.metrics.preemptions
+    assert [len(seq.output) for seq in several.finished] == [14] * 3
+
+
+def test_a_draft_takes_all_blocks_but_one_for_each_sequence() -> None:
+    for blocks, drafted in ((3, 4), (2, 0)):
+        config = EngineConfig(SchedulerConfig(4, 64, 64), CacheConfig(blocks, 4))
+        speculation = Speculation([Chain(0, truth=1.0)], 64, gamma=4)
+        engine = Engine(Deferred(FakeRunner(blocks, 4), 1), config, vocab_size=VOCAB, speculation=speculation)
+        request = engine.add([1, 2, 3], SamplingParams(max_tokens=6, seed=0, ignore_eos=True))
+        engine.step()
+        (delta,) = engine.step()
+        assert (request.metrics.drafted, delta.drafted, delta.accepted) == (drafted,) * 3
 
 
 def test_who_is_preempted_waits() -> None:
