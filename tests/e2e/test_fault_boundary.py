@@ -68,6 +68,18 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
+@pytest.mark.parametrize("hook", ["width", "nodes", "shares"])
+def test_what_is_asked_when_a_request_is_queued_fails_its_caller_alone(tiny_llm: LLM, hook: str) -> None:
+    alone = tiny_llm.generate("the mill", GREEDY)[0].outputs[0].token_ids
+    beside = tiny_llm.add("the mill", GREEDY)
+    with pytest.raises(ArithmeticError, match="wrong"):
+        tiny_llm.generate("the mill", GREEDY, strategy=type("Wrong", (Best,), {hook: fail})())
+    while not beside.finished:
+        tiny_llm.step()
+    assert beside.outputs[0].token_ids == alone
+    assert not tiny_llm.engine.requests
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_a_failing_strategy_fails_alone(tiny_llm: LLM, what: str) -> None:
     changes, message = WRONG[what]

@@ -166,6 +166,7 @@ class Request:
     dropped: str = ""  # why a sequence was given up last, where others go on without it
     pooled: list[float] = field(default_factory=list)  # of embeddings: the row, or the sum of the rows so far
     speculates: bool = False  # optional drafts may be verified
+    shares: bool = True  # what the cache has of its tokens may be taken from there: the strategy's to say
     drafts: bool = False  # the strategy has drafts of its own
     observes: bool = False  # and wants to see what every feed brought
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

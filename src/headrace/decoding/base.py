@@ -41,7 +41,8 @@ class Strategy:
         return 0
 
     def shares(self, request: Request) -> bool:
-        """Whether what the cache has of the known tokens may be taken from there; if not, every token is fed."""
+        """Whether what the cache has of the known tokens may be taken from there; if not, every token is fed. Asked once, when
+        the request is queued; a hook that learns better sets `request.shares`."""
         return True
 
     def draft(self, request: Request, seq: Sequence) -> Draft | None:

@@ -75,6 +75,7 @@ class Scored(Strategy):
             for at, score in enumerate(answers[0].scores, feed.start + 1):
                 if at == len(scored) and at < len(request.prompt):
                     scored.append(score)
+            request.shares = self.shares(request)
         self.inner.observe(request, seq, feed, _rest(answers))
 
     def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:

@@ -108,7 +108,8 @@ class Engine:
         request.drafts = request.strategy.nodes(request) > 0
         if params.prompt_logprobs is not None:
             request.strategy = Scored(request.strategy)
-        request.observes = type(request.strategy).observe is not Strategy.observe
+        request.shares = request.strategy.shares(request)
+        request.observes = getattr(request.strategy.observe, "__func__", None) is not Strategy.observe
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError(why)

@@ -63,7 +63,7 @@ class Feeding:
         A sequence whose next block another feed is computing right now waits for it and then matches it.
         """
         room = flight.room
-        shares = request.strategy.shares(request) and not self.config.whole
+        shares = request.shares and not self.config.whole
         promises = set(flight.promises)
         held = False
         spans: list[Span] = []
