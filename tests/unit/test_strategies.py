@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.plan import (
@@ -13,6 +15,7 @@ from headrace.data.plan import (
     Each,
     Failed,
     Feed,
+    LogitRow,
     Ranked,
     Reject,
     Sample,
@@ -93,6 +96,28 @@ def test_a_draft_is_verified_as_the_request_says_and_its_path_is_taken() -> None
         assert wants(request, seq) == (want,)
         said = (TokenLogprob(5, -1.0), TokenLogprob(7, -2.0))
         assert selected(request, seq, Drawn((5, 7), (0,), said)) == [Child((0,), 7, index=2, logprobs=said)]
+
+
+class Unchanged:
+    scope = "pointwise"
+
+    def apply(self, logits: torch.Tensor, history: Any, paths: Any) -> torch.Tensor:
+        return logits
+
+
+def test_a_node_whose_row_failed_keeps_its_place() -> None:
+    """The others' rows are their own; a walk that comes to it ends before it."""
+    strategy = Sampling()
+    request, seq = asked(strategy, [1, 2, 3], temperature=0.0)
+    request.processors = (Unchanged(),)
+    seq.decode.draft = Draft([5, 6], [-1, -1])
+
+    def row(best: int) -> LogitRow:
+        return LogitRow(np.eye(10, dtype="<f4")[best].tobytes())
+
+    for first, path, token in ((6, (1,), 7), (5, (), 5)):
+        (child,) = selected(request, seq, Each((row(first), Failed("broken logits"), row(7))))
+        assert (child.path, child.token) == (path, token)
 
 
 # -- best of several -----------------------------------------------------------------------------------------------------------

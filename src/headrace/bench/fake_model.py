@@ -29,7 +29,7 @@ from headrace.data.plan import (
     Top,
     Verify,
     Where,
-)  # fmt: skip
+)
 from headrace.ops.trees import walk
 from headrace.runner.slots import Slots
 

@@ -70,7 +70,8 @@ class Sampling(Strategy):
 
     def _draw(self, request: Request, seq: Sequence, answer: Answer) -> Drawn:
         """The caller's processors come first, so tokens are drawn here, from whole rows."""
-        rows = [row.row for row in (answer.answers if isinstance(answer, Each) else (answer,)) if isinstance(row, LogitRow)]
+        given = answer.answers if isinstance(answer, Each) else (answer,)
+        rows = [one.row if isinstance(one, LogitRow) else b"" for one in given]  # a node whose row failed keeps its place
         if seq.decode.draft is not None and request.params.rejects:
             return verify_by_rejection(request, seq, rows, self._logprobs(request))
         return self._sample_on_host(request, seq, rows)
@@ -125,6 +126,8 @@ class Sampling(Strategy):
 
 
 def _sample_row(request: Request, seq: Sequence, spec: RowSpec, logits: bytes) -> RowResult:
+    if not logits:
+        raise ProcessorError("the step gave no logits here")
     raw = torch.from_numpy(np.frombuffer(logits, dtype="<f4").copy())[None]
     processed = apply_processors(request.processors, raw, History(request.prompt, seq.output), [spec.path])
     (result,) = sample(processed, [spec], raw)

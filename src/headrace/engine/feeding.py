@@ -132,13 +132,14 @@ class Feeding:
         seq.kv.moves = []
         self.blocks.truncate(seq, end)
 
-    def add_drafts(self, flight: Flight, reserve: int) -> None:
+    def add_drafts(self, flight: Flight, running: list[Request]) -> None:
         """Optional drafts take what budget and blocks are left, but a block for each sequence to grow; the rest is cut off."""
         works = [
             (work, work.seq.decode.draft)
             for work in flight.works
             if work.seq.decode.draft is not None and not work.seq.decode.draft.required
         ]
+        reserve = sum(len(request.seqs) for request in running) if works else 0
         for work, draft in works:
             seq = work.seq
             length = len(seq.tokens)

@@ -85,7 +85,7 @@ class Scheduler:
             before = self.preemptions
             if not self._feed_running(flight):
                 self._admit(flight)
-            self.feeding.add_drafts(flight, sum(len(request.seqs) for request in self.running))
+            self.feeding.add_drafts(flight, self.running)
             self.blocks.end()
             if flight.works or self.preemptions == before:
                 break

@@ -33,7 +33,7 @@ from headrace.data.plan import (
     Top,
     Verify,
     Where,
-)  # fmt: skip
+)
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
@@ -42,7 +42,7 @@ from headrace.native.slots import Slot, new_slot
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.ops.rejection import round_key
-from headrace.runner.answers import add_live, line_up
+from headrace.runner.answers import add_live, logit_rows, named_rows
 from headrace.runner.hidden import Features, HiddenStates
 from headrace.runner.parts import Part
 from headrace.runner.pooling import add_rows, pools
@@ -153,7 +153,7 @@ class NativeRunner:
         step.clear()
         answers = {}
         for feed in plan.feeds:
-            count, _ = _head_rows(feed)
+            count = logit_rows(feed)
             step.feed(self.slots[feed.slot].sequence, feed.start, feed.count, count, feed.nodes, feed.parents)
             answers[feed.slot] = [step.logits(row) for row in range(count)]
         self.program.run(step)
@@ -248,7 +248,8 @@ class NativeRunner:
 
     def _feed(self, step: Any, feed: Feed, slot: Slot) -> list[tuple[AnyWant, Any, Any]]:
         """Add a feed and what is wanted of it; returns each want, where its answer will be, and that among what goes on."""
-        rows, last = _head_rows(feed)
+        rows = logit_rows(feed)
+        last = rows - len(feed.nodes) - 1  # where there are any
         if feed.nodes:
             step.feed(slot.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
         else:
@@ -280,7 +281,7 @@ class NativeRunner:
             case Sample() | Top() | Logits():
                 if want.at is Where.LAST:
                     return self._ask_row(step, slot, want, last, processed)
-                return [self._ask_row(step, slot, want, last + 1 + node, processed) for node in line_up(feed, want)]
+                return [self._ask_row(step, slot, want, last + 1 + node, processed) for node in named_rows(feed, want)]
             case Pool():
                 return None  # filled in where the hidden rows are
             case _:
@@ -311,15 +312,6 @@ class Final:
             return rows
         normed: np.ndarray = core().norm(np.ascontiguousarray(rows), self._kind, self._weight, self._bias, self._eps)
         return normed
-
-
-def _head_rows(feed: Feed) -> tuple[int, int]:
-    """How many of a feed's last rows need logits, and which of these is the last known token's."""
-    wants = [want for want in feed.wants if not isinstance(want, Pool)]  # which reads hidden rows
-    if not wants:
-        return 0, 0
-    known = feed.count if any(isinstance(want, Score) for want in wants) else min(feed.count, 1)
-    return known + len(feed.nodes), known - 1
 
 
 def _most(logprobs: int | None) -> int:

@@ -26,7 +26,7 @@ from headrace.data.plan import (
     Top,
     Verify,
     Where,
-)  # fmt: skip
+)
 from headrace.ops.logprobs import best_tokens, token_logprobs
 from headrace.ops.noise import Purpose, key
 from headrace.ops.penalties import TokenCounts, ban, check_mask, mask
@@ -53,7 +53,7 @@ def rows_wanted(plan: StepPlan) -> Wanted:
     start = 0
     for feed in plan.feeds:
         end = start + feed.count + len(feed.nodes)
-        skipped = _skipped(feed)
+        skipped = end - start - logit_rows(feed)
         first.append(len(index))
         roots.append(len(index) + feed.count - skipped - 1)
         index += range(start + skipped, end)
@@ -61,17 +61,15 @@ def rows_wanted(plan: StepPlan) -> Wanted:
     return Wanted(torch.tensor(index, dtype=torch.int64), first, roots)
 
 
-def _skipped(feed: Feed) -> int:
-    """How many rows of a feed need no logits; wanted rows are always the last ones."""
+def logit_rows(feed: Feed) -> int:
+    """How many of a feed's last rows need logits."""
     wants = [want for want in feed.wants if not isinstance(want, Pool)]  # which reads hidden rows
-    if any(isinstance(want, Score) for want in wants):
-        return 0
     if not wants:
-        return feed.count + len(feed.nodes)
-    return max(feed.count - 1, 0)
+        return 0
+    return (feed.count if any(isinstance(want, Score) for want in wants) else min(feed.count, 1)) + len(feed.nodes)
 
 
-def line_up(feed: Feed, want: Sample | Top | Logits) -> range:
+def named_rows(feed: Feed, want: Sample | Top | Logits) -> range:
     """The rows that a want names: -1 the last known token, from 0 on the nodes."""
     first = 0 if want.at is Where.NODES else -1
     return range(first, 0 if want.at is Where.LAST else len(feed.nodes))
@@ -147,7 +145,7 @@ class Answering:
             case Propose():
                 place.put(self._propose(feed, want, root))
             case Sample() | Top() | Logits():
-                nodes = line_up(feed, want)
+                nodes = named_rows(feed, want)
                 if want.at is Where.LAST:
                     self._ask_row(feed, want, root, [], place, -1)
                     return
