@@ -6,12 +6,13 @@ from headrace.data.config import CacheConfig, EngineConfig, ModelConfig, RopeCon
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
 from headrace.drafting.speculation import Speculation
+from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.runner.executor import InProcess
-from headrace.runner.runner import TorchRunner
+from headrace.runner.runner import Runner
 
 VOCAB = 97
 
@@ -76,7 +77,7 @@ def tiny_engine(
     )
     dtype = next(model.parameters()).dtype
     pool = KVPool(model.config, blocks, block_size, dtype)
-    executor = InProcess(TorchRunner(model, pool))
+    executor = InProcess(Runner(EagerProgram(model, pool)))
     return Engine(executor, config, vocab_size=model.config.vocab_size, speculation=speculation)
 
 

@@ -15,10 +15,11 @@ from headrace.engine.engine import Engine
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.lowering import FUSIONS
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.runner.executor import InProcess
+from headrace.runner.runner import Runner
 from headrace.weights.names import name_map
 from tests.models.zoo import MemorySource
 from tests.tiny import finish, tiny_config, tiny_model, tokens_of
@@ -66,11 +67,11 @@ def packed(model: Model, quantize: str = "", threads: int = 1) -> PackedWeights:
     return PackedWeights(model, source_of(model), thread_pool(threads), quantize)
 
 
-def native_runner(model: Model, *, blocks: int = 64, threads: int = 1, quantize: str = "", **options: Any) -> NativeRunner:
+def native_program(model: Model, *, blocks: int = 64, threads: int = 1, quantize: str = "", **options: Any) -> NativeProgram:
     settings: dict[str, Any] = {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64, **options}
     if "fuse" not in settings:
         settings["weights"] = packed(model, quantize, threads)
-    return NativeRunner(model, source_of(model), threads=threads, quantize=quantize, **settings)
+    return NativeProgram(model, source_of(model), threads=threads, quantize=quantize, **settings)
 
 
 def native_engine(
@@ -89,8 +90,8 @@ def native_engine(
     blocks = -(-blocks * block_size // BLOCK)
     scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
     config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK, **cache))
-    runner = native_runner(model, blocks=blocks, quantize=quantize, kv_dtype=kv_dtype)
-    return Engine(InProcess(runner), config, vocab_size=model.config.vocab_size, speculation=speculation)
+    program = native_program(model, blocks=blocks, quantize=quantize, kv_dtype=kv_dtype)
+    return Engine(InProcess(Runner(program)), config, vocab_size=model.config.vocab_size, speculation=speculation)
 
 
 def native_alone(
@@ -105,10 +106,10 @@ def native_alone(
 
 
 class Feeder:
-    """Sequences on a runner's program, fed as a test likes, with the logits of every row."""
+    """Sequences on a program, fed as a test likes, with the logits of every row."""
 
-    def __init__(self, runner: NativeRunner, sequences: Sequence[Sequence[int]]) -> None:
-        self.runner = runner
+    def __init__(self, program: NativeProgram, sequences: Sequence[Sequence[int]]) -> None:
+        self.program = program
         self.sequences = [core().Sequence(list(tokens), core().SampleParams()) for tokens in sequences]
         self.lengths = [len(tokens) for tokens in sequences]
         at = 0
@@ -128,7 +129,7 @@ class Feeder:
             rows = count + len(draft[0])
             step.feed(self.sequences[which], start, count, rows, *draft)
             asked.append([step.logits(row) for row in range(rows)])
-        self.runner.program.run(step, **run)
+        self.program.core.run(step, **run)
         return [np.stack([np.frombuffer(step.row_of_logits(i), "<f4") for i in answers]) for answers in asked]
 
     def whole(self) -> list[np.ndarray]:

@@ -115,13 +115,13 @@ class LLM:
             **beside,
         )
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
-        self.backend, self.exactness, self.dtype = started.name, EXACTNESS[started.name], started.dtype
+        self.runner, self.backend, self.dtype = started.runner, started.name, started.dtype
+        self.exactness = EXACTNESS[started.name]
         log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, str(self.dtype)[6:])
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
-        scheduler = _budgeted(scheduler, max_num_batched_tokens)
-        scheduler = scheduler.for_encoder() if self.model_config.encoder else scheduler
+        scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder)
         self.engine = Engine(
-            InProcess(started.runner),
+            InProcess(self.runner),
             EngineConfig(scheduler, CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)),
             vocab_size=self.model_config.vocab_size,
             tokenizer=self.tokenizer,
@@ -349,14 +349,16 @@ class LLM:
                     output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))
 
 
-def _budgeted(scheduler: SchedulerConfig, tokens: int | None) -> SchedulerConfig:
-    return scheduler if tokens is None else scheduler.with_budget(tokens)
+def _adapted(scheduler: SchedulerConfig, tokens: int | None, encoder: bool) -> SchedulerConfig:
+    """A preset with another budget of tokens, or as an encoder's texts need it."""
+    scheduler = scheduler if tokens is None else scheduler.with_budget(tokens)
+    return scheduler.for_encoder() if encoder else scheduler
 
 
 def _beside(target: Opened, speculate: str | None, progress: Progress | None, **names: str | Path | None) -> dict[str, Any]:
-    """What works beside the target: companions by their role, or a part of the target itself."""
+    """What works beside the target: companions by their role, or a span of the target itself."""
     if speculate == "self" and names["draft"] is None:
-        return {**_beside(target, None, progress, **names), "part": selfdraft.load(target.path)}
+        return {**_beside(target, None, progress, **names), "span": selfdraft.load(target.path)}
     if (folder := names["draft"]) is not None and heads_files.is_heads(folder):
         return {**_beside(target, None, progress, **{**names, "draft": None}), "heads": heads_files.load(folder, target)}
     return {role: open_companion(name, target, role, progress) for role, name in names.items() if name is not None}

@@ -17,7 +17,7 @@ from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.runner.parts import Part
+from headrace.runner.span import Span
 from headrace.startup import selfdraft
 from tests.tiny_files import write_tiny_gguf
 
@@ -307,7 +307,7 @@ def test_with_drafts_as_without(
         more["draft"] = write_tiny_gguf(tmp_path / "draft.gguf")
     if kind == "self":
         monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
-        selfdraft.save(model, Part(layers=1))
+        selfdraft.save(model, Span(layers=1))
     tokens, drafts = drafted(model, backend, **more)
     assert tokens == expected
     assert drafts > 0

@@ -10,12 +10,13 @@ from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import HIDDEN, TARGET, KVGroup
 from headrace.drafting.speculation import Speculation
+from headrace.eager.program import EagerProgram
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.runner.executor import InProcess
-from headrace.runner.runner import TorchRunner
+from headrace.runner.runner import Runner
 from tests.contrast_engines import engine_of
 from tests.contrast_reference import contrastive_decoding, contrastive_search
 from tests.drafters import Replaying
@@ -99,7 +100,7 @@ def test_plausible_tokens_are_found_among_those_that_may_come(expert: Model, ama
 
 def test_plausible_among_all_would_leave_none(expert: Model, amateur: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the best of the whole vocabulary sets the bar."""
-    monkeypatch.setattr("headrace.runner.runner.permitted_rows", lambda feed, slot, logits: logits)
+    monkeypatch.setattr("headrace.eager.step.permitted_rows", lambda fed, logits: logits)
     engine = engine_of(expert, amateur)
     request = engine.add(prompts(9, 3)[0], DECODING.replace(contrastive_alpha=0.5, **LIMITS["a list"]))
     while engine.busy:
@@ -190,7 +191,7 @@ def test_mixed_on_a_tiny_pool_with_preemption(expert: Model, amateur: Model, see
 
 
 def no_copies_of_hidden(engine: Engine) -> None:
-    engine.executor.runner.models[0].hidden.rearrange = lambda plan: None  # type: ignore[attr-defined]
+    engine.executor.runner.kept[HIDDEN].rearrange = lambda plan: None  # type: ignore[attr-defined]
 
 
 def test_hidden_states_that_do_not_move_are_caught(expert: Model, amateur: Model) -> None:
@@ -206,7 +207,9 @@ def test_hidden_states_that_do_not_move_are_caught(expert: Model, amateur: Model
 def test_what_cannot_be_is_refused(expert: Model) -> None:
     pool = KVPool(expert.config, 32, 4, torch.float64)
     config = EngineConfig(SchedulerConfig(max_num_batched_tokens=8, max_model_len=64), CacheConfig(32, 4))
-    alone = Engine(InProcess(TorchRunner(expert, pool)), config, vocab_size=VOCAB, groups=(TARGET, KVGroup(HIDDEN, "hidden")))
+    alone = Engine(
+        InProcess(Runner(EagerProgram(expert, pool))), config, vocab_size=VOCAB, groups=(TARGET, KVGroup(HIDDEN, "hidden"))
+    )
     with pytest.raises(AdmissionError, match="needs an amateur; open the model with amateur=MODEL"):
         alone.add([1, 2], DECODING)
     with pytest.raises(AdmissionError, match="lower top_k"):

@@ -12,16 +12,16 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
+from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.runner.companions import Companions, ModelRunner, SelfDraft
 from headrace.runner.executor import InProcess
-from headrace.runner.parts import ATTENTION, MLP, Part
-from headrace.runner.runner import TorchRunner
-from headrace.runner.slots import Slots
+from headrace.runner.program import Program
+from headrace.runner.runner import Runner
+from headrace.runner.span import ATTENTION, MLP, Span
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
-from tests.tiny_native import native_alone, native_model, native_runner
+from tests.tiny_native import native_alone, native_model, native_program
 
 COMPANION, PART = DraftModel(least=0.0), DraftModel("self", group=None, least=0.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -49,11 +49,8 @@ class Torch:
         self.target = tiny_model()
         self.drafts = {"near": near(self.target), "other": tiny_model(tiny_config(num_layers=1), seed=8)}
 
-    def runner(self, model: Model, blocks: int, slots: Any) -> ModelRunner:
-        return TorchRunner(model, KVPool(model.config, blocks, self.block, torch.float64), None, slots)
-
-    def slots(self) -> Any:
-        return Slots()
+    def program(self, model: Model, blocks: int) -> Program:
+        return EagerProgram(model, KVPool(model.config, blocks, self.block, torch.float64))
 
     def alone(self, prompt: list[int], params: SamplingParams, child: int) -> list[int]:
         return run_alone(self.target, prompt, params, child)
@@ -66,11 +63,8 @@ class Native(Torch):
         self.target = native_model()
         self.drafts = {"near": native_model(norm_eps=3e-2), "other": native_model(num_layers=1)}
 
-    def runner(self, model: Model, blocks: int, slots: Any) -> ModelRunner:
-        return native_runner(model, blocks=blocks, slots=slots)
-
-    def slots(self) -> Any:
-        return {}
+    def program(self, model: Model, blocks: int) -> Program:
+        return native_program(model, blocks=blocks)
 
     def alone(self, prompt: list[int], params: SamplingParams, child: int) -> list[int]:
         return native_alone(self.target, prompt, params, child)
@@ -82,14 +76,13 @@ def side(request: pytest.FixtureRequest) -> Torch:
     return made
 
 
-def engine_of(side: Torch, draft: str | Part, *, blocks: int = 60, gamma: int = 4, budget: int = 64) -> Engine:
-    slots = side.slots()
-    target = side.runner(side.target, blocks, slots)
-    part = isinstance(draft, Part)
-    companion = SelfDraft(target, draft) if isinstance(draft, Part) else side.runner(side.drafts[draft], blocks, slots)
+def engine_of(side: Torch, draft: str | Span, *, blocks: int = 60, gamma: int = 4, budget: int = 64) -> Engine:
+    target = side.program(side.target, blocks)
+    part = isinstance(draft, Span)
+    companion = draft if isinstance(draft, Span) else side.program(side.drafts[draft], blocks)
     scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=256)
     return Engine(
-        InProcess(Companions(target, [companion])),
+        InProcess(Runner(target, [companion])),
         EngineConfig(scheduler, CacheConfig(blocks, side.block)),
         vocab_size=VOCAB,
         groups=(TARGET,) if part else (TARGET, KVGroup(DRAFT, model=1)),
@@ -116,11 +109,11 @@ def run(side: Torch, engine: Engine, jobs: list[tuple[list[int], SamplingParams]
     return requests
 
 
-DRAFTS = ("near", "other", Part(layers=1), Part(skips=(0, ATTENTION | MLP)))
+DRAFTS = ("near", "other", Span(layers=1), Span(skips=(0, ATTENTION | MLP)))
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=["near", "other", "layers", "skips"])
-def test_drafts_change_nothing(side: Torch, draft: str | Part) -> None:
+def test_drafts_change_nothing(side: Torch, draft: str | Span) -> None:
     engine = engine_of(side, draft)
     for _ in range(2):  # the second time from the prefix cache
         requests = run(side, engine, load(1))
@@ -139,10 +132,10 @@ def test_on_tiny_pools_with_preemption(side: Torch, seed: int) -> None:
 
 def test_a_good_draft_saves_steps(side: Torch) -> None:
     """All layers as a part: everything is accepted, and four drafted tokens take a fifth of the steps."""
-    (request,) = run(side, engine_of(side, Part(layers=2)), [(load(2)[2][0], GREEDY.replace(max_tokens=41))])
+    (request,) = run(side, engine_of(side, Span(layers=2)), [(load(2)[2][0], GREEDY.replace(max_tokens=41))])
     assert request.metrics.accepted == request.metrics.drafted
     assert request.metrics.steps == 1 + 8
-    (request,) = run(side, engine_of(side, Part(layers=2)), [(load(2)[2][0], SETTINGS[1].replace(max_tokens=41))])
+    (request,) = run(side, engine_of(side, Span(layers=2)), [(load(2)[2][0], SETTINGS[1].replace(max_tokens=41))])
     assert request.metrics.steps == 1 + 8
 
 
@@ -205,7 +198,7 @@ def test_a_hit_without_the_drafts_keys_would_be_seen(side: Torch) -> None:
 def test_a_draft_that_fails_costs_no_answer(side: Torch, often: int, least: int, most: int) -> None:
     """One that fails now and then is asked again; one that always does is given up, for each request after three times."""
     engine = engine_of(side, "near")
-    companion = engine.executor.runner.models[1]  # type: ignore[attr-defined]
+    companion = engine.executor.runner.programs[1]  # type: ignore[attr-defined]
     run_it, calls = companion.run, [0]
 
     def failing(*args: Any, **kwargs: Any) -> Any:

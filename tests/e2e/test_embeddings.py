@@ -12,7 +12,7 @@ import transformers
 from headrace.data.params import SamplingParams
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.runner.pooling import add_rows
+from headrace.runner.wants import add_rows
 from headrace.weights.source import WeightError
 from tests.cli_shell import Shell
 from tests.places import model_file
@@ -166,7 +166,7 @@ def test_chunks_that_are_summed_apart_would_differ(decoder: Path, backend: str, 
         total = np.asarray(add_rows((), rows), np.float32)
         return tuple((np.array(before, np.float32) + total if before else total).tolist())
 
-    monkeypatch.setattr(f"headrace.{'native' if backend == 'native' else 'runner'}.runner.add_rows", apart)
+    monkeypatch.setattr("headrace.runner.runner.add_rows", apart)
     made = []
     for budget in (2048, 33):
         llm = LLM(decoder, **more, max_num_batched_tokens=budget)

@@ -25,15 +25,14 @@ from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
+from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.runner.companions import Companions, SelfDraft
 from headrace.runner.executor import InProcess
-from headrace.runner.parts import ATTENTION, MLP, Part
-from headrace.runner.runner import TorchRunner
-from headrace.runner.slots import Slots
+from headrace.runner.runner import Runner
+from headrace.runner.span import ATTENTION, MLP, Span
 from headrace.weights.loader import load_model
 from tests.models.llama2c import read_checkpoint
 from tests.models.real import PROMPTS
@@ -143,16 +142,16 @@ def in_torch(model: Model, prompts: list[list[int]], draft: Model | None = None,
 
     def play(params: SamplingParams, drafters: list[Drafter] | None, gamma: int | None) -> tuple[list[list[int]], list[Any]]:
         length = most + (params.max_tokens or 0)
-        blocks, slots = batch * -(-(length + 64) // 16), Slots()
+        blocks = batch * -(-(length + 64) // 16)
 
-        def runner(of: Model) -> TorchRunner:
-            return TorchRunner(of, KVPool(of.config, blocks, 16, torch.float64), None, slots)
+        def program(of: Model) -> EagerProgram:
+            return EagerProgram(of, KVPool(of.config, blocks, 16, torch.float64))
 
-        target = runner(model)
-        parts = Part(layers=layers - 1), Part(skips=(*[0] * (layers - 1), ATTENTION | MLP)[::-1])
-        companions = [runner(draft or changed(model, 0.1)), *(SelfDraft(target, part) for part in parts)]
+        target = program(model)
+        parts = Span(layers=layers - 1), Span(skips=(*[0] * (layers - 1), ATTENTION | MLP)[::-1])
+        companions = [program(draft or changed(model, 0.1)), *parts]
         engine = Engine(
-            InProcess(Companions(target, companions)),
+            InProcess(Runner(target, companions)),
             EngineConfig(SchedulerConfig(batch, 2048, length + 1), CacheConfig(blocks, 16)),
             vocab_size=model.config.vocab_size,
             groups=(TARGET, KVGroup(DRAFT, model=DRAFT_MODEL)),
@@ -194,7 +193,7 @@ def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = stories()
     play = in_torch(model, prompts_of(4, model.config.vocab_size))
-    monkeypatch.setattr("headrace.runner.answers.child", first)
+    monkeypatch.setattr("headrace.eager.step.child", first)
     with pytest.raises(AssertionError, match="draft, greedy: prompts"):
         check(play, {"draft": WAYS["draft"]}, 16)
 
@@ -205,11 +204,11 @@ TASKS = ("{}", "{0}\n{0}", "Write the same twice.\n\n{}", "Q: What comes next?\n
 TEXTS = [task.format(text) for task in TASKS for text in PROMPTS]
 
 
-def natively(llm: LLM, parts: tuple[Part, Part], texts: list[str]) -> Play:
+def natively(llm: LLM, parts: tuple[Span, Span], texts: list[str]) -> Play:
     """Runs of an LLM that was opened with a draft model, with parts of the target as further companions."""
     executor: Any = llm.engine.executor
-    target, draft = executor.runner.models
-    executor.runner = Companions(target, [draft, *(SelfDraft(target, part) for part in parts)])
+    target, draft = executor.runner.programs
+    executor.runner = Runner(target, [draft, *parts])
     return beside(llm, texts)
 
 
@@ -238,7 +237,7 @@ def open_pair(target: Path, draft: Path, batch: int) -> LLM:
 def test_every_drafter_on_smollm2(count: int, length: int) -> None:
     """Rows are bitwise invariant there, so no exception is allowed. Its draft model is itself, which is always right."""
     llm = open_pair(default_model(), default_model(), 16)
-    parts = Part(layers=24), Part(skips=(0,) * 20 + (ATTENTION, 0) * 4)
+    parts = Span(layers=24), Span(skips=(0,) * 20 + (ATTENTION, 0) * 4)
     check(natively(llm, parts, TEXTS[-count:]), WAYS | AUTO, length, perfect=("draft",))
     llm.close()
 
@@ -258,7 +257,7 @@ def test_the_heads_in_examples(count: int, length: int) -> None:
 def test_every_drafter_on_the_qwen_pair() -> None:
     target, draft = (model_file(f"Qwen2.5-Coder-{size}-Instruct.Q4_K_M.gguf") for size in ("1.5B", "0.5B"))
     llm = open_pair(target, draft, 8)
-    parts = Part(layers=24), Part(skips=(0,) * 12 + (ATTENTION, 0) * 4)
+    parts = Span(layers=24), Span(skips=(0,) * 12 + (ATTENTION, 0) * 4)
     ways = {way: WAYS[way] for way in ("ngram", "suffix", "draft", "self, layers")}
     check(natively(llm, parts, TEXTS[:20]), ways | AUTO, LENGTH)
     llm.close()

@@ -4,30 +4,32 @@ import random
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import DRAFT, FEATURES, TARGET, KVGroup
+from headrace.data.plan import DRAFT, FEATURES, TARGET, Feed, KVGroup
 from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.speculation import Speculation
+from headrace.eager import step
+from headrace.eager.heads import EagerHeads
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.native.heads import NativeHeads
 from headrace.ops.context import FeedRows, build
-from headrace.runner import answers
-from headrace.runner.companions import Companions
 from headrace.runner.executor import InProcess
-from headrace.runner.heads import FEATURE, HEADS, Entrance, Heads, TorchHeads, enter, heads_config, predict
+from headrace.runner.heads import FEATURE, HEADS, HeadInputs, Heads, enter, heads_config, predict
+from headrace.runner.runner import Runner
 from headrace.training.networks import FeatureLayer, norm, shifted
 from headrace.training.texts import Text
 from headrace.training.train import Batch, Teacher, begin, loss_of
 from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
 from tests.tiny import VOCAB, finish, run_alone, tokens_of
-from tests.tiny_native import BLOCK, MAX_LEN, native_alone, native_model, native_runner, source_of
+from tests.tiny_native import BLOCK, MAX_LEN, native_alone, native_model, native_program, source_of
 
 COUNT = 3
 LONG = GREEDY.replace(max_tokens=40)
@@ -89,16 +91,18 @@ def side(request: pytest.FixtureRequest) -> Torch:
 def engine_of(
     side: Torch, made: Heads, *, blocks: int = 60, gamma: int = COUNT, budget: int = 64, least: float = 0.0
 ) -> Engine:
-    slots, source = side.slots(), source_of(side.target)
-    target: Any = side.runner(side.target, blocks, slots)
+    source = source_of(side.target)
+    target: Any = side.program(side.target, blocks)
     settings = {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64, "threads": 1}
     native = side.block == BLOCK
-    companion = NativeHeads(made, target, source, **settings) if native else TorchHeads(made, target, source)
+    companion = NativeHeads(made, target, source, **settings) if native else EagerHeads(made, target, source)
     scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=256)
     groups = (TARGET, KVGroup(DRAFT, model=1)) if made.kind == FEATURE else (TARGET,)
     drafter: Drafter = TrainedHeads(COUNT, least=least) if made.kind == HEADS else DraftModel(FEATURE, keeps=False, least=least)
+    runner = Runner(target, [companion])
+    runner.reserve(FEATURES)
     return Engine(
-        InProcess(Companions(target, [companion])),
+        InProcess(runner),
         EngineConfig(scheduler, CacheConfig(blocks, side.block)),
         vocab_size=VOCAB,
         groups=(*groups, KVGroup(FEATURES, "hidden")),
@@ -203,8 +207,12 @@ def test_rows_of_another_place_would_be_seen(kind: str, monkeypatch: pytest.Monk
     """Negative control: heads that read the row one place too early draft something else; the output stays as it is."""
     side, made = Torch(), heads(kind, True)
     side.target = native_model()
-    before = Entrance._before
-    monkeypatch.setattr(Entrance, "_before", lambda self, slot, start, count: before(self, slot, max(start - 1, 0), count))
+    before = HeadInputs._before
+
+    def early(self: HeadInputs, live: Any, feed: Feed, count: int, features: Any) -> torch.Tensor:
+        return before(self, live, msgspec.structs.replace(feed, start=max(feed.start - 1, 0)), count, features)
+
+    monkeypatch.setattr(HeadInputs, "_before", early)
     assert any(chain != reference(made, context, chain) for context, chain in chains_of(side, made))
 
 
@@ -212,7 +220,7 @@ def test_drafts_taken_unseen_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
     """Negative control of exactness: a verification that follows a child whatever was drawn."""
     side = Torch()
     side.target = native_model()
-    monkeypatch.setattr(answers, "child", lambda nodes, parents, at, token: at + 1 if at + 1 < len(nodes) else None)
+    monkeypatch.setattr(step, "child", lambda nodes, parents, at, token: at + 1 if at + 1 < len(nodes) else None)
     run(side, engine_of(side, heads(FEATURE, False)), [(prompts()[0], GREEDY.replace(max_tokens=30))], exact=False)
 
 
@@ -224,9 +232,8 @@ def test_greedy_under_the_rejection_rule(side: Torch, kind: str, rule: str) -> N
 
 
 def test_native_heads_have_no_table_of_their_own() -> None:
-    """The target's embeddings and slots serve both: only the lm_head's part and the layer are packed."""
+    """The target's embeddings serve both: only the lm_head's part and the layer are packed."""
     side = Native()
-    target: Any = native_runner(side.target, blocks=8)
+    target: Any = native_program(side.target, blocks=8)
     made = NativeHeads(heads(FEATURE, False), target, source_of(side.target), num_blocks=8, block_size=BLOCK, max_positions=320)
-    assert made.slots is target.slots
     assert not made.weights._tables

@@ -13,7 +13,7 @@ from headrace.native.weights import PackedWeights
 from headrace.runner.record import Node, record
 from tests.models.feeding import feed
 from tests.tiny import tiny_config, tiny_model
-from tests.tiny_native import Feeder, as_bfloat16, native_runner, packed
+from tests.tiny_native import Feeder, as_bfloat16, native_program, packed
 
 TEXTS = np.random.default_rng(5).integers(0, 97, (3, 40)).tolist()
 
@@ -32,7 +32,7 @@ def biased() -> Model:
 
 def error(kv_dtype: str) -> float:
     """RMS error of the core's logits, in units of their spread."""
-    got = Feeder(native_runner(biased(), kv_dtype=kv_dtype), TEXTS).whole()
+    got = Feeder(native_program(biased(), kv_dtype=kv_dtype), TEXTS).whole()
     wanted = [rows.numpy() for rows in feed(biased(), TEXTS, "whole", torch.float64)]
     return float(np.mean([np.sqrt(np.mean(np.square(a - b))) / b.std() for a, b in zip(got, wanted, strict=True)]))
 

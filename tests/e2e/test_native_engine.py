@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from headrace import native
 from headrace.bench.export import write_folder
 from headrace.data.params import SamplingParams
+from headrace.eager.program import EagerProgram
 from headrace.llm import LLM
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
+from headrace.native.step import NativeStep
 from headrace.native.weights import PackedWeights
 from headrace.runner.record import RecordError
-from headrace.runner.runner import TorchRunner
 from headrace.startup import opening
 from headrace.text.tokenizer import TokenizerError
 from headrace.weights.gguf import GGUFFile
@@ -87,7 +88,7 @@ def test_native_is_the_default_on_a_cpu(tiny: Path) -> None:
     for settings in ({}, {"backend": "native"}, {"dtype": "bfloat16"}, {"device": "cpu", "kv_dtype": "int8"}):
         llm = open_tiny(tiny, **settings)
         assert llm.backend == "native"
-        assert isinstance(llm.engine.executor.runner, NativeRunner)
+        assert isinstance(llm.runner.programs[0], NativeProgram)
         assert len(tokens(llm)) == 12
 
 
@@ -105,7 +106,7 @@ def test_what_the_core_cannot_do_runs_in_torch_and_is_said(
     with caplog.at_level(logging.INFO, "headrace"):
         llm = open_tiny(tiny, **settings)
     assert llm.backend == "torch"
-    assert isinstance(llm.engine.executor.runner, TorchRunner)
+    assert isinstance(llm.runner.programs[0], EagerProgram)
     (line,) = [record.getMessage() for record in caplog.records if "running in torch" in record.getMessage()]
     assert said in line
     with pytest.raises(ValueError, match=said):
@@ -126,10 +127,10 @@ def test_without_the_core_everything_runs_in_torch(
 def test_a_model_that_cannot_be_recorded_runs_in_torch_as_a_whole(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise RecordError("layer 0 reads ids or positions")
 
-    monkeypatch.setattr("headrace.native.runner.record", refuse)
+    monkeypatch.setattr("headrace.native.program.record", refuse)
     with caplog.at_level(logging.WARNING, "headrace"):
         llm = open_tiny(tiny)
     assert llm.backend == "torch"
@@ -149,7 +150,7 @@ def test_quantised_at_load(tiny: Path) -> None:
     sizes = {}
     for quantize in (None, "int8", "int4"):
         llm = open_tiny(tiny, quantize=quantize)
-        sizes[quantize] = llm.engine.executor.runner.weights.bytes  # type: ignore[attr-defined]
+        sizes[quantize] = llm.runner.programs[0].weights.bytes  # type: ignore[attr-defined]
         assert len(tokens(llm)) == 12
     assert sizes[None] > sizes["int8"] >= sizes["int4"]
     with pytest.raises(ValueError, match="quantize needs the native back end"):
@@ -249,11 +250,11 @@ class Interrupted:
 def test_ctrl_c_inside_a_step_leaves_a_whole_engine(tiny: Path) -> None:
     llm = open_tiny(tiny, speculate=None)  # as many steps as tokens
     before = tokens(llm)
-    runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
-    program, runner.program = runner.program, Interrupted(runner.program)
+    target: Any = llm.runner.programs[0]
+    program, target.core = target.core, Interrupted(target.core)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT, PROMPT[:5]], GREEDY)
-    runner.program = program
+    target.core = program
     assert not llm.engine.busy
     llm.engine.check()
     assert llm.engine.blocks.used == 0
@@ -310,18 +311,18 @@ def test_the_short_way_draws_what_the_long_way_does(tiny: Path, monkeypatch: pyt
     prompts = [PROMPT[start:] for start in range(3)]
     params = [GREEDY, SamplingParams(seed=5, n=2, max_tokens=12), SamplingParams(seed=6, max_tokens=9, repetition_penalty=1.3)]
     taken: list[int] = []
-    short = NativeRunner._draw_each
+    short = NativeStep.draw_each
 
-    def seen(self: NativeRunner, *args: Any) -> Any:
-        outputs = short(self, *args)
-        taken.append(0 if outputs is None else len(outputs))
-        return outputs
+    def seen(self: NativeStep, feeds: Any, lives: Any) -> bool:
+        done = short(self, feeds, lives)
+        taken.append(len(feeds) if done else 0)
+        return done
 
     def drawn(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
         return [each.token_ids for output in llm.generate(prompts, params) for each in output.outputs]
 
     llm = open_tiny(tiny, speculate=None)
-    monkeypatch.setattr(NativeRunner, "_draw_each", seen)
+    monkeypatch.setattr(NativeStep, "draw_each", seen)
     quick = drawn(llm, params)
     assert max(taken) == 4
     assert quick[1] != quick[2]  # each child draws with its own key

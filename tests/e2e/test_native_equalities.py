@@ -8,7 +8,7 @@ import pytest
 from headrace.data.params import SamplingParams
 from headrace.engine.engine import Engine
 from headrace.models.base import Model
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from tests.e2e import test_equalities as equalities
 from tests.tiny import VOCAB, finish, tokens_of
 from tests.tiny_native import native_alone, native_engine, native_model
@@ -27,10 +27,10 @@ def natively(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 
     monkeypatch.setattr(equalities, "tiny_engine", engine)
     monkeypatch.setattr(equalities, "run_alone", native_alone)
-    monkeypatch.setattr("headrace.runner.answers.key", None)  # torch must have no part in this
+    monkeypatch.setattr("headrace.eager.step.key", None)  # torch must have no part in this
     yield engines
     assert engines
-    assert all(isinstance(each.executor.runner, NativeRunner) for each in engines)  # type: ignore[attr-defined]
+    assert all(isinstance(each.executor.runner.programs[0], NativeProgram) for each in engines)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -71,7 +71,7 @@ def test_noise_that_depends_on_the_order_of_draws_is_caught(model: Model, monkey
     jobs = [(prompt, equalities.SETTINGS[1]) for prompt, _ in equalities.load(1)]
     right = equalities.expected(model, jobs)
     numbers = iter(range(10**6))
-    monkeypatch.setattr("headrace.native.slots.key", lambda seed, child: (next(numbers), seed))
+    monkeypatch.setattr("headrace.native.live.key", lambda seed, child: (next(numbers), seed))
     engine = equalities.tiny_engine(model, blocks=128)
     requests = [engine.add(prompt, params) for prompt, params in jobs]
     finish(engine)
@@ -105,4 +105,4 @@ def test_random_loads_equal_single_runs(seed: int) -> None:
     for number, (_, prompt, params) in enumerate(jobs):
         single = [native_alone(model, prompt, params, child, **forms) for child in range(params.n)]
         assert tokens_of(requests[number]) == single, f"seed {seed} job {number}"
-    assert isinstance(engine.executor.runner, NativeRunner)  # type: ignore[attr-defined]
+    assert isinstance(engine.executor.runner.programs[0], NativeProgram)  # type: ignore[attr-defined]

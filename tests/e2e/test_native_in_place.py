@@ -18,7 +18,7 @@ from headrace.native.threads import thread_pool
 from headrace.ops.vocabulary import embed, head, linear, norm, residual
 from headrace.weights import names
 from tests.tiny import tiny_config, tiny_model
-from tests.tiny_native import Feeder, as_bfloat16, native_runner
+from tests.tiny_native import Feeder, as_bfloat16, native_program
 
 WIDTH, LAYERS = 512, 8
 TEXT = np.random.default_rng(5).integers(0, 97, 40).tolist()
@@ -63,14 +63,14 @@ def straight(monkeypatch: pytest.MonkeyPatch) -> Model:
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("quantize", ["int8", ""])
 def test_threads_do_not_meet_in_the_rows(straight: Model, quantize: str, threads: int) -> None:
-    one, many = (native_runner(straight, quantize=quantize, threads=n) for n in (1, threads))
-    many.program.profiling = True
+    one, many = (native_program(straight, quantize=quantize, threads=n) for n in (1, threads))
+    many.core.profiling = True
     for rows in (1, 2, 3):
         (wanted,) = Feeder(one, [TEXT]).feed((0, 0, rows))
         feeder = Feeder(many, [TEXT])
         other = sum(not np.array_equal(feeder.feed((0, 0, rows))[0], wanted) for _ in range(200))
         assert other == 0, f"{rows} rows: {other} of 200 steps differ"
-    assert "residual" not in many.program.profile, "the control: the layers add to the rows themselves"
+    assert "residual" not in many.core.profile, "the control: the layers add to the rows themselves"
 
 
 def test_an_input_is_made_of_what_the_rows_were() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace import native
-from tests.tiny_native import Feeder, native_model, native_runner
+from tests.tiny_native import Feeder, native_model, native_program
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
@@ -38,7 +38,7 @@ def steps_under_way(feeder: Feeder, step: Any) -> Iterator[None]:
                 for number, sequence in enumerate(feeder.sequences):
                     step.feed(sequence, 0, feeder.lengths[number], 1)
                     step.logits(0)
-                feeder.runner.program.run(step)
+                feeder.program.core.run(step)
             except (RuntimeError, ValueError, IndexError):  # taken, or changed between two of these calls
                 pass
 
@@ -53,7 +53,7 @@ def steps_under_way(feeder: Feeder, step: Any) -> Iterator[None]:
 
 CALLS: dict[str, Callable[[Feeder, Any], Any]] = {
     "run another step": lambda feeder, step: feeder.feed((0, 0, 9)),
-    "run the step": lambda feeder, step: feeder.runner.program.run(step),
+    "run the step": lambda feeder, step: feeder.program.core.run(step),
     "clear the step": lambda feeder, step: step.clear(),
     "feed the step": lambda feeder, step: step.feed(feeder.sequences[0], 0, 9),
     "mask the step": lambda feeder, step: step.mask(b""),
@@ -64,17 +64,17 @@ CALLS: dict[str, Callable[[Feeder, Any], Any]] = {
     "extend a sequence": lambda feeder, step: feeder.sequences[0].extend([]),
     "set a sequence's table": lambda feeder, step: feeder.sequences[0].set_table(0, feeder.sequences[0].table),
     "set a sequence's key": lambda feeder, step: setattr(feeder.sequences[0], "key", (1, 2)),
-    "copy blocks": lambda feeder, step: feeder.runner.kv.copy_blocks([(60, 61)]),
-    "move tokens": lambda feeder, step: feeder.runner.kv.move([(980, 981)]),
-    "read the profile": lambda feeder, step: feeder.runner.program.profile,
-    "clear the profile": lambda feeder, step: feeder.runner.program.clear_profile(),
+    "copy blocks": lambda feeder, step: feeder.program.kv.copy_blocks([(60, 61)]),
+    "move tokens": lambda feeder, step: feeder.program.kv.move([(980, 981)]),
+    "read the profile": lambda feeder, step: feeder.program.core.profile,
+    "clear the profile": lambda feeder, step: feeder.program.core.clear_profile(),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_second_thread_is_told(name: str) -> None:
     """Each call is refused while a step is under way, and does what it does where none is: the control."""
-    feeder, step = Feeder(native_runner(native_model("llama")), TEXTS), core.Step()
+    feeder, step = Feeder(native_program(native_model("llama")), TEXTS), core.Step()
     wanted = feeder.whole()
     refused, end = 0, time.monotonic() + 60
     with steps_under_way(feeder, step):
@@ -89,7 +89,7 @@ def test_the_second_thread_is_told(name: str) -> None:
     step.clear()
     step.feed(feeder.sequences[0], 0, 9, 1)
     step.logits(0)
-    feeder.runner.program.run(step)
+    feeder.program.core.run(step)
     CALLS[name](feeder, step)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(feeder.whole(), wanted, strict=True))
 
@@ -97,8 +97,8 @@ def test_the_second_thread_is_told(name: str) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_two_threads_with_a_step_each(threads: int) -> None:
     """As two callers of one model would: who is let in gets the logits that one caller gets."""
-    runner = native_runner(native_model("llama"), threads=threads)
-    feeders = [Feeder(runner, TEXTS[:1]), Feeder(runner, TEXTS[:1])]  # the same blocks: they write what is there
+    program = native_program(native_model("llama"), threads=threads)
+    feeders = [Feeder(program, TEXTS[:1]), Feeder(program, TEXTS[:1])]  # the same blocks: they write what is there
     (wanted,) = feeders[0].whole()
     found: list[tuple[int, int]] = []
 
@@ -125,7 +125,7 @@ def test_two_threads_with_a_step_each(threads: int) -> None:
 
 def test_a_copy_is_nobodys() -> None:
     """A fork made while a step reads its source can be extended at once."""
-    feeder, step = Feeder(native_runner(native_model("llama")), TEXTS), core.Step()
+    feeder, step = Feeder(native_program(native_model("llama")), TEXTS), core.Step()
     with steps_under_way(feeder, step):
         for _ in range(200):
             fork = feeder.sequences[0].copy()

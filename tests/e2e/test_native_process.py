@@ -15,7 +15,7 @@ import pytest
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.native import core
-from tests.tiny_native import Feeder, native_model, native_runner
+from tests.tiny_native import Feeder, native_model, native_program
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["水渠里的水", "The water in the headrace", "turns"]
@@ -80,7 +80,7 @@ def test_two_engines_work_at_once(llm: LLM, tiny_gguf: Path) -> None:
 
 def test_python_goes_on_while_a_step_computes() -> None:
     """Threads that may not be interrupted for an hour: another one gets its turn only where a step gives up Python's lock."""
-    runner, step = native_runner(native_model("llama")), core().Step()
+    runner, step = native_program(native_model("llama")), core().Step()
     step.feed(Feeder(runner, [[1, 2, 3]]).sequences[0], 0, 3, 1)
     gate, ran, before = threading.Lock(), [], sys.getswitchinterval()
 
@@ -100,7 +100,7 @@ def test_python_goes_on_while_a_step_computes() -> None:
         for _ in range(10_000):
             if ran:
                 break
-            runner.program.run(step)
+            runner.core.run(step)
         assert ran
     finally:
         sys.setswitchinterval(before)
@@ -146,7 +146,7 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_whole(llm: LLM) -> None:
 
 
 def test_a_signal_during_a_step_acts_after_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute, finished = llm.engine.executor.runner.execute, []  # type: ignore[attr-defined]
+    execute, finished = llm.runner.execute, []
 
     def interrupted(plan: object) -> object:
         signal.raise_signal(signal.SIGINT)
@@ -155,7 +155,7 @@ def test_a_signal_during_a_step_acts_after_it(llm: LLM, monkeypatch: pytest.Monk
         finished.append(plan)
         return result
 
-    monkeypatch.setattr(llm.engine.executor.runner, "execute", interrupted)  # type: ignore[attr-defined]
+    monkeypatch.setattr(llm.runner, "execute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert finished, "the step was carried through"

@@ -20,16 +20,16 @@ from headrace.models import registry
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.lowering import FUSIONS
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
-from headrace.runner.parts import ATTENTION, MLP
 from headrace.runner.record import RecordError
+from headrace.runner.span import ATTENTION, MLP
 from headrace.weights import names
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.native_reference import bfloat16_attention, reference_of
 from tests.tiny import tiny_config, tiny_model
-from tests.tiny_native import Feeder, all_fusions, as_bfloat16, native_model, native_runner, packed, source_of
+from tests.tiny_native import Feeder, all_fusions, as_bfloat16, native_model, native_program, packed, source_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 TEXTS = np.random.default_rng(3).integers(0, 97, (3, 21)).tolist()
@@ -40,9 +40,9 @@ TEXTS = np.random.default_rng(3).integers(0, 97, (3, 21)).tolist()
 def test_fused_equals_unfused(architecture: str, quantize: str) -> None:
     """Bitwise: every fusion does the arithmetic of the phases it replaces."""
     model = native_model(architecture, head_dim=32)
-    whole = Feeder(native_runner(model, quantize=quantize), TEXTS).whole()
+    whole = Feeder(native_program(model, quantize=quantize), TEXTS).whole()
     for fuse in all_fusions():
-        for ours, theirs in zip(Feeder(native_runner(model, quantize=quantize, fuse=fuse), TEXTS).whole(), whole, strict=True):
+        for ours, theirs in zip(Feeder(native_program(model, quantize=quantize, fuse=fuse), TEXTS).whole(), whole, strict=True):
             assert np.array_equal(ours, theirs), f"without {sorted(FUSIONS - fuse)}"
 
 
@@ -76,7 +76,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
     def of(model: Model, quantize: str, fuse: frozenset[str]) -> Counter[str]:
         counts.clear()
         monkeypatch.setattr("headrace.native.lowering.core", lambda: counting)
-        native_runner(model, quantize=quantize, fuse=fuse)
+        native_program(model, quantize=quantize, fuse=fuse)
         return counts.copy()
 
     return of
@@ -114,11 +114,11 @@ def run_parts(feeder: Feeder, cuts: list[int]) -> np.ndarray:
 
 def test_layers_can_be_run_in_parts() -> None:
     model = native_model("llama", num_layers=4)
-    runner = native_runner(model)
-    (whole,) = Feeder(runner, TEXTS[:1]).whole()
+    program = native_program(model)
+    (whole,) = Feeder(program, TEXTS[:1]).whole()
     for cuts in ([0, 4], [0, 1, 4], [0, 2, 3, 4], [0, 0, 4, 4]):
-        assert np.array_equal(run_parts(Feeder(runner, TEXTS[:1]), cuts), whole), cuts
-    assert not np.array_equal(run_parts(Feeder(runner, TEXTS[:1]), [0, 3]), whole)
+        assert np.array_equal(run_parts(Feeder(program, TEXTS[:1]), cuts), whole), cuts
+    assert not np.array_equal(run_parts(Feeder(program, TEXTS[:1]), [0, 3]), whole)
 
 
 def test_leaving_early_is_the_shorter_model() -> None:
@@ -127,17 +127,17 @@ def test_leaving_early_is_the_shorter_model() -> None:
     own = dict(model.named_parameters())
     for name, parameter in short.named_parameters():
         parameter.copy_(own[name])
-    (left,) = Feeder(native_runner(model), TEXTS[:1]).feed((0, 0, 21), layers=(0, 2))
-    (whole,) = Feeder(native_runner(short), TEXTS[:1]).whole()
+    (left,) = Feeder(native_program(model), TEXTS[:1]).feed((0, 0, 21), layers=(0, 2))
+    (whole,) = Feeder(native_program(short), TEXTS[:1]).whole()
     assert np.array_equal(left, whole)
 
 
 def test_taps_are_the_hidden_rows_after_their_layer() -> None:
-    runner = native_runner(native_model("llama", num_layers=3))
-    feeder = Feeder(runner, TEXTS[:1])
-    assert list(runner.taps) == ["layer.0", "layer.1", "layer.2"]
+    program = native_program(native_model("llama", num_layers=3))
+    feeder = Feeder(program, TEXTS[:1])
+    assert list(program.taps) == ["layer.0", "layer.1", "layer.2"]
     tapped = [np.empty((21, 32), np.float32) for _ in range(2)]
-    (logits,) = feeder.feed((0, 0, 21), taps=[(runner.taps["layer.0"], tapped[0]), (runner.taps["layer.1"], tapped[1])])
+    (logits,) = feeder.feed((0, 0, 21), taps=[(program.taps["layer.0"], tapped[0]), (program.taps["layer.1"], tapped[1])])
     for layer, rows in enumerate(tapped):
         out = np.empty((21, 32), np.float32)
         feeder.feed((0, 0, 21), layers=(0, layer + 1), hidden_out=out)
@@ -152,15 +152,15 @@ def test_a_skipped_sublayer_passes_the_rows_through(architecture: str, fused: bo
     sliding = {"sliding_layers": (True, True, False)} if architecture == "gemma3_text" else {}
     model = native_model(architecture, num_layers=3, **sliding)
     options: dict[str, Any] = {} if fused else {"fuse": frozenset()}
-    runner = native_runner(model, **options)
-    (whole,) = Feeder(runner, TEXTS[:1]).whole()
+    program = native_program(model, **options)
+    (whole,) = Feeder(program, TEXTS[:1]).whole()
     for layer, mark, name in ((1, ATTENTION, "out"), (0, MLP, "down"), (2, ATTENTION | MLP, "out down")):
-        (skipped,) = Feeder(runner, TEXTS[:1]).feed((0, 0, 21), skips=[mark if i == layer else 0 for i in range(3)])
+        (skipped,) = Feeder(program, TEXTS[:1]).feed((0, 0, 21), skips=[mark if i == layer else 0 for i in range(3)])
         other = tiny_model(model.config)
         other.load_state_dict(model.state_dict())
         for part in name.split():
             getattr(other.layers[layer], part).weight.zero_()
-        (wanted,) = Feeder(native_runner(other), TEXTS[:1]).whole()
+        (wanted,) = Feeder(native_program(other), TEXTS[:1]).whole()
         assert np.array_equal(skipped, wanted), (layer, name)
         assert not np.array_equal(skipped, whole)
 
@@ -168,59 +168,59 @@ def test_a_skipped_sublayer_passes_the_rows_through(architecture: str, fused: bo
 def test_a_companion_runs_on_the_same_sequences() -> None:
     """A second program with a pool of its own reads the same tables and tokens."""
     model, small = native_model("llama"), native_model("llama", num_layers=1)
-    feeder = Feeder(native_runner(model), TEXTS)
+    feeder = Feeder(native_program(model), TEXTS)
     target = feeder.whole()
-    feeder.runner = native_runner(small)
+    feeder.program = native_program(small)
     companion = feeder.whole()
-    assert all(np.array_equal(a, b) for a, b in zip(companion, Feeder(native_runner(small), TEXTS).whole(), strict=True))
-    feeder.runner = native_runner(model)
+    assert all(np.array_equal(a, b) for a, b in zip(companion, Feeder(native_program(small), TEXTS).whole(), strict=True))
+    feeder.program = native_program(model)
     assert all(np.array_equal(a, b) for a, b in zip(feeder.whole(), target, strict=True))
 
 
 # -- what is asked of logits -------------------------------------------------------------------------------------------
 
 
-def ask(runner: NativeRunner, ask_of: Callable[[Any], Any], nodes: Sequence[int] = (), parents: Sequence[int] = ()) -> Any:
+def ask(program: NativeProgram, ask_of: Callable[[Any], Any], nodes: Sequence[int] = (), parents: Sequence[int] = ()) -> Any:
     """Feed the first text whole, with a draft, and ask one thing of its logits: the step, and what `ask_of` returned."""
-    feeder = Feeder(runner, TEXTS[:1])
+    feeder = Feeder(program, TEXTS[:1])
     step = core().Step()
     step.feed(feeder.sequences[0], 0, 21, 1 + len(nodes), list(nodes), list(parents))
     asked = ask_of(step)
-    runner.program.run(step)
+    program.core.run(step)
     return step, asked
 
 
-def drawn(runner: NativeRunner, tokens: list[int], key: tuple[int, int]) -> int:
+def drawn(program: NativeProgram, tokens: list[int], key: tuple[int, int]) -> int:
     """The token after `tokens`, drawn alone."""
-    feeder = Feeder(runner, [tokens])
+    feeder = Feeder(program, [tokens])
     step = core().Step()
     step.feed(feeder.sequences[0], 0, len(tokens), 1)
     number = step.draw(0, [key])
-    runner.program.run(step)
+    program.core.run(step)
     return int(step.tokens(number)[0])
 
 
 def test_verification_walks_the_path_that_sampling_would_take() -> None:
-    runner, key = native_runner(native_model("llama")), (3, 4)
+    program, key = native_program(native_model("llama")), (3, 4)
     text = list(TEXTS[0])
-    first = drawn(runner, text, key)
-    second = drawn(runner, [*text, first], key)
-    third = drawn(runner, [*text, first, second], key)
+    first = drawn(program, text, key)
+    second = drawn(program, [*text, first], key)
+    third = drawn(program, [*text, first, second], key)
     wrong = (second + 1) % 97
-    step, number = ask(runner, lambda step: step.verify(0, key), [wrong, first, second, wrong], [-1, -1, 1, 1])
+    step, number = ask(program, lambda step: step.verify(0, key), [wrong, first, second, wrong], [-1, -1, 1, 1])
     assert step.path(number) == [1, 2]
     assert step.tokens(number) == [first, second, third]
-    step, number = ask(runner, lambda step: step.verify(0, key), [wrong], [-1])
+    step, number = ask(program, lambda step: step.verify(0, key), [wrong], [-1])
     assert (step.path(number), step.tokens(number)) == (([], [first]) if wrong != first else ([0], [first, second]))
 
 
 def test_many_asks_share_a_row() -> None:
     """A draw edits its row for a while: what is asked beside it must not see that. More rows than are held at once."""
-    runner = native_runner(native_model("llama"), threads=3, blocks=200)
+    program = native_program(native_model("llama"), threads=3, blocks=200)
     params = core().SampleParams()
     params.logit_bias = [(5, 50.0)]
     texts = np.random.default_rng(5).integers(0, 97, (6, 60)).tolist()
-    feeder = Feeder(runner, texts)
+    feeder = Feeder(program, texts)
     plain = feeder.whole()
     step, asked = core().Step(), []
     biased = [core().Sequence(text, params) for text in texts]
@@ -228,7 +228,7 @@ def test_many_asks_share_a_row() -> None:
         sequence.set_table(0, list(range(8 * which, 8 * which + 4)))
         step.feed(sequence, 0, len(text), len(text))
         asked.append((step.draw(59, [(1, 2)]), step.logits(59), step.score(0, 2), step.top(59, 3)))
-    runner.program.run(step)
+    program.core.run(step)
     for rows, (draw, logits, (first, count), top) in zip(plain, asked, strict=True):
         assert step.tokens(draw) == [5]
         assert np.array_equal(np.frombuffer(step.row_of_logits(logits), "<f4"), rows[59])
@@ -295,25 +295,25 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 @pytest.mark.parametrize("quantize", ["", "int8"])
 def test_what_no_fusion_fits_runs_phase_by_phase(odd: Model, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = native_runner(odd, quantize=quantize)
-    got = Feeder(runner, TEXTS).whole()
+    program = native_program(odd, quantize=quantize)
+    got = Feeder(program, TEXTS).whole()
     with bfloat16_attention(monkeypatch):
         wanted = feed(reference_of(odd, packed(odd, quantize)), TEXTS, "whole", torch.float64)
     apart = np.concatenate([np.abs(a - b.numpy()).max(-1) / b.numpy().std(-1) for a, b in zip(got, wanted, strict=True)])
     assert np.median(apart) < 1e-5
     assert apart.max() < 0.1
-    feeder = Feeder(native_runner(odd, quantize=quantize, threads=2), TEXTS)
+    feeder = Feeder(native_program(odd, quantize=quantize, threads=2), TEXTS)
     feeder.feed((0, 0, 9))
     (rest,) = feeder.feed((0, 9, 12))
     assert np.array_equal(rest, got[0][9:])
-    assert runner.taps == {"after": 0}
+    assert program.taps == {"after": 0}
 
 
 def test_a_model_whose_sublayers_are_entangled_skips_none(odd: Model) -> None:
     """Where a sublayer reads what another began with, leaving one out has no meaning: the skip is without effect."""
-    runner = native_runner(odd)
-    (whole,) = Feeder(runner, TEXTS[:1]).whole()
-    (skipped,) = Feeder(runner, TEXTS[:1]).feed((0, 0, 21), skips=[ATTENTION])
+    program = native_program(odd)
+    (whole,) = Feeder(program, TEXTS[:1]).whole()
+    (skipped,) = Feeder(program, TEXTS[:1]).feed((0, 0, 21), skips=[ATTENTION])
     assert np.array_equal(skipped, whole)
 
 
@@ -321,14 +321,14 @@ def test_a_model_whose_sublayers_are_entangled_skips_none(odd: Model) -> None:
 
 
 def test_a_step_that_does_not_fit_says_so_and_changes_nothing() -> None:
-    runner = native_runner(native_model("llama"))
-    feeder = Feeder(runner, TEXTS[:1])
+    program = native_program(native_model("llama"))
+    feeder = Feeder(program, TEXTS[:1])
     (whole,) = feeder.whole()
-    stranger = Feeder(runner, [[3, 500]])
+    stranger = Feeder(program, [[3, 500]])
     with pytest.raises(IndexError, match="outside the vocabulary"):
         stranger.whole()
     with pytest.raises(ValueError, match="a step has at least one row"):
-        runner.program.run(core().Step())
+        program.core.run(core().Step())
     with pytest.raises(ValueError, match="needs hidden rows"):
         feeder.feed((0, 0, 21), layers=(1, 2))
     with pytest.raises(ValueError, match="layers that the model has not"):
@@ -337,7 +337,7 @@ def test_a_step_that_does_not_fit_says_so_and_changes_nothing() -> None:
         feeder.feed((0, 0, 22))
     with pytest.raises(ValueError, match="parent must come before"):
         feeder.feed((0, 0, 21), nodes=[1], parents=[0])
-    unmapped = Feeder(runner, TEXTS[:1])
+    unmapped = Feeder(program, TEXTS[:1])
     unmapped.sequences[0].set_table(0, [])
     with pytest.raises(IndexError, match="table"):
         unmapped.whole()
@@ -354,7 +354,7 @@ def test_an_op_without_a_phase_cannot_be_recorded() -> None:
     model = native_model("llama")
     crossed = Crossed(model.config)
     with pytest.raises(RecordError, match="another group"):
-        NativeRunner(crossed, source_of(model), num_blocks=4, block_size=16, max_positions=64, threads=1)
+        NativeProgram(crossed, source_of(model), num_blocks=4, block_size=16, max_positions=64, threads=1)
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
@@ -365,4 +365,4 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         source.tensors[name] = source.tensors[name].clone()
         source.tensors[name][3, 5] = float("nan") if quantize else float("inf")
         with pytest.raises(WeightError, match=r"up_proj.*NaN or infinite"):
-            NativeRunner(model, source, num_blocks=4, block_size=16, max_positions=64, threads=1, quantize=quantize)
+            NativeProgram(model, source, num_blocks=4, block_size=16, max_positions=64, threads=1, quantize=quantize)

@@ -8,7 +8,7 @@ from headrace.models.base import Model
 from tests.models.feeding import feed
 from tests.native_reference import bfloat16_attention, reference_of
 from tests.tiny import VOCAB
-from tests.tiny_native import Feeder, native_model, native_runner, packed
+from tests.tiny_native import Feeder, native_model, native_program, packed
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 FORMS = ("", "int8", "int4")
@@ -24,7 +24,7 @@ def prompts(seed: int, lengths: tuple[int, ...] = (1, 5, 17, 40)) -> list[list[i
 
 def both(model: Model, quantize: str, texts: list[list[int]], patch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, np.ndarray]]:
     """Logits of every row, native and reference."""
-    got = Feeder(native_runner(model, quantize=quantize), texts).whole()
+    got = Feeder(native_program(model, quantize=quantize), texts).whole()
     with bfloat16_attention(patch):
         wanted = feed(reference_of(model, packed(model, quantize)), texts, "whole", torch.float64)
     return [(ours, theirs.numpy()) for ours, theirs in zip(got, wanted, strict=True)]
@@ -60,7 +60,7 @@ def test_greedy_text_is_the_references_token_for_token(quantize: str, monkeypatc
     with bfloat16_attention(monkeypatch):
         reference = reference_of(model, packed(model, quantize))
         for _ in range(16):
-            native = Feeder(native_runner(model, quantize=quantize), texts).whole()
+            native = Feeder(native_program(model, quantize=quantize), texts).whole()
             wanted = feed(reference, texts, "whole", torch.float64)
             drawn = [int(rows[-1].argmax()) for rows in native]
             assert drawn == [int(rows[-1].argmax()) for rows in wanted]

@@ -10,9 +10,9 @@ import pytest
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.lowering import FUSIONS, Lowering
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from tests.tiny import VOCAB
-from tests.tiny_native import Feeder, native_model, native_runner
+from tests.tiny_native import Feeder, native_model, native_program
 
 LENGTH = 40
 FORMS = ("", "int8")
@@ -34,7 +34,7 @@ class Rows(Feeder):
     def feed(self, *feeds: tuple[int, int, int], nodes: Sequence[int] = (), **more: Any) -> list[np.ndarray]:
         counts = [count for _, _, count in feeds]
         counts[-1] += len(nodes)
-        hidden = np.empty((sum(counts), self.runner.config.hidden_size), np.float32)
+        hidden = np.empty((sum(counts), self.program.config.hidden_size), np.float32)
         logits = super().feed(*feeds, nodes=nodes, hidden_out=hidden, **more)
         return [np.hstack(pair) for pair in zip(logits, np.split(hidden, np.cumsum(counts)[:-1]), strict=True)]
 
@@ -48,8 +48,8 @@ def model(request: pytest.FixtureRequest) -> Model:
 @pytest.mark.parametrize("quantize", FORMS)
 def test_rows_of_one_to_33(model: Model, quantize: str) -> None:
     """The last row of a prompt, fed alone after the rest, and together with 1 to 32 rows before it."""
-    runner = native_runner(model, quantize=quantize)
-    feeder = Rows(runner, texts(1))
+    program = native_program(model, quantize=quantize)
+    feeder = Rows(program, texts(1))
     (whole,) = feeder.whole()
     for rows in range(1, 34):
         feeder.feed((0, 0, LENGTH - rows))
@@ -60,8 +60,8 @@ def test_rows_of_one_to_33(model: Model, quantize: str) -> None:
 @pytest.mark.parametrize("quantize", FORMS)
 def test_batches_of_one_to_33(model: Model, quantize: str) -> None:
     """A sequence's next token, alone and with up to 32 others, wherever it stands among them."""
-    runner = native_runner(model, quantize=quantize, blocks=33 * 7)
-    feeder = Rows(runner, texts(33))
+    program = native_program(model, quantize=quantize, blocks=33 * 7)
+    feeder = Rows(program, texts(33))
     wholes = [feeder.feed((which, 0, LENGTH))[0] for which in range(33)]
     for count in range(2, 34):
         first = 33 - count
@@ -73,9 +73,9 @@ def test_batches_of_one_to_33(model: Model, quantize: str) -> None:
 @pytest.mark.parametrize("quantize", FORMS)
 def test_threads_and_mixed_steps(model: Model, quantize: str) -> None:
     """Two and three threads, and chunks in a step with single tokens."""
-    (alone,) = Rows(native_runner(model, quantize=quantize), texts(1)).whole()
+    (alone,) = Rows(native_program(model, quantize=quantize), texts(1)).whole()
     for threads in (2, 3):
-        feeder = Rows(native_runner(model, quantize=quantize, threads=threads), [*texts(1), *texts(3, seed=1)])
+        feeder = Rows(native_program(model, quantize=quantize, threads=threads), [*texts(1), *texts(3, seed=1)])
         feeder.feed((0, 0, 9), (1, 0, 30))
         feeder.feed((2, 0, LENGTH), (0, 9, 20))
         middle, *_ = feeder.feed((0, 29, 1), (1, 30, 1), (2, 39, 1), (3, 0, LENGTH))
@@ -88,30 +88,30 @@ def test_threads_and_mixed_steps(model: Model, quantize: str) -> None:
 def test_instruction_sets(isa: str, quantize: str) -> None:
     """Every path keeps the rule, and with integer weights all give the same bits but for attention's bfloat16 products."""
     model = native_model("llama", head_dim=32)
-    feeder = Rows(native_runner(model, quantize=quantize, isa=isa), texts(2))
+    feeder = Rows(native_program(model, quantize=quantize, isa=isa), texts(2))
     wholes = feeder.whole()
     for rows in range(1, 34):
         feeder.feed((0, 0, LENGTH - rows))
         last, other = feeder.feed((0, LENGTH - rows, rows), (1, LENGTH - 1, 1))
         assert same(last, wholes[0][-rows:])
         assert same(other, wholes[1][-1:])
-    best = Rows(native_runner(model, quantize=quantize, isa=ISAS[0]), texts(2)).whole()
+    best = Rows(native_program(model, quantize=quantize, isa=ISAS[0]), texts(2)).whole()
     for ours, theirs in zip(wholes, best, strict=True):
         assert np.abs(ours - theirs)[:, :VOCAB].max() < 0.05 * theirs[:, :VOCAB].std()
 
 
 def test_a_draft_sees_its_ancestors_only(model: Model) -> None:
     """Each path of a tree gives what the same tokens give in a row of their own."""
-    runner = native_runner(model)
+    program = native_program(model)
     (text,) = texts(1, 20)
     nodes, parents = [5, 6, 7, 8, 9, 5], [-1, -1, 0, 2, 1, 4]
     paths = [[5], [6], [5, 7], [5, 7, 8], [6, 9], [6, 9, 5]]
-    (rows,) = Rows(runner, [text]).feed((0, 0, 20), nodes=nodes, parents=parents)
+    (rows,) = Rows(program, [text]).feed((0, 0, 20), nodes=nodes, parents=parents)
     for row, path in zip(rows[20:], paths, strict=True):
-        (alone,) = Rows(runner, [text + path]).whole()
+        (alone,) = Rows(program, [text + path]).whole()
         assert same(row, alone[-1]), path
-    (chain,) = Rows(runner, [text]).feed((0, 0, 20), nodes=[5, 7, 8], parents=[-1, 0, 1])
-    (alone,) = Rows(runner, [[*text, 5, 7, 8]]).whole()
+    (chain,) = Rows(program, [text]).feed((0, 0, 20), nodes=[5, 7, 8], parents=[-1, 0, 1])
+    (alone,) = Rows(program, [[*text, 5, 7, 8]]).whole()
     assert same(chain, alone)
 
 
@@ -119,14 +119,14 @@ SOUND = Rows
 
 
 class Swayed(Rows):
-    """Steps of more than 20 rows add each row's products up in another order: by a second runner, whose every linear layer has
+    """Steps of more than 20 rows add each row's products up in another order: by a second program, whose every linear layer has
     one sum where the first one's has eight segments."""
 
-    def __init__(self, runner: NativeRunner, sequences: Sequence[Sequence[int]]) -> None:
-        super().__init__(runner, sequences)
+    def __init__(self, program: NativeProgram, sequences: Sequence[Sequence[int]]) -> None:
+        super().__init__(program, sequences)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Lowering, "_segment_unit", lambda self, node: 0)
-            other = native_runner(runner.model, quantize=self.quantize, fuse=FUSIONS, blocks=runner.kv.num_blocks)
+            other = native_program(program.model, quantize=self.quantize, fuse=FUSIONS, blocks=program.kv.num_blocks)
         self.other = SOUND(other, sequences)
 
     def feed(self, *feeds: tuple[int, int, int], **more: Any) -> list[np.ndarray]:

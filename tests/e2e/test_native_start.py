@@ -26,10 +26,10 @@ llm = LLM(sys.argv[1], kv_cache_memory="128MiB", max_model_len=1024, max_num_seq
 outputs = llm.generate(["word " * 600, "The mill"], SamplingParams(temperature=0.0, max_tokens=8))
 assert llm.backend == "native" and all(output.outputs[0].token_ids for output in outputs)
 assert not {"transformers", "gguf"} & set(sys.modules)
-runner = llm.engine.executor.runner
+program = llm.runner.programs[0]
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 peak = 1024 * int(status["VmHWM"].split()[0])  # not ru_maxrss, which knows the parent's too
-print(json.dumps([peak, runner.weights.bytes, runner.kv_bytes()]))
+print(json.dumps([peak, program.weights.bytes, program.kv_bytes()]))
 """
 
 
@@ -47,7 +47,7 @@ def test_peak_memory(name: str) -> None:
 PACK = """
 import json, sys
 from headrace.models.registry import describe, read_config
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from headrace.native.threads import thread_pool
 from headrace.weights.gguf import GGUFFile
 
@@ -61,9 +61,9 @@ if sys.argv[2] == "kept":
     source.mapped, source.release = lambda name: False, lambda name: None
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before = memory("VmRSS")
-runner = NativeRunner(model, source, num_blocks=4, block_size=16, max_positions=128, threads=2)
+program = NativeProgram(model, source, num_blocks=4, block_size=16, max_positions=128, threads=2)
 largest = max(source.info(name).nbytes for name in source.names())
-print(json.dumps([memory("VmHWM") - before, runner.weights.bytes, largest]))
+print(json.dumps([memory("VmHWM") - before, program.weights.bytes, largest]))
 """
 
 

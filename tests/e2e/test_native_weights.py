@@ -11,7 +11,7 @@ from headrace import native
 from headrace.layers.norm import Norm
 from headrace.models.base import Model
 from headrace.models.registry import describe
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from headrace.native.weights import packed_bytes
 from headrace.startup.memory import DoesNotFit, check_weights_fit
 from headrace.weights.source import TensorInfo
@@ -56,11 +56,11 @@ class Stored(MemorySource):
         return name in self.stored and self.stored[name][2]
 
 
-def gated(runner: NativeRunner) -> bool:
+def gated(program: NativeProgram) -> bool:
     """Whether gate and up were multiplied as one stream."""
-    runner.program.profiling = True
-    Feeder(runner, TEXT).whole()
-    return "act_mul" not in runner.program.profile
+    program.core.profiling = True
+    Feeder(program, TEXT).whole()
+    return "act_mul" not in program.core.profile
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
@@ -70,9 +70,9 @@ def test_a_gate_and_an_up_of_other_classes_load_unfused(gate: str, up: str, quan
     source = Stored(model)
     source.store("gate_proj.weight", gate)
     source.store("up_proj.weight", up)
-    runner = NativeRunner(model, source, quantize=quantize, **SIZES)
-    assert not gated(runner)
-    assert np.isfinite(Feeder(runner, TEXT).whole()[0]).all()
+    program = NativeProgram(model, source, quantize=quantize, **SIZES)
+    assert not gated(program)
+    assert np.isfinite(Feeder(program, TEXT).whole()[0]).all()
 
 
 def test_a_gate_and_an_up_of_one_class_are_one_stream() -> None:
@@ -82,7 +82,7 @@ def test_a_gate_and_an_up_of_one_class_are_one_stream() -> None:
         source = Stored(model)
         source.store("gate_proj.weight", gate)
         source.store("up_proj.weight", up)
-        assert gated(NativeRunner(model, source, quantize=quantize or "", **SIZES))
+        assert gated(NativeProgram(model, source, quantize=quantize or "", **SIZES))
 
 
 @pytest.mark.parametrize("mapped", ["gate", "up"])
@@ -96,8 +96,8 @@ def test_one_of_both_in_a_mapped_file(mapped: str) -> None:
     source.stored = {
         name: (kind, _in_a_file(rows) if on_disk else rows, on_disk) for name, (kind, rows, on_disk) in source.stored.items()
     }
-    runner = NativeRunner(model, source, **SIZES)
-    assert not gated(runner)
+    program = NativeProgram(model, source, **SIZES)
+    assert not gated(program)
     assert all(np.array_equal(rows, before[name]) for name, (_, rows, _) in source.stored.items())
 
 
@@ -124,7 +124,7 @@ def test_the_estimate_is_what_is_packed(architecture: str, quantize: str, tied: 
         if isinstance(holder, Norm)
         for spec in holder.params().values()
     )
-    packed = NativeRunner(model, source, quantize=quantize, **SIZES).weights.bytes
+    packed = NativeProgram(model, source, quantize=quantize, **SIZES).weights.bytes
     assert packed_bytes(model, source, quantize) - norms == packed
 
 

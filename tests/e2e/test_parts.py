@@ -11,35 +11,36 @@ import torch
 from headrace import native
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Score, Scores, StepPlan, TableDelta
+from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.registry import OPS
-from headrace.runner.companions import ModelRunner
-from headrace.runner.parts import ATTENTION, MLP, Part
-from headrace.runner.runner import TorchRunner
+from headrace.runner.program import Program
+from headrace.runner.runner import Runner
+from headrace.runner.span import ATTENTION, MLP, Span
 from tests.tiny import tiny_config, tiny_model
 
 TEXT = [5, 6, 7, 8, 30, 31, 5, 6, 90, 2, 17, 44]
-HALVES = [Part(skips=skips) for skips in itertools.product((0, ATTENTION, MLP, ATTENTION | MLP), repeat=2) if any(skips)]
+HALVES = [Span(skips=skips) for skips in itertools.product((0, ATTENTION, MLP, ATTENTION | MLP), repeat=2) if any(skips)]
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2"]
 
 
-def scores(runner: ModelRunner, part: Part, tokens: Sequence[int] = TEXT) -> list[float]:
+def scores(program: Program, span: Span, tokens: Sequence[int] = TEXT) -> list[float]:
     """Log-probability of each token after the first."""
     new = NewSlot(slot=0, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams())
-    runner.prepare(StepPlan(0, new=[new], tables=[TableDelta(0, 0, 0, [0, 1])]))
+    runner = Runner(program)
+    runner.slots.apply(StepPlan(0, new=[new], tables=[TableDelta(0, 0, 0, [0, 1])]))
     feed = Feed(0, 0, len(tokens), (), (Score(),))
-    ((answer,),) = runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
-    runner.prepare(StepPlan(0, free=[0]))
+    ((answer,),) = runner.run(StepPlan(0, feeds=[feed]), span).feeds
     assert isinstance(answer, Scores)
     return [score.logprob for score in answer.scores]
 
 
-def torch_runner(model: Model) -> TorchRunner:
-    return TorchRunner(model, KVPool(model.config, 2, 16, torch.float64))
+def torch_program(model: Model) -> EagerProgram:
+    return EagerProgram(model, KVPool(model.config, 2, 16, torch.float64))
 
 
-def silenced(architecture: str, part: Part) -> Model:
+def silenced(architecture: str, part: Span) -> Model:
     """The model whose left-out sublayers add nothing, because their last linear layer is zero."""
     model = tiny_model(tiny_config(architecture))
     for number, block in enumerate(model.layers):
@@ -52,11 +53,11 @@ def silenced(architecture: str, part: Part) -> Model:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("part", HALVES, ids=lambda part: "-".join(map(str, part.skips)))
-def test_torch_leaves_out_what_is_named_and_nothing_else(architecture: str, part: Part) -> None:
-    runner = torch_runner(tiny_model(tiny_config(architecture)))
-    expected = scores(torch_runner(silenced(architecture, part)), Part())
-    assert scores(runner, part) == expected
-    assert scores(runner, Part()) != expected
+def test_torch_leaves_out_what_is_named_and_nothing_else(architecture: str, part: Span) -> None:
+    program = torch_program(tiny_model(tiny_config(architecture)))
+    expected = scores(torch_program(silenced(architecture, part)), Span())
+    assert scores(program, part) == expected
+    assert scores(program, Span()) != expected
 
 
 def test_what_is_left_out_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_what_is_left_out_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> No
             return body(*args, **more)
 
         monkeypatch.setattr(OPS[name], "reference", counted)
-    scores(torch_runner(tiny_model()), Part(skips=(ATTENTION, MLP)))
+    scores(torch_program(tiny_model()), Span(skips=(ATTENTION, MLP)))
     assert ran == ["act_mul", "attention"]
 
 
@@ -78,16 +79,16 @@ def test_what_is_left_out_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_both_back_ends_leave_out_the_same(architecture: str) -> None:
     """Scores are as near as those of the whole models are; of the parts no two are."""
-    from tests.tiny_native import native_model, native_runner
+    from tests.tiny_native import native_model, native_program
 
     model = native_model(architecture)
-    ours, theirs = native_runner(model), torch_runner(model)
-    found = {part: (scores(ours, part), scores(theirs, part)) for part in [Part(), *HALVES]}
+    ours, theirs = native_program(model), torch_program(model)
+    found = {part: (scores(ours, part), scores(theirs, part)) for part in [Span(), *HALVES]}
 
     def apart(a: list[float], b: list[float]) -> float:
         return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
-    bound = 8 * apart(*found[Part()])
+    bound = 8 * apart(*found[Span()])
     for part, (native_scores, torch_scores) in found.items():
         assert apart(native_scores, torch_scores) <= bound, part
         for other in found.keys() - {part}:

@@ -17,6 +17,7 @@ from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
+from headrace.eager.program import EagerProgram
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
@@ -24,12 +25,11 @@ from headrace.models.base import Model
 from headrace.ops import rejection
 from headrace.ops.processing import RowSpec
 from headrace.ops.sampling import process
-from headrace.runner.companions import Companions, ModelRunner
 from headrace.runner.executor import InProcess
-from headrace.runner.runner import TorchRunner
-from headrace.runner.slots import Slots
+from headrace.runner.program import Program
+from headrace.runner.runner import Runner
 from tests.tiny import finish, tiny_config, tiny_model, tokens_of
-from tests.tiny_native import native_model, native_runner
+from tests.tiny_native import native_model, native_program
 
 SIZE, COUNT = 5, 700
 PROMPT = [3, 1, 4, 1]
@@ -43,10 +43,10 @@ def models() -> tuple[Model, Model]:
     return tiny_model(small), tiny_model(tiny_config(vocab_size=SIZE, num_layers=1), seed=4)
 
 
-def engine_of(runners: list[ModelRunner], drafter: Drafter | None, size: int = SIZE, block: int = 4) -> Engine:
+def engine_of(programs: list[Program], drafter: Drafter | None, size: int = SIZE, block: int = 4) -> Engine:
     model = isinstance(drafter, DraftModel)
     return Engine(
-        InProcess(Companions(runners[0], runners[1:]) if model else runners[0]),
+        InProcess(Runner(programs[0], programs[1:] if model else ())),
         EngineConfig(
             SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64), CacheConfig(1024, block)
         ),
@@ -56,9 +56,8 @@ def engine_of(runners: list[ModelRunner], drafter: Drafter | None, size: int = S
     )
 
 
-def torch_runners() -> list[ModelRunner]:
-    slots = Slots()
-    return [TorchRunner(model, KVPool(model.config, 1024, 4, torch.float64), None, slots) for model in models()]
+def torch_programs() -> list[Program]:
+    return [EagerProgram(model, KVPool(model.config, 1024, 4, torch.float64)) for model in models()]
 
 
 @lru_cache(maxsize=1)
@@ -66,12 +65,11 @@ def native_models() -> tuple[Model, Model]:
     return native_model(vocab_size=SIZE), native_model(vocab_size=SIZE, num_layers=1)
 
 
-def native_runners() -> list[ModelRunner]:
-    slots: dict[int, Any] = {}
-    return [native_runner(model, blocks=1024, slots=slots) for model in native_models()]
+def native_programs() -> list[Program]:
+    return [native_program(model, blocks=1024) for model in native_models()]
 
 
-RUNNERS = {"torch": torch_runners, "native": native_runners}
+RUNNERS = {"torch": torch_programs, "native": native_programs}
 
 
 def play(drafter: Drafter | None, params: SamplingParams, count: int = COUNT, backend: str = "torch") -> list[Any]:
@@ -210,7 +208,7 @@ def test_greedy_is_the_same_under_every_rule() -> None:
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_outputs_and_log_probabilities_side_by_side(rule: str) -> None:
     params = PARAMS.replace(verification=rule, n=3, logprobs=2, max_tokens=12, min_tokens=5, stop_token_ids=(2,), seed=7)
-    engine = engine_of(torch_runners(), DraftModel(least=0.0))
+    engine = engine_of(torch_programs(), DraftModel(least=0.0))
     request = engine.add(PROMPT, params)
     told: dict[int, list[int]] = {}
     while engine.busy:
@@ -244,7 +242,7 @@ def test_with_processors_of_the_callers_the_host_verifies_by_the_same_rule(rule:
     for make, by in ((lambda: DraftModel(least=0.0), 0.0), (PromptLookup, 2.0)):  # no processor sees what a model drafts
         told = []
         for more, processors in (({"logit_bias": {2: -by}}, ()), ({}, (Less(by),))):
-            engine = engine_of(torch_runners(), make())
+            engine = engine_of(torch_programs(), make())
             requests = [engine.add(PROMPT, params.replace(seed=seed, **more), processors=processors) for seed in range(12)]
             entries = [[] for _ in requests]
             while engine.busy:
@@ -262,9 +260,9 @@ def test_with_processors_of_the_callers_the_host_verifies_by_the_same_rule(rule:
 
 def test_on_the_native_core() -> None:
     """The rule works on rows of logits, from whichever back end; with p = q nearly all is accepted."""
-    target, slots = native_model(), {}
-    runners = [native_runner(model, blocks=64, slots=slots) for model in (target, native_model(norm_eps=3e-2))]
-    engine = engine_of(runners, DraftModel(least=0.0), target.config.vocab_size, 16)
+    target = native_model()
+    programs = [native_program(model, blocks=64) for model in (target, native_model(norm_eps=3e-2))]
+    engine = engine_of(programs, DraftModel(least=0.0), target.config.vocab_size, 16)
     requests = [engine.add(PROMPT, PARAMS.replace(verification="rejection", seed=i, max_tokens=24)) for i in range(8)]
     finish(engine)
     drafted, accepted = (sum(getattr(r.metrics, what) for r in requests) for what in ("drafted", "accepted"))
@@ -272,7 +270,7 @@ def test_on_the_native_core() -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    engine = engine_of(torch_runners(), Lookahead())
+    engine = engine_of(torch_programs(), Lookahead())
     with pytest.raises(AdmissionError, match="lookahead drafts trees"):
         engine.add(PROMPT, PARAMS.replace(verification="rejection"))
     engine.add(PROMPT, PARAMS.replace(verification="rejection", temperature=0.0))

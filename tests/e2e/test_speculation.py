@@ -20,12 +20,13 @@ from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
+from headrace.eager.program import EagerProgram
 from headrace.engine.engine import AdmissionError, Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.runner.executor import InProcess
-from headrace.runner.runner import TorchRunner
+from headrace.runner.runner import Runner
 from headrace.text.frequent import frequent_tokens
 from tests import tiny_files
 from tests.cli_shell import Shell
@@ -42,7 +43,7 @@ def play(model: Model, prompts: list[list[int]], params: SamplingParams, drafter
     pool = KVPool(model.config, 256, 16, torch.float64)
     speculation = None if drafter is None else Speculation([drafter], 256, gamma=6)
     engine = Engine(
-        InProcess(TorchRunner(model, pool)),
+        InProcess(Runner(EagerProgram(model, pool))),
         EngineConfig(scheduler, CacheConfig(256, 16)),
         vocab_size=model.config.vocab_size,
         speculation=speculation,
@@ -404,7 +405,7 @@ def test_kv_after_a_rollback_is_that_of_a_fresh_prefill(kept: int) -> None:
 
 def kv_of(engine: Engine, seq: Sequence) -> torch.Tensor:
     """K and V of the computed tokens [layers, 2, tokens, heads, dim], as the tables find them."""
-    pool: KVPool = engine.executor.runner.pool  # type: ignore[attr-defined]
+    pool: KVPool = engine.executor.runner.programs[0].pool  # type: ignore[attr-defined]
     return pool.data[:, :, seq.kv.tables[0]].flatten(2, 3)[:, :, : seq.kv.computed[0]].clone()
 
 

@@ -80,7 +80,7 @@ def test_reading_hidden_rows_leaves_the_engine_as_it_was(model: Path) -> None:
 
 def test_a_failed_answer_is_not_learned_from(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_writer(open_model(str(model)), 1)
-    monkeypatch.setattr(llm.engine.executor.runner, "execute", lambda plan: 1 / 0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(llm.runner, "execute", lambda plan: 1 / 0)
     with pytest.raises(RuntimeError, match="an answer to learn from failed: the step failed: division by zero"):
         write_texts(llm, [[5, 6, 7]], 8, seed=1)
     llm.close()

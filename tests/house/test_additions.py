@@ -22,7 +22,7 @@ from tests.house.scale import scale, scale_cases
 from tests.house.scaled_llama import scaled_llama
 from tests.house.second_best import SecondBest
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
-from tests.tiny_native import native_model, native_runner
+from tests.tiny_native import native_model, native_program
 from tests.unit.test_imports import SOURCES, late_imports, wrong_imports
 
 TOYS = {"second_best": "decoding", "repeat_last": "drafting", "scale": "ops", "scaled_llama": "models"}
@@ -154,7 +154,7 @@ def test_an_op_records_plays_and_is_refused_natively(scaling: Op[..., Any], monk
         outputs[by] = run_alone(model, prompt, GREEDY)
     assert outputs[1.0] == expected != outputs[3.0]
     with pytest.raises(RecordError, match="the native core has no phase for 'scale'"):
-        native_runner(native_model.__wrapped__("llama"))
+        native_program(native_model.__wrapped__("llama"))
 
 
 def test_what_is_no_op_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from headrace.weights.source import WeightSource
 from tests.tiny_native import Feeder
 
@@ -29,18 +29,18 @@ BLOCK = 16
 WORKER = Path(__file__).with_name("llama_cpp_rows.py")
 
 
-def runner_of(source: WeightSource, model: Model | None = None, **options: Any) -> NativeRunner:
+def program_of(source: WeightSource, model: Model | None = None, **options: Any) -> NativeProgram:
     settings = {"num_blocks": 128, "block_size": BLOCK, "max_positions": 2048, "threads": 2, **options}
-    return NativeRunner(model or describe(read_config(source)), source, **settings)
+    return NativeProgram(model or describe(read_config(source)), source, **settings)
 
 
-def generate(runner: NativeRunner, prompt: list[int], count: int) -> list[int]:
+def generate(program: NativeProgram, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens, each fed alone."""
     tokens = list(prompt)
-    (rows,) = Feeder(runner, [tokens]).whole()
+    (rows,) = Feeder(program, [tokens]).whole()
     while len(tokens) < len(prompt) + count:
         tokens.append(int(rows[-1].argmax()))
-        (rows,) = Feeder(runner, [tokens]).feed((0, len(tokens) - 1, 1))
+        (rows,) = Feeder(program, [tokens]).feed((0, len(tokens) - 1, 1))
     return tokens[len(prompt) :]
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from headrace.models.registry import describe, read_config
-from headrace.native.runner import NativeRunner
+from headrace.native.program import NativeProgram
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from tests.models import gates
-from tests.models.gates import Agreement, LlamaCpp, runner_of
+from tests.models.gates import Agreement, LlamaCpp, program_of
 from tests.models.real import PROMPTS
 from tests.models.streamed import TABLE, Narrowed, Streamed
 from tests.native_reference import bfloat16_attention
@@ -35,11 +35,11 @@ NAMES = (
 NEAR, OTHER, ROUNDED, ROUNDED_LOGIT = 1e-5, 1e-3, 0.2, 0.05
 
 
-def answered(source: GGUFFile, runner: NativeRunner, prompts: list[str], count: int = COUNT) -> list[list[int]]:
+def answered(source: GGUFFile, program: NativeProgram, prompts: list[str], count: int = COUNT) -> list[list[int]]:
     """Each prompt with greedy tokens of the core after it."""
     tokenizer = Tokenizer.from_gguf(source.metadata)
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    return [prompt + gates.generate(runner, prompt, count) for prompt in tokens]
+    return [prompt + gates.generate(program, prompt, count) for prompt in tokens]
 
 
 class Divergence:
@@ -69,10 +69,10 @@ def check_float32(path: Path, prompts: list[str], llama_cpp: bool = False) -> No
     """Teacher-forced, the 64 rows after each prompt."""
     found, wrong = Divergence(), Agreement()
     with GGUFFile(path) as source, ExitStack() as stack:
-        runner = runner_of(source)
-        texts = answered(source, runner, prompts)
-        ours = [Feeder(runner, [text]).whole()[0][-COUNT - 1 : -1] for text in texts]
-        runner.close()
+        program = program_of(source)
+        texts = answered(source, program, prompts)
+        ours = [Feeder(program, [text]).whole()[0][-COUNT - 1 : -1] for text in texts]
+        program.close()
         peer = stack.enter_context(LlamaCpp(path)) if llama_cpp else None
         for text, rows, better in zip(texts, ours, Streamed(source).logits(texts, COUNT), strict=True):
             found.add(better, rows, peer and peer.rows(text, COUNT + 1, better.shape[1])[:-1])
@@ -133,13 +133,13 @@ class Apart:
 
 
 @torch.inference_mode()
-def apart(runner: NativeRunner, exact: Streamed, single: Streamed, texts: list[list[int]]) -> tuple[Apart, Apart]:
+def apart(program: NativeProgram, exact: Streamed, single: Streamed, texts: list[list[int]]) -> tuple[Apart, Apart]:
     """How far the core, and the same arithmetic in torch's float32, are from that in float64, layer by layer.
 
     Each layer is given the rows that the core gave to it. Rows are not handed through many layers: a value on the edge
     between two int8 numbers goes either way, and thirty layers make another rounding of it all.
     """
-    config, feeders = exact.model.config, [Feeder(runner, [text]) for text in texts]
+    config, feeders = exact.model.config, [Feeder(program, [text]) for text in texts]
     contexts = list(zip(exact.contexts(texts), single.contexts(texts), strict=True))
     rows = [np.zeros((len(text), config.hidden_size), np.float32) for text in texts]
     with exact.holding(TABLE):
@@ -178,10 +178,10 @@ def differences(wanted: np.ndarray, unit: np.ndarray, *rows: np.ndarray) -> np.n
 def check_layers(path: Path, prompts: list[str], patch: pytest.MonkeyPatch, count: int = COUNT) -> None:
     with GGUFFile(path) as source, bfloat16_attention(patch):
         model = describe(read_config(source))
-        runner = runner_of(source, model)
-        texts = answered(source, runner, prompts, count)
-        exact, single = (Narrowed(source, dtype, model, runner.weights) for dtype in (torch.float64, torch.float32))
-        core, torch32 = apart(runner, exact, single, texts)
+        program = program_of(source, model)
+        texts = answered(source, program, prompts, count)
+        exact, single = (Narrowed(source, dtype, model, program.weights) for dtype in (torch.float64, torch.float32))
+        core, torch32 = apart(program, exact, single, texts)
     print(f"\n{path.name}, {sum(map(len, texts))} tokens, against the same arithmetic in float64")
     print(f"  headrace        {core}\n  torch's float32 {torch32}")
     assert np.median(core.layers[1:]) < NEAR
@@ -224,15 +224,15 @@ def check_perplexity(path: Path, limit: int, tolerance: float, llama_cpp: bool =
         text = text[: 16 * limit]  # more than enough
         start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_id]
         windows = list(gates.windows(tokenizer.encode(text, add_special=False, parse_special=False)[:limit], start))
-        runner = runner_of(source)
+        program = program_of(source)
         peer = stack.enter_context(LlamaCpp(path)) if llama_cpp else None
         for tokens, better in zip(windows, Streamed(source).logits(windows, 256), strict=True):
-            ours = Feeder(runner, [tokens]).whole()[0][255:-1]
+            ours = Feeder(program, [tokens]).whole()[0][255:-1]
             theirs = peer and peer.rows(tokens, 257, better.shape[1])[:-1]
             found.add(better, ours, theirs)
             for name, rows in (("headrace", ours), ("float32", better), ("llama.cpp", theirs)):
                 scores[name] += [] if rows is None else gates.scores(rows, tokens[256:])
-        runner.close()
+        program.close()
     values = {name: gates.perplexity(logprobs) for name, logprobs in scores.items() if logprobs}
     print(f"\n{path.name}, {len(windows)} windows, {len(scores['headrace'])} tokens scored, perplexity: {values}")
     for name, value in values.items():

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
-from tests.models.gates import generate, runner_of
+from tests.models.gates import generate, program_of
 from tests.models.llama2c import read_checkpoint, read_pieces
 from tests.models.real import PROMPTS
 from tests.places import data_path, model_file
@@ -24,7 +24,7 @@ def test_stories_tells_its_golden_text() -> None:
     """Head size 8, FFN 172, float32 weights held as bfloat16: the 200 tokens are those of float32."""
     folder = data_path("stories260K")
     source = read_checkpoint(folder / "stories260K.bin")
-    tokens = generate(runner_of(source, threads=1), [1], 200)
+    tokens = generate(program_of(source, threads=1), [1], 200)
     pieces = read_pieces(folder / "tok512.bin", 512)
     golden = (folder / "expected_greedy_200.txt").read_text().strip()
     assert b"".join(pieces[token] for token in tokens).decode().strip() == golden
@@ -33,7 +33,7 @@ def test_stories_tells_its_golden_text() -> None:
 def check_rows(path: Path, rows: range) -> None:
     """The last row, alone after the rest and together with up to 32 before it: the same bits."""
     with GGUFFile(path) as source:
-        feeder = Feeder(runner_of(source), [Tokenizer.from_gguf(source.metadata).encode(" ".join(PROMPTS))[:40]])
+        feeder = Feeder(program_of(source), [Tokenizer.from_gguf(source.metadata).encode(" ".join(PROMPTS))[:40]])
         (whole,) = feeder.whole()
         for count in rows:
             feeder.feed((0, 0, 40 - count))

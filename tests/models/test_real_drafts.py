@@ -6,8 +6,8 @@ from headrace.data.params import SamplingParams
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
-from headrace.runner.companions import Companions, SelfDraft
-from headrace.runner.parts import ATTENTION, MLP, Part
+from headrace.runner.runner import Runner
+from headrace.runner.span import ATTENTION, MLP, Span
 from tests.places import default_model, model_file
 
 pytestmark = pytest.mark.weights
@@ -40,12 +40,10 @@ def test_the_qwen_pair() -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("part", [Part(layers=20), Part(skips=(0,) * 14 + (ATTENTION, MLP) * 4)], ids=["layers", "skips"])
-def test_smollm2_drafts_for_itself(part: Part) -> None:
+@pytest.mark.parametrize("part", [Span(layers=20), Span(skips=(0,) * 14 + (ATTENTION, MLP) * 4)], ids=["layers", "skips"])
+def test_smollm2_drafts_for_itself(part: Span) -> None:
     llm = LLM(default_model(), backend="native", max_model_len=256, speculate="off")
-    executor = llm.engine.executor
-    target = executor.runner  # type: ignore[attr-defined]
-    executor.runner = Companions(target, [SelfDraft(target, part)])  # type: ignore[attr-defined]
+    llm.engine.executor.runner = Runner(llm.runner.programs[0], [part])  # type: ignore[attr-defined]
     llm.engine.speculation = Speculation([DraftModel("self", group=None, least=0.0)], 256, 3)
     check(llm, 0.0)
     llm.close()

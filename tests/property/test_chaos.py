@@ -206,6 +206,6 @@ def play_natively(jobs: list[strategies.Job], engine: Engine, chaos: Chaos) -> d
         if request.id not in errors:
             own = job.params.seed if isinstance(job.params, SamplingParams) else None
             assert strategies.texts(job, request) == strategies.wanted("native", job.kind, own, tuple(job.prompt)), job.kind
-    slots = engine.executor.runner.models[0].slots  # type: ignore[attr-defined]
+    slots = engine.executor.runner.slots  # type: ignore[attr-defined]
     assert_nothing_is_lost(engine, slots, engine.config)
     return chaos.hooks

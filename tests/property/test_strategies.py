@@ -13,7 +13,7 @@ import pytest
 
 from headrace import native
 from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.plan import StepPlan, Top
+from headrace.data.plan import HIDDEN, Feed
 from headrace.data.types import Request
 from headrace.decoding.beam import BeamSearch
 from headrace.engine.admission import blocks_needed
@@ -167,21 +167,16 @@ def test_every_output_is_what_it_must_be(backend: str) -> None:
 
 def last_prompt_token_only(engine: Engine) -> None:
     """Contrast with the tokens from the prompt's last on, as where a prefix hit has left no hidden states."""
-    hidden = engine.executor.runner.models[0].hidden  # type: ignore[attr-defined]
+    kept = engine.executor.runner.kept[HIDDEN]  # type: ignore[attr-defined]
 
-    def answer(plan: StepPlan, slots: dict, outputs: list[list]) -> None:
-        for feed, answers in zip(plan.feeds, outputs, strict=True):
-            if any(isinstance(want, Top) and want.closest for want in feed.wants):
-                count = feed.start + feed.count
-                (prompt_len,) = [s.prompt_len for r in engine.requests.values() for s in r.seqs if s.wire.slot == feed.slot]
-                rows = hidden._data.view(-1, hidden.block_size, hidden._data.shape[1])[list(slots[feed.slot].table)].flatten(
-                    0, 1
-                )
-                near = rows[prompt_len - 1 : count] @ rows[count : count + len(feed.nodes)].T
-                for one, closest in zip(answers[0].answers, near.amax(0).tolist(), strict=True):
-                    one.closest = closest
+    def closest(feed: Feed, table: list[int]) -> list[float]:
+        count = feed.start + feed.count
+        (prompt_len,) = [s.prompt_len for r in engine.requests.values() for s in r.seqs if s.wire.slot == feed.slot]
+        rows = kept.read(table, 0, count + len(feed.nodes))
+        found: list[float] = (rows[prompt_len - 1 : count] @ rows[count:].T).amax(0).tolist()
+        return found
 
-    hidden.answer = answer
+    kept.closest = closest
 
 
 def as_many_as_the_width(engine: Engine) -> None:

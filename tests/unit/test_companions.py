@@ -10,35 +10,30 @@ import torch
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, Logits, NewSlot, Sample, StepPlan, TableDelta, Top
+from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.contrast import contrast
-from headrace.runner.companions import Companions, SelfDraft
-from headrace.runner.parts import ATTENTION, MLP, Part
-from headrace.runner.runner import TorchRunner
-from headrace.runner.slots import Slots
+from headrace.runner.runner import Runner
+from headrace.runner.span import ATTENTION, MLP, Span
 from tests.tiny import VOCAB, run_alone, tiny_config, tiny_model
-from tests.tiny_native import native_alone, native_model, native_runner
+from tests.tiny_native import native_alone, native_model, native_program
 from tests.ulps import rounded_once, ulps
 
 BLOCK, BLOCKS = 16, 24
 LOGITS = (Logits(),)
 
 
-def torch_pair() -> tuple[Companions, Model, Model]:
+def torch_pair() -> tuple[Runner, Model, Model]:
     target, draft = tiny_model(), tiny_model(tiny_config(num_layers=1, hidden_size=16), seed=1)
-    slots = Slots()
-    runners = [
-        TorchRunner(model, KVPool(model.config, BLOCKS, BLOCK, torch_dtype(model)), None, slots) for model in (target, draft)
-    ]
-    return Companions(runners[0], runners[1:]), target, draft
+    runners = [EagerProgram(model, KVPool(model.config, BLOCKS, BLOCK, torch_dtype(model))) for model in (target, draft)]
+    return Runner(runners[0], runners[1:]), target, draft
 
 
-def native_pair() -> tuple[Companions, Model, Model]:
+def native_pair() -> tuple[Runner, Model, Model]:
     target, draft = native_model(), native_model(num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=4)
-    slots: dict[int, Any] = {}
-    runners = [native_runner(model, blocks=BLOCKS, slots=slots) for model in (target, draft)]
-    return Companions(runners[0], runners[1:]), target, draft
+    runners = [native_program(model, blocks=BLOCKS) for model in (target, draft)]
+    return Runner(runners[0], runners[1:]), target, draft
 
 
 def torch_dtype(model: Model) -> Any:
@@ -49,14 +44,14 @@ PAIRS = {"torch": torch_pair, "native": native_pair}
 
 
 @pytest.fixture(params=PAIRS)
-def pair(request: pytest.FixtureRequest) -> tuple[Companions, Model, Model]:
+def pair(request: pytest.FixtureRequest) -> tuple[Runner, Model, Model]:
     return PAIRS[request.param]()
 
 
 class Life:
     """Sequences as a scheduler would run them: every change of slots, tables and pools goes through the target's plan."""
 
-    def __init__(self, runner: Companions) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.step = 0
         self.tables: dict[int, list[int]] = {}
@@ -96,17 +91,17 @@ class Life:
 def alone(model: Model, tokens: list[int], native: bool) -> np.ndarray:
     """The logits after `tokens` of the model run by itself, fed whole."""
     if native:
-        runner: Any = native_runner(model, blocks=BLOCKS)
+        program: Any = native_program(model, blocks=BLOCKS)
     else:
-        runner = TorchRunner(model, KVPool(model.config, BLOCKS, BLOCK, torch_dtype(model)))
+        program = EagerProgram(model, KVPool(model.config, BLOCKS, BLOCK, torch_dtype(model)))
     new = NewSlot(slot=0, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams())
     tables = [TableDelta(0, 0, 0, list(range(-(-len(tokens) // BLOCK))))]
     feed = Feed(0, 0, len(tokens), wants=LOGITS)
-    return np.frombuffer(runner.execute(StepPlan(0, new=[new], tables=tables, feeds=[feed])).feeds[0][0].row, "<f4")
+    return np.frombuffer(Runner(program).execute(StepPlan(0, new=[new], tables=tables, feeds=[feed])).feeds[0][0].row, "<f4")
 
 
-def same(runner: Companions, model: Model) -> Callable[[np.ndarray, list[int]], None]:
-    native = not isinstance(runner.models[0], TorchRunner)
+def same(runner: Runner, model: Model) -> Callable[[np.ndarray, list[int]], None]:
+    native = not isinstance(runner.programs[0], EagerProgram)
 
     def check(logits: np.ndarray, tokens: list[int]) -> None:
         expected = alone(model, tokens, native)
@@ -122,7 +117,7 @@ def some(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=count)
 
 
-def test_a_companion_sees_what_it_would_see_alone(pair: tuple[Companions, Model, Model]) -> None:
+def test_a_companion_sees_what_it_would_see_alone(pair: tuple[Runner, Model, Model]) -> None:
     """Through chunks, a fork with copy-on-write, and tokens that only the target was fed at first."""
     runner, _, draft = pair
     life, check = Life(runner), same(runner, draft)
@@ -138,16 +133,16 @@ def test_a_companion_sees_what_it_would_see_alone(pair: tuple[Companions, Model,
     check(life.logits(0, 21), life.tokens[0])
 
 
-def test_what_is_moved_is_moved_for_the_companion_too(pair: tuple[Companions, Model, Model]) -> None:
+def test_what_is_moved_is_moved_for_the_companion_too(pair: tuple[Runner, Model, Model]) -> None:
     """The second of two sibling nodes is accepted: its K and V move up, in all pools."""
     runner, target, _ = pair
-    models = (runner.models[1], runner.models[0])
-    swapped = Companions(models[0], [models[1]])  # the small model verifies, so the moves are about its K and V
+    models = (runner.programs[1], runner.programs[0])
+    swapped = Runner(models[0], [models[1]])  # the small model verifies, so the moves are about its K and V
     life = Life(swapped)
     prompt = some(18, 4)
     life.begin(0, prompt, SamplingParams())
     life.target(Feed(0, 0, 18, nodes=(5, 6), parents=(-1, -1)))
-    swapped.models[1].run(StepPlan(9, feeds=[Feed(0, 0, 18, nodes=(5, 6), parents=(-1, -1))]))
+    life.companion(Feed(0, 0, 18, nodes=(5, 6), parents=(-1, -1)))
     at = life.tables[0][19 // BLOCK] * BLOCK + 19 % BLOCK
     to = life.tables[0][18 // BLOCK] * BLOCK + 18 % BLOCK
     life.tokens[0] += [6, 7]
@@ -155,7 +150,7 @@ def test_what_is_moved_is_moved_for_the_companion_too(pair: tuple[Companions, Mo
     same(runner, target)(life.logits(0, 19), life.tokens[0])
 
 
-def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Companions, Model, Model]) -> None:
+def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Runner, Model, Model]) -> None:
     """Noise, penalties and bans of a chain's tokens are those of an ordinary run, for two sequences in one step."""
     runner, _, draft = pair
     life = Life(runner)
@@ -174,24 +169,23 @@ def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Companions, Model,
             chains[slot] += out[0].tokens
         feeds = [Feed(slot, known[slot] + k, 0, wants=want, nodes=tuple(chains[slot][-1:]), parents=(-1,)) for slot in range(2)]
         outs = life.companion(*feeds)
-    native = not isinstance(runner.models[0], TorchRunner)
+    native = not isinstance(runner.programs[0], EagerProgram)
     for slot, each in enumerate(params):
         run = native_alone if native else run_alone
         assert chains[slot] == run(draft, life.tokens[slot], each)
-        assert len(life.runner.models[0].slots[slot]) == known[slot]  # nothing of a chain becomes known
+        assert len(life.runner.slots[slot]) == known[slot]  # nothing of a chain becomes known
 
 
-def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Companions, Model, Model]) -> None:
+def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Runner, Model, Model]) -> None:
     """Of the last known token and of draft nodes; a plain sequence in the same step keeps the expert's logits."""
     runner, target, draft = pair
-    runner.amateur = 1
-    life = Life(runner)
+    life = Life(Runner(runner.programs[0], runner.programs[1:], amateur=1))
     prompts = [some(19, 5), some(12, 6)]
     life.begin(0, prompts[0], SamplingParams(contrastive_beta=0.5, contrastive_alpha=0.2))
     life.begin(1, prompts[1], SamplingParams())
     life.target(Feed(0, 0, 7))
     outs = life.target(Feed(0, 7, 12, wants=LOGITS), Feed(1, 0, 12, wants=LOGITS))
-    native = not isinstance(runner.models[0], TorchRunner)
+    native = not isinstance(runner.programs[0], EagerProgram)
     rows = [alone(model, prompts[0], native) for model in (target, draft)]
     expected = contrast(*(torch.from_numpy(row.astype(np.float64))[None] for row in rows), 0.2, 0.5)[0].numpy()
     assert 1 < np.isfinite(expected).sum() < VOCAB
@@ -201,12 +195,12 @@ def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Companions, 
     same(runner, target)(np.frombuffer(outs[1][0].row, "<f4"), prompts[1])
 
 
-@pytest.mark.parametrize("part", [Part(layers=1), Part(skips=(0, ATTENTION | MLP)), Part(layers=2)])
-def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Companions, Model, Model], part: Part) -> None:
+@pytest.mark.parametrize("part", [Span(layers=1), Span(skips=(0, ATTENTION | MLP)), Span(layers=2)])
+def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Runner, Model, Model], part: Span) -> None:
     """A chain drafted by early layers, or with a layer left out, over the target's own K and V: the target's step writes what
     it would have written; and all layers draft what the target says."""
-    target, model = pair[0].models[0], pair[1]
-    life = Life(Companions(target, [SelfDraft(target, part)]))
+    target, model = pair[0].programs[0], pair[1]
+    life = Life(Runner(target, [part]))
     params = SamplingParams(max_tokens=5, temperature=0.8, seed=4, ignore_eos=True)
     life.begin(0, some(17, 8), params)
     known = len(life.tokens[0])
@@ -215,7 +209,7 @@ def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Companions, Mode
     chain = [*life.companion(Feed(0, known - 1, 1, wants=want))[0][0].tokens]
     for k in range(3):
         chain += life.companion(Feed(0, known + k, 0, wants=want, nodes=tuple(chain[-1:]), parents=(-1,)))[0][0].tokens
-    native = not isinstance(target, TorchRunner)
+    native = not isinstance(target, EagerProgram)
     if part.layers == 2:
         assert chain == (native_alone if native else run_alone)(model, life.tokens[0], params)[:4]
     (out,) = life.target(Feed(0, known - 1, 1, wants=LOGITS, nodes=tuple(chain), parents=tuple(range(-1, 3))))
@@ -232,8 +226,7 @@ def test_a_part_of_the_vocabulary_has_the_logits_of_the_whole(tied: bool) -> Non
     prompt = random.Random(2).choices(range(300), k=20)
     rows = {}
     for name, head in (("whole", None), ("part", ids)):
-        runner = native_runner(model, blocks=BLOCKS, head_ids=head)
-        life = Life(Companions(runner, []))
+        life = Life(Runner(native_program(model, blocks=BLOCKS, head_ids=head)))
         life.begin(0, prompt, SamplingParams())
         feed = Feed(0, 0, 20, wants=(*LOGITS, Top(5)))
         (out,) = life.target(feed)

@@ -28,29 +28,32 @@ ROOMS = {
     "text": "",
     "decoding": "text ops data",
     "drafting": "ops data",
-    "runner": "models ops kv.pool data",
+    "runner": "models ops data",
     "runner.executor": "data",
-    "runner.heads": "runner weights.loader models ops weights kv.pool data",
+    "runner.heads": "runner weights.loader models weights data",
+    "eager": "runner models ops kv.pool data",
+    "eager.heads": "eager runner.heads weights.loader ops weights kv.pool",
     "native.weights": "native weights.loader weights models layers",
     "native.centring": "native.weights runner layers data",
     "native.lowering": "native.centring native.weights native runner data",
-    "native.slots": "native ops data",
-    "native.runner": "native.lowering native.slots native.weights native runner models ops weights data",
-    "native.heads": "native.lowering native.runner native.slots native.weights native runner.heads runner models weights data",
+    "native.live": "native ops data",
+    "native.step": "native.live native runner ops data",
+    "native.program": "native.step native.live native.lowering native.weights native runner models weights data",
+    "native.heads": "native.lowering native.program native.weights native runner.heads runner models weights",
     "engine": "engine.admission engine.scheduler engine.feeding kv.blocks decoding drafting runner.executor text data",
     "engine.feeding": "kv.blocks data",
     "engine.scheduler": "engine.feeding kv.blocks data",
     "engine.admission": "decoding data",
     "engine.signals": "",
     "engine.turns": "",
-    "startup": "startup.opening startup.memory native.heads native.runner native.slots native.weights native runner.heads "
-    "runner.executor runner weights.loader kv.pool models text weights data",
+    "startup": "startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
+    "runner.heads runner weights.loader kv.pool models text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
     "workflows": "llm data",
-    "bench": "llm engine startup decoding drafting runner weights.loader weights.names text models ops weights data",
+    "bench": "llm engine startup decoding drafting eager runner weights.loader weights.names text models ops weights data",
     "bench.tools": "bench server llm data",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
@@ -67,8 +70,8 @@ STOREYS = (
     "kv.pool kv.blocks weights native",
     "ops layers models",
     "weights.names weights.loader text",
-    "decoding drafting runner runner.executor runner.heads native.weights native.centring native.lowering native.slots "
-    "native.runner native.heads",
+    "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
+    "native.live native.step native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening",
     "llm",
@@ -81,13 +84,29 @@ FLOORS = {"": 0} | {name: floor for floor, names in enumerate(STOREYS) for name 
 ARROWS = {
     *(("models", "layers"), ("models", "ops")),
     ("weights", "native"),  # files are dequantised by the core
-    *((f"native.{name}", "runner") for name in ("centring", "lowering", "runner", "heads")),
-    ("native.heads", "runner.heads"),
+    *((f"native.{name}", "runner") for name in ("centring", "lowering", "step", "program", "heads")),
+    ("eager", "runner"),
+    *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
     ("bench.tools", "server"),
 }
 # What stands at the top of the package: another entry is a decision.
 TOP = {"__init__", "__main__", "llm"} | {
-    *("bench", "cli", "data", "decoding", "drafting", "engine", "kv", "layers", "models", "native", "ops", "runner", "server"),
+    *(
+        "bench",
+        "cli",
+        "data",
+        "decoding",
+        "drafting",
+        "eager",
+        "engine",
+        "kv",
+        "layers",
+        "models",
+        "native",
+        "ops",
+        "runner",
+        "server",
+    ),
     *("startup", "text", "training", "weights", "workflows"),
 }
 # May be imported inside any function: modules that not every platform or installation has.

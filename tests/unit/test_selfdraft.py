@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from headrace.data.params import SamplingParams
+from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.runner.parts import ATTENTION, MLP, Part
-from headrace.runner.runner import TorchRunner
+from headrace.runner.runner import Runner
+from headrace.runner.span import ATTENTION, MLP, Span
 from headrace.startup import selfdraft
 from headrace.training.selfdraft import Trial, search
 from tests.tiny import run_alone, tiny_config, tiny_model
@@ -22,15 +23,15 @@ def trial() -> Trial:
 def trial_of(model: Model) -> Trial:
     prompt = [5, 6, 7, 8]
     text = [*prompt, *run_alone(model, prompt, SamplingParams(temperature=0.0, max_tokens=24))]
-    return Trial(TorchRunner(model, KVPool(model.config, 16, 16)), [(text, 4)], 16, 3)
+    return Trial(Runner(EagerProgram(model, KVPool(model.config, 16, 16))), [(text, 4)], 16, 3)
 
 
 def test_the_whole_model_agrees_with_itself_and_a_part_does_not(trial: Trial) -> None:
-    assert trial.rate(Part()).alpha == 1.0
-    assert trial.rate(Part(layers=3)).alpha == 1.0
-    assert trial.rate(Part(layers=1)).alpha < 1.0
+    assert trial.rate(Span()).alpha == 1.0
+    assert trial.rate(Span(layers=3)).alpha == 1.0
+    assert trial.rate(Span(layers=1)).alpha < 1.0
     for bits in (ATTENTION, MLP, ATTENTION | MLP):
-        assert trial.rate(Part(skips=(0, bits))).alpha < 1.0
+        assert trial.rate(Span(skips=(0, bits))).alpha < 1.0
 
 
 def test_the_search_finds_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,14 +40,14 @@ def test_the_search_finds_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     model.layers[1].out.weight.zero_()
     model.layers[2].down.weight.zero_()
 
-    def seconds(self: Trial, nodes: int, part: Part, repeats: int) -> float:
+    def seconds(self: Trial, nodes: int, part: Span, repeats: int) -> float:
         left_out = sum(bits.bit_count() for bits in part.skips) + 2 * (3 - part.layers if part.layers else 0)
         return max(1.0 - 0.3 * left_out, 0.4) * (1.0 + 0.05 * nodes)
 
     monkeypatch.setattr(Trial, "_seconds", seconds)
     trial = trial_of(model)
     best = search(trial, 3600)
-    assert best.part == Part(skips=(0, ATTENTION, MLP))
+    assert best.span == Span(skips=(0, ATTENTION, MLP))
     assert best.alpha == 1.0
     assert best.speedup > 1.3
 
@@ -56,7 +57,7 @@ def test_a_choice_is_kept_for_its_model(tmp_path: Path, monkeypatch: pytest.Monk
     one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
     one.write_bytes(b"1")
     other.write_bytes(b"2")
-    part = Part(skips=(0, 3, 1))
+    part = Span(skips=(0, 3, 1))
     kept = selfdraft.save(one, part)
     assert selfdraft.load(one) == part
     with pytest.raises(ValueError, match=r"run: headrace bench self-draft .*other\.gguf"):

@@ -30,6 +30,7 @@ from headrace.data.plan import (
     Verify,
     Where,
 )
+from headrace.eager.live import EagerLive
 from headrace.ops.trees import walk
 from headrace.runner.slots import Slots
 
@@ -84,7 +85,7 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.pool = [EMPTY] * (num_blocks * block_size)
-        self.slots = Slots()
+        self.slots = Slots(EagerLive.of)
         self.fed: list[list[tuple[int, int, int]]] = []  # per step: (slot, start, count)
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -185,7 +186,7 @@ class FakeRunner:
 
     def _at(self, slot: int, position: int) -> int:
         block, offset = divmod(position, self.block_size)
-        return self.slots[slot].tables[0][block] * self.block_size + offset
+        return self.slots[slot].table[block] * self.block_size + offset
 
     def kv_bytes(self) -> int:
         return 0
@@ -212,7 +213,7 @@ class Deferred:
             plan, next_ticket = self._queue.popleft()
             next_ticket.output = self.runner.execute(plan)
 
-    def reserve_hidden(self) -> None:
+    def reserve(self, group: str) -> None:
         raise ValueError("a fake model has no hidden states")
 
     def kv_bytes(self) -> int:

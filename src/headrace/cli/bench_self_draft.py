@@ -39,7 +39,7 @@ def self_draft(
     prompts = [tokens_of(llm, text, True) for text in (PROMPTS if source is None else read_prompts(source, 8))]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     texts = [(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
-    trial = Trial(llm.engine.executor.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
+    trial = Trial(llm.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
     best = search(trial, minutes * 60, lambda rated: say(rated.said))
     columns = ("part", "agreement", "cost of a draft step", "tokens at once", "speed-up promised")
     row = (best.name, f"{best.alpha:.3f}", f"{best.cost:.3f}", str(best.gamma), f"{best.speedup:.2f}")
@@ -47,4 +47,4 @@ def self_draft(
     if best.speedup <= 1.0:
         say("nothing pays: plain decoding is faster, and nothing was saved")
     elif keep:
-        say(f"saved in {save(llm.opened.path, best.part)}; use it with --speculate self")
+        say(f"saved in {save(llm.opened.path, best.span)}; use it with --speculate self")

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import TARGET, Answers, Failed, Feed, KVGroup, Sample, StepOutput, StepPlan, Where, wanted
+from headrace.data.plan import HIDDEN, TARGET, Answers, Failed, Feed, KVGroup, Sample, StepOutput, StepPlan, Where, wanted
 from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status
 from headrace.decoding.base import Outputs, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
@@ -132,7 +132,7 @@ class Engine:
     def _reserve(self, params: SamplingParams) -> None:
         if params.penalty_alpha:
             try:
-                self.executor.reserve_hidden()
+                self.executor.reserve(HIDDEN)
             except ValueError as error:
                 raise AdmissionError(str(error)) from None
 

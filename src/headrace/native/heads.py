@@ -1,31 +1,27 @@
 """Trained heads on the native core: rows that heads without a feature layer begin with are made here, all else in the core."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.data.plan import StepPlan
 from headrace.models.registry import describe
 from headrace.native import core
 from headrace.native.buffers import HIDDEN, Buffers, Ropes
 from headrace.native.lowering import FUSIONS, Lowered, Lowering
-from headrace.native.runner import NativeRunner
-from headrace.native.slots import Slot
+from headrace.native.program import NativeProgram
 from headrace.native.threads import thread_pool
 from headrace.native.weights import FLOATS
-from headrace.runner.heads import FEATURE, UNIT_EPS, Entrance, Heads, HeadsSource, heads_config
-from headrace.runner.parts import Part
+from headrace.runner.heads import UNIT_EPS, HeadInputs, Heads, HeadsSource, heads_config
 from headrace.runner.record import record
 from headrace.weights.source import WeightSource
 
 
-class Packed(Entrance):
+class PackedInputs(HeadInputs):
     """Matrices as the core multiplies them, int8: as they are they would be read from memory, and by one thread."""
 
-    def __init__(self, heads: Heads, target: NativeRunner, pool: Any) -> None:
-        super().__init__(heads, target.features, target.slots)
+    def __init__(self, heads: Heads, target: NativeProgram, pool: Any) -> None:
+        super().__init__(heads)
         self.target = target
         self._pool, self._arena = pool, core().Arena()
         self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
@@ -50,38 +46,23 @@ class Packed(Entrance):
         return core().PackedLinear([tensor])
 
 
-class NativeHeads(NativeRunner):
-    """Heads on the target's slots and block ids; their matrices become int8."""
+class NativeHeads(NativeProgram):
+    """Heads on the target's block ids; their matrices become int8."""
 
-    def __init__(self, heads: Heads, target: NativeRunner, source: WeightSource, **settings: Any) -> None:
+    def __init__(self, heads: Heads, target: NativeProgram, source: WeightSource, **settings: Any) -> None:
         """`settings`: num_blocks, block_size, max_positions, kv_dtype and threads as the target has them."""
         config = heads_config(heads.kind, target.config)
         own = HeadsSource(heads, target.config, source)
-        self.entrance = Packed(heads, target, thread_pool(settings.get("threads", 0)))
+        inputs = PackedInputs(heads, target, thread_pool(settings.get("threads", 0)))
         super().__init__(
             describe(config),
             own,
             **settings,
             quantize="int8" if any(own.info(name).kind in FLOATS for name in own.names() if name != "norm.weight") else "",
-            slots=target.slots,
             head_ids=heads.vocab,
-            embeds=False,
-            enter=self.entrance.lower,
+            inputs=inputs,
+            enter=inputs.lower,
         )
-        target.features.reserve()
-
-    def _draw_each(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> None:
-        """There is no short way: its steps begin with hidden rows."""
-
-    def _run(self, step: Any, plan: StepPlan, slots: Mapping[int, Slot], part: Part) -> np.ndarray:
-        if self.entrance.heads.kind != FEATURE:
-            rows = self.entrance.rows(plan, None).numpy()
-            self.program.run(step, hidden=rows)
-            return rows
-        out = np.empty((step.rows, self.config.hidden_size), np.float32)
-        self.program.run(step, hidden=self.entrance.before(plan).numpy(), hidden_out=out)
-        self.entrance.left(plan, torch.from_numpy(out))
-        return out
 
 
 def _scaled(weight: np.ndarray) -> Any:

@@ -17,8 +17,8 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> Ticket: ...
 
-    def reserve_hidden(self) -> None:
-        """Take the memory of hidden states, before the first contrastive search. Raises ValueError where it does not fit."""
+    def reserve(self, group: str) -> None:
+        """Take the memory of a KV group of hidden rows, before the first of them. Raises ValueError where it does not fit."""
 
     def kv_bytes(self) -> int:
         """Bytes the paged pool takes on the device."""
@@ -31,7 +31,7 @@ class Runs(Protocol):
 
     def execute(self, plan: StepPlan) -> StepOutput: ...
 
-    def reserve_hidden(self) -> None: ...
+    def reserve(self, group: str) -> None: ...
 
     def kv_bytes(self) -> int: ...
 
@@ -66,8 +66,8 @@ class InProcess:
         except Exception as error:  # handed over where the result is asked for
             return Done(None, error)
 
-    def reserve_hidden(self) -> None:
-        self.runner.reserve_hidden()
+    def reserve(self, group: str) -> None:
+        self.runner.reserve(group)
 
     def kv_bytes(self) -> int:
         return self.runner.kv_bytes()

@@ -7,26 +7,21 @@ Both read rows after the target's last layer, scaled to length, and end in a nor
 which they may have a part: the tokens they choose from.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch.nn.functional import rms_norm, silu
 
 from headrace.data.config import ModelConfig, RopeConfig
-from headrace.data.plan import StepPlan
-from headrace.kv.pool import KVPool
-from headrace.models.base import Value
-from headrace.models.llama import Llama
+from headrace.data.plan import Feed
 from headrace.models.registry import describe
-from headrace.ops.context import Context
-from headrace.runner.hidden import Features
-from headrace.runner.runner import TorchRunner
-from headrace.runner.slots import Slots
-from headrace.weights.loader import load_model, plan
+from headrace.runner.kept import Kept
+from headrace.runner.program import AnyLive
+from headrace.weights.loader import plan
 from headrace.weights.source import TensorInfo, WeightSource
 
 HEADS, FEATURE = "heads", "feature"
@@ -145,82 +140,42 @@ class HeadsSource:
         """The target's file is the target's."""
 
 
-class Entrance:
+class HeadInputs:
     """The rows that heads begin with, from those that the target left or, in a chain, that they left themselves."""
 
-    def __init__(self, heads: Heads, features: Features, slots: Mapping[int, Any]) -> None:
-        self.heads = heads
+    def __init__(self, heads: Heads) -> None:
+        self.kind = heads.kind
+        self.chains = heads.kind == FEATURE
         self.tensors = {name: x.float() for name, x in heads.tensors.items() if not name.startswith(LAYER)}
-        self.features = features
-        self.slots = slots
         self._tips: dict[int, torch.Tensor] = {}  # by slot: the row that the feature layer left last
 
-    def rows(self, plan: StepPlan, embedded: torch.Tensor | None) -> torch.Tensor:
-        """Rows [n, hidden] for a plan's feeds; `embedded`: their tokens' embeddings, which the feature layer needs."""
-        if embedded is not None:
-            return enter(self.tensors, embedded, self.before(plan))
-        counts = [1 + len(feed.nodes) for feed in plan.feeds]
-        hidden = torch.cat([self._before(feed.slot, feed.start, 1) for feed in plan.feeds])
+    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> torch.Tensor:
+        """Rows [n, hidden] for the feeds: those before their tokens, or what each head makes of the last of these."""
+        if self.chains:
+            rows = [self._before(slots[feed.slot], feed, feed.count, features) for feed in feeds]
+            return rows[0] if len(rows) == 1 else torch.cat(rows)
+        counts = [1 + len(feed.nodes) for feed in feeds]
+        hidden = torch.cat([self._before(slots[feed.slot], feed, 1, features) for feed in feeds])
         made = [predict(self.tensors, head, hidden, self.product) for head in range(max(counts))]
         return torch.cat([torch.stack([made[head][at] for head in range(count)]) for at, count in enumerate(counts)])
-
-    def before(self, plan: StepPlan) -> torch.Tensor:
-        """The hidden rows [n, hidden] before the tokens of a plan's feeds."""
-        rows = [self._before(feed.slot, feed.start, feed.count) for feed in plan.feeds]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Rows x [n, hidden] by one of the heads' matrices."""
         return x @ self.tensors[name].t()
 
-    def left(self, plan: StepPlan, x: torch.Tensor) -> None:
-        """The feature layer has left rows x [n, hidden]; the last of each feed is where its chain goes on."""
-        end = 0
-        for feed in plan.feeds:
+    def left(self, feeds: Sequence[Feed], hidden: torch.Tensor | np.ndarray) -> None:
+        """The feature layer has left rows [n, hidden]; the last of each feed is where its chain goes on."""
+        hidden, end = torch.as_tensor(hidden), 0
+        for feed in feeds:
             end += feed.count
-            self._tips[feed.slot] = x[end - 1 : end]
+            self._tips[feed.slot] = hidden[end - 1 : end]
 
-    def _before(self, slot: int, start: int, count: int) -> torch.Tensor:
-        """Hidden rows of the KV indices before [start, start + count)."""
-        known = self.slots[slot]
-        if start >= len(known):
-            return self._tips[slot]
+    def _before(self, live: AnyLive, feed: Feed, count: int, features: Kept) -> torch.Tensor:
+        """Hidden rows of the `count` KV indices before a feed's."""
+        start = feed.start
+        if start >= len(live):
+            return self._tips[feed.slot]
         if start > 0:
-            return self.features.read(known.table, start - 1, start + count - 1)
-        rows = self.features.read(known.table, 0, count - 1)
+            return features.read(live.table, start - 1, start + count - 1)
+        rows = features.read(live.table, 0, count - 1)
         return torch.cat((rows.new_zeros(1, rows.shape[1]), rows))
-
-
-class Narrow(Llama):
-    """A llama whose head chooses from a part of the vocabulary."""
-
-    barred: torch.Tensor  # [vocabulary] bool
-
-    def head(self, x: Value) -> Value:
-        return super().head(x).masked_fill(self.barred, -torch.inf)
-
-
-class TorchHeads(TorchRunner):
-    """Heads in torch, on the target's slots and block ids."""
-
-    def __init__(self, heads: Heads, target: TorchRunner, source: WeightSource) -> None:
-        config, weight = heads_config(heads.kind, target.model.config), next(target.model.parameters())
-        model = load_model(HeadsSource(heads, target.model.config, source), weight.dtype, weight.device, config)
-        model.__class__ = Narrow
-        barred = torch.ones(config.vocab_size, dtype=torch.bool)
-        barred[torch.from_numpy(heads.vocab).long()] = False
-        model.barred = barred.to(weight.device)
-        pool = KVPool(config, target.pool.num_blocks, target.pool.block_size, target.pool.dtype, weight.device)
-        super().__init__(model, pool, target.threads, target.slots)
-        self.target = target
-        self.entrance = Entrance(heads, target.features, target.slots)
-        target.features.reserve()
-
-    def _enter(self, plan: StepPlan, slots: Slots, ctx: Context) -> torch.Tensor:
-        embedded = self.target.model.embed(ctx) if self.entrance.heads.kind == FEATURE else None
-        rows = self.entrance.rows(plan, embedded)
-        return rows.to(next(self.model.parameters()).dtype)
-
-    def _leave(self, plan: StepPlan, slots: Slots, x: torch.Tensor) -> None:
-        if self.entrance.heads.kind == FEATURE:
-            self.entrance.left(plan, x)

@@ -1,141 +1,150 @@
-"""The eager torch runner: plan in, compact output out, on any device torch knows. The reference for every other back end."""
+"""The runner: plan in, compact output out, for every back end. A target and the companions that draft for it or that it is
+contrasted with, on the same slots and block ids.
 
-from dataclasses import dataclass
-from functools import cached_property
+Each program has its own pool of as many blocks. What the target's plan changes (slots, tables, moves, copies) holds for all
+pools; a companion's plan carries feeds only.
+"""
 
+from collections.abc import Sequence
+
+import msgspec
 import torch
 
-from headrace.data.plan import Pooled, StepOutput, StepPlan
-from headrace.kv.pool import KVPool
-from headrace.models.base import Model
-from headrace.ops.context import Context, FeedRows, build
-from headrace.ops.contrast import contrast
-from headrace.runner.answers import Wanted, answer, permitted_rows, rows_wanted
-from headrace.runner.hidden import Features, HiddenStates
-from headrace.runner.parts import Part, run_layer, sublayers
-from headrace.runner.pooling import add_rows, pools
-from headrace.runner.record import Segment, record
+from headrace.data.plan import FEATURES, HIDDEN, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
+from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
+from headrace.runner.span import WHOLE, Span
+from headrace.runner.wants import add_rows, pools
 
 
-@dataclass(slots=True)
-class Rows:
-    """The rows of logits that a plan's feeds want, before anything is answered. `first`: where each slot's begin."""
+class Runner:
+    """Carries out plans on the program they name, one at a time; no state but slots, pools and kept rows outlives a step.
 
-    logits: torch.Tensor
-    first: dict[int, int]
+    A companion is a program, or a span of the target. `amateur` is the number of the companion that contrastive decoding uses:
+    a plan for the target feeds it the same rows wherever a request is decoded by contrast, so its K and V are always there as
+    far as the target's are. `kept` are hidden rows of the target by the name of their KV group.
+    """
 
-
-class TorchRunner:
-    """Runs plans on a torch model and its paged pool. One plan at a time; no state but slots and pool outlives a step."""
-
-    def __init__(self, model: Model, pool: KVPool, threads: int | None = None, slots: Slots | None = None) -> None:
-        self.model = model
-        self.pool = pool
-        self.slots = Slots() if slots is None else slots
-        weight = next(model.parameters())
-        sizes = pool.num_blocks, pool.block_size, model.config.hidden_size
-        self.hidden = HiddenStates(*sizes, weight.dtype, weight.device)
-        self.features = Features(*sizes, weight.dtype, weight.device)
-        self.threads = threads
+    def __init__(self, target: Program, companions: Sequence[Program | Span] = (), amateur: int = 0) -> None:
+        self.programs = [target, *(each for each in companions if not isinstance(each, Span))]
+        self._models: list[tuple[Program, Span]] = [(target, WHOLE)]
+        self._models += [(target, each) if isinstance(each, Span) else (each, WHOLE) for each in companions]
+        self._amateur = self._models[amateur][0] if amateur else None
+        self.slots = Slots(target.live)
+        self.kept = {HIDDEN: target.kept(), FEATURES: target.kept()}
+        self._chains: dict[tuple[int, int], AnyLive] = {}  # by model and slot: a scratch copy
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        self.prepare(plan)
-        self.rearrange(plan)
+        """Carry out a plan. What a step raises is raised; slots and tables then are as the plan says all the same."""
+        self.slots.apply(plan)
+        if not plan.model:
+            self._rearrange(plan)
         return self.run(plan) if plan.feeds else StepOutput(plan.step)
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Bring the slots up to date."""
-        self.slots.apply(plan)
-
-    @torch.inference_mode()
-    def rearrange(self, plan: StepPlan) -> None:
-        """Carry out the plan's moves and copies in this model's pool."""
-        self.pool.move([(source, to) for _, source, to in plan.moves])
-        self.pool.copy_blocks([(source, to) for _, source, to in plan.copies])
-        self.hidden.rearrange(plan)
-        self.features.rearrange(plan)
-
-    @torch.inference_mode()
-    def rows(self, plan: StepPlan) -> Rows:
-        """Feed, and keep the rows of logits that are wanted."""
-        _, logits, wanted = self._forward(plan, self.slots, Part())
-        return Rows(logits, {feed.slot: first for feed, first in zip(plan.feeds, wanted.first, strict=True)})
-
-    @torch.inference_mode()
-    def run(
-        self, plan: StepPlan, slots: Slots | None = None, amateur: Rows | None = None, part: Part | None = None
-    ) -> StepOutput:
-        """Feed, and answer the wants: with these slots in place of one's own, with rows contrasted with an amateur's, by a part
-        of the model."""
-        known = self.slots if slots is None else slots
-        x, logits, wanted = self._forward(plan, known, part or Part())
-        if amateur is not None:
-            _contrast(plan, known, logits, wanted, amateur)
-        outputs = answer(plan, known, logits, wanted)
-        for number, at, which, want in pools(plan):
-            outputs[number][at] = Pooled(add_rows(want.before, self.model.final(x[which]).double().cpu().numpy()))
-        self.hidden.answer(plan, known, outputs)
+    def run(self, plan: StepPlan, span: Span | None = None) -> StepOutput:
+        """Feed the plan's program, and answer the wants; by a span of it in place of the one that is the companion's."""
+        program, own = self._models[plan.model]
+        span = own if span is None else span
+        feeds, lives = plan.feeds, [self.slots[feed.slot] for feed in plan.feeds]
+        if plan.model:
+            feeds, lives = self._follow(plan.model, feeds, lives)
+        keeps = not plan.model and span == WHOLE
+        features = keeps and self.kept[FEATURES].reserved
+        amateur = self._amateur_rows(plan) if self._amateur is not None and not plan.model else None
+        step = program.step()
+        if amateur is None and not features and program.inputs is None and step.draw_each(feeds, lives):
+            program.run(step, span)
+            return StepOutput(plan.step, step.drawn())
+        for feed, live in zip(feeds, lives, strict=True):
+            step.feed(feed, live, None if live.params.contrastive_beta is None else amateur)
+        searched = keeps and any(live.params.penalty_alpha for live in lives)
+        rows = None if program.inputs is None else program.inputs.rows(feeds, self.slots, self.kept[FEATURES])
+        chained = program.inputs is not None and program.inputs.chains
+        keep = features or searched or chained or any(True for _ in pools(feeds))
+        hidden = program.run(step, span, rows, keep)
+        if program.inputs is not None and chained:
+            program.inputs.left(feeds, hidden)
+        outputs = step.answers()
+        if features:
+            self._keep_features(feeds, lives, hidden)
+        if searched:
+            self._search(program, feeds, lives, hidden, outputs)
+        for number, at, which, want in pools(feeds):
+            row = torch.as_tensor(program.final(hidden[which])).double().cpu().numpy()
+            outputs[number][at] = Pooled(add_rows(want.before, row))
         return StepOutput(plan.step, [tuple(answers) for answers in outputs])
 
-    def _forward(self, plan: StepPlan, slots: Slots, part: Part) -> tuple[torch.Tensor, torch.Tensor, Wanted]:
-        """The rows after the last layer, the logits of those that need them, and which these are."""
-        if self.threads is not None and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        rows = [
-            FeedRows(
-                ids=slots[feed.slot].tokens[feed.start : feed.start + feed.count],
-                table=slots[feed.slot].tables[0],
-                start=feed.start,
-                nodes=feed.nodes,
-                parents=feed.parents,
-            )
-            for feed in plan.feeds
-        ]
-        ctx = build(self.pool, rows)
-        x = self._enter(plan, slots, ctx)
-        for layer in range(part.layers or self.model.config.num_layers):
-            skip = part.skip(layer)
-            x = run_layer(*self._recorded[layer], skip, x, ctx) if skip else self.model.layer(layer, x, ctx)
-        if part == Part():
-            self._leave(plan, slots, x)
-        wanted = rows_wanted(plan)
-        return x, (self.model.head(x[wanted.index.to(x.device)]) if len(wanted.index) else x[:0]), wanted
-
-    @cached_property
-    def _recorded(self) -> list[tuple[Segment, list[int]]]:
-        """The layers op by op, and of which sublayer each is: for steps that leave something of a layer out."""
-        return [(segment, sublayers(segment)) for segment in record(self.model, embeds=False).layers]
-
-    def _enter(self, plan: StepPlan, slots: Slots, ctx: Context) -> torch.Tensor:
-        """The rows that the layers take."""
-        rows: torch.Tensor = self.model.embed(ctx)
-        return rows
-
-    def _leave(self, plan: StepPlan, slots: Slots, x: torch.Tensor) -> None:
-        """Keep of the rows after the last layer what is needed later."""
-        self.hidden.keep(plan, slots, x, self.model.final)
-        if self.features.kept:
-            self.features.keep(plan, slots, x)
-
-    def reserve_hidden(self) -> None:
-        self.hidden.reserve()
+    def reserve(self, group: str) -> None:
+        """Take the memory of kept rows, before the first of them. Raises ValueError where it does not fit."""
+        self.kept[group].reserve()
 
     def kv_bytes(self) -> int:
-        return self.pool.bytes + self.hidden.bytes + self.features.bytes
+        return sum(program.kv_bytes() for program in self.programs) + sum(kept.bytes for kept in self.kept.values())
 
     def close(self) -> None:
-        """Nothing to give back: tensors go with the runner."""
+        self.slots.clear()
+        self._chains.clear()
+        for program in reversed(self.programs):
+            program.close()
 
+    def _rearrange(self, plan: StepPlan) -> None:
+        """Carry out the plan's moves and copies wherever there is a row or K and V of a token."""
+        if plan.moves or plan.copies:
+            for program in self.programs:
+                program.rearrange(plan)
+            for kept in self.kept.values():
+                kept.rearrange(plan)
 
-def _contrast(plan: StepPlan, slots: Slots, logits: torch.Tensor, wanted: Wanted, amateur: Rows) -> None:
-    """Combine the rows of feeds that the amateur was fed too."""
-    ends = [*wanted.first[1:], len(logits)]
-    for feed, start, end, root in zip(plan.feeds, wanted.first, ends, wanted.roots, strict=True):
-        if feed.slot in amateur.first and end > start:
-            params = slots[feed.slot].params
-            assert params.contrastive_beta is not None
-            at = amateur.first[feed.slot]
-            mine, other = logits[start:end], amateur.logits[at : at + end - start]
-            may = torch.cat([logits[start:root], permitted_rows(feed, slots[feed.slot], logits[root:end])])
-            logits[start:end] = contrast(mine, other, params.contrastive_alpha, params.contrastive_beta, may)
+    def _follow(self, model: int, feeds: list[Feed], lives: list[AnyLive]) -> tuple[list[Feed], list[AnyLive]]:
+        """The feeds of a companion, with draft chains as known tokens of scratch copies of their slots.
+
+        A feed without known tokens brings a chain's next token. As a known token of the copy it is drawn from as any other:
+        with the noise of its position, and with penalties that count the chain.
+        """
+        feeds = list(feeds)
+        for at, feed in enumerate(feeds):
+            if feed.nodes and not feed.count:
+                assert len(feed.nodes) == 1, "a chain grows by one token"
+                if feed.start == len(lives[at]):
+                    self._chains[model, feed.slot] = lives[at].fork()
+                lives[at] = chain = self._chains[model, feed.slot]
+                assert len(chain) == feed.start, "a chain has no gaps"
+                chain.extend(feed.nodes)
+                feeds[at] = msgspec.structs.replace(feed, count=1, nodes=(), parents=())
+        return feeds, lives
+
+    def _amateur_rows(self, plan: StepPlan) -> Step | None:
+        """A step of the amateur with the rows of logits of all feeds that are decoded by contrast; None where none is."""
+        feeds = [feed for feed in plan.feeds if self.slots[feed.slot].params.contrastive_beta is not None]
+        if not feeds or self._amateur is None:
+            return None
+        step: Step = self._amateur.step()
+        for feed in feeds:
+            step.rows(feed, self.slots[feed.slot])
+        self._amateur.run(step, WHOLE)
+        return step
+
+    def _keep_features(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], hidden: torch.Tensor) -> None:
+        """Keep the rows after the last layer as they are, of all tokens: heads draft from them."""
+        end = 0
+        for feed, live in zip(feeds, lives, strict=True):
+            start, end = end, end + feed.count + len(feed.nodes)
+            self.kept[FEATURES].store(feed, live.table, hidden[start:end])
+
+    def _search(
+        self, program: Program, feeds: Sequence[Feed], lives: Sequence[AnyLive], hidden: torch.Tensor, outputs: list[list]
+    ) -> None:
+        """Keep the final hidden states of what contrastive search decodes, of length 1, and say how near to those before them
+        come the nodes of wants that ask."""
+        kept, end = self.kept[HIDDEN], 0
+        for feed, live, answers in zip(feeds, lives, outputs, strict=True):
+            start, end = end, end + feed.count + len(feed.nodes)
+            if not live.params.penalty_alpha:
+                continue
+            final = torch.as_tensor(program.final(hidden[start:end]))
+            kept.store(feed, live.table, torch.nn.functional.normalize(final, dim=-1))
+            for want, answer in zip(feed.wants, answers, strict=True):
+                if isinstance(want, Top) and want.closest and isinstance(answer, Each):
+                    for one, near in zip(answer.answers, kept.closest(feed, live.table), strict=True):
+                        if isinstance(one, Ranked):
+                            one.closest = near

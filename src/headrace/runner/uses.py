@@ -1,7 +1,7 @@
 """What is around a node of a recorded segment: who reads a value, until when it is needed, which sublayer a node is of."""
 
-from headrace.runner.parts import sublayers
 from headrace.runner.record import Node, Segment
+from headrace.runner.span import ATTENTION, MLP
 
 
 class Uses:
@@ -44,3 +44,24 @@ def _last_uses(segment: Segment) -> dict[int, int]:
             reach = last.get(node.outputs[0], index) if node.op in ("norm", "tap") else index
             last[value] = max(last.get(value, -1), reach, index)
     return last
+
+
+def sublayers(segment: Segment) -> list[int]:
+    """Per node the sublayer that a step may skip: what leads to a residual that carries the rows on. 0: never skipped."""
+    marks = [0] * len(segment.nodes)
+    first, carried = 0, segment.entry
+    for index, node in enumerate(segment.nodes):
+        if node.op == "tap":
+            first = index + 1
+            carried = node.outputs[0] if node.inputs["x"] == carried else carried
+        if node.op != "residual":
+            continue
+        group = segment.nodes[first : index + 1]
+        made = {value for member in group for value in member.outputs}
+        read = {value for member in group for value in member.inputs.values()}
+        if node.inputs["x"] != carried or read - made != {carried}:
+            return [0] * len(segment.nodes)
+        mark = ATTENTION if any(member.op == "attention" for member in group) else MLP
+        marks[first : index + 1] = [mark] * len(group)
+        first, carried = index + 1, node.outputs[0]
+    return marks

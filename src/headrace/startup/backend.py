@@ -11,20 +11,18 @@ import torch
 from headrace import native
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup
+from headrace.eager.heads import EagerHeads
+from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.models.registry import describe
 from headrace.native.heads import NativeHeads
-from headrace.native.runner import KV_DTYPES, NativeRunner, kv_block_bytes
-from headrace.native.slots import Slot
+from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
 from headrace.native.weights import packed_bytes
-from headrace.runner.companions import Companions, ModelRunner, SelfDraft
-from headrace.runner.executor import Runs
-from headrace.runner.heads import FEATURE, Heads, TorchHeads
-from headrace.runner.hidden import HiddenStates
-from headrace.runner.parts import Part
+from headrace.runner.heads import FEATURE, Heads
+from headrace.runner.program import Program
 from headrace.runner.record import RecordError
-from headrace.runner.runner import TorchRunner
-from headrace.runner.slots import Slots
+from headrace.runner.runner import Runner
+from headrace.runner.span import Span
 from headrace.startup import memory
 from headrace.startup.loading import DTYPES, Opened, load, pick_dtype
 from headrace.text.frequent import frequent_tokens
@@ -61,7 +59,7 @@ class Backend:
     """A model that is ready to run: `name` is native or torch."""
 
     name: str
-    runner: Runs
+    runner: Runner
     plan: memory.MemoryPlan
     dtype: torch.dtype
     groups: tuple[KVGroup, ...]
@@ -72,11 +70,11 @@ def start(
     settings: Settings,
     draft: Opened | None = None,
     amateur: Opened | None = None,
-    part: Part | None = None,
+    span: Span | None = None,
     heads: Heads | None = None,
 ) -> Backend:
     """Load a model's weights, and those of its companions, into the back end that fits the settings. In place of a draft the
-    model may draft for itself, by a `part` of it or by trained `heads`.
+    model may draft for itself, by a `span` of it or by trained `heads`.
 
     Raises ValueError, DoesNotFit, WeightError, in one line. With backend "auto", what the native core cannot do runs in
     torch, which is logged; with "native" it is an error.
@@ -94,14 +92,14 @@ def start(
         problem, level = _why_not(settings, opened), logging.INFO  # what was asked for is no surprise
         if not problem:
             try:
-                return _native(opened, settings, draft, amateur, part, heads)
+                return _native(opened, settings, draft, amateur, span, heads)
             except RecordError as error:
                 problem, level = str(error), logging.WARNING
         if settings.backend == "native":
             raise ValueError(f"the native back end cannot run this: {problem}; use backend='auto'")
         if settings.device.type == "cpu":
             log.log(level, "running in torch: %s", problem)
-    return _torch(opened, settings, draft, amateur, part, heads)
+    return _torch(opened, settings, draft, amateur, span, heads)
 
 
 def _beside(draft: Opened | None, amateur: Opened | None, heads: Heads | None) -> tuple[list[Opened], tuple[KVGroup, ...]]:
@@ -146,7 +144,7 @@ def _native(
     settings: Settings,
     draft: Opened | None,
     amateur: Opened | None,
-    part: Part | None,
+    span: Span | None,
     heads: Heads | None,
 ) -> Backend:
     companions, groups = _beside(draft, amateur, heads)
@@ -167,7 +165,6 @@ def _native(
         max_model_len=settings.max_model_len,
         kv_cache_memory=settings.kv_cache_memory,
     )
-    slots: dict[int, Slot] = {}
     shared: dict[str, Any] = {
         "num_blocks": plan.num_blocks,
         "block_size": BLOCK_SIZE,
@@ -175,12 +172,11 @@ def _native(
         "kv_dtype": settings.kv_dtype,
         "threads": settings.threads or 0,
     }
-    runners = [
-        NativeRunner(
+    programs = [
+        NativeProgram(
             model,
             each.source,
             quantize=quantize,
-            slots=slots,
             head_ids=_draft_head(each, settings) if each is draft else None,
             pack=False,
             **shared,
@@ -188,12 +184,12 @@ def _native(
         for model, each in zip(models, everyone, strict=True)
     ]
     opened.read_words()  # beside packing, which leaves Python's lock to it
-    for runner in runners:
-        runner.weights.pack()
+    for program in programs:
+        program.weights.pack()
     if heads is not None:
-        runners.insert(1, NativeHeads(heads, runners[0], opened.source, **shared))
-    _bound_hidden(runners[0].hidden, plan, settings.device)
-    return Backend("native", _together(runners, part, amateur is not None), plan, torch.bfloat16, groups)
+        programs.insert(1, NativeHeads(heads, programs[0], opened.source, **shared))
+    runner = _together(programs, span, heads is not None, amateur is not None, plan, settings.device)
+    return Backend("native", runner, plan, torch.bfloat16, groups)
 
 
 def _draft_head(draft: Opened, settings: Settings) -> np.ndarray | None:
@@ -208,7 +204,7 @@ def _torch(
     settings: Settings,
     draft: Opened | None,
     amateur: Opened | None,
-    part: Part | None,
+    span: Span | None,
     heads: Heads | None,
 ) -> Backend:
     if settings.quantize:
@@ -235,23 +231,23 @@ def _torch(
         max_model_len=settings.max_model_len,
         kv_cache_memory=settings.kv_cache_memory,
     )
-    slots = Slots()
     pools = [KVPool(each.config, plan.num_blocks, BLOCK_SIZE, kv_type, settings.device) for each in everyone]
-    runners = [TorchRunner(model, pool, settings.threads, slots) for model, pool in zip(models, pools, strict=True)]
+    programs = [EagerProgram(model, pool, settings.threads) for model, pool in zip(models, pools, strict=True)]
     if heads is not None:
-        runners.insert(1, TorchHeads(heads, runners[0], opened.source))
-    _bound_hidden(runners[0].hidden, plan, settings.device)
-    return Backend("torch", _together(runners, part, amateur is not None), plan, dtype, groups)
+        programs.insert(1, EagerHeads(heads, programs[0], opened.source))
+    runner = _together(programs, span, heads is not None, amateur is not None, plan, settings.device)
+    return Backend("torch", runner, plan, dtype, groups)
 
 
-def _bound_hidden(hidden: HiddenStates, plan: memory.MemoryPlan, device: torch.device) -> None:
-    """Have the hidden states of contrastive search checked against the memory plan when they are first needed."""
-    hidden.afford = lambda need: memory.check_hidden_fits(plan, need, memory.free_memory(device))
-
-
-def _together(runners: Sequence[ModelRunner], part: Part | None, amateur: bool) -> Runs:
-    """One runner for them all; an amateur comes last."""
-    target, *companions = runners
-    if part is not None:
-        companions = [SelfDraft(target, part), *companions]
-    return Companions(target, companions, len(companions) if amateur else 0) if companions else target
+def _together(
+    programs: Sequence[Program], span: Span | None, heads: bool, amateur: bool, plan: memory.MemoryPlan, device: torch.device
+) -> Runner:
+    """One runner for them all; an amateur comes last. Hidden states of contrastive search are checked against the memory plan
+    when they are first needed."""
+    target, *others = programs
+    companions: list[Program | Span] = [*([] if span is None else [span]), *others]
+    runner = Runner(target, companions, len(companions) if amateur else 0)
+    runner.kept[HIDDEN].afford = lambda need: memory.check_hidden_fits(plan, need, memory.free_memory(device))
+    if heads:
+        runner.reserve(FEATURES)
+    return runner

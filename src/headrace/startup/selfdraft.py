@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.runner.parts import Part
+from headrace.runner.span import Span
 from headrace.weights.store import home
 
 
@@ -22,14 +22,14 @@ def place(model: Path) -> Path:
     return home() / "self-draft" / f"{hashlib.sha256(sign.encode()).hexdigest()[:24]}.json"
 
 
-def save(model: Path, part: Part) -> Path:
+def save(model: Path, span: Span) -> Path:
     path = place(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(Saved(part.layers, part.skips)))
+    path.write_bytes(msgspec.json.encode(Saved(span.layers, span.skips)))
     return path
 
 
-def load(model: Path) -> Part:
+def load(model: Path) -> Span:
     """The saved choice. Raises ValueError where there is none, saying how to make one."""
     try:
         saved = msgspec.json.decode(place(model).read_bytes(), type=Saved)
@@ -39,4 +39,4 @@ def load(model: Path) -> Part:
         ) from None
     except msgspec.DecodeError as error:
         raise ValueError(f"{place(model)} cannot be read ({error}); remove it") from None
-    return Part(saved.layers, saved.skips)
+    return Span(saved.layers, saved.skips)

@@ -1,4 +1,4 @@
-"""Self-speculation: which part of a model drafts for it. A greedy search measures what pays.
+"""Self-speculation: which span of a model drafts for it. A greedy search measures what pays.
 
 Either the first layers draft, through the model's own head (LayerSkip, Elhoushi et al. 2024), or all layers without some
 attention and MLP sublayers (Draft & Verify, Zhang et al. 2023, which searches by Bayesian optimisation). Untrained models lose
@@ -13,8 +13,8 @@ from typing import Any
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Sample, Score, Scores, StepPlan, TableDelta
 from headrace.drafting.controller import expected
-from headrace.runner.companions import ModelRunner
-from headrace.runner.parts import ATTENTION, MLP, Part
+from headrace.runner.runner import Runner
+from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
 
 SLOT = -1  # no sequence of the engine has it: what the next plan frees is still there
 MOST = 5  # tokens of a chain
@@ -22,9 +22,9 @@ MOST = 5  # tokens of a chain
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A part with its share of agreeing tokens, its cost in target steps, and the speed-up these promise at batch 1."""
+    """A span with its share of agreeing tokens, its cost in target steps, and the speed-up these promise at batch 1."""
 
-    part: Part
+    span: Span
     alpha: float
     cost: float
     speedup: float
@@ -32,8 +32,8 @@ class Rated:
 
     @property
     def name(self) -> str:
-        left_out = sum(bits.bit_count() for bits in self.part.skips)
-        return f"the first {self.part.layers} layers" if self.part.layers else f"without {left_out} sublayers"
+        left_out = sum(bits.bit_count() for bits in self.span.skips)
+        return f"the first {self.span.layers} layers" if self.span.layers else f"without {left_out} sublayers"
 
     @property
     def said(self) -> str:
@@ -41,9 +41,9 @@ class Rated:
 
 
 class Trial:
-    """Rates parts of a model on texts that it wrote itself. The runner must be idle: its pool is written."""
+    """Rates spans of a model on texts that it wrote itself. The runner must be idle: its pool is written."""
 
-    def __init__(self, runner: ModelRunner, texts: Sequence[tuple[list[int], int]], block_size: int, layers: int) -> None:
+    def __init__(self, runner: Runner, texts: Sequence[tuple[list[int], int]], block_size: int, layers: int) -> None:
         """`texts`: tokens, and where what the model wrote begins."""
         self.runner = runner
         self.texts = list(texts)
@@ -51,23 +51,23 @@ class Trial:
         self.block_size = block_size
         self.verify = self._verify_costs()
 
-    def rate(self, part: Part, repeats: int = 5) -> Rated:
+    def rate(self, span: Span, repeats: int = 5) -> Rated:
         """Agreement over all texts, cost by the clock, and the speed-up of the best chain length."""
-        agreed = [same for text in self.texts for same in self._agreement(part, *text)]
+        agreed = [same for text in self.texts for same in self._agreement(span, *text)]
         alpha = sum(agreed) / len(agreed)
-        cost = self._seconds(0, part, repeats) / self.verify[0]
-        return self._judge(part, alpha, cost)
+        cost = self._seconds(0, span, repeats) / self.verify[0]
+        return self._judge(span, alpha, cost)
 
-    def _judge(self, part: Part, alpha: float, cost: float) -> Rated:
+    def _judge(self, span: Span, alpha: float, cost: float) -> Rated:
         gains = [expected(alpha, g) / (g * cost + self.verify[g] / self.verify[0]) for g in range(1, MOST + 1)]
-        return Rated(part, alpha, cost, max(gains), 1 + gains.index(max(gains)))
+        return Rated(span, alpha, cost, max(gains), 1 + gains.index(max(gains)))
 
     def _verify_costs(self) -> list[float]:
         """Seconds of the target's step by the number of drafted tokens."""
-        self._seconds(0, Part(), 2)
-        return [self._seconds(nodes, Part(), 5) for nodes in range(MOST + 1)]
+        self._seconds(0, WHOLE, 2)
+        return [self._seconds(nodes, WHOLE, 5) for nodes in range(MOST + 1)]
 
-    def _seconds(self, nodes: int, part: Part, repeats: int) -> float:
+    def _seconds(self, nodes: int, span: Span, repeats: int) -> float:
         """Median seconds of a step with one known token, and a chain, at the end of the first text."""
         tokens, _ = self.texts[0]
         feed = Feed(SLOT, len(tokens) - 1, 1, (), (Sample(),), nodes=tuple(tokens[:nodes]), parents=tuple(range(-1, nodes - 1)))
@@ -77,43 +77,43 @@ class Trial:
             self.runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens))]))
             for _ in range(repeats):
                 began = time.perf_counter()
-                self.runner.run(plan, part=part)
+                self.runner.run(plan, span)
                 taken.append(time.perf_counter() - began)
         return sorted(taken)[repeats // 2]
 
-    def _agreement(self, part: Part, tokens: list[int], start: int) -> Iterator[bool]:
-        """For each token the model wrote: whether the part finds it the likeliest."""
+    def _agreement(self, span: Span, tokens: list[int], start: int) -> Iterator[bool]:
+        """For each token the model wrote: whether the span finds it the likeliest."""
         feed = Feed(SLOT, 0, len(tokens), (), (Score(),))
         with self._slot(tokens):
-            ((answer,),) = self.runner.run(StepPlan(0, feeds=[feed]), part=part).feeds
+            ((answer,),) = self.runner.run(StepPlan(0, feeds=[feed]), span).feeds
         assert isinstance(answer, Scores)
         return (score.rank == 1 for score in answer.scores[start - 1 :])
 
-    def _slot(self, tokens: list[int]) -> "Borrowed":
-        return Borrowed(self.runner, tokens, self.block_size)
+    def _slot(self, tokens: list[int]) -> "ScratchLive":
+        return ScratchLive(self.runner, tokens, self.block_size)
 
 
-class Borrowed:
+class ScratchLive:
     """A slot with a text, for as long as a `with` lasts."""
 
-    def __init__(self, runner: ModelRunner, tokens: list[int], block_size: int) -> None:
+    def __init__(self, runner: Runner, tokens: list[int], block_size: int) -> None:
         self.runner = runner
         new = NewSlot(slot=SLOT, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams(temperature=0.0))
         blocks = list(range(-(-(len(tokens) + MOST) // block_size)))
         self.plan = StepPlan(0, new=[new], tables=[TableDelta(SLOT, 0, 0, blocks)])
 
     def __enter__(self) -> None:
-        self.runner.prepare(self.plan)
+        self.runner.slots.apply(self.plan)
 
     def __exit__(self, *error: Any) -> None:
-        self.runner.prepare(StepPlan(0, free=[SLOT]))
+        self.runner.slots.apply(StepPlan(0, free=[SLOT]))
 
 
 def search(trial: Trial, seconds: float, say: Callable[[Rated], None] = lambda rated: None) -> Rated:
-    """The best part found: early exits first, then sublayers left out one by one, the one that costs least agreement for its
+    """The best span found: early exits first, then sublayers left out one by one, the one that costs least agreement for its
     time each round, as long as anything is gained or might be. Ends after `seconds`."""
     until = time.monotonic() + seconds
-    best = max((trial.rate(Part(layers=n)) for n in range(2, trial.layers, max(1, trial.layers // 8))), key=_speedup)
+    best = max((trial.rate(Span(layers=n)) for n in range(2, trial.layers, max(1, trial.layers // 8))), key=_speedup)
     say(best)
     skips, since = [0] * trial.layers, 0
     choices = [(layer, bit) for layer in range(trial.layers) for bit in (ATTENTION, MLP)]
@@ -124,7 +124,7 @@ def search(trial: Trial, seconds: float, say: Callable[[Rated], None] = lambda r
                 break
             tried = list(skips)
             tried[layer] |= bit
-            round_.append((trial.rate(Part(skips=tuple(tried)), 3), (layer, bit)))
+            round_.append((trial.rate(Span(skips=tuple(tried)), 3), (layer, bit)))
         if not round_:
             break
         round_.sort(key=lambda pair: _speedup(pair[0]), reverse=True)

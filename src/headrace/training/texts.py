@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Feed, StepPlan
+from headrace.data.plan import FEATURES, Feed, StepPlan
 from headrace.llm import LLM
 from headrace.startup.backend import BLOCK_SIZE
 from headrace.startup.opening import Opened
 from headrace.text.chat import TemplateError
-from headrace.training.selfdraft import SLOT, Borrowed
+from headrace.training.selfdraft import SLOT, ScratchLive
 
 TEMPERATURES = (0.0, 0.0, 0.4, 0.8)  # of answers, in turns
 SHARD = 64  # texts of a file
@@ -119,11 +119,11 @@ def write_texts(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, seed: i
 
 def hidden_rows(llm: LLM, tokens: list[int]) -> torch.Tensor:
     """The rows [tokens, width] after the target's last layer, bfloat16. The engine must be idle: its pool is written."""
-    runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-    runner.features.reserve()
-    with Borrowed(runner, tokens, BLOCK_SIZE):
+    runner = llm.runner
+    runner.reserve(FEATURES)
+    with ScratchLive(runner, tokens, BLOCK_SIZE):
         runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens))]))
-        rows: torch.Tensor = runner.features.read(runner.slots[SLOT].table, 0, len(tokens)).to(torch.bfloat16)
+        rows: torch.Tensor = runner.kept[FEATURES].read(runner.slots[SLOT].table, 0, len(tokens)).to(torch.bfloat16)
     return rows
 
 

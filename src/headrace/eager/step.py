@@ -1,4 +1,5 @@
-"""From logits to what each feed asked for: rows are picked first, so that only they go through the head."""
+"""A step in torch: what it is fed, and from logits to what each feed asked for. Only rows that a want names go through the
+head."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ import torch
 
 from headrace.data.plan import (
     Answer,
+    Answers,
     AnyWant,
     Drawn,
     Each,
@@ -22,11 +24,12 @@ from headrace.data.plan import (
     Sample,
     Score,
     Scores,
-    StepPlan,
     Top,
     Verify,
     Where,
 )
+from headrace.eager.live import EagerLive
+from headrace.ops.contrast import contrast
 from headrace.ops.logprobs import best_tokens, token_logprobs
 from headrace.ops.noise import Purpose, key
 from headrace.ops.penalties import TokenCounts, ban, check_mask, mask
@@ -34,45 +37,18 @@ from headrace.ops.processing import permitted
 from headrace.ops.rejection import draw_draft, round_key, verify
 from headrace.ops.sampling import RowResult, RowSpec, process, sample
 from headrace.ops.trees import child, paths
-from headrace.runner.slots import Slot, Slots
+from headrace.runner.wants import BROKEN_LOGITS, NOTHING_MAY_COME, add_live, logit_rows, named_rows
 
 
 @dataclass(slots=True)
-class Wanted:
-    """Which of the step's rows need logits, and where in them each feed's rows are."""
+class Fed:
+    """A feed of a step. `first`: where its rows of logits begin, which are consecutive; `root`: that of its last known token,
+    which those of its nodes follow."""
 
-    index: torch.Tensor  # [r] int64 row numbers, ascending
-    first: list[int]  # per feed: where its logits begin; its rows are consecutive
-    roots: list[int]  # per feed: that of its last known token; its nodes' rows follow
-
-
-def rows_wanted(plan: StepPlan) -> Wanted:
-    """The rows that any want of the plan names: a feed's last known row, that and its nodes, or all of them."""
-    index: list[int] = []
-    first, roots = [], []
-    start = 0
-    for feed in plan.feeds:
-        end = start + feed.count + len(feed.nodes)
-        skipped = end - start - logit_rows(feed)
-        first.append(len(index))
-        roots.append(len(index) + feed.count - skipped - 1)
-        index += range(start + skipped, end)
-        start = end
-    return Wanted(torch.tensor(index, dtype=torch.int64), first, roots)
-
-
-def logit_rows(feed: Feed) -> int:
-    """How many of a feed's last rows need logits."""
-    wants = [want for want in feed.wants if not isinstance(want, Pool)]  # which reads hidden rows
-    if not wants:
-        return 0
-    return (feed.count if any(isinstance(want, Score) for want in wants) else min(feed.count, 1)) + len(feed.nodes)
-
-
-def named_rows(feed: Feed, want: Sample | Top | Logits) -> range:
-    """The rows that a want names: -1 the last known token, from 0 on the nodes."""
-    first = 0 if want.at is Where.NODES else -1
-    return range(first, 0 if want.at is Where.LAST else len(feed.nodes))
+    feed: Feed
+    live: EagerLive
+    first: int
+    root: int
 
 
 @dataclass(slots=True)
@@ -90,9 +66,8 @@ class Place:
 class Walk:
     """A draft that is being verified: the node it has come to (-1: the last known token), and what was drawn so far."""
 
-    feed: Feed
+    fed: Fed
     want: Verify
-    root: int  # row of the last known token
     place: Place
     drawn: Drawn = field(default_factory=lambda: Drawn(()))
     node: int = -1
@@ -110,76 +85,116 @@ class Ranking:
     place: Place
 
 
-class Answering:
-    """Carries out the wants of one plan: collected feed by feed, then computed together."""
+class EagerStep:
+    """A step of a program in torch. Its wants are collected feed by feed, then computed together."""
 
-    def __init__(self, plan: StepPlan, slots: Slots, logits: torch.Tensor, rows: Wanted) -> None:
-        self.logits = logits
-        self.slots = slots
-        self.answers: list[list[Any]] = [[None] * len(feed.wants) for feed in plan.feeds]
+    def __init__(self) -> None:
+        self.fed: list[Fed] = []
+        self.index: list[int] = []  # the rows of the step that need logits, ascending
+        self.logits = torch.empty(0)  # [len(index), V], once the step has run
+        self._amateurs: list[tuple[Fed, EagerStep]] = []
+        self._rows = 0
         self._draws: list[tuple[RowSpec, int, Place]] = []  # how to draw, row of logits, for whom
         self._tops: list[Ranking] = []
         self._walks: list[Walk] = []
-        for feed, root, answers in zip(plan.feeds, rows.roots, self.answers, strict=True):
-            for at, want in enumerate(feed.wants):
-                self._ask(feed, want, root, Place(answers, at))
 
-    def give(self) -> list[list[Any]]:
+    def draw_each(self, feeds: Sequence[Feed], lives: Sequence[EagerLive]) -> bool:
+        """There is no short way in torch."""
+        return False
+
+    def drawn(self) -> list[Answers]:
+        """There is no short way in torch."""
+        return []
+
+    def feed(self, feed: Feed, live: EagerLive, amateur: "EagerStep | None" = None) -> None:
+        """Add a feed and what it wants, contrasted with the rows that an amateur's step kept for its slot."""
+        self.rows(feed, live)
+        if amateur is not None:
+            self._amateurs.append((self.fed[-1], amateur))
+
+    def rows(self, feed: Feed, live: EagerLive) -> None:
+        """Add a feed, and keep the rows of logits that its wants name: its last known row, that and its nodes, or all."""
+        end = self._rows + feed.count + len(feed.nodes)
+        skipped = end - self._rows - logit_rows(feed)
+        self.fed.append(Fed(feed, live, len(self.index), len(self.index) + feed.count - skipped - 1))
+        self.index += range(self._rows + skipped, end)
+        self._rows = end
+
+    @torch.inference_mode()
+    def answers(self) -> list[list[Any]]:
         """What each feed's wants got, in their order; None where hidden rows are pooled."""
+        for fed, amateur in self._amateurs:
+            self._contrast(fed, amateur)
+        answers: list[list[Any]] = [[None] * len(fed.feed.wants) for fed in self.fed]
+        for fed, places in zip(self.fed, answers, strict=True):
+            for at, want in enumerate(fed.feed.wants):
+                self._ask(fed, want, Place(places, at))
         if self._tops:
             _rank(self._tops, self.logits)
         for (_, _, place), result in zip(self._draws, self._draw([draw[:2] for draw in self._draws]), strict=True):
             place.put(Failed(result.error) if result.error else _drawn(result))
         while self._walks:
             self._go_on()
-        return [[Each(tuple(one)) if isinstance(one, list) else one for one in answers] for answers in self.answers]
+        return [[Each(tuple(one)) if isinstance(one, list) else one for one in each] for each in answers]
 
-    def _ask(self, feed: Feed, want: AnyWant, root: int, place: Place) -> None:
+    def _contrast(self, fed: Fed, amateur: "EagerStep") -> None:
+        """Combine the rows of a feed with those of the amateur that was fed it too."""
+        other = next(each for each in amateur.fed if each.feed.slot == fed.feed.slot)
+        end, params = fed.first + logit_rows(fed.feed), fed.live.params
+        if end == fed.first:
+            return
+        assert params.contrastive_beta is not None
+        mine, theirs = self.logits[fed.first : end], amateur.logits[other.first : other.first + end - fed.first]
+        may = torch.cat([self.logits[fed.first : fed.root], permitted_rows(fed, self.logits[fed.root : end])])
+        self.logits[fed.first : end] = contrast(mine, theirs, params.contrastive_alpha, params.contrastive_beta, may)
+
+    def _ask(self, fed: Fed, want: AnyWant, place: Place) -> None:
         match want:
             case Score():
-                place.put(_score(feed, self.slots[feed.slot], want, self.logits[root - feed.count + 1 : root + 1]))
+                place.put(_score(fed, want, self.logits[fed.root - fed.feed.count + 1 : fed.root + 1]))
             case Verify():
-                self._walks.append(Walk(feed, want, root, place))
+                self._walks.append(Walk(fed, want, place))
             case Reject():
-                place.put(self._reject(feed, want, root))
+                place.put(self._reject(fed, want))
             case Propose():
-                place.put(self._propose(feed, want, root))
+                place.put(self._propose(fed, want))
             case Sample() | Top() | Logits():
-                nodes = named_rows(feed, want)
+                nodes = named_rows(fed.feed, want)
                 if want.at is Where.LAST:
-                    self._ask_row(feed, want, root, [], place, -1)
+                    self._ask_row(fed, want, fed.root, [], place, -1)
                     return
                 place.among[place.at] = each = [None] * len(nodes)
-                before = [[], *paths(feed.nodes, feed.parents)]
+                before = [[], *paths(fed.feed.nodes, fed.feed.parents)]
                 for at, node in enumerate(nodes):
-                    self._ask_row(feed, want, root + 1 + node, before[node + 1], Place(each, at), node)
+                    self._ask_row(fed, want, fed.root + 1 + node, before[node + 1], Place(each, at), node)
             case Pool():
                 pass  # filled in where the hidden rows are
             case _:
                 assert_never(want)
 
-    def _ask_row(self, feed: Feed, want: Sample | Top | Logits, row: int, path: list[int], place: Place, node: int) -> None:
+    def _ask_row(self, fed: Fed, want: Sample | Top | Logits, row: int, path: list[int], place: Place, node: int) -> None:
         match want:
             case Sample():
                 keys = range(want.child, want.child + want.n)
-                self._draws.append((self._spec(feed, keys, want.logprobs, path, node, want.mu), row, place))
+                self._draws.append((self._spec(fed, keys, want.logprobs, path, node, want.mu), row, place))
             case Top():
-                self._top(feed, want, row, place, node)
+                self._top(fed, want, row, place, node)
             case Logits():
                 place.put(LogitRow(self.logits[row].float().cpu().numpy().astype("<f4").tobytes()))
 
-    def _propose(self, feed: Feed, want: Propose, root: int) -> Answer:
-        found = draw_draft(self.logits[root].float(), self._round_spec(feed, want.child, None, [], -1, want.known))
+    def _propose(self, fed: Fed, want: Propose) -> Answer:
+        found = draw_draft(self.logits[fed.root].float(), self._round_spec(fed, want.child, None, [], -1, want.known))
         if found is None:
             return Failed(BROKEN_LOGITS)
         token, q = found
         return Drawn((token,), q=q.cpu().numpy().astype("<f4").tobytes())
 
-    def _reject(self, feed: Feed, want: Reject, root: int) -> Answer:
+    def _reject(self, fed: Fed, want: Reject) -> Answer:
         """A chain by the rule that the request names."""
-        chain, raw = list(feed.nodes), self.logits[root : root + 1 + len(feed.nodes)].float()
-        specs = [self._round_spec(feed, want.child, want.logprobs, chain[:at], at - 1) for at in range(len(chain) + 1)]
-        accepted, token = verify(raw, specs, chain, list(feed.q) or None)
+        chain = list(fed.feed.nodes)
+        raw = self.logits[fed.root : fed.root + 1 + len(chain)].float()
+        specs = [self._round_spec(fed, want.child, want.logprobs, chain[:at], at - 1) for at in range(len(chain) + 1)]
+        accepted, token = verify(raw, specs, chain, list(fed.feed.q) or None)
         if token is None and not accepted:
             return Failed("no token can be drawn: logits are broken, or what is allowed together rules out every one")
         tokens = (*chain[:accepted], *(() if token is None else (token,)))
@@ -189,50 +204,46 @@ class Answering:
             out.logprobs = tuple(token_logprobs(rows[: len(tokens)], torch.tensor(tokens), want.logprobs))
         return out
 
-    def _round_spec(
-        self, feed: Feed, child: int, logprobs: int | None, path: list[int], node: int, drafted: int = 0
-    ) -> RowSpec:
+    def _round_spec(self, fed: Fed, child: int, logprobs: int | None, path: list[int], node: int, drafted: int = 0) -> RowSpec:
         """How a row of a round of the second rule is processed; `drafted` of the slot's tokens are the round's own."""
-        slot = self.slots[feed.slot]
-        spec = self._spec(feed, (), logprobs, path, node)
-        return replace(spec, keys=[round_key(slot.seed, len(slot) - drafted, child)], purpose=Purpose.DRAFT, mu=None)
+        live = fed.live
+        spec = self._spec(fed, (), logprobs, path, node)
+        return replace(spec, keys=[round_key(live.seed, len(live) - drafted, child)], purpose=Purpose.DRAFT, mu=None)
 
-    def _top(self, feed: Feed, want: Top, row: int, place: Place, node: int) -> None:
+    def _top(self, fed: Fed, want: Top, row: int, place: Place, node: int) -> None:
         """A grammar leaves fewer tokens to choose from and their log-probabilities as they were."""
-        slot = self.slots[feed.slot]
         bits = b""
-        if slot.params.structured_outputs is not None:
-            bits = _allowed(feed, node)
+        if fed.live.params.structured_outputs is not None:
+            bits = _allowed(fed.feed, node)
             try:
                 check_mask(bits, self.logits.shape[-1])
             except ValueError as error:
                 place.put(Failed(str(error)))
                 return
-        self._tops.append(Ranking(want, row, bits, slot.stop_ids, place))
+        self._tops.append(Ranking(want, row, bits, fed.live.stop_ids, place))
 
     def _spec(
         self,
-        feed: Feed,
+        fed: Fed,
         children: Iterable[int],
         logprobs: int | None,
         path: list[int],
         node: int,
         mu: float | None = None,
     ) -> RowSpec:
-        slot = self.slots[feed.slot]
-        params = slot.params
+        live, params = fed.live, fed.live.params
         if logprobs != params.logprobs:  # the strategy's own wish
             params = params.replace(logprobs=logprobs)
         return RowSpec(
             params=params,
-            keys=[key(slot.seed, child) for child in children],
-            tokens=slot.tokens,
-            prompt_len=slot.prompt_len,
+            keys=[key(live.seed, child) for child in children],
+            tokens=live.tokens,
+            prompt_len=live.prompt_len,
             path=path,
-            stop_ids=slot.stop_ids,
-            counts=_counts(slot, self.logits.shape[-1], self.logits.device),
+            stop_ids=live.stop_ids,
+            counts=_counts(live, self.logits.shape[-1], self.logits.device),
             mu=mu,
-            mask=_allowed(feed, node),
+            mask=_allowed(fed.feed, node),
         )
 
     def _draw(self, draws: list[tuple[RowSpec, int]]) -> list[RowResult]:
@@ -248,8 +259,8 @@ class Answering:
         draws = []
         for walk in self._walks:
             mu = walk.drawn.mus[-1] if walk.drawn.mus else walk.want.mu
-            spec = self._spec(walk.feed, (walk.want.child,), walk.want.logprobs, list(walk.path), walk.node, mu)
-            draws.append((spec, walk.root + 1 + walk.node))
+            spec = self._spec(walk.fed, (walk.want.child,), walk.want.logprobs, list(walk.path), walk.node, mu)
+            draws.append((spec, walk.fed.root + 1 + walk.node))
         going = []
         for walk, result in zip(self._walks, self._draw(draws), strict=True):
             drawn = walk.drawn
@@ -261,7 +272,7 @@ class Answering:
             drawn.logprobs += tuple(result.logprobs)
             drawn.mus += tuple(result.mus)
             walk.place.put(drawn)
-            if (found := child(walk.feed.nodes, walk.feed.parents, walk.node, drawn.tokens[-1])) is not None:
+            if (found := child(walk.fed.feed.nodes, walk.fed.feed.parents, walk.node, drawn.tokens[-1])) is not None:
                 walk.node = found
                 walk.path.append(drawn.tokens[-1])
                 drawn.path += (found,)
@@ -279,34 +290,29 @@ def _allowed(feed: Feed, node: int) -> bytes:
     return feed.allowed[(node + 1) * width : (node + 2) * width]
 
 
-def answer(plan: StepPlan, slots: Slots, logits: torch.Tensor, rows: Wanted) -> list[list[Any]]:
-    """Carry out the wants. `logits` [r, V] are those of `rows.index`."""
-    return Answering(plan, slots, logits, rows).give()
-
-
-def permitted_rows(feed: Feed, slot: Slot, logits: torch.Tensor) -> torch.Tensor:
+def permitted_rows(fed: Fed, logits: torch.Tensor) -> torch.Tensor:
     """Logits [1 + nodes, V] of a feed's last known token and its nodes, -inf where a token may not come."""
-    rows = []
+    feed, live, rows = fed.feed, fed.live, []
     for node, path in enumerate([[], *paths(feed.nodes, feed.parents)], -1):
-        spec = RowSpec(slot.params, [], slot.tokens, slot.prompt_len, path, slot.stop_ids, mask=_allowed(feed, node))
+        spec = RowSpec(live.params, [], live.tokens, live.prompt_len, path, live.stop_ids, mask=_allowed(feed, node))
         rows.append(permitted(logits[node + 1 : node + 2], spec))
     return torch.cat(rows)
 
 
-def _counts(slot: Slot, vocab_size: int, device: torch.device) -> TokenCounts | None:
-    """The slot's penalty counts, brought up to date; None where no penalty needs them."""
-    params = slot.params
+def _counts(live: EagerLive, vocab_size: int, device: torch.device) -> TokenCounts | None:
+    """A sequence's penalty counts, brought up to date; None where no penalty needs them."""
+    params = live.params
     if params.repetition_penalty == 1.0 and not params.frequency_penalty and not params.presence_penalty:
         return None
-    if slot.counts is None:
-        slot.counts = TokenCounts(vocab_size, slot.tokens[: slot.prompt_len], device=device)
-    slot.counts.extend(slot.tokens[slot.prompt_len + slot.counts.length :])
-    return slot.counts
+    if live.counts is None:
+        live.counts = TokenCounts(vocab_size, live.tokens[: live.prompt_len], device=device)
+    live.counts.extend(live.tokens[live.prompt_len + live.counts.length :])
+    return live.counts
 
 
-def _score(feed: Feed, slot: Slot, want: Score, logits: torch.Tensor) -> Scores:
+def _score(fed: Fed, want: Score, logits: torch.Tensor) -> Scores:
     """Row p scores token p + 1, as far as that is known."""
-    targets = slot.tokens[feed.start + 1 : feed.start + feed.count + 1]
+    targets = fed.live.tokens[fed.feed.start + 1 : fed.feed.start + fed.feed.count + 1]
     return Scores(tuple(token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs)) if targets else ())
 
 
@@ -327,15 +333,3 @@ def _rank(tops: list[Ranking], logits: torch.Tensor) -> None:
         for at, (ids, logprobs) in zip(live, best_tokens(rows[live], going, most), strict=True):
             k = tops[at].want.k
             add_live(found[at], ids[:k], logprobs[:k])
-
-
-def add_live(ranked: Ranked, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """List the best tokens that end nothing behind the best of all: those that are not among them come after them."""
-    known = set(ranked.ids)
-    more = [at for at, token in enumerate(ids) if token not in known]
-    ranked.ids += tuple(ids[at] for at in more)
-    ranked.logprobs += tuple(logprobs[at] for at in more)
-
-
-NOTHING_MAY_COME = "no token can come: the grammar rules out every one"
-BROKEN_LOGITS = "the model's logits are broken: no token has a probability; check the weights"

@@ -1,4 +1,4 @@
-"""What the native runner remembers of a live sequence between steps."""
+"""What the native back end knows of a live sequence between steps."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from headrace.ops.noise import Key, key
 
 
 @dataclass(slots=True)
-class Slot:
+class NativeLive:
     """A live sequence: what the core knows of it, and the keys of its noise."""
 
     sequence: Any  # _core.Sequence
@@ -28,6 +28,13 @@ class Slot:
     def __post_init__(self) -> None:
         self.plain = not (self.params.penalty_alpha or self.params.mirostat_tau)
 
+    @classmethod
+    def of(cls, new: NewSlot) -> "NativeLive":
+        assert new.params is not None
+        sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids))
+        sequence.extend(new.tokens[new.prompt_len :])
+        return cls(sequence, new.seed, new.params, new.stop_ids)
+
     def __len__(self) -> int:
         return len(self.sequence)
 
@@ -36,11 +43,14 @@ class Slot:
         table: list[int] = self.sequence.table
         return table
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: tuple[int, ...]) -> None:
         self.sequence.extend(tokens)
 
-    def fork(self) -> "Slot":
-        return Slot(self.sequence.copy(), self.seed, self.params, self.stop_ids, self.keys, live=self.live)
+    def set_table(self, start: int, blocks: list[int]) -> None:
+        self.sequence.set_table(start, blocks)
+
+    def fork(self) -> "NativeLive":
+        return NativeLive(self.sequence.copy(), self.seed, self.params, self.stop_ids, self.keys, live=self.live)
 
     def key(self, child: int) -> Key:
         if child not in self.keys:
@@ -62,11 +72,3 @@ class Slot:
     def draw_as(self, child: int) -> None:
         """Tell the core with whose key a token is drawn where nothing else is asked."""
         self.child, self.sequence.key = child, self.key(child)
-
-
-def new_slot(new: NewSlot) -> Slot:
-    """A slot set up from scratch."""
-    assert new.params is not None
-    sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids))
-    sequence.extend(new.tokens[new.prompt_len :])
-    return Slot(sequence, new.seed, new.params, new.stop_ids)

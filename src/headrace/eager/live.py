@@ -1,0 +1,38 @@
+"""What the torch back end knows of a live sequence between steps."""
+
+from dataclasses import dataclass, field
+
+from headrace.data.params import SamplingParams
+from headrace.data.plan import NewSlot
+from headrace.ops.penalties import TokenCounts
+
+
+@dataclass(slots=True)
+class EagerLive:
+    """A live sequence: known tokens, block table, how to sample."""
+
+    tokens: list[int]
+    prompt_len: int
+    seed: int
+    params: SamplingParams
+    stop_ids: list[int]
+    table: list[int] = field(default_factory=list)
+    counts: TokenCounts | None = None  # what the penalties need, kept as the output grows
+
+    @classmethod
+    def of(cls, new: NewSlot) -> "EagerLive":
+        assert new.params is not None
+        return cls(new.tokens, new.prompt_len, new.seed, new.params, new.stop_ids)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens: tuple[int, ...]) -> None:
+        self.tokens += tokens
+
+    def set_table(self, start: int, blocks: list[int]) -> None:
+        self.table[start:] = blocks
+
+    def fork(self) -> "EagerLive":
+        counts = None if self.counts is None else self.counts.copy()
+        return EagerLive(list(self.tokens), self.prompt_len, self.seed, self.params, self.stop_ids, list(self.table), counts)

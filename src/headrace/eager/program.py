@@ -1,0 +1,103 @@
+"""The torch back end: a model made ready on any device torch knows. The reference for every other back end."""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from headrace.data.plan import NewSlot, StepPlan
+from headrace.eager.live import EagerLive
+from headrace.eager.play import play
+from headrace.eager.step import EagerStep
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.ops.context import Context, FeedRows, build
+from headrace.runner.kept import Kept
+from headrace.runner.program import HeadInputs
+from headrace.runner.record import Segment, record
+from headrace.runner.span import Span
+from headrace.runner.uses import sublayers
+
+
+class EagerProgram:
+    """A torch model and its paged pool. `head_ids` (ascending) are the only tokens that get logits."""
+
+    inputs: HeadInputs | None = None
+
+    def __init__(self, model: Model, pool: KVPool, threads: int | None = None, head_ids: np.ndarray | None = None) -> None:
+        self.model = model
+        self.config = model.config
+        self.pool = pool
+        self.threads = threads
+        self._weight = next(model.parameters())
+        self._barred = None if head_ids is None else self._all_but(head_ids)
+
+    def live(self, new: NewSlot) -> EagerLive:
+        return EagerLive.of(new)
+
+    def step(self) -> EagerStep:
+        if self.threads is not None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        return EagerStep()
+
+    @torch.inference_mode()
+    def run(self, step: EagerStep, span: Span, rows: torch.Tensor | None = None, keep: bool = False) -> torch.Tensor:
+        """Rows [n, hidden] after the last layer; the step has its logits then."""
+        feeds = [
+            FeedRows(
+                ids=fed.live.tokens[fed.feed.start : fed.feed.start + fed.feed.count],
+                table=fed.live.table,
+                start=fed.feed.start,
+                nodes=fed.feed.nodes,
+                parents=fed.feed.parents,
+            )
+            for fed in step.fed
+        ]
+        ctx = build(self.pool, feeds)
+        x = self.enter(ctx, rows)
+        for layer in range(span.layers or self.config.num_layers):
+            skip = span.skip(layer)
+            x = play(*self._recorded[layer], skip, x, ctx) if skip else self.model.layer(layer, x, ctx)
+        index = torch.tensor(step.index, dtype=torch.int64, device=x.device)
+        step.logits = self.head(x[index]) if step.index else x[:0]
+        return x
+
+    def enter(self, ctx: Context, rows: torch.Tensor | None) -> torch.Tensor:
+        """The rows that the layers take."""
+        x: torch.Tensor = self.model.embed(ctx)
+        return x
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.head(x)
+        return logits if self._barred is None else logits.masked_fill(self._barred, -torch.inf)
+
+    @torch.inference_mode()
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.model.final(hidden)
+        return x
+
+    @torch.inference_mode()
+    def rearrange(self, plan: StepPlan) -> None:
+        self.pool.move([(source, to) for _, source, to in plan.moves])
+        self.pool.copy_blocks([(source, to) for _, source, to in plan.copies])
+
+    def kept(self) -> Kept:
+        sizes = self.pool.num_blocks, self.pool.block_size, self.config.hidden_size
+        return Kept(*sizes, self._weight.dtype, self._weight.device)
+
+    def kv_bytes(self) -> int:
+        return self.pool.bytes
+
+    def close(self) -> None:
+        """Nothing to give back: tensors go with the program."""
+
+    @cached_property
+    def _recorded(self) -> list[tuple[Segment, list[int]]]:
+        """The layers op by op, and of which sublayer each is: for spans that leave something of a layer out."""
+        return [(segment, sublayers(segment)) for segment in record(self.model, embeds=False).layers]
+
+    def _all_but(self, head_ids: np.ndarray) -> torch.Tensor:
+        """Which tokens get no logits: [vocabulary] bool."""
+        barred = torch.ones(self.config.vocab_size, dtype=torch.bool, device=self._weight.device)
+        barred[torch.from_numpy(head_ids).long()] = False
+        return barred

@@ -1,0 +1,131 @@
+"""The native back end: a model made ready for the C++ core, which runs a step in one call."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.data.plan import NewSlot, StepPlan
+from headrace.models.base import Model
+from headrace.native import core
+from headrace.native.buffers import Buffers, Ropes
+from headrace.native.live import NativeLive
+from headrace.native.lowering import FUSIONS, Lowered, lower
+from headrace.native.step import NativeStep
+from headrace.native.threads import thread_pool
+from headrace.native.weights import PackedWeights
+from headrace.runner.kept import Kept
+from headrace.runner.program import HeadInputs
+from headrace.runner.record import record
+from headrace.runner.span import Span
+from headrace.weights.source import WeightSource
+
+log = logging.getLogger("headrace")
+
+KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8"}
+
+
+def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
+    """Bytes that one block of the pool takes in all layers."""
+    sizes = config.num_layers, block_size, config.num_kv_heads, config.head_dim
+    return int(core().KVPool.block_bytes(*sizes, KV_DTYPES[kv_dtype]))
+
+
+class NativeProgram:
+    """A recorded model and a paged pool of the native core.
+
+    `kv_dtype`: auto (bfloat16), bfloat16, int8, float32. `threads` 0: one for each core. `quantize`: "", int8, int4, for
+    files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the model
+    cannot be recorded, WeightError as the loader does. `head_ids` (ascending) are the only tokens that get logits. With
+    `inputs` its steps begin with hidden rows, to which `enter` may do something before the first layer, and it has no table
+    of tokens. Without `pack` the caller has the weights packed before the first plan.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        source: WeightSource,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_positions: int,
+        kv_dtype: str = "auto",
+        threads: int = 0,
+        quantize: str = "",
+        fuse: frozenset[str] = FUSIONS,
+        isa: str = "",
+        weights: PackedWeights | None = None,
+        head_ids: np.ndarray | None = None,
+        inputs: HeadInputs | None = None,
+        enter: Callable[[Lowered, Ropes, Buffers], None] | None = None,
+        pack: bool = True,
+    ) -> None:
+        self.model = model
+        self.config = config = model.config
+        pool = thread_pool(threads)
+        self.weights = weights or PackedWeights(model, source, pool, quantize)
+        sizes = max(config.num_layers, 1), num_blocks, block_size, config.num_kv_heads, config.head_dim
+        self.kv = core().KVPool(*sizes, KV_DTYPES[kv_dtype])
+        lowered = lower(
+            record(model, embeds=inputs is None),
+            self.weights,
+            config,
+            pool=pool,
+            kv=self.kv,
+            max_positions=max_positions,
+            fuse=fuse,
+            isa=isa,
+            head_ids=head_ids,
+            enter=enter,
+        )
+        if pack:
+            self.weights.pack()
+        self.core = lowered.program
+        self.inputs = inputs
+        self.taps: Mapping[str, int] = lowered.taps
+        self._sizes = num_blocks, block_size
+        self._norm = model.norm.kind, self.weights.vector(model.norm), self.weights.vector(model.norm, "bias"), model.norm.eps
+        self._step = NativeStep(config.vocab_size)
+        if self.weights.said():
+            log.info("%s", self.weights.said())
+
+    def live(self, new: NewSlot) -> NativeLive:
+        return NativeLive.of(new)
+
+    def step(self) -> NativeStep:
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # torch's threads would spin on the cores of ours
+        self._step.clear()
+        return self._step
+
+    def run(self, step: NativeStep, span: Span, rows: torch.Tensor | None = None, keep: bool = False) -> np.ndarray | None:
+        """Rows [n, hidden] after the last layer, if they are to be kept."""
+        begins = None if rows is None else rows.numpy()
+        hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
+        layers = (0, span.layers or -1)
+        self.core.run(step.core, hidden=begins, hidden_out=hidden, layers=layers, skips=list(span.skips))
+        return hidden
+
+    def final(self, hidden: np.ndarray) -> np.ndarray:
+        if not len(hidden):
+            return hidden
+        normed: np.ndarray = core().norm(np.ascontiguousarray(hidden), *self._norm)
+        return normed
+
+    def rearrange(self, plan: StepPlan) -> None:
+        if plan.moves:
+            self.kv.move([(source, to) for _, source, to in plan.moves])
+        if plan.copies:
+            self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
+
+    def kept(self) -> Kept:
+        return Kept(*self._sizes, self.config.hidden_size)
+
+    def kv_bytes(self) -> int:
+        return int(self.kv.bytes)
+
+    def close(self) -> None:
+        """Give the packed weights and the pool back."""
+        del self.core, self.weights, self.kv

@@ -1,0 +1,63 @@
+"""What every back end makes of a want in the same way: which rows of a step it names, and sums of hidden rows."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from headrace.data.plan import Feed, Logits, Pool, Ranked, Sample, Score, Top, Where
+
+NOTHING_MAY_COME = "no token can come: the grammar rules out every one"
+BROKEN_LOGITS = "the model's logits are broken: no token has a probability; check the weights"
+
+
+def logit_rows(feed: Feed) -> int:
+    """How many of a feed's last rows need logits."""
+    wants = [want for want in feed.wants if not isinstance(want, Pool)]  # which reads hidden rows
+    if not wants:
+        return 0
+    return (feed.count if any(isinstance(want, Score) for want in wants) else min(feed.count, 1)) + len(feed.nodes)
+
+
+def named_rows(feed: Feed, want: Sample | Top | Logits) -> range:
+    """The rows that a want names: -1 the last known token, from 0 on the nodes."""
+    first = 0 if want.at is Where.NODES else -1
+    return range(first, 0 if want.at is Where.LAST else len(feed.nodes))
+
+
+def pools(feeds: Sequence[Feed]) -> Iterator[tuple[int, int, slice, Pool]]:
+    """Of each feed that something is pooled from: its number, which of its wants, which rows of the step, and the want."""
+    row = 0
+    for number, feed in enumerate(feeds):
+        for at, want in enumerate(feed.wants):
+            if isinstance(want, Pool):
+                rows = pooled_rows(feed, want)
+                yield number, at, slice(row + rows.start, row + rows.stop), want
+        row += feed.count + len(feed.nodes)
+
+
+def pooled_rows(feed: Feed, want: Pool) -> range:
+    """The rows of a feed that a want to pool sums: its first, its last known one, or all from KV index `want.start` on."""
+    if want.at is Where.FIRST:
+        return range(1)
+    if want.at is Where.LAST:
+        return range(feed.count - 1, feed.count)
+    return range(min(max(want.start - feed.start, 0), feed.count), feed.count)
+
+
+def add_rows(before: tuple[float, ...], rows: np.ndarray) -> tuple[float, ...]:
+    """The sum of rows [r, width] in float64, one after the other from `before` (empty: nothing) on.
+
+    A chunk continues the sum of the last, so how a text is cut into chunks leaves every bit.
+    """
+    total = np.array(before, np.float64) if before else np.zeros(rows.shape[1])
+    for row in rows:
+        total += row
+    return tuple(total.tolist())
+
+
+def add_live(ranked: Ranked, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """List the best tokens that end nothing behind the best of all: those that are not among them come after them."""
+    known = set(ranked.ids)
+    more = [at for at, token in enumerate(ids) if token not in known]
+    ranked.ids += tuple(ids[at] for at in more)
+    ranked.logprobs += tuple(logprobs[at] for at in more)
