@@ -23,10 +23,9 @@ from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
 from headrace.engine.turns import Turns
 from headrace.runner.executor import InProcess
-from headrace.startup import heads as heads_files
-from headrace.startup import selfdraft
-from headrace.startup.backend import BLOCK_SIZE, EXACTNESS, Backend, Settings, start
-from headrace.startup.loading import Opened, open_companion, open_files, pick_device
+from headrace.startup.backend import Started, start
+from headrace.startup.loading import open_files, open_roles, pick_device
+from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
 from headrace.weights.progress import Progress
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
@@ -97,11 +96,10 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         self.device, self.opened = pick_device(device), open_files(model, progress)
-        beside = _beside(self.opened, speculate, progress, draft=draft, amateur=amateur)
-        started = start(
-            self.opened,
+        recipe = Recipe(
+            open_roles(self.opened, draft, amateur, speculate == "self", progress),
             Settings(
-                self.device,
+                str(self.device),
                 backend=backend,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
@@ -112,11 +110,11 @@ class LLM:
                 kv_cache_memory=kv_cache_memory,
                 draft_vocab=draft_vocab,
             ),
-            **beside,
         )
+        started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype = started.runner, started.name, started.dtype
-        self.exactness = EXACTNESS[started.name]
+        self.exactness = started.exactness
         log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, str(self.dtype)[6:])
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
         scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder)
@@ -126,8 +124,8 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,
-            groups=started.groups,
-            speculation=_speculation(speculate, started, draft_tokens, beside),
+            groups=recipe.groups(),
+            speculation=_speculation(speculate, started, draft_tokens, recipe),
         )
         self._open: dict[str, tuple[RequestOutput, Inbox]] = {}
         self._turns, self._seeds = Turns(), random.Random(seed) if seed is not None else None
@@ -355,20 +353,8 @@ def _adapted(scheduler: SchedulerConfig, tokens: int | None, encoder: bool) -> S
     return scheduler.for_encoder() if encoder else scheduler
 
 
-def _beside(target: Opened, speculate: str | None, progress: Progress | None, **names: str | Path | None) -> dict[str, Any]:
-    """What works beside the target: companions by their role, or a span of the target itself."""
-    if speculate == "self" and names["draft"] is None:
-        return {**_beside(target, None, progress, **names), "span": selfdraft.load(target.path)}
-    if (folder := names["draft"]) is not None and heads_files.is_heads(folder):
-        return {**_beside(target, None, progress, **{**names, "draft": None}), "heads": heads_files.load(folder, target)}
-    return {role: open_companion(name, target, role, progress) for role, name in names.items() if name is not None}
-
-
-def _speculation(method: str | None, started: Backend, draft_tokens: int | None, beside: dict[str, Any]) -> Speculation | None:
-    heads = beside.get("heads")
-    trained = None if heads is None else (heads.kind, heads.count)
-    limit = started.plan.max_model_len
-    return speculation(method, started.name == "native", limit, draft_tokens, "draft" in beside, trained)
+def _speculation(method: str | None, started: Started, draft_tokens: int | None, recipe: Recipe) -> Speculation | None:
+    return speculation(method, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -5,12 +5,11 @@ import re
 from headrace.cli.options import ModelOptions
 from headrace.drafting.methods import METHODS
 from headrace.llm import LLM
-from headrace.startup.backend import BACKENDS, EXACTNESS
+from headrace.startup.backend import OFFERS
 
 
-def test_every_back_end_has_its_class_and_torch_claims_no_bits() -> None:
-    assert set(EXACTNESS) == set(BACKENDS) - {"auto"}
-    assert EXACTNESS == {"native": "bitwise", "torch": "near-tie-exact"}
+def test_the_native_core_alone_claims_bits() -> None:
+    assert {offer.name: offer.row_invariant for offer in OFFERS} == {"native": True, "torch": False}
 
 
 def test_the_docstring_names_every_method_and_both_classes() -> None:

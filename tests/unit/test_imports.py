@@ -47,7 +47,7 @@ ROOMS = {
     "engine.signals": "",
     "engine.turns": "",
     "startup": "startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
-    "runner.heads runner weights.loader kv.pool models text weights data",
+    "runner.heads runner weights.loader drafting kv.pool models text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
@@ -121,7 +121,7 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "lla
 QUICK = (
     *("headrace", "headrace.cli.app", "headrace.data.params", "headrace.text", "headrace.native"),
     # the web process: what computes is in the engine's
-    *("headrace.startup.opening", "headrace.server.serving"),
+    *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
     *("headrace.weights.catalog", "headrace.weights.describe", "headrace.weights.hub"),
 )
 HEAVY = {"torch", "transformers", "scipy", "pandas"}

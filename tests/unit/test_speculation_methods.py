@@ -4,24 +4,26 @@ import re
 
 import pytest
 
+from headrace.drafting.companion import Companion
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Lookahead
 from headrace.drafting.methods import speculation
 
-HEADS, FEATURE = ("heads", 3), ("feature", 5)
+DRAFT, SELF = Companion("draft", 1, 1), Companion("self", 1)
+HEADS, FEATURE = Companion("heads", 1, kind="heads", count=3), Companion("heads", 1, 1, "feature", 5)
 
 
 @pytest.mark.parametrize(
     ("method", "given", "names"),
     [
         ("auto", {}, ["ngram"]),
-        ("auto", {"companion": True}, ["ngram", "draft"]),
-        ("auto", {"heads": HEADS}, ["ngram", "heads"]),
-        ("auto", {"heads": FEATURE}, ["ngram", "feature"]),
-        ("heads", {"heads": HEADS}, ["heads"]),
-        ("heads", {"heads": FEATURE}, ["feature"]),
-        ("draft", {"companion": True}, ["draft"]),
-        ("self", {}, ["self"]),
+        ("auto", {"companion": DRAFT}, ["ngram", "draft"]),
+        ("auto", {"companion": HEADS}, ["ngram", "heads"]),
+        ("auto", {"companion": FEATURE}, ["ngram", "feature"]),
+        ("heads", {"companion": HEADS}, ["heads"]),
+        ("heads", {"companion": FEATURE}, ["feature"]),
+        ("draft", {"companion": DRAFT}, ["draft"]),
+        ("self", {"companion": SELF}, ["self"]),
         ("ngram", {}, ["ngram"]),
         ("suffix", {}, ["suffix"]),
         ("lookahead", {}, ["lookahead"]),
@@ -38,8 +40,8 @@ def test_a_name_says_who_drafts(method: str, given: dict, names: list[str]) -> N
 def test_who_drafts_with_what_of_the_target() -> None:
     """A companion has K and V of its own, a part of the target the target's; a feature layer keeps nothing of a chain."""
     kept = {}
-    for method, given in (("draft", {"companion": True}), ("self", {}), ("heads", {"heads": FEATURE})):
-        made = speculation(method, True, 1000, **given)  # type: ignore[arg-type]
+    for method, given in (("draft", {"companion": DRAFT}), ("self", {"companion": SELF}), ("heads", {"companion": FEATURE})):
+        made = speculation(method, True, 1000, **given)
         assert made is not None
         (drafter,) = made.drafters
         assert isinstance(drafter, DraftModel)
@@ -63,25 +65,25 @@ def test_off_is_off(method: str | None) -> None:
 
 def test_auto_drafts_nothing_where_an_output_could_change_unless_it_was_given_something() -> None:
     assert speculation("auto", False, 1000) is None
-    assert speculation("auto", False, 1000, companion=True) is not None
-    assert speculation("auto", False, 1000, heads=HEADS) is not None
+    assert speculation("auto", False, 1000, companion=DRAFT) is not None
+    assert speculation("auto", False, 1000, companion=HEADS) is not None
     assert speculation("ngram", False, 1000) is not None
 
 
 @pytest.mark.parametrize(
     ("method", "more", "message"),
     [
-        ("off", {"companion": True}, "a draft model was given and speculation is off; leave one of the two out"),
-        (None, {"heads": HEADS}, "trained heads were given and speculation is off; leave one of the two out"),
+        ("off", {"companion": DRAFT}, "a draft model was given and speculation is off; leave one of the two out"),
+        (None, {"companion": HEADS}, "trained heads were given and speculation is off; leave one of the two out"),
         ("guess", {}, "unknown speculation 'guess'; use auto, ngram, suffix, lookahead, jacobi, draft, heads, self or off"),
         ("ngram", {"draft_tokens": 0}, "draft_tokens must be between 1 and 16, not 0"),
         ("ngram", {"draft_tokens": 17}, "draft_tokens must be between 1 and 16, not 17"),
         ("draft", {}, "speculation by a draft model needs one; name it with draft (--draft)"),
         ("heads", {}, "speculation by heads needs trained ones; name their folder with draft (--draft)"),
-        ("suffix", {"companion": True}, "a draft model was given and suffix does not use that; choose auto or draft"),
+        ("suffix", {"companion": DRAFT}, "a draft model was given and suffix does not use that; choose auto or draft"),
         (
             "draft",
-            {"companion": True, "heads": HEADS},
+            {"companion": HEADS},
             "trained heads were given and draft does not use that; choose auto or heads",
         ),
     ],

@@ -31,7 +31,7 @@ def self_draft(
     from headrace.cli.opening import open_llm
     from headrace.cli.options import ModelOptions
     from headrace.data.params import SamplingParams
-    from headrace.startup.backend import BLOCK_SIZE
+    from headrace.startup.recipe import BLOCK_SIZE
     from headrace.startup.selfdraft import save
     from headrace.training.selfdraft import Trial, search
 

@@ -43,6 +43,11 @@ class Heads:
     tensors: Tensors
 
     @property
+    def chains(self) -> bool:
+        """Whether they go on from rows that they left themselves."""
+        return self.kind == FEATURE
+
+    @property
     def vocab(self) -> np.ndarray:
         ids: np.ndarray = self.tensors["vocab"].numpy()
         return ids
@@ -144,8 +149,7 @@ class HeadInputs:
     """The rows that heads begin with, from those that the target left or, in a chain, that they left themselves."""
 
     def __init__(self, heads: Heads) -> None:
-        self.kind = heads.kind
-        self.chains = heads.kind == FEATURE
+        self.chains = heads.chains
         self.tensors = {name: x.float() for name, x in heads.tensors.items() if not name.startswith(LAYER)}
         self._tips: dict[int, torch.Tensor] = {}  # by slot: the row that the feature layer left last
 

@@ -4,12 +4,16 @@ from pathlib import Path
 
 import torch
 
+from headrace.data.plan import AMATEUR, DRAFT, TARGET
 from headrace.models.base import Model
-from headrace.startup.memory import check_weights_fit, free_memory
+from headrace.startup import heads, selfdraft
+from headrace.startup.memory import check_weights_fit
 from headrace.startup.opening import Opened, open_companion, open_files, open_model
+from headrace.startup.recipe import HEADS, SELF, Role
 from headrace.weights.loader import load_model
+from headrace.weights.progress import Progress
 
-__all__ = ["DTYPES", "Opened", "load", "open_companion", "open_files", "open_model", "pick_device", "pick_dtype"]
+__all__ = ["DTYPES", "Opened", "load", "open_files", "open_model", "open_roles", "pick_device", "pick_dtype"]
 
 DTYPES = {
     "float64": torch.float64,
@@ -19,11 +23,28 @@ DTYPES = {
 }
 
 
-def load(opened: Opened, dtype: torch.dtype, device: torch.device) -> Model:
-    """The torch model, in memory. Raises DoesNotFit, WeightError."""
+def open_roles(
+    target: Opened, draft: str | Path | None, amateur: str | Path | None, by_itself: bool, progress: Progress | None
+) -> tuple[Role, ...]:
+    """The target, and what works beside it: `draft` is a model or a folder of trained heads; without one the target may draft
+    `by_itself`. Raises ValueError besides what opening does."""
+    roles = [Role(TARGET.name, target)]
+    if draft is not None and heads.is_heads(draft):
+        roles.append(Role(HEADS, heads=heads.load(draft, target)))
+    elif draft is not None:
+        roles.append(Role(DRAFT, open_companion(draft, target, DRAFT, progress)))
+    elif by_itself:
+        roles.append(Role(SELF, span=selfdraft.load(target.path)))
+    if amateur is not None:
+        roles.append(Role(AMATEUR, open_companion(amateur, target, AMATEUR, progress)))
+    return tuple(roles)
+
+
+def load(opened: Opened, dtype: torch.dtype, device: torch.device, free: int) -> Model:
+    """The torch model, in memory of which `free` bytes are free. Raises DoesNotFit, WeightError."""
     source = opened.source
     elements = sum(_elements(source.info(name).shape) for name in source.names())
-    check_weights_fit(elements * dtype.itemsize, free_memory(device), opened.name)
+    check_weights_fit(elements * dtype.itemsize, free, opened.name)
     return load_model(source, dtype, device)
 
 

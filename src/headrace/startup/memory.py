@@ -4,8 +4,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from headrace.data.config import ModelConfig, parse_bytes
 
 SHARE = 0.25  # of free memory, for KV, unless told otherwise
@@ -26,10 +24,8 @@ class MemoryPlan:
     spare: int
 
 
-def free_memory(device: torch.device) -> int:
-    """Free bytes: of the GPU, or of RAM within what the control group allows."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+def free_memory() -> int:
+    """Free bytes of RAM, within what the control group allows."""
     info = Path("/proc/meminfo").read_text()
     found = re.search(r"MemAvailable:\s*(\d+) kB", info)
     free = int(found[1]) * 1024 if found else 4 * 2**30

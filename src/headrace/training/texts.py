@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from headrace.data.params import SamplingParams
 from headrace.data.plan import FEATURES, Feed, StepPlan
 from headrace.llm import LLM
-from headrace.startup.backend import BLOCK_SIZE
 from headrace.startup.opening import Opened
+from headrace.startup.recipe import BLOCK_SIZE
 from headrace.text.chat import TemplateError
 from headrace.training.selfdraft import SLOT, ScratchLive
 

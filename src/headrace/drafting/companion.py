@@ -1,0 +1,20 @@
+"""What drafts beside the target, as drafters need to know it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A model (`draft`), trained `heads` (of a kind, `count` tokens at once), or a part of the target (`self`). `model` is its
+    number in plans, `group` that of its own KV group."""
+
+    role: str
+    model: int
+    group: int | None = None
+    kind: str = ""
+    count: int = 0
+
+    @property
+    def given(self) -> str:
+        """What a caller said to have it; a part of the target is there by the method's name alone."""
+        return {"draft": "a draft model was", "heads": "trained heads were"}.get(self.role, "")

@@ -1,0 +1,78 @@
+"""The native core as a back end."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace import native
+from headrace.data.plan import DRAFT, MAX_NODES
+from headrace.models.registry import describe
+from headrace.native.heads import NativeHeads
+from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
+from headrace.native.weights import packed_bytes
+from headrace.startup import memory
+from headrace.startup.offer import Loaded
+from headrace.startup.recipe import BLOCK_SIZE, HEADS, Recipe
+from headrace.text.frequent import frequent_tokens
+
+DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
+
+
+class Native:
+    """CPUs. Sums have one order, so no output depends on who is computed beside it."""
+
+    name = "native"
+    row_invariant = True
+    kv_dtypes = frozenset(KV_DTYPES) - {"auto"}
+
+    def why_not(self, recipe: Recipe) -> str:
+        settings = recipe.settings
+        if recipe.target.config.encoder:
+            return "the native core runs decoders, and this model is an encoder"
+        if not settings.device.startswith("cpu"):
+            return f"the native core computes on the CPU, and the device is {settings.device}"
+        if settings.dtype not in ("auto", "bfloat16"):
+            return f"dtype {settings.dtype} was asked for, and the native core has its own number formats"
+        if settings.kv_dtype not in KV_DTYPES:
+            return f"the native core keeps no KV in {settings.kv_dtype}"
+        return native.reason()
+
+    def free_memory(self, recipe: Recipe) -> int:
+        return memory.free_memory()
+
+    def load(self, recipe: Recipe) -> Loaded:
+        settings, models = recipe.settings, recipe.models
+        described = {role: describe(each.config) for role, each in models.items()}
+        quantize = settings.quantize or ""
+        need = sum(packed_bytes(described[role], each.source, quantize) for role, each in models.items())
+        free = memory.free_memory()
+        memory.check_weights_fit(need, free, " and ".join(each.name for each in models.values()))
+        plan = recipe.plan(lambda config: kv_block_bytes(config, BLOCK_SIZE, settings.kv_dtype), 4, free - need)
+        shared: dict[str, Any] = {
+            "num_blocks": plan.num_blocks,
+            "block_size": BLOCK_SIZE,
+            "max_positions": plan.max_model_len + MAX_NODES,
+            "kv_dtype": settings.kv_dtype,
+            "threads": settings.threads or 0,
+        }
+        heads = {DRAFT: _draft_head(recipe)}
+        programs = {
+            role: NativeProgram(described[role], each.source, quantize=quantize, head_ids=heads.get(role), pack=False, **shared)
+            for role, each in models.items()
+        }
+        recipe.target.read_words()  # beside packing, which leaves Python's lock to it
+        for program in programs.values():
+            program.weights.pack()
+        if recipe.heads is not None:
+            programs[HEADS] = NativeHeads(recipe.heads, programs[recipe.roles[0].name], recipe.target.source, **shared)
+        return Loaded({**programs}, plan, torch.bfloat16)
+
+
+def _draft_head(recipe: Recipe) -> np.ndarray | None:
+    """The tokens that a draft chooses from; None: all of them."""
+    if (draft := recipe.models.get(DRAFT)) is None:
+        return None
+    size, asked = draft.config.vocab_size, recipe.settings.draft_vocab
+    count = DRAFT_VOCAB if asked is None else asked
+    return np.array(frequent_tokens(draft.tokenizer, size, count)) if 0 < count < 0.75 * size else None

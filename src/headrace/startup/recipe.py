@@ -1,0 +1,115 @@
+"""What is opened together: a target, and what works beside it, as roles. Numbers of programs, KV groups and sizes follow from
+them. Needs no torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.data.config import ModelConfig
+from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, TARGET, KVGroup
+from headrace.drafting.companion import Companion
+from headrace.runner.span import Span
+from headrace.startup import memory
+from headrace.startup.opening import Opened
+
+BLOCK_SIZE = 16
+ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
+HEADS, SELF = "heads", "self"  # names of roles, beside those of groups
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a caller says about how a model is run; "auto" and None leave it to us."""
+
+    device: str
+    backend: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    quantize: str | None = None
+    threads: int | None = None
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    kv_cache_memory: int | str | None = None
+    draft_vocab: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The target (`target`), or what works beside it: a model that drafts (`draft`) or that the target is contrasted with
+    (`amateur`), a `span` of the target (`self`), trained `heads` (`runner.heads.Heads`)."""
+
+    name: str
+    opened: Opened | None = None
+    span: Span | None = None
+    heads: Any = None
+
+    @property
+    def chains(self) -> bool:
+        """Whether K and V of its own grow with its drafts."""
+        if self.heads is not None:
+            return bool(self.heads.chains)
+        return self.opened is not None and self.name not in (TARGET.name, AMATEUR)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Roles in the order of their programs' numbers, the target first, and how they are run."""
+
+    roles: tuple[Role, ...]
+    settings: Settings
+
+    @property
+    def target(self) -> Opened:
+        opened = self.roles[0].opened
+        assert opened is not None
+        return opened
+
+    @property
+    def models(self) -> dict[str, Opened]:
+        """By role the models whose files are read."""
+        return {role.name: role.opened for role in self.roles if role.opened is not None}
+
+    @property
+    def heads(self) -> Any:
+        return next((role.heads for role in self.roles if role.heads is not None), None)
+
+    def number(self, name: str) -> int:
+        """Of a role: by it plans name who is fed. 0 is the target, or nobody beside it."""
+        return next((number for number, role in enumerate(self.roles) if role.name == name), 0)
+
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The KV groups of all models, the target's first."""
+        groups = [TARGET, *(KVGroup(role.name, model=number) for number, role in enumerate(self.roles) if role.chains)]
+        if AMATEUR in self.models:
+            groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded by contrast
+        groups.append(KVGroup(HIDDEN, "hidden"))
+        return tuple(groups) if self.heads is None else (*groups, KVGroup(FEATURES, "hidden"))
+
+    def drafter(self) -> Companion | None:
+        """What drafts beside the target."""
+        groups = self.groups()
+        for number, role in enumerate(self.roles):
+            if role.name in (DRAFT, HEADS, SELF):
+                group = next((g for g, each in enumerate(groups) if each.model == number), None)
+                kind, count = ("", 0) if role.heads is None else (role.heads.kind, role.heads.count)
+                return Companion(role.name, number, group, kind, count)
+        return None
+
+    def plan(self, kv_bytes: Callable[[ModelConfig], int], row_bytes: int, free: int) -> memory.MemoryPlan:
+        """The memory plan for `free` bytes beside the weights. `kv_bytes`: of a block, in all layers of a model; `row_bytes`:
+        of a number in a hidden row. Raises DoesNotFit."""
+        settings, config = self.settings, self.target.config
+        block_bytes = sum(kv_bytes(model.config) for model in self.models.values())
+        if self.heads is not None:  # the target's rows, and K and V of their own
+            block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
+            block_bytes += kv_bytes(replace(config, num_layers=1)) if self.heads.chains else 0
+        return memory.plan(
+            replace(config, max_position=min(model.config.max_position for model in self.models.values())),
+            block_bytes=block_bytes,
+            block_size=BLOCK_SIZE,
+            free=free,
+            max_num_seqs=min(settings.max_num_seqs, ENCODER_TEXTS) if config.encoder else settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            kv_cache_memory=settings.kv_cache_memory,
+        )

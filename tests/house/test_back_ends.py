@@ -1,0 +1,118 @@
+"""A back end is a file with an offer, and what works beside a target is a role: toys of both, at work in real engines."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import TARGET
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.speculation import Speculation
+from headrace.engine.engine import Engine
+from headrace.llm import LLM
+from headrace.runner.executor import InProcess
+from headrace.runner.span import Span
+from headrace.startup import backend
+from headrace.startup.backend import Started, start
+from headrace.startup.opening import open_model
+from headrace.startup.recipe import BLOCK_SIZE, SELF, Recipe, Role, Settings
+from tests.house.toy_back_end import Counting, Toy
+from tests.tiny import finish, tokens_of
+from tests.tiny_files import write_tiny_gguf
+from tests.unit.test_imports import SOURCES, wrong_imports
+
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [40, 40, 40])
+PARAMS = (SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), SamplingParams(seed=3, max_tokens=12))
+NAMES = ("native", "torch")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("back-ends") / "tiny.gguf")
+
+
+# -- a back end: one file and a row ------------------------------------------------------------------------------------------
+
+
+def test_a_back_end_is_one_file(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts, chunks and batches change nothing on it that they do not change in torch."""
+    monkeypatch.setattr(backend, "OFFERS", (*backend.OFFERS, Toy()))
+    made = {}
+    for name in ("toy", "torch"):
+        llm = LLM(tiny, backend=name, dtype="float64", speculate="ngram", max_num_batched_tokens=7)
+        outputs = llm.generate([*PROMPTS, *PROMPTS], [params for params in PARAMS for _ in PROMPTS])
+        made[name] = [output.outputs[0].token_ids for output in outputs]
+        assert (llm.backend, llm.exactness) == (name, "near-tie-exact")
+    assert made["toy"] == made["torch"]
+    assert Counting.steps > 12
+
+
+def test_without_its_row_a_back_end_is_unknown(tiny: Path) -> None:
+    with pytest.raises(ValueError, match="unknown backend 'toy'; use auto, native, torch"):
+        LLM(tiny, backend="toy")
+
+
+def test_a_back_end_could_lie_in_its_room() -> None:
+    source = Path(__file__).with_name("toy_back_end.py").read_text()
+    assert wrong_imports("headrace.startup.toy", source, {*SOURCES}) == []
+    assert wrong_imports("headrace.engine.toy", source, {*SOURCES}), "any room would do"
+
+
+# -- a role: one row ---------------------------------------------------------------------------------------------------------
+
+
+def begin(tiny: Path, name: str, *more: Role) -> tuple[Recipe, Started]:
+    settings = Settings("cpu", name, dtype="float64" if name == "torch" else "auto", threads=1, max_model_len=64)
+    recipe = Recipe((Role(TARGET.name, open_model(tiny)), *more), settings)
+    return recipe, start(recipe)
+
+
+def outputs(recipe: Recipe, started: Started, drafter: DraftModel | None) -> tuple[list[list[list[int]]], int]:
+    config = EngineConfig(SchedulerConfig(8, 64, 64), CacheConfig(started.plan.num_blocks, BLOCK_SIZE))
+    speculation = None if drafter is None else Speculation([drafter], 64, 3)
+    vocabulary = recipe.target.config.vocab_size
+    engine = Engine(InProcess(started.runner), config, vocab_size=vocabulary, groups=recipe.groups(), speculation=speculation)
+    requests = [engine.add(list(prompt), params) for prompt in PROMPTS for params in PARAMS]
+    finish(engine)
+    assert engine.blocks.used == 0
+    return [tokens_of(request) for request in requests], sum(request.metrics.accepted for request in requests)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_role_is_one_row(tiny: Path, tmp_path: Path, name: str) -> None:
+    """A second draft beside the first: its number, its KV group and its bytes follow from the row, and it drafts."""
+    other = write_tiny_gguf(tmp_path / "other.gguf", seed=5)
+    first, second = Role("draft", open_model(other)), Role("second", open_model(tiny))
+    (alone, plain), (recipe, started) = begin(tiny, name), begin(tiny, name, first, second)
+    assert (recipe.number("draft"), recipe.number("second"), recipe.number("third")) == (1, 2, 0)
+    assert [(group.name, group.model) for group in recipe.groups()][:3] == [("target", 0), ("draft", 1), ("second", 2)]
+    blocks, more = plain.plan.kv_bytes / plain.plan.num_blocks, started.plan.kv_bytes / started.plan.num_blocks
+    assert more == 3 * blocks
+    expected, _ = outputs(alone, plain, None)
+    for number, group, right in ((1, 1, False), (2, 2, True)):
+        found, accepted = outputs(recipe, started, DraftModel(model=number, group=group, least=0.0))
+        assert found == expected
+        assert (accepted > 3 * 3 * len(PROMPTS)) is right  # the second is the target itself
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafter_with_a_model_is_a_role(tiny: Path, name: str) -> None:
+    """The target's first layer: it has no K and V of its own, so no group and no bytes."""
+    (alone, plain), (recipe, started) = begin(tiny, name), begin(tiny, name, Role(SELF, span=Span(layers=1)))
+    assert recipe.groups() == alone.groups()
+    assert started.runner.kv_bytes() == plain.runner.kv_bytes()
+    companion = recipe.drafter()
+    assert companion is not None
+    found, _ = outputs(recipe, started, DraftModel(SELF, model=companion.model, group=companion.group, least=0.0))
+    assert found == outputs(alone, plain, None)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_its_row_a_role_has_no_program(tiny: Path, name: str) -> None:
+    """Control: a plan that names a model nobody opened fails, and the drafter is given up; nobody's answer is."""
+    recipe, started = begin(tiny, name)
+    assert recipe.drafter() is None
+    expected, _ = outputs(recipe, started, None)
+    found, accepted = outputs(recipe, started, DraftModel(model=1, group=None, least=0.0))
+    assert (found, accepted) == (expected, 0)

@@ -1,0 +1,25 @@
+"""A back end of one file: torch under another name, which counts its steps."""
+
+from typing import Any
+
+from headrace.eager.program import EagerProgram
+from headrace.startup.eager import Eager
+from headrace.startup.offer import Loaded
+from headrace.startup.recipe import Recipe
+
+
+class Counting(EagerProgram):
+    steps = 0
+
+    def run(self, *args: Any, **more: Any) -> Any:
+        Counting.steps += 1
+        return super().run(*args, **more)
+
+
+class Toy(Eager):
+    name = "toy"
+
+    def load(self, recipe: Recipe) -> Loaded:
+        loaded = super().load(recipe)
+        programs = {role: Counting(made.model, made.pool) for role, made in loaded.programs.items()}
+        return Loaded({**programs}, loaded.plan, loaded.dtype)
