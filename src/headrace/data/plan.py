@@ -241,10 +241,11 @@ Answers = tuple[Answer, ...]  # of a feed, in the order of its wants
 
 
 class StepOutput(msgspec.Struct):
-    """The answers of each feed of the plan, in its order."""
+    """The answers of each feed of the plan, in its order. `seconds`: what the step took where it ran; 0: nobody measured it."""
 
     step: int
     feeds: list[Answers] = []
+    seconds: float = 0.0
 
 
 class KVGroup(msgspec.Struct, frozen=True):

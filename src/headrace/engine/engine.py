@@ -58,7 +58,7 @@ class Engine:
         if speculation is not None:
             speculation.vocab_size = vocab_size
         self.blocks = BlockManager(config.cache, groups)
-        self.scheduler = Scheduler(config.scheduler, self.blocks)
+        self.scheduler = Scheduler(config.scheduler, self.blocks, executor.depth)
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
         self._ids = itertools.count()
         self.children = Children(self.scheduler, self.stopping, vocab_size, self._ids)
@@ -203,7 +203,6 @@ class Engine:
                 if work.request.metrics.scheduled is None:
                     work.request.metrics.scheduled = now
                 self._ask(work.request, self._want, work)
-            flight.began = self._clock()
             if flight.ticket is None:
                 flight.ticket = self._submit(flight.plan)
 
@@ -293,8 +292,8 @@ class Engine:
                 request.error = f"the step failed: {error}"
             self.scheduler.fail(flight)
         self.scheduler.land(flight)
-        if self.speculation is not None and output is not None and self.executor.depth == 1:
-            self.speculation.record_step(flight.plan, self._clock() - flight.began)
+        if self.speculation is not None and output is not None and output.seconds:
+            self.speculation.record_step(flight.plan, output.seconds)
         return output
 
     def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, Outputs]]:

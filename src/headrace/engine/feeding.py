@@ -29,7 +29,6 @@ class Flight:
     works: list[Work] = field(default_factory=list)
     promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
     ticket: Any = None  # None: not submitted yet
-    began: float = 0.0  # when it was submitted
 
 
 class Feeding:

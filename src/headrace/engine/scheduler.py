@@ -18,11 +18,13 @@ class Scheduler:
 
     Running requests go first, those that only decode before those in prefill, then waiting ones, each in the order
     (priority, arrival). A request whose blocks run short preempts the last running one; nothing is admitted in such a step.
+    `depth`: plans that may be under way at once.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, depth: int = 1) -> None:
         self.config = config
         self.blocks = blocks
+        self.depth = depth
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -160,7 +162,7 @@ class Scheduler:
     def _feed_running(self, flight: Flight) -> bool:
         """Feed the running requests; returns whether blocks ran short."""
         short = False
-        for request in sorted(self.running, key=_in_prefill):
+        for request in self._lane():
             if request.in_flight or request.status is not Status.RUNNING or self.feeding.feed_token(request, flight):
                 continue
             spans = self.feeding.spans(request, flight)
@@ -172,6 +174,16 @@ class Scheduler:
             else:
                 self.feeding.feed(request, spans, flight)
         return short
+
+    def _lane(self) -> list[Request]:
+        """The running requests that a step looks at. Of those that only need their next token it takes a share, so that the
+        others' steps can be under way beside it."""
+        ordered = sorted(self.running, key=_in_prefill)
+        if self.depth == 1:
+            return ordered
+        decoding = sum(not _in_prefill(request) for request in ordered)
+        idle = [request for request in ordered[:decoding] if not request.in_flight]
+        return [*idle[: -(-decoding // self.depth)], *ordered[decoding:]]
 
     # -- preempting and admitting --------------------------------------------------------------------------------------
     def _preempt_after(self, request: Request) -> bool:

@@ -1,5 +1,6 @@
 """Where plans are carried out: `Executor` is the contract, `InProcess` runs them in the caller's thread."""
 
+import time
 from typing import Protocol
 
 from headrace.data.plan import StepOutput, StepPlan
@@ -61,8 +62,11 @@ class InProcess:
         self.runner = runner
 
     def submit(self, plan: StepPlan) -> Ticket:
+        began = time.perf_counter()
         try:
-            return Done(self.runner.execute(plan), None)
+            output = self.runner.execute(plan)
+            output.seconds = time.perf_counter() - began
+            return Done(output, None)
         except Exception as error:  # handed over where the result is asked for
             return Done(None, error)
 
