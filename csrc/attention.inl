@@ -12,7 +12,7 @@ struct State {
     int stride() const { return padded + 16; }
     float* sums(int r) const { return data + (int64_t)r * stride(); }
     float* values(int r) const { return sums(r) + 16; }
-    float* tops() const { return sums(rows); }
+    float* row_max() const { return sums(rows); }
 };
 
 // What one item works on.
@@ -23,7 +23,7 @@ struct Tile {
     int share;       // query heads of a KV head
     const float* q;  // [rows][q_stride], as the pool prepared them
     int q_stride;
-    Ahead ahead;
+    Upcoming upcoming;
     int begin_page, end_page;  // of the item
     State state;               // of the split at hand; row r is query head r % share of token r / share
 
@@ -46,7 +46,7 @@ struct ChunkView {
 // Scores as the softmax takes them: scaled by token, capped, -inf where the row does not see the token. Returns the
 // largest.
 template <class Pool>
-HEADRACE_INLINE float see(const Tile& tile, int r, ChunkView view, float* scores, const ChunkPages& chunk) {
+HEADRACE_INLINE float mask_scores(const Tile& tile, int r, ChunkView view, float* scores, const ChunkPages& chunk) {
     const AttentionTask& task = tile.task;
     Lanes16 largest;
     for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
@@ -76,21 +76,21 @@ HEADRACE_INLINE float see_all(const float* scores, int vectors) {
 
 // The scores of `rows` rows in a chunk -> their weights, and in `keep` how much is left of the earlier sums.
 template <class Pool, int rows>
-HEADRACE_INLINE void soften(const Tile& tile, int first, ChunkView view, float* scores, const ChunkPages& chunk,
-                            float* keep, typename Pool::Weights& weights) {
+HEADRACE_INLINE void softmax_update(const Tile& tile, int first, ChunkView view, float* scores, const ChunkPages& chunk,
+                                    float* keep, typename Pool::Weights& weights) {
     const AttentionTask& task = tile.task;
     const bool plain = view.open && !Pool::kScaled && task.softcap == 0.0f;
     const float unit = (task.softcap != 0.0f ? task.softcap : task.scale) * kLog2E;  // of scores, in powers of two
     float largest[16], top[16];
     for (int r = 0; r < rows; ++r) {
         float* row = scores + r * kChunk;
-        largest[r] = plain ? see_all(row, chunk.count * kParts) : see<Pool>(tile, first + r, view, row, chunk);
+        largest[r] = plain ? see_all(row, chunk.count * kParts) : mask_scores<Pool>(tile, first + r, view, row, chunk);
     }
     for (int r = 0; r < rows; r += kLanes) {
         const int count = rows - r < kLanes ? rows - r : kLanes;
-        float* tops = tile.state.tops() + first + r;
-        const F32v before = load_f32(tops, count), now = max(load_f32(largest + r, count) * set_f32(unit), before);
-        store_f32(tops, now, count);
+        float* row_max = tile.state.row_max() + first + r;
+        const F32v before = load_f32(row_max, count), now = max(load_f32(largest + r, count) * set_f32(unit), before);
+        store_f32(row_max, now, count);
         store_f32(top + r, now);
         store_f32(keep + r, exp2(before - now));
     }
@@ -102,9 +102,9 @@ HEADRACE_INLINE void soften(const Tile& tile, int first, ChunkView view, float* 
         for (int i = 0; i < chunk.count * kParts; ++i) {
             const F32v x = load_f32(scores + r * kChunk + i * kLanes);
             const F32v weight = exp2(multiply_add(x, set_f32(unit), set_f32(-top[r])));
-            Pool::weigh(weight, i, chunk, task.kv, r, weights, sum.part[i % kParts]);
+            Pool::rescale(weight, i, chunk, task.kv, r, weights, sum.part[i % kParts]);
         }
-        Pool::settle(chunk, r, weights);
+        Pool::quantize_weights(chunk, r, weights);
         for (int p = 0; p < kParts; ++p) store_f32(sums + p * kLanes, sum.part[p]);
     }
 }
@@ -135,7 +135,7 @@ __attribute__((noinline)) static void attend_rows(const Tile& tile, int first, C
     for (; b < chunk.count; ++b) scores<Pool, rows, 1, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
     typename Pool::Weights weights;
     float keep[16];
-    soften<Pool, rows>(tile, first, view, room, chunk, keep, weights);
+    softmax_update<Pool, rows>(tile, first, view, room, chunk, keep, weights);
     all_values<Pool, rows, kMaxVectors, fetch>(tile, weights, keep, chunk, 0, tile.state.values(first));
 }
 
@@ -160,7 +160,7 @@ HEADRACE_INLINE ChunkPages pages_of(const Tile& tile, int first, int last) {
         chunk.page[b] = tile.task.pool + kv.page_offset(table[first + b], tile.tile.kv_head);
         chunk.next[b] = chunk.page[b];
         if (next < tile.end_page) chunk.next[b] = tile.task.pool + kv.page_offset(table[next], tile.tile.kv_head);
-        if (next >= turn && next - turn < tile.ahead.count) chunk.next[b] = tile.ahead.page[next - turn];
+        if (next >= turn && next - turn < tile.upcoming.count) chunk.next[b] = tile.upcoming.page[next - turn];
     }
     return chunk;
 }
@@ -240,7 +240,7 @@ template <class Pool>
 static void attend_split(const Tile& tile, const Reach& reach, int split, float* room) {
     const State& state = tile.state;
     __builtin_memset(state.data, 0, 4 * (size_t)state.rows * (size_t)state.stride());
-    for (int r = 0; r < state.rows; ++r) state.tops()[r] = kLowest;
+    for (int r = 0; r < state.rows; ++r) state.row_max()[r] = kLowest;
     const int end = reach.end < (split + 1) * kSplit ? reach.end : (split + 1) * kSplit;
     for (int start = split * kSplit; start < end; start += kChunk) {
         const int from = reach.begin > start ? reach.begin : start, to = end < start + kChunk ? end : start + kChunk;
@@ -260,12 +260,12 @@ static void attend_split(const Tile& tile, const Reach& reach, int split, float*
 // into = into + part, as sums relative to the larger maximum.
 static void merge_states(const State& into, const State& part) {
     for (int r = 0; r < into.rows; ++r) {
-        const float before = into.tops()[r], other = part.tops()[r], top = before > other ? before : other;
+        const float before = into.row_max()[r], other = part.row_max()[r], top = before > other ? before : other;
         const F32v a = exp2(set_f32(before - top)), b = exp2(set_f32(other - top));
         float *x = into.sums(r), *y = part.sums(r);
         for (int i = 0; i < into.stride(); i += kLanes)
             store_f32(x + i, multiply_add(load_f32(x + i), a, load_f32(y + i) * b));
-        into.tops()[r] = top;
+        into.row_max()[r] = top;
     }
 }
 
@@ -295,7 +295,8 @@ static void finish_rows(const AttentionTask& task, const AttentionTile& tile, co
         for (int p = 0; p < kParts; ++p) lanes.part[p] = load_f32(state.sums(r) + p * kLanes);
         float sum = sum_lanes(lanes), factor = 1.0f;
         if (task.sinks) {
-            const float sink = task.sinks[head] * kLog2E, before = state.tops()[r], top = sink > before ? sink : before;
+            const float sink = task.sinks[head] * kLog2E, before = state.row_max()[r],
+                        top = sink > before ? sink : before;
             float scale[kLanes], weight[kLanes];
             store_f32(scale, exp2(set_f32(before - top)));
             store_f32(weight, exp2(set_f32(sink - top)));
@@ -352,11 +353,11 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, co
 static void attend(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch) {
     switch (task.kv.type) {
         case KVType::kBf16:
-            return attend_item<Bf16Pool>(task, item, after, scratch);
+            return attend_item<Bf16Pages>(task, item, after, scratch);
         case KVType::kInt8:
-            return attend_item<Int8Pool>(task, item, after, scratch);
+            return attend_item<Int8Pages>(task, item, after, scratch);
         case KVType::kF32:
-            return attend_item<F32Pool>(task, item, after, scratch);
+            return attend_item<F32Pages>(task, item, after, scratch);
     }
 }
 

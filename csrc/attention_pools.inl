@@ -20,7 +20,7 @@ struct ChunkPages {
     int count;
 };
 
-struct Bf16Pool {
+struct Bf16Pages {
     static constexpr int kDeep = 2, kRows = kMaxRows;
     static constexpr bool kScaled = false;
     using Sum = F32v;
@@ -44,13 +44,14 @@ struct Bf16Pool {
     HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
     // Takes vector i of a row's weights, rounded. Their sum is that of the rounded ones, so that it agrees with the
     // products.
-    HEADRACE_INLINE void weigh(F32v weight, int i, const ChunkPages&, const KVShape&, int r, Weights& out, F32v& sum) {
+    HEADRACE_INLINE void rescale(F32v weight, int i, const ChunkPages&, const KVShape&, int r, Weights& out,
+                                 F32v& sum) {
         sum = store_and_sum(out.x[r] + i * kLanes, weight, sum);
     }
-    HEADRACE_INLINE void settle(const ChunkPages&, int, Weights&) {}
+    HEADRACE_INLINE void quantize_weights(const ChunkPages&, int, Weights&) {}
 };
 
-struct F32Pool {
+struct F32Pages {
     static constexpr int kDeep = 1, kRows = kMaxRows;
     static constexpr bool kScaled = false;
     using Sum = F32v;
@@ -73,16 +74,17 @@ struct F32Pool {
 
     static void prepare(const float* x, int dp, float* row) { __builtin_memcpy(row, x, 4 * (size_t)dp); }
     HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
-    HEADRACE_INLINE void weigh(F32v weight, int i, const ChunkPages&, const KVShape&, int r, Weights& out, F32v& sum) {
+    HEADRACE_INLINE void rescale(F32v weight, int i, const ChunkPages&, const KVShape&, int r, Weights& out,
+                                 F32v& sum) {
         store_f32(out.x[r] + i * kLanes, weight);
         sum = sum + weight;
     }
-    HEADRACE_INLINE void settle(const ChunkPages&, int, Weights&) {}
+    HEADRACE_INLINE void quantize_weights(const ChunkPages&, int, Weights&) {}
 };
 
 // Keys and values are bytes above 128. The other side is two signed bytes a number, high * 128 + low, so that what is
 // lost is what was lost when K and V were stored. Sums are exact integers.
-struct Int8Pool {
+struct Int8Pages {
     static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2;
     static constexpr bool kScaled = true;
     struct Sum {
@@ -143,13 +145,13 @@ struct Int8Pool {
     HEADRACE_INLINE F32v scale(F32v x, const float* q, const uint8_t* page, const KVShape& kv, int part) {
         return x * set_f32(q[kv.padded / 2]) * load_f32((const float*)(page + kv.scales_offset()) + part * kLanes);
     }
-    HEADRACE_INLINE void weigh(F32v weight, int i, const ChunkPages& chunk, const KVShape& kv, int r, Weights& out,
-                               F32v& sum) {
+    HEADRACE_INLINE void rescale(F32v weight, int i, const ChunkPages& chunk, const KVShape& kv, int r, Weights& out,
+                                 F32v& sum) {
         const float* scales = (const float*)(chunk.page[i / kParts] + kv.scales_offset()) + kPageTokens;
         store_f32(out.scaled[r] + i * kLanes, weight * load_f32(scales + i % kParts * kLanes));
         sum = sum + weight;
     }
-    HEADRACE_INLINE void settle(const ChunkPages& chunk, int r, Weights& out) {
+    HEADRACE_INLINE void quantize_weights(const ChunkPages& chunk, int r, Weights& out) {
         Lanes16 largest = zero_lanes();
         for (int i = 0; i < chunk.count * kParts; ++i) {
             largest.part[i % kParts] = max(largest.part[i % kParts], load_f32(out.scaled[r] + i * kLanes));

@@ -3,7 +3,7 @@
 constexpr int kChunkPages = kChunk / kPageTokens;
 
 // The first pages of the item after: a chunk's worth.
-struct Ahead {
+struct Upcoming {
     const uint8_t* page[kChunkPages];
     int count;
 };
@@ -26,9 +26,9 @@ HEADRACE_INLINE void fetch_append(const AttentionTask& task, const AttentionFeed
     fetch(task.v + feed.row * task.stride + kv_head * kv.dim, kv.dim * 4);
 }
 
-HEADRACE_INLINE Ahead ahead_of(const AttentionTask& task, const AttentionItem* item) {
-    Ahead ahead{{}, 0};
-    if (!item) return ahead;
+HEADRACE_INLINE Upcoming ahead_of(const AttentionTask& task, const AttentionItem* item) {
+    Upcoming upcoming{{}, 0};
+    if (!item) return upcoming;
     const AttentionTile& tile = task.tiles[item->tile];
     const AttentionFeed& feed = task.feeds[tile.feed];
     const int share = task.heads / task.kv.heads;
@@ -37,8 +37,9 @@ HEADRACE_INLINE Ahead ahead_of(const AttentionTask& task, const AttentionItem* i
     const int begin = task.rows[tile.row].begin, end = task.rows[tile.row + tile.tokens - 1].end;
     const int from = item->first_split * kSplit, to = item->last_split * kSplit;
     const int last = ((end < to ? end : to) + kPageTokens - 1) / kPageTokens;
-    for (int page = (begin > from ? begin : from) / kPageTokens; page < last && ahead.count < kChunkPages; ++page) {
-        ahead.page[ahead.count++] = task.pool + task.kv.page_offset(task.page_table[feed.pages + page], tile.kv_head);
+    for (int page = (begin > from ? begin : from) / kPageTokens; page < last && upcoming.count < kChunkPages; ++page) {
+        upcoming.page[upcoming.count++] =
+            task.pool + task.kv.page_offset(task.page_table[feed.pages + page], tile.kv_head);
     }
-    return ahead;
+    return upcoming;
 }

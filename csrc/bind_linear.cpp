@@ -1,5 +1,5 @@
 // Linear layers and quantised activations in Python: entry points for tests and measurements.
-#include "bind_linear.h"
+#include "bound_weights.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

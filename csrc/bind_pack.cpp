@@ -18,7 +18,7 @@
 
 #include "bind.h"
 #include "bind_arrays.h"
-#include "bind_linear.h"
+#include "bound_weights.h"
 #include "cpu.h"
 #include "in_use.h"
 #include "pack.h"

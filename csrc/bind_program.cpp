@@ -17,7 +17,7 @@
 
 #include "bind.h"
 #include "bind_arrays.h"
-#include "bind_linear.h"
+#include "bound_weights.h"
 #include "program.h"
 
 namespace nb = nanobind;

@@ -20,7 +20,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/pack.cpp
   csrc/program.cpp
   csrc/program_buffers.cpp
-  csrc/program_check.cpp
+  csrc/scale_check.cpp
   csrc/program_needs.cpp
   csrc/program_phases.cpp
   csrc/program_seal.cpp

@@ -8,7 +8,7 @@ namespace headrace::HEADRACE_ISA {
 #include "a8.inl"
 #include "kv_page.inl"
 #include "attention_pools.inl"
-#include "attention_ahead.inl"
+#include "attention_prefetch.inl"
 #include "attention.inl"
 // clang-format on
 

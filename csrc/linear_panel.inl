@@ -110,7 +110,7 @@ struct PanelStep {
     int zero_shift;
     float* sums;
     float* levels;
-    const uint8_t* ahead[2];  // packed weights that will be wanted soon
+    const uint8_t* upcoming[2];  // packed weights that will be wanted soon
 };
 
 // Segment number `segment` is over: its sums join those before it. `levels`: [3][2 * rows] vectors.
@@ -146,7 +146,7 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
     const int n0 = vector * kLanes, n1 = n0 + kLanes, zero_shift = step.zero_shift;
     float *y0 = step.sums + n0 / 16 * rows * 16 + n0 % 16, *y1 = step.sums + n1 / 16 * rows * 16 + n1 % 16;
     float* levels = step.levels + kSegmentLevels * rows * n0;
-    const uint8_t *w = panel.bytes, *ahead0 = step.ahead[0], *ahead1 = step.ahead[1];
+    const uint8_t *w = panel.bytes, *upcoming0 = step.upcoming[0], *upcoming1 = step.upcoming[1];
     const A8Block* row[rows];
     F32v acc[rows][2];
 #pragma GCC unroll 6
@@ -170,15 +170,15 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
             for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 2
                 for (int i = 0; i < kAheadBytes; i += 64) {
-                    prefetch_l2(ahead0 + half * kAheadBytes + i);
-                    prefetch_l2(ahead1 + half * kAheadBytes + i);
+                    prefetch_l2(upcoming0 + half * kAheadBytes + i);
+                    prefetch_l2(upcoming1 + half * kAheadBytes + i);
                 }
                 add_panel_group<group, has_min, wide, rows>(w + half * group_bytes, vector, zero_shift, half, row, acc);
             }
 #pragma GCC unroll 6
             for (int m = 0; m < rows; ++m) ++row[m];
-            ahead0 += 2 * kAheadBytes;
-            ahead1 += 2 * kAheadBytes;
+            upcoming0 += 2 * kAheadBytes;
+            upcoming1 += 2 * kAheadBytes;
         }
         tile = stop;
     }
@@ -236,10 +236,10 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
     __builtin_memset(sums, 0, sizeof(float) * kStepFloats * steps);
     for (int first = 0, last; first < tiles; first = last) {
         last = first + step_rows(tiles - first, kPanelTiles);
-        const uint8_t* ahead[2];
+        const uint8_t* upcoming[2];
         for (int c = 0; c < 2; ++c) {
             fill_panel(weight, block[c], first, last, c, panel);
-            ahead[c] = last < tiles ? weight.data + block[c] * weight.stride + (int64_t)last * tile_bytes : next[c];
+            upcoming[c] = last < tiles ? weight.data + block[c] * weight.stride + (int64_t)last * tile_bytes : next[c];
         }
         // What the steps fetch of either block until all of the next stretch is there; then what else is wanted, or the
         // panel itself, at no cost.
@@ -256,11 +256,11 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
                            levels + i * 3 * kStepFloats,
                            {panel.bytes, panel.bytes}};
             const int fetched = 2 * (last - first) * kAheadBytes;
-            const bool weights = wanted > 0 && ahead[0] && ahead[1];
+            const bool weights = wanted > 0 && upcoming[0] && upcoming[1];
             for (int c = 0; c < 2; ++c) {
-                const uint8_t* piece = weights ? ahead[c] : next_piece(task.fetch, fetched);
-                if (piece) step.ahead[c] = piece;
-                ahead[c] += weights ? fetched : 0;
+                const uint8_t* piece = weights ? upcoming[c] : next_piece(task.fetch, fetched);
+                if (piece) step.upcoming[c] = piece;
+                upcoming[c] += weights ? fetched : 0;
             }
             wanted -= fetched;
             panel_kernel(layout, rows)(panel, step);

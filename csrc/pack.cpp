@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "program_check.h"
+#include "scale_check.h"
 
 namespace headrace {
 namespace {

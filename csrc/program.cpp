@@ -49,7 +49,7 @@ Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, c
       vocab_size_(vocab_size),
       attention_(kernels, *kv_, pool_->size()),
       scratch_(static_cast<size_t>(pool_->size())),
-      owed_(static_cast<size_t>(pool_->size())) {
+      pending_inputs_(static_cast<size_t>(pool_->size())) {
     require(vocab_size > 0, "a program has at least one token");
     add_buffer(BufferKind::kFloat, hidden);
     add_buffer(BufferKind::kFloat, hidden);
@@ -143,7 +143,7 @@ void Program::prepare(Step& step) {
     const int head_rows = std::min(static_cast<int>(step.head_rows().size()), kMostHeadRows);
     for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : step.rows());
     for (Memory& scratch : scratch_) scratch.reserve(scratch_bytes_);
-    for (auto& owed : owed_) owed.assign(buffers_.size(), nullptr);
+    for (auto& pending_input : pending_inputs_) pending_input.assign(buffers_.size(), nullptr);
     if (step.hidden) {
         Buffer& to = buffers_[kHidden];
         for (int r = 0; r < step.rows(); ++r) {
@@ -204,7 +204,7 @@ void Program::run(Step& step) {
     StepRun run{kernels_, buffers_, ropes_, attention_, step, turns_, pool_->size()};
     pool_->run([&](int thread) {
         const size_t number = static_cast<size_t>(thread);
-        Worker worker{run, thread, scratch_[number].data(), owed_[number]};
+        Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};
         try {
             work(worker, step);
         } catch (...) {

@@ -106,7 +106,7 @@ private:
     Turns turns_;
     // Of each thread:
     std::vector<Memory> scratch_;
-    std::vector<std::vector<const QuantizePhase*>> owed_;
+    std::vector<std::vector<const QuantizePhase*>> pending_inputs_;
     std::vector<std::unique_ptr<Sampler>> samplers_;
     std::vector<Chunk> chunks_;
     int logits_ = -1, maxima_ = -1;  // buffers of the head's results

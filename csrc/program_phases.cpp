@@ -80,8 +80,8 @@ void run(const NormPhase& phase, Worker& w) {
 void run(const QuantizePhase& phase, Worker& w) {
     const size_t out = static_cast<size_t>(phase.out);
     // A small input is made by each thread for itself, once it has work to do with it.
-    w.owed[out] = w.buffer(phase.out).is_local(w.rows) ? &phase : nullptr;
-    if (!w.owed[out]) w.share(w.rows, [&](int first, int last) { quantize(phase, w, first, last); });
+    w.pending_input[out] = w.buffer(phase.out).is_local(w.rows) ? &phase : nullptr;
+    if (!w.pending_input[out]) w.share(w.rows, [&](int first, int last) { quantize(phase, w, first, last); });
 }
 
 void run(const LinearPhase& phase, Worker& w) {
@@ -112,12 +112,12 @@ void run(const LinearPhase& phase, Worker& w) {
                           epilogue,
                           0,
                           &w.fetch};
-    const QuantizePhase*& owed = w.owed[static_cast<size_t>(phase.in)];
+    const QuantizePhase*& pending_input = w.pending_input[static_cast<size_t>(phase.in)];
     w.share(
         linear_items(work),
         [&](int first, int last) {
-            if (owed) quantize(*owed, w, 0, w.rows);
-            owed = nullptr;
+            if (pending_input) quantize(*pending_input, w, 0, w.rows);
+            pending_input = nullptr;
             run_linear_items(work, first, last, w.scratch);
         },
         linear_grain(work));

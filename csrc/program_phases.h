@@ -147,8 +147,9 @@ struct Worker {
     StepRun& run;
     int thread;
     uint8_t* scratch;
-    std::vector<const QuantizePhase*>& owed;  // [buffers] inputs to be made by this thread before it uses them, or null
-    int rows = 0;                             // of the segment at hand
+    std::vector<const QuantizePhase*>&
+        pending_input;  // [buffers] inputs to be made by this thread before it uses them, or null
+    int rows = 0;       // of the segment at hand
     int turn = 0;
     FetchList fetch{};  // for linear layers to fetch
 

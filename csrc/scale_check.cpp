@@ -1,4 +1,4 @@
-#include "program_check.h"
+#include "scale_check.h"
 
 #include <cstring>
 
