@@ -1,7 +1,7 @@
 """Tiny random models on the native core: their weights as a file would hold them, and engines and programs that run them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,13 +13,16 @@ from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from headrace.models.base import Model
+from headrace.models.configs import name_map
+from headrace.models.family import Family, Stored
+from headrace.models.gguf import decoder
 from headrace.native import core
 from headrace.native.lowering import FUSIONS
 from headrace.native.runner import NativeRunner
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.runner.executor import InProcess
-from headrace.weights.names import name_map
+from headrace.weights.origins import NameMap, Origin
 from tests.models.zoo import MemorySource
 from tests.tiny import finish, tiny_config, tiny_model, tokens_of
 
@@ -59,6 +62,11 @@ def source_of(model: Model) -> MemorySource:
                     stored = torch.cat(thirds[name])
                 tensors[name] = stored.t().contiguous() if origin.layout == "transposed" else stored
     return MemorySource("safetensors", tensors, {})
+
+
+def family(name: str, parameters: Iterable[str]) -> Family:
+    """A family of one's own, whose tensors are called what our parameters are."""
+    return Family(name, name, Stored(decoder, NameMap({each: Origin(each) for each in parameters})), "is made in memory")
 
 
 @lru_cache(maxsize=16)

@@ -35,7 +35,7 @@ def torch_pair() -> tuple[Companions, Model, Model]:
 
 
 def native_pair() -> tuple[Companions, Model, Model]:
-    target, draft = native_model(), native_model(num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=4)
+    target, draft = native_model(), native_model(num_layers=1, hidden_size=64, heads=8, kv_heads=4)
     slots: dict[int, Any] = {}
     runners = [native_runner(model, blocks=BLOCKS, slots=slots) for model in (target, draft)]
     return Companions(runners[0], runners[1:]), target, draft

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from tokenizers import decoders
 
 from headrace.data.config import ModelConfig
+from headrace.models.configs import name_map
 from headrace.models.registry import describe, read_config
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.vocabulary import Vocabulary
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import plan, read_part
-from headrace.weights.names import name_map
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -69,8 +69,9 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
     """The config.json of a decoder of Llama's family, with rotary settings in the old form and the new."""
     if config.architecture not in CLASSES:
         raise ValueError(f"{config.architecture} is not translated for other engines; known are {', '.join(CLASSES)}")
-    rope = config.rope
-    if rope is None or rope.scaling not in ("none", "linear") or rope.dim is not None or config.sliding_window:
+    layer = config.each_layer
+    rope = layer.rope
+    if rope is None or rope.scaling not in ("none", "linear") or rope.dim is not None or layer.window:
         raise ValueError("rotary scaling other than linear, partial rotary heads and sliding windows are not translated")
     scaling = {"rope_type": "linear", "factor": rope.factor} if rope.scaling == "linear" else {"rope_type": "default"}
     return {
@@ -78,11 +79,11 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
+        "intermediate_size": layer.ffn,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": layer.heads,
+        "num_key_value_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": rope.theta,

@@ -11,6 +11,7 @@ import torch
 from headrace import native
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup
+from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.models.registry import describe
 from headrace.native.heads import NativeHeads
@@ -154,7 +155,8 @@ def _native(
     models = [describe(each.config) for each in everyone]
     quantize = settings.quantize or ""
     need = sum(packed_bytes(model, each.source, quantize) for model, each in zip(models, everyone, strict=True))
-    own_kv = 0 if heads is None else kv_block_bytes(replace(opened.config, num_layers=1), BLOCK_SIZE, settings.kv_dtype)
+    one_layer = replace(opened.config, layers=opened.config.layers[:1])
+    own_kv = 0 if heads is None else kv_block_bytes(one_layer, BLOCK_SIZE, settings.kv_dtype)
     free = memory.free_memory(settings.device)
     memory.check_weights_fit(need, free, " and ".join(each.name for each in everyone))
     plan = memory.plan(
@@ -224,10 +226,10 @@ def _torch(
     companions, groups = _beside(draft, amateur, heads)
     everyone = [opened, *companions]
     models = [load(each, dtype, settings.device) for each in everyone]
-    own_kv = replace(opened.config, num_layers=1).kv_bytes_per_token(kv_type.itemsize) * BLOCK_SIZE
+    own_kv = kv_shape(replace(opened.config, layers=opened.config.layers[:1])).block_bytes(BLOCK_SIZE, kv_type.itemsize)
     plan = memory.plan(
         _shortest(everyone),
-        block_bytes=sum(each.config.kv_bytes_per_token(kv_type.itemsize) for each in everyone) * BLOCK_SIZE
+        block_bytes=sum(kv_shape(each.config).block_bytes(BLOCK_SIZE, kv_type.itemsize) for each in everyone)
         + _features_bytes(heads, opened.config, dtype.itemsize, own_kv),
         block_size=BLOCK_SIZE,
         free=memory.free_memory(settings.device),

@@ -13,9 +13,10 @@ import torch
 from headrace.data.config import ModelConfig
 from headrace.layers.holder import ParamSpec
 from headrace.models.base import Model
+from headrace.models.configs import name_map
 from headrace.models.registry import describe, read_config
 from headrace.weights.dequant import read_tensor
-from headrace.weights.names import NameMap, Origin, name_map
+from headrace.weights.origins import NameMap, Origin
 from headrace.weights.source import WeightError, WeightSource
 
 HEAD = "lm_head.weight"  # of a Hugging Face folder; a GGUF file without a head is one with a tied head
@@ -90,7 +91,8 @@ def fill(target: torch.Tensor, spec: ParamSpec, parts: tuple[Part, ...], source:
     """Read the parts of one parameter into `target`, checked for NaN and infinities."""
     start = 0
     for part in parts:
-        values = shard.cut(read_part(part, source, target.dtype), spec.shard)
+        axis = 0 if spec.rows else 1 if spec.columns else None
+        values = shard.cut(read_part(part, source, target.dtype), axis)
         target[start : start + len(values)].copy_(values)
         start += len(values)
 
@@ -188,9 +190,9 @@ def _part(origin: Origin, name: str, shape: tuple[int, ...], part: str, config: 
     rows = None if origin.third is None else (origin.third * shape[0], (origin.third + 1) * shape[0])
     permutation = None
     if origin.layout == "rope_pairs":
-        heads = config.num_heads if part == "q" else config.num_kv_heads
-        rotary = config.rope.dim if config.rope and config.rope.dim else config.head_dim
-        permutation = unpaired(heads, config.head_dim, rotary)
+        layer = config.each_layer
+        rotary = layer.rope.dim if layer.rope and layer.rope.dim else layer.head_dim
+        permutation = unpaired(layer.heads if part == "q" else layer.kv_heads, layer.head_dim, rotary)
     shift = 1.0 if origin.layout == "minus_one" else 0.0
     return Part(name, shape, rows, permutation, origin.layout == "transposed", shift)
 
