@@ -87,7 +87,7 @@ class Streamed:
             holder.finish()
 
     def _read(self, path: str, holder: Holder, field: str) -> None:
-        fill(getattr(holder, field), holder.params()[field], self._plans[f"{path}.{field}"], self._source)
+        fill(getattr(holder, field), self._plans[f"{path}.{field}"], self._source)
 
 
 class Narrowed(Streamed):

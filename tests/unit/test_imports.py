@@ -36,7 +36,7 @@ ROOMS = {
     "native.lowering": "native.centring native.weights native runner kv.layout data",
     "native.slots": "native ops data",
     "native.runner": "native.lowering native.slots native.weights native runner kv.layout models ops weights data",
-    "native.heads": "native.lowering native.runner native.slots native.weights native runner.heads runner models weights data",
+    "native.heads": "native.lowering native.runner native.slots native runner.heads runner models weights data",
     "engine": "engine.admission engine.scheduler engine.feeding kv.blocks decoding drafting runner.executor text data",
     "engine.feeding": "kv.blocks data",
     "engine.scheduler": "engine.feeding kv.blocks data",

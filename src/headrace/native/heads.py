@@ -14,10 +14,10 @@ from headrace.native.lowering import FUSIONS, Lowered, Lowering
 from headrace.native.runner import NativeRunner
 from headrace.native.slots import Slot
 from headrace.native.threads import thread_pool
-from headrace.native.weights import FLOATS
 from headrace.runner.heads import FEATURE, UNIT_EPS, Entrance, Heads, HeadsSource, heads_config
 from headrace.runner.parts import Part
 from headrace.runner.record import record
+from headrace.weights.kinds import FLOATS
 from headrace.weights.source import WeightSource
 
 

@@ -18,11 +18,11 @@ Layout = Literal["plain", "rope_pairs", "transposed", "minus_one"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The tensor a part comes from. `third`: which third of its output rows (0 q, 1 k, 2 v), or None: all of it."""
+    """The tensor a part comes from."""
 
     name: str
     layout: Layout = "plain"
-    third: int | None = None
+    rows: tuple[int, int] = (0, 1)  # part a of n equal ones of its output rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def laid_out(names: Mapping[str, Origin], layout: Layout, *endings: str) -> dict
 def thirds(name: str) -> dict[str, Origin]:
     """q, k and v of layers that store the three as one tensor, `name`."""
     return {
-        f"layers.{{i}}.qkv.{part}.{field}": Origin(f"{name}.{field}", third=third)
+        f"layers.{{i}}.qkv.{part}.{field}": Origin(f"{name}.{field}", rows=(third, 3))
         for third, part in enumerate("qkv")
         for field in ("weight", "bias")
     }
