@@ -128,6 +128,15 @@ def test_the_estimate_is_what_is_packed(architecture: str, quantize: str, tied: 
     assert packed_bytes(model, source, quantize) - norms == packed
 
 
+def test_a_layer_as_wide_as_the_vocabulary_is_no_head() -> None:
+    """It becomes int4, and is estimated so; a head would become int8."""
+    model = native_model("gpt2", ffn=97)
+    assert model.config.vocab_size == 97
+    estimate = packed_bytes(model, source_of(model), "int4")
+    norms = sum(-(-spec.elements // 16) * 64 for _, h in model.holders() if isinstance(h, Norm) for spec in h.params().values())
+    assert estimate - norms == NativeRunner(model, source_of(model), quantize="int4", **SIZES).weights.bytes
+
+
 def test_padding_counts() -> None:
     """A file of 260 MB whose table packs to 8 GiB is refused where 8 GB are free, before anything is packed."""
     tiny = {"hidden_size": 2, "num_layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2, "ffn": 2}

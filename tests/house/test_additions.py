@@ -26,8 +26,13 @@ from tests.tiny_native import native_model, native_runner
 from tests.unit.test_imports import SOURCES, late_imports, wrong_imports
 
 TOYS = {
-    **{"second_best": "decoding", "repeat_last": "drafting", "scale": "ops", "scaled_llama": "models"},
-    **{"loud_llama": "models", "parallel": "models", "adapter": "ops"},
+    "second_best": "decoding",
+    "repeat_last": "drafting",
+    "scale": "ops",
+    "adapter": "ops",
+    "scaled_llama": "models",
+    "parallel": "models",
+    "loud_llama": "models",
 }
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [40, 40, 40])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
