@@ -70,10 +70,13 @@ def reference_of(model: Model, weights: PackedWeights, dtype: torch.dtype = torc
 
 def centre(model: Model, number: int) -> None:
     """Note what attention takes off every K of a layer: its bias in pairs that turn by a sixth at most over all positions."""
-    rope, qkv = getattr(model, "rope", None), getattr(model.layers[number], "qkv", None)
-    if rope is None or qkv is None or qkv.bias is None:
+    ropes, qkv = getattr(model, "ropes", None), getattr(model.layers[number], "qkv", None)
+    if ropes is None or qkv is None or qkv.bias is None:
         return
-    bias = dict(zip(dict(qkv.parts), qkv.bias.split(qkv.sizes), strict=True))["k"].view(-1, model.config.head_dim)
+    rope = ropes[number]
+    bias = dict(zip(dict(qkv.parts), qkv.bias.split(qkv.sizes), strict=True))["k"].view(
+        -1, model.config.layers[number].head_dim
+    )
     still = (rope.inv_freq * model.config.max_position * 6 <= 2 * math.pi).repeat(2)
     rope.shifts = {**getattr(rope, "shifts", {}), number: torch.where(still, bias, 0.0)}
 

@@ -1,8 +1,11 @@
 """Tiny random models and engines around them: the oracles of tests that need real attention but no real weights."""
 
+from dataclasses import fields, replace
+from typing import Any
+
 import torch
 
-from headrace.data.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from headrace.data.config import CacheConfig, EngineConfig, LayerConfig, ModelConfig, RopeConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
 from headrace.drafting.speculation import Speculation
@@ -17,33 +20,28 @@ from headrace.runner.runner import Runner
 VOCAB = 97
 
 
-def tiny_config(architecture: str = "llama", **changes: object) -> ModelConfig:
-    """Two layers, four heads over two K/V heads."""
-    settings: dict[str, object] = {
-        "architecture": architecture,
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 4 if architecture == "gpt2" else 2,
-        "head_dim": 8,
-        "ffn_size": 48,
-        "max_position": 512,
-        "rope": None if architecture == "gpt2" else RopeConfig(),
-    }
+def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
+    """Two layers, four heads over two K/V heads. `changes` are of the model, or of each of its layers; `num_layers` and, of
+    gemma, which of them slide."""
+    layer: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "rope": RopeConfig()}
+    model: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "max_position": 512}
+    slides = [False] * changes.pop("num_layers", 2)
     if architecture == "gpt2":
-        settings |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+        layer |= {"kv_heads": 4, "rope": None}
+        model |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
     if architecture == "qwen2":
-        settings |= {"qkv_bias": True}
+        model |= {"qkv_bias": True}
+    if architecture == "qwen3":
+        model |= {"qk_norm": True}
     if architecture == "gemma3_text":
-        settings |= {
-            "num_kv_heads": 1,
-            "rope_local": RopeConfig(theta=1000.0),
-            "sliding_window": 12,
-            "sliding_layers": (True, False),
-            "embed_scale": 32**0.5,
-        }
-    return ModelConfig(**{**settings, **changes})  # type: ignore[arg-type]
+        layer |= {"kv_heads": 1}
+        model |= {"embed_scale": 32**0.5}
+        slides = list(changes.pop("slides", (True, False)))
+    numbers = {field.name for field in fields(LayerConfig)}
+    each = LayerConfig(**{**layer, **{name: value for name, value in changes.items() if name in numbers}})
+    sliding = replace(each, window=12, rope=RopeConfig(theta=1000.0))
+    model |= {name: value for name, value in changes.items() if name not in numbers}
+    return ModelConfig(architecture, layers=tuple(sliding if slid else each for slid in slides), **model)
 
 
 def tiny_model(config: ModelConfig | None = None, dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:

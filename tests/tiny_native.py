@@ -1,7 +1,6 @@
 """Tiny random models on the native core: their weights as a file would hold them, and engines and programs that run them."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +12,8 @@ from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from headrace.models.base import Model
+from headrace.models.family import Family, Stored
+from headrace.models.gguf import decoder
 from headrace.native import core
 from headrace.native.lowering import FUSIONS
 from headrace.native.program import NativeProgram
@@ -20,7 +21,8 @@ from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
-from headrace.weights.names import name_map
+from headrace.weights.loader import layout, stored_as, write_parts
+from headrace.weights.origins import NameMap, Origin
 from tests.models.zoo import MemorySource
 from tests.tiny import finish, tiny_config, tiny_model, tokens_of
 
@@ -43,23 +45,17 @@ def as_bfloat16(model: Model) -> Model:
 
 def source_of(model: Model) -> MemorySource:
     """The model's weights under the names and in the layouts of a Hugging Face folder."""
-    names = name_map("safetensors", model.config.architecture)
-    tensors: dict[str, torch.Tensor] = {}
-    thirds: dict[str, list[torch.Tensor]] = {}
-    for path, holder in model.holders():
-        for field, spec in holder.params().items():
-            pieces = getattr(holder, field).detach().split([rows for _, rows in spec.parts])
-            for (part, _), values in zip(spec.parts, pieces, strict=True):
-                target = ".".join(filter(None, (path, part, field)))
-                layer = re.search(r"\.(\d+)\.", target)
-                origin = names.names[target.replace(layer[0], ".{i}.") if layer else target]
-                name = names.prefix + origin.name.format(i=layer[1] if layer else "")
-                stored = (values - 1.0 if origin.layout == "minus_one" else values).float()
-                if origin.third is not None:
-                    thirds.setdefault(name, []).append(stored)
-                    stored = torch.cat(thirds[name])
-                tensors[name] = stored.t().contiguous() if origin.layout == "transposed" else stored
-    return MemorySource("safetensors", tensors, {})
+    values: dict[str, torch.Tensor] = {}
+    for key, parts in layout(model, "safetensors").items():
+        pieces = model.get_parameter(key).detach().split([part.shape[0] for part in parts])
+        values |= {part.target: piece for part, piece in zip(parts, pieces, strict=True)}
+    made = {name: write_parts(parts, values.__getitem__).float() for name, parts in stored_as(model, "safetensors").items()}
+    return MemorySource("safetensors", made, {})
+
+
+def family(name: str, parameters: Iterable[str]) -> Family:
+    """A family of one's own, whose tensors are called what our parameters are."""
+    return Family(name, name, Stored(decoder, NameMap({each: Origin(each) for each in parameters})), "is made in memory")
 
 
 @lru_cache(maxsize=16)

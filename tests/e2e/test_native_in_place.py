@@ -13,12 +13,12 @@ from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.models import registry
 from headrace.models.base import Model
+from headrace.models.families import FAMILIES
 from headrace.native import core
 from headrace.native.threads import thread_pool
 from headrace.ops.vocabulary import embed, head, linear, norm, residual
-from headrace.weights import names
 from tests.tiny import tiny_config, tiny_model
-from tests.tiny_native import Feeder, as_bfloat16, native_program
+from tests.tiny_native import Feeder, as_bfloat16, family, native_program
 
 WIDTH, LAYERS = 512, 8
 TEXT = np.random.default_rng(5).integers(0, 97, 40).tolist()
@@ -45,7 +45,7 @@ class Straight(Model):
 
     def layer(self, i: int, x: Any, ctx: Any) -> Any:
         block = self.layers[i]
-        return residual(x, linear(norm(x, block.norm), block.out))
+        return residual(x, linear(norm(x, block.norm), block.out, ctx))
 
     def head(self, x: Any) -> Any:
         return head(norm(x, self.norm), self.tokens)
@@ -56,7 +56,7 @@ def straight(monkeypatch: pytest.MonkeyPatch) -> Model:
     model = Straight(tiny_config(architecture="straight", rope=None, tied_head=True, hidden_size=WIDTH, num_layers=LAYERS))
     targets = {re.sub(r"\.\d+\.", ".{i}.", f"{path}.{field}") for path, holder in model.holders() for field in holder.params()}
     monkeypatch.setitem(registry.MODELS, "straight", Straight)
-    monkeypatch.setitem(names._HF, "straight", names.NameMap({target: names.Origin(target) for target in targets}))
+    monkeypatch.setitem(FAMILIES, "straight", family("straight", targets))
     return as_bfloat16(tiny_model(model.config))
 
 

@@ -12,24 +12,24 @@ import pytest
 import torch
 from torch.nn import Module, ModuleList
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.models import registry
 from headrace.models.base import Model
+from headrace.models.families import FAMILIES
 from headrace.native import core
 from headrace.native.lowering import FUSIONS
 from headrace.native.program import NativeProgram
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
 from headrace.runner.record import RecordError
 from headrace.runner.span import ATTENTION, MLP
-from headrace.weights import names
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.native_reference import bfloat16_attention, reference_of
 from tests.tiny import tiny_config, tiny_model
-from tests.tiny_native import Feeder, all_fusions, as_bfloat16, native_model, native_program, packed, source_of
+from tests.tiny_native import Feeder, all_fusions, as_bfloat16, family, native_model, native_program, packed, source_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 TEXTS = np.random.default_rng(3).integers(0, 97, (3, 21)).tolist()
@@ -149,8 +149,8 @@ def test_taps_are_the_hidden_rows_after_their_layer() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_skipped_sublayer_passes_the_rows_through(architecture: str, fused: bool) -> None:
     """Like a model whose sublayer adds nothing: its last linear layer is zero."""
-    sliding = {"sliding_layers": (True, True, False)} if architecture == "gemma3_text" else {}
-    model = native_model(architecture, num_layers=3, **sliding)
+    layers: dict[str, Any] = {"slides": (True, True, False)} if architecture == "gemma3_text" else {"num_layers": 3}
+    model = native_model(architecture, **layers)
     options: dict[str, Any] = {} if fused else {"fuse": frozenset()}
     program = native_program(model, **options)
     (whole,) = Feeder(program, TEXTS[:1]).whole()
@@ -244,14 +244,14 @@ def test_many_asks_share_a_row() -> None:
 
 
 class OddBlock(Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
-        self.q, self.k, self.v = (Linear(c.hidden_size, size) for size in (c.q_size, c.kv_size, c.kv_size))
-        self.out = Linear(c.q_size, c.hidden_size, bias=True, shard="in")
+        self.q, self.k, self.v = (Linear(c.hidden_size, size) for size in layer.qkv.values())
+        self.out = Linear(layer.q_size, c.hidden_size, bias=True, columns="heads")
         self.attn_norm, self.mlp_norm = Norm(c.hidden_size, 1e-5), Norm(c.hidden_size, 1e-5, "layer")
-        self.gate_up = Linear(c.hidden_size, {"gate": c.ffn_size, "up": c.ffn_size})
-        self.middle = Linear(c.ffn_size, c.ffn_size)
-        self.down = Linear(c.ffn_size, c.hidden_size, shard="in")
+        self.gate_up = Linear(c.hidden_size, {"gate": layer.ffn, "up": layer.ffn})
+        self.middle = Linear(layer.ffn, layer.ffn)
+        self.down = Linear(layer.ffn, c.hidden_size, columns="ffn")
 
 
 class Odd(Model):
@@ -260,9 +260,9 @@ class Odd(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = ModuleList(OddBlock(config) for _ in range(config.num_layers))
+        self.layers = ModuleList(OddBlock(config, layer) for layer in config.layers)
         self.norm = Norm(config.hidden_size, 1e-5)
-        self.output = Linear(config.hidden_size, config.vocab_size, bias=True)
+        self.output = Linear(config.hidden_size, config.vocab_size, bias=True, rows="vocab")
 
     def embed(self, ctx: Any) -> Any:
         return norm(embed(ctx.ids, self.tokens), self.norm)
@@ -270,9 +270,10 @@ class Odd(Model):
     def layer(self, i: int, x: Any, ctx: Any) -> Any:
         block = self.layers[i]
         h = norm(x, block.attn_norm)
-        attended = attention(linear(h, block.q), linear(h, block.k), linear(h, block.v), ctx, i)
-        gated = act(linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up), "gelu"), block.middle), "relu")
-        return tap(residual(residual(x, linear(attended, block.out)), linear(gated, block.down)), "after", ctx)
+        attended = attention(*(linear(h, each, ctx) for each in (block.q, block.k, block.v)), ctx, i)
+        gated = act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), "gelu")
+        made = linear(act(linear(gated, block.middle, ctx), "relu"), block.down, ctx)
+        return tap(residual(residual(x, linear(attended, block.out, ctx)), made), "after", ctx)
 
     def head(self, x: Any) -> Any:
         return head(act(norm(x, self.norm), "silu"), self.output, scale=0.5, softcap=4.0)
@@ -289,7 +290,7 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Model:
     ]
     plain = {re.sub(r"\.\d+\.", ".{i}.", target) for target in targets}
     monkeypatch.setitem(registry.MODELS, "odd", Odd)
-    monkeypatch.setitem(names._HF, "odd", names.NameMap({target: names.Origin(target) for target in plain}))
+    monkeypatch.setitem(FAMILIES, "odd", family("odd", plain))
     return as_bfloat16(tiny_model(model.config))
 
 
@@ -348,8 +349,8 @@ def test_an_op_without_a_phase_cannot_be_recorded() -> None:
     class Crossed(type(native_model("llama"))):  # type: ignore[misc]
         def layer(self, i: int, x: Any, ctx: Any) -> Any:
             block = self.layers[i]
-            q, k, v = linear(norm(x, block.attn_norm), block.qkv)
-            return linear(attention(q, k, v, ctx, i, source="encoder"), block.out)
+            q, k, v = linear(norm(x, block.attn_norm), block.qkv, ctx)
+            return linear(attention(q, k, v, ctx, i, source="encoder"), block.out, ctx)
 
     model = native_model("llama")
     crossed = Crossed(model.config)

@@ -42,7 +42,7 @@ class Rows(Feeder):
 @pytest.fixture(params=[("llama", 8), ("llama", 32), ("gemma3_text", 32), ("gpt2", 8)], ids=str)
 def model(request: pytest.FixtureRequest) -> Model:
     architecture, head_dim = request.param
-    return native_model(architecture, head_dim=head_dim, ffn_size=172)
+    return native_model(architecture, head_dim=head_dim, ffn=172)
 
 
 @pytest.mark.parametrize("quantize", FORMS)
@@ -145,4 +145,4 @@ def test_a_kernel_whose_sums_depend_on_the_batch_is_caught(
     monkeypatch.setitem(globals(), "Rows", Swayed)
     monkeypatch.setattr(Swayed, "quantize", quantize, raising=False)
     with pytest.raises(AssertionError, match="rows|batch|same"):
-        check(native_model("llama", head_dim=32, ffn_size=172), quantize)
+        check(native_model("llama", head_dim=32, ffn=172), quantize)

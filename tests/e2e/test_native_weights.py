@@ -66,7 +66,7 @@ def gated(program: NativeProgram) -> bool:
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize(("gate", "up"), [("F16", "Q8_0"), ("Q8_0", "F16")])
 def test_a_gate_and_an_up_of_other_classes_load_unfused(gate: str, up: str, quantize: str) -> None:
-    model = native_model("llama", ffn_size=64)
+    model = native_model("llama", ffn=64)
     source = Stored(model)
     source.store("gate_proj.weight", gate)
     source.store("up_proj.weight", up)
@@ -77,7 +77,7 @@ def test_a_gate_and_an_up_of_other_classes_load_unfused(gate: str, up: str, quan
 
 def test_a_gate_and_an_up_of_one_class_are_one_stream() -> None:
     """The control: floats with floats, integers with integers of another kind."""
-    model = native_model("llama", ffn_size=64)
+    model = native_model("llama", ffn=64)
     for gate, up, quantize in (("F16", "F16", "int8"), ("Q8_0", "Q4_0", "int8"), ("Q8_0", "Q4_0", "")):
         source = Stored(model)
         source.store("gate_proj.weight", gate)
@@ -88,7 +88,7 @@ def test_a_gate_and_an_up_of_one_class_are_one_stream() -> None:
 @pytest.mark.parametrize("mapped", ["gate", "up"])
 def test_one_of_both_in_a_mapped_file(mapped: str) -> None:
     """The pages of the other are not let go: they are memory of this process."""
-    model = native_model("llama", ffn_size=64)
+    model = native_model("llama", ffn=64)
     source = Stored(model)
     for name in ("gate", "up"):
         source.store(f"{name}_proj.weight", "Q8_0", mapped=name == mapped)
@@ -128,9 +128,18 @@ def test_the_estimate_is_what_is_packed(architecture: str, quantize: str, tied: 
     assert packed_bytes(model, source, quantize) - norms == packed
 
 
+def test_a_layer_as_wide_as_the_vocabulary_is_no_head() -> None:
+    """It becomes int4, and is estimated so; a head would become int8."""
+    model = native_model("gpt2", ffn=97)
+    assert model.config.vocab_size == 97
+    estimate = packed_bytes(model, source_of(model), "int4")
+    norms = sum(-(-spec.elements // 16) * 64 for _, h in model.holders() if isinstance(h, Norm) for spec in h.params().values())
+    assert estimate - norms == NativeProgram(model, source_of(model), quantize="int4", **SIZES).weights.bytes
+
+
 def test_padding_counts() -> None:
     """A file of 260 MB whose table packs to 8 GiB is refused where 8 GB are free, before anything is packed."""
-    tiny = {"hidden_size": 2, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "ffn_size": 2}
+    tiny = {"hidden_size": 2, "num_layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2, "ffn": 2}
     source = Stored(native_model("llama", **tiny))
     table = next(name for name in source.tensors if "embed_tokens" in name)
     source.tensors[table] = torch.empty((1, 1)).expand(2**26, 2)  # no memory

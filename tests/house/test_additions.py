@@ -25,7 +25,15 @@ from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens
 from tests.tiny_native import native_model, native_program
 from tests.unit.test_imports import SOURCES, late_imports, wrong_imports
 
-TOYS = {"second_best": "decoding", "repeat_last": "drafting", "scale": "ops", "scaled_llama": "models"}
+TOYS = {
+    "second_best": "decoding",
+    "repeat_last": "drafting",
+    "scale": "ops",
+    "adapter": "ops",
+    "scaled_llama": "models",
+    "parallel": "models",
+    "loud_llama": "models",
+}
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [40, 40, 40])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

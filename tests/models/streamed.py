@@ -27,7 +27,7 @@ class OneLayer(KVPool):
     """K and V of whichever layer runs, for texts that are fed whole."""
 
     def __init__(self, model: Model, tokens: int, dtype: torch.dtype) -> None:
-        super().__init__(replace(model.config, num_layers=1), -(-tokens // BLOCK), BLOCK, dtype)
+        super().__init__(replace(model.config, layers=model.config.layers[:1]), -(-tokens // BLOCK), BLOCK, dtype)
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return super().kv(0)
@@ -87,7 +87,7 @@ class Streamed:
             holder.finish()
 
     def _read(self, path: str, holder: Holder, field: str) -> None:
-        fill(getattr(holder, field), holder.params()[field], self._plans[f"{path}.{field}"], self._source)
+        fill(getattr(holder, field), self._plans[f"{path}.{field}"], self._source)
 
 
 class Narrowed(Streamed):

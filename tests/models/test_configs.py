@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data.config import RopeConfig
+from headrace.data.config import LayerConfig, RopeConfig
 from headrace.layers.rotary import frequencies
-from headrace.models.configs import ARCHITECTURES, NOT_IN_GGUF
+from headrace.models.families import FAMILIES
 from headrace.models.registry import MODELS, read_config
 from headrace.startup.opening import open_model
-from headrace.weights.names import name_map
 from headrace.weights.source import WeightError
 from tests.models.zoo import MemorySource
 from tests.tiny_bert import write_tiny_bert
@@ -126,36 +125,38 @@ def gguf(settings: dict[str, Any], **tensors: torch.Tensor) -> MemorySource:
 
 def test_llama_31() -> None:
     config = read_config(hf(LLAMA31_8B))
-    assert (config.num_kv_heads, config.head_dim, config.q_size, config.kv_size) == (8, 128, 4096, 1024)
-    assert config.rope == RopeConfig(500000.0, None, "llama3", 8.0, 1.0, 4.0, 8192)
-    assert (config.tied_head, config.qkv_bias, config.sliding_window, config.window(0)) == (False, False, None, None)
+    layer = config.each_layer
+    assert (layer.kv_heads, layer.head_dim, layer.q_size, layer.kv_size) == (8, 128, 4096, 1024)
+    assert layer.rope == RopeConfig(500000.0, None, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert (config.num_layers, config.tied_head, config.qkv_bias, layer.window) == (32, False, False, None)
 
 
 def test_mistral_slides_in_every_layer() -> None:
     config = read_config(hf(MISTRAL_7B))
-    assert {config.window(i) for i in range(32)} == {4096}
-    assert read_config(hf({**MISTRAL_7B, "sliding_window": None})).sliding_window is None
+    assert config.each_layer.window == 4096
+    assert read_config(hf({**MISTRAL_7B, "sliding_window": None})).each_layer.window is None
 
 
 def test_qwen2_has_biases_and_a_window_only_when_it_says_so() -> None:
     config = read_config(hf(QWEN25_05B))
-    assert (config.qkv_bias, config.out_bias, config.tied_head, config.sliding_window) == (True, False, True, None)
+    assert (config.qkv_bias, config.out_bias, config.tied_head, config.each_layer.window) == (True, False, True, None)
     slid = read_config(hf({**QWEN25_05B, "use_sliding_window": True}))
-    assert [slid.window(i) for i in (20, 21)] == [None, 32768]
+    assert [slid.layers[i].window for i in (20, 21)] == [None, 32768]
 
 
 def test_gemma3_from_both_containers() -> None:
     config, other = read_config(hf(GEMMA3_1B)), read_config(gguf(GGUF_GEMMA3))
     for made in (config, other):
-        assert [i for i in range(26) if made.window(i) is None] == [5, 11, 17, 23]
-        assert made.rope is not None
-        assert made.rope_local is not None
-        assert (made.rope.theta, made.rope_local.theta, made.attn_scale) == (1000000.0, 10000.0, 1 / 16)
+        assert [i for i in range(26) if made.layers[i].window is None] == [5, 11, 17, 23]
+        assert [made.layers[i].rope for i in (4, 5)] == [RopeConfig(10000.0), RopeConfig(1000000.0)]
+        assert made.attn_scale == 1 / 16
+        with pytest.raises(ValueError, match="not all alike"):
+            made.each_layer  # noqa: B018
         assert (made.embed_scale, made.tied_head, made.architecture) == (1152**0.5, True, "gemma3_text")
     scaled = {**GGUF_GEMMA3, "gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
     made = read_config(gguf(scaled))
-    assert made.rope == RopeConfig(1000000.0, scaling="linear", factor=8.0)
-    assert made.rope_local == RopeConfig(10000.0)
+    assert made.layers[5].rope == RopeConfig(1000000.0, scaling="linear", factor=8.0)
+    assert made.layers[4].rope == RopeConfig(10000.0)
 
 
 def test_gemma3_27b_in_gguf_scales_queries_by_hidden_over_heads() -> None:
@@ -165,7 +166,8 @@ def test_gemma3_27b_in_gguf_scales_queries_by_hidden_over_heads() -> None:
 
 def test_gpt2() -> None:
     config = read_config(hf(GPT2))
-    assert (config.ffn_size, config.head_dim, config.rope, config.qkv_bias, config.tied_head) == (3072, 64, None, True, True)
+    assert config.each_layer == LayerConfig(12, 12, 64, ffn=3072)
+    assert (config.qkv_bias, config.tied_head) == (True, True)
 
 
 def test_old_and_new_forms_of_config_json_mean_the_same() -> None:
@@ -185,7 +187,7 @@ def test_llama3_divisors_of_gguf_mean_the_same_frequencies() -> None:
     settings = {key.replace("gemma3.", "llama."): value for key, value in GGUF_GEMMA3.items()}
     settings |= {"general.architecture": "llama", "llama.rope.freq_base": 500000.0}
     settings |= {"llama.attention.key_length": 128, "llama.attention.value_length": 128}
-    made = read_config(gguf(settings, rope_freqs__weight=divisors)).rope
+    made = read_config(gguf(settings, rope_freqs__weight=divisors)).each_layer.rope
     assert made is not None
     torch.testing.assert_close(frequencies(made, 128), scaled, rtol=1e-7, atol=0)  # a file holds float32
 
@@ -282,9 +284,6 @@ def test_a_vocabulary_alone_is_no_model() -> None:
             read_config(MemorySource("gguf", {}, {**GGUF_GEMMA3, "general.architecture": architecture}))
 
 
-def test_every_architecture_whose_numbers_are_read_has_a_model_and_names() -> None:
-    assert set(MODELS) == ARCHITECTURES
-    for architecture in ARCHITECTURES:
-        assert name_map("safetensors", architecture)
-        if architecture not in NOT_IN_GGUF:
-            assert name_map("gguf", architecture)
+def test_every_family_has_a_model_file_and_every_model_file_a_family() -> None:
+    assert {family.shape for family in FAMILIES.values()} == set(MODELS)
+    assert {name: family.architecture for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}

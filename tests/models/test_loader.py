@@ -10,7 +10,7 @@ import transformers
 
 from headrace.models.registry import describe, read_config
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.loader import Part, Shard, load_model, plan, unpaired
+from headrace.weights.loader import WeightPart, load_model, plan, unpaired
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed
@@ -126,7 +126,7 @@ def test_the_plan_says_how_stored_rows_become_parameters(name: str, tmp_path: Pa
         np.testing.assert_array_equal(np.concatenate(rows), parameters[key].numpy(), err_msg=key)
 
 
-def follow(part: Part, source: GGUFFile) -> np.ndarray:
+def follow(part: WeightPart, source: GGUFFile) -> np.ndarray:
     assert not part.transpose  # GGUF never needs it
     shape = source.info(part.source).shape
     stored = source.raw(part.source)
@@ -134,8 +134,8 @@ def follow(part: Part, source: GGUFFile) -> np.ndarray:
         stored = stored.reshape(-1, 4)
     if part.rows is not None:
         stored = stored[slice(*part.rows)]
-    if part.permutation is not None:
-        stored = stored[list(part.permutation)]
+    if part.row_order is not None:
+        stored = stored[list(part.row_order)]
     return np.ascontiguousarray(stored).view(np.float32).reshape(part.shape) + np.float32(part.shift)
 
 
@@ -185,13 +185,3 @@ def test_progress_ends_at_all_bytes() -> None:
     load_model(hf_source(oracle("gpt2")), progress=lambda done, total: calls.append((done, total)))
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     assert calls[-1][0] == calls[-1][1]
-
-
-def test_shards_put_together_are_the_whole() -> None:
-    weights = torch.arange(24.0).view(6, 4)
-    assert Shard().cut(weights, 0) is weights
-    assert torch.equal(torch.cat([Shard(rank, 2).cut(weights, 0) for rank in range(2)]), weights)
-    assert torch.equal(torch.cat([Shard(rank, 2).cut(weights, 1) for rank in range(2)], 1), weights)
-    assert Shard(1, 2).cut(weights, None) is weights
-    with pytest.raises(WeightError, match="6 rows cannot be cut for 4 ranks"):
-        Shard(0, 4).cut(weights, 0)

@@ -12,7 +12,8 @@ def test_golden_text_of_200_tokens() -> None:
     folder = data_path("stories260K")
     source = read_checkpoint(folder / "stories260K.bin")
     model = load_model(source)
-    assert (model.config.head_dim, model.config.ffn_size, model.config.num_kv_heads) == (8, 172, 4)
+    layer = model.config.each_layer
+    assert (layer.head_dim, layer.ffn, layer.kv_heads) == (8, 172, 4)
     tokens = greedy(model, [[BOS]], 200)[0]
     pieces = read_pieces(folder / "tok512.bin", model.config.vocab_size)
     text = b"".join(pieces[token] for token in tokens).decode(errors="replace")

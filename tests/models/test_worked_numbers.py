@@ -1,14 +1,17 @@
 """Numbers of the literature that the engine must reproduce to the byte: KV cache, parameters, head shapes, FLOPs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.data.config import ModelConfig, RopeConfig
+from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
+from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.layers.linear import Linear
+from headrace.models.reader import windowed
 from headrace.models.registry import describe
 from headrace.ops.context import FeedRows, build
 from headrace.ops.vocabulary import attention, linear
@@ -17,28 +20,23 @@ LLAMA2_7B = ModelConfig(
     architecture="llama",
     vocab_size=32000,
     hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    ffn_size=11008,
+    layers=(LayerConfig(heads=32, kv_heads=32, head_dim=128, ffn=11008, rope=RopeConfig()),) * 32,
     max_position=4096,
-    rope=RopeConfig(),
     tied_head=False,
 )
-LLAMA2_70B = replace(LLAMA2_7B, hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_size=28672)
-LLAMA31_8B = replace(LLAMA2_7B, num_kv_heads=8, ffn_size=14336, vocab_size=128256)
-OPT_13B = replace(LLAMA2_7B, hidden_size=5120, num_layers=40, num_heads=40, num_kv_heads=40)  # its KV shape is all we use
-GEMMA3_1B = replace(
-    LLAMA2_7B,
-    architecture="gemma3_text",
-    hidden_size=1152,
-    num_layers=26,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=256,
-    sliding_window=512,
-    sliding_layers=tuple((i + 1) % 6 != 0 for i in range(26)),
+
+
+def like(config: ModelConfig, num_layers: int, changes: dict[str, Any], **model: Any) -> ModelConfig:
+    """The config with `changes` in each of `num_layers` layers, and others of the model."""
+    return replace(config, layers=(replace(config.each_layer, **changes),) * num_layers, **model)
+
+
+LLAMA2_70B = like(LLAMA2_7B, 80, {"heads": 64, "kv_heads": 8, "ffn": 28672}, hidden_size=8192)
+LLAMA31_8B = like(LLAMA2_7B, 32, {"kv_heads": 8, "ffn": 14336}, vocab_size=128256)
+OPT_13B = like(LLAMA2_7B, 40, {"heads": 40, "kv_heads": 40}, hidden_size=5120)  # its KV shape is all we use
+GEMMA3_1B = windowed(
+    like(LLAMA2_7B, 26, {"heads": 4, "kv_heads": 1, "head_dim": 256}, architecture="gemma3_text", hidden_size=1152),
+    [512 if (i + 1) % 6 else None for i in range(26)],
 )
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 
@@ -49,7 +47,7 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
 )
 def test_kv_bytes_per_token(config: ModelConfig, per_token: int) -> None:
     """Card A2's table in 16-bit elements, and the pool takes exactly what the formula says."""
-    assert config.kv_bytes_per_token(2) == per_token
+    assert kv_shape(config).block_bytes(1, 2) == per_token
     pool = KVPool(config, num_blocks=3, block_size=2, dtype=torch.bfloat16, device="meta")
     assert pool.bytes == 3 * 2 * per_token
 
@@ -60,9 +58,7 @@ def test_w28_seven_billion_parameters() -> None:
     assert parameters == 6_738_415_616
     assert round(2 * parameters / 1e9, 2) == 13.48
     assert round(2 * parameters / GIB, 2) == 12.55
-    assert LLAMA2_7B.kv_bytes_per_token(2) == 512 * KIB
-    assert LLAMA2_7B.kv_bytes(1024, 2) == 512 * MIB
-    assert LLAMA2_7B.kv_bytes(4096, 2) == 2 * GIB
+    assert [kv_shape(LLAMA2_7B).block_bytes(tokens, 2) for tokens in (1, 1024, 4096)] == [512 * KIB, 512 * MIB, 2 * GIB]
 
 
 def test_w1_a_prompt_of_1000_takes_the_time_of_13_steps() -> None:
@@ -82,39 +78,41 @@ def test_w1_a_prompt_of_1000_takes_the_time_of_13_steps() -> None:
 
 def test_w29_kv_heads_count_not_query_heads() -> None:
     """Llama-2-70B: 320 KiB a token; the formula with all heads would say 2,560 KiB."""
-    assert LLAMA2_70B.kv_bytes_per_token(2) == 320 * KIB
-    assert replace(LLAMA2_70B, num_kv_heads=LLAMA2_70B.num_heads).kv_bytes_per_token(2) == 2560 * KIB
+    assert kv_shape(LLAMA2_70B).block_bytes(1, 2) == 320 * KIB
+    assert kv_shape(like(LLAMA2_70B, 80, {"kv_heads": 64})).block_bytes(1, 2) == 2560 * KIB
 
 
 def test_w29_sliding_layers_need_their_window_only() -> None:
     """Gemma 3 1B at 4,096 tokens: 4 full layers need all of them, 22 need 512. The pool holds all of them for all."""
-    assert GEMMA3_1B.kv_bytes(4096, 2) == 2 * 256 * 2 * (4 * 4096 + 22 * 512)
-    assert GEMMA3_1B.kv_bytes(100, 2) == 100 * GEMMA3_1B.kv_bytes_per_token(2)
+    reached = sum(
+        kv_shape(replace(GEMMA3_1B, layers=(layer,))).block_bytes(layer.window or 4096, 2) for layer in GEMMA3_1B.layers
+    )
+    assert reached == 2 * 256 * 2 * (4 * 4096 + 22 * 512)
     pool = KVPool(GEMMA3_1B, num_blocks=256, block_size=16, dtype=torch.bfloat16, device="meta")
-    assert pool.bytes == 4096 * GEMMA3_1B.kv_bytes_per_token(2) > 2 * GEMMA3_1B.kv_bytes(4096, 2)
+    assert pool.bytes == 4096 * kv_shape(GEMMA3_1B).block_bytes(1, 2) > 2 * reached
 
 
 def _attention_weights(hidden: int, heads: int, kv_heads: int) -> tuple[ModelConfig, Linear, Linear]:
     """Created qkv and output projections of one layer."""
     dim = hidden // heads
-    config = replace(LLAMA2_7B, hidden_size=hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
-    qkv = Linear(hidden, {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}, split=True)
-    out = Linear(config.q_size, hidden)
+    config = like(LLAMA2_7B, 1, {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}, hidden_size=hidden)
+    qkv = Linear(hidden, config.each_layer.qkv, split=True)
+    out = Linear(config.each_layer.q_size, hidden)
     for holder in (qkv, out):
         holder.create(torch.float32)
         torch.nn.init.normal_(holder.weight)
     return config, qkv, out
 
 
-@pytest.mark.parametrize(("kv_heads", "kv_shape"), [(8, (8, 96)), (2, (2, 96)), (1, (1, 96))])
-def test_w33_shapes_of_768_in_eight_heads(kv_heads: int, kv_shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kv_heads", "shape"), [(8, (8, 96)), (2, (2, 96)), (1, (1, 96))])
+def test_w33_shapes_of_768_in_eight_heads(kv_heads: int, shape: tuple[int, int]) -> None:
     """Q is (rows, 8, 96) always; K and V are (rows, 8, 96), (rows, 2, 96) or (rows, 96); and there is an output projection."""
     config, qkv, out = _attention_weights(768, 8, kv_heads)
     pool = KVPool(config, 4, 4)
-    q, k, v = linear(torch.randn(5, 768), qkv)
+    q, k, v = linear(torch.randn(5, 768), qkv, None)
     assert q.view(5, 8, 96).shape == (5, 8, 96)
-    assert k.shape == v.shape == (5, kv_shape[0] * kv_shape[1])
-    assert pool.kv(0)[0].shape[2:] == kv_shape
+    assert k.shape == v.shape == (5, shape[0] * shape[1])
+    assert pool.kv(0)[0].shape[2:] == shape
     y = attention(q, k, v, build(pool, [FeedRows([0] * 5, [0, 1])]), 0)
     assert y.shape == (5, 768)
     assert out.weight.shape == (768, 768)
@@ -126,8 +124,8 @@ def _flops(hidden: int, heads: int, kv_heads: int, rows: int = 8) -> tuple[int, 
     pool = KVPool(config, 2, 8)
     x = torch.randn(rows, hidden)
     with FlopCounterMode(display=False) as projections:
-        q, k, v = linear(x, qkv)
-        linear(x[:, : config.q_size], out)
+        q, k, v = linear(x, qkv, None)
+        linear(x[:, : config.each_layer.q_size], out, None)
     with FlopCounterMode(display=False) as attending:
         attention(q, k, v, build(pool, [FeedRows([0] * rows, [0, 1])]), 0)
     return projections.get_total_flops(), attending.get_total_flops()

@@ -31,7 +31,7 @@ def torch_pair() -> tuple[Runner, Model, Model]:
 
 
 def native_pair() -> tuple[Runner, Model, Model]:
-    target, draft = native_model(), native_model(num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=4)
+    target, draft = native_model(), native_model(num_layers=1, hidden_size=64, heads=8, kv_heads=4)
     runners = [native_program(model, blocks=BLOCKS) for model in (target, draft)]
     return Runner(runners[0], runners[1:]), target, draft
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.data import plan, types
-from headrace.models.registry import MODELS
+from headrace.models.families import FAMILIES
 from headrace.weights.kinds import KINDS
 from tests.places import data_path
 from tests.unit.test_imports import LONGER, MAX_FUNCTION, MAX_LINES
@@ -112,7 +112,7 @@ Cells = dict[str, tuple[str, str, str]]  # cell -> tokens/s, times the best, the
 @pytest.mark.parametrize("name", READMES)
 def test_a_readme_lists_the_models_and_formats_that_there_are(name: str) -> None:
     (said,) = re.findall(r"^\* (?:Models|模型).*(?:\n  .*)*", (ROOT / name).read_text("utf-8"), re.MULTILINE)
-    assert set(CALLED) == set(MODELS)
+    assert set(CALLED) == set(FAMILIES)
     assert [called for called in CALLED.values() if called not in said] == []
     kinds = list(KINDS)
     formats: list[str] = []
@@ -171,7 +171,7 @@ def test_both_readmes_say_what_is_not_built() -> None:
 
 def test_the_files_that_contributing_names_exist() -> None:
     named = set(re.findall(r"`([\w/]+/[\w.]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
-    assert {"models/registry.py", "models/hf_config.py", "weights/names.py", "tests/models/zoo.py"} <= named
+    assert {"models/registry.py", "models/families/__init__.py", "models/hf.py", "tests/models/zoo.py"} <= named
     assert [name for name in named if not any((ROOT / base / name).exists() for base in ("", "src/headrace"))] == []
 
 

@@ -13,18 +13,18 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 
 # Room -> the rooms it may import. A module belongs to the room with the longest matching name; within a room all may be
-# imported. `weights` reads files and knows no model; `weights.loader` and `weights.names` fill models from them.
+# imported. `weights` reads files and knows no model; `weights.loader` fills models from them.
 ROOMS = {
     "data": "",
     "native": "data",
     "weights": "native data",
-    "kv.pool": "data",
+    "kv.layout": "data",
+    "kv.pool": "kv.layout data",
     "kv.blocks": "data",
     "ops": "kv.pool data",
     "layers": "data",
     "models": "layers ops weights data",
-    "weights.names": "",
-    "weights.loader": "weights.names models layers weights data",
+    "weights.loader": "models layers weights data",
     "text": "",
     "decoding": "text ops data",
     "drafting": "ops data",
@@ -35,11 +35,11 @@ ROOMS = {
     "eager.heads": "eager runner.heads weights.loader ops weights kv.pool",
     "native.weights": "native weights.loader weights models layers",
     "native.centring": "native.weights runner layers data",
-    "native.lowering": "native.centring native.weights native runner data",
+    "native.lowering": "native.centring native.weights native runner kv.layout data",
     "native.live": "native ops data",
     "native.step": "native.live native runner ops data",
-    "native.program": "native.step native.live native.lowering native.weights native runner models weights data",
-    "native.heads": "native.lowering native.program native.weights native runner.heads runner models weights",
+    "native.program": "native.step native.live native.lowering native.weights native runner kv.layout models weights data",
+    "native.heads": "native.lowering native.program native runner.heads runner models weights",
     "engine": "engine.admission engine.scheduler engine.feeding kv.blocks decoding drafting runner.executor text data",
     "engine.feeding": "kv.blocks data",
     "engine.scheduler": "engine.feeding kv.blocks data",
@@ -47,13 +47,13 @@ ROOMS = {
     "engine.signals": "",
     "engine.turns": "",
     "startup": "startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
-    "runner.heads runner weights.loader drafting kv.pool models text weights data",
+    "runner.heads runner weights.loader drafting kv.layout kv.pool models text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
     "workflows": "llm data",
-    "bench": "llm engine startup decoding drafting eager runner weights.loader weights.names text models ops weights data",
+    "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
     "bench.tools": "bench server llm data",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
@@ -67,9 +67,9 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data bench.workers",
-    "kv.pool kv.blocks weights native",
+    "kv.layout kv.pool kv.blocks weights native",
     "ops layers models",
-    "weights.names weights.loader text",
+    "weights.loader text",
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
     "native.live native.step native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
@@ -122,7 +122,8 @@ QUICK = (
     *("headrace", "headrace.cli.app", "headrace.data.params", "headrace.text", "headrace.native"),
     # the web process: what computes is in the engine's
     *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
-    *("headrace.weights.catalog", "headrace.weights.describe", "headrace.weights.hub"),
+    *("headrace.models.families", "headrace.kv.layout", "headrace.weights.catalog", "headrace.weights.describe"),
+    "headrace.weights.hub",
 )
 HEAVY = {"torch", "transformers", "scipy", "pandas"}
 MAX_LINES = {".py": 400, ".cpp": 500, ".h": 500, ".inl": 500}

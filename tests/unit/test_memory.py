@@ -1,9 +1,11 @@
 """The memory plan: exact numbers, and messages that name a setting that works."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from headrace.kv.layout import kv_shape
 from headrace.startup import memory
 from headrace.startup.memory import DoesNotFit
 from tests.tiny import tiny_config
@@ -13,9 +15,16 @@ GIB = 2**30
 
 def plan(free: int, **settings: object) -> memory.MemoryPlan:
     config = tiny_config(max_position=4096)  # 2 layers * 2 * 2 heads * 8 = 64 elements a token
-    block_bytes = config.kv_bytes_per_token(2) * 16
+    block_bytes = kv_shape(config).block_bytes(16, 2)
     arguments = {"block_bytes": block_bytes, "block_size": 16, "free": free, "max_num_seqs": 4, **settings}
     return memory.plan(config, **arguments)  # type: ignore[arg-type]
+
+
+def test_layers_of_one_shape_make_a_pool_and_others_are_refused() -> None:
+    wide = tiny_config(head_dim=16).layers
+    assert kv_shape(tiny_config()) == (2, 2, 8)
+    with pytest.raises(ValueError, match=r"K and V of one shape, and this llama has \[\(2, 8\), \(2, 16\)\]"):
+        kv_shape(replace(tiny_config(), layers=(*tiny_config().layers, *wide)))
 
 
 def test_the_default_is_what_the_sequences_need_or_a_quarter_of_what_is_free() -> None:

@@ -19,7 +19,7 @@ def play(segment: Segment, values: dict[int, torch.Tensor], ctx: Context) -> tor
     """Carry out a recorded segment with the torch ops."""
     for node in segment.nodes:
         arguments: dict[str, Any] = {**node.settings, **{name: values[number] for name, number in node.inputs.items()}}
-        if node.op in ("attention", "tap"):
+        if node.op in ("linear", "attention", "tap"):
             arguments["ctx"] = ctx
         result = OPS[node.op].reference(**arguments)
         results = result if isinstance(result, tuple) else (result,)

@@ -1,7 +1,6 @@
 """A GGUF model as a Hugging Face folder of bfloat16 weights, for engines that read nothing else."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from headrace.models.registry import describe, read_config
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.vocabulary import Vocabulary
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.loader import plan, read_part
-from headrace.weights.names import name_map
+from headrace.weights.loader import plan, read_part, stored_as, write_parts
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -49,28 +47,29 @@ def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:
 
 
 def tensors(source: GGUFFile, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Every stored part under the name that Hugging Face gives it; norms stay float32."""
-    model, names = describe(config), name_map("safetensors", config.architecture)
-    plans = plan(model, source)
-    made = {}
-    for path, holder in model.holders():
-        for field, spec in holder.params().items():
-            for (name, _), part in zip(spec.parts, plans[f"{path}.{field}"], strict=True):
-                ours = f"{path}.{name}.{field}" if name else f"{path}.{field}"
-                layer = re.search(r"\.(\d+)\.", ours)
-                pattern = ours.replace(layer[0], ".{i}.", 1) if layer else ours
-                theirs = names.full(names.names[pattern].name)
-                values = read_part(part, source, torch.float32 if spec.exact else torch.bfloat16)
-                made[theirs.format(i=layer[1]) if layer else theirs] = values.contiguous()
-    return made
+    """Every stored tensor as Hugging Face has it; norms stay float32."""
+    model = describe(config)
+    specs = {f"{path}.{field}": spec for path, holder in model.holders() for field, spec in holder.params().items()}
+    read = {
+        part.target: (part, torch.float32 if specs[key].exact else torch.bfloat16)
+        for key, parts in plan(model, source).items()
+        for part in parts
+    }
+
+    def values(target: str) -> torch.Tensor:
+        part, dtype = read[target]
+        return read_part(part, source, dtype)
+
+    return {name: write_parts(parts, values) for name, parts in stored_as(model, "safetensors").items()}
 
 
 def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str, Any]:
     """The config.json of a decoder of Llama's family, with rotary settings in the old form and the new."""
     if config.architecture not in CLASSES:
         raise ValueError(f"{config.architecture} is not translated for other engines; known are {', '.join(CLASSES)}")
-    rope = config.rope
-    if rope is None or rope.scaling not in ("none", "linear") or rope.dim is not None or config.sliding_window:
+    layer = config.each_layer
+    rope = layer.rope
+    if rope is None or rope.scaling not in ("none", "linear") or rope.dim is not None or layer.window:
         raise ValueError("rotary scaling other than linear, partial rotary heads and sliding windows are not translated")
     scaling = {"rope_type": "linear", "factor": rope.factor} if rope.scaling == "linear" else {"rope_type": "default"}
     return {
@@ -78,11 +77,11 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
+        "intermediate_size": layer.ffn,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": layer.heads,
+        "num_key_value_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": rope.theta,

@@ -14,6 +14,7 @@ from headrace.bench.machine import commit, cores, machine
 from headrace.bench.rounds import Party, judge, measure
 from headrace.bench.worker import Worker
 from headrace.data.config import ModelConfig
+from headrace.kv.layout import kv_shape
 from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home
 
@@ -115,4 +116,4 @@ def fitting(cells: Sequence[Cell], config: ModelConfig, say: Say) -> list[Cell]:
 
 
 def kv_bytes(cells: Sequence[Cell], config: ModelConfig) -> int:
-    return (max(cell.tokens for cell in cells) + SPARE) * config.kv_bytes_per_token(KV_ELEMENT)
+    return (max(cell.tokens for cell in cells) + SPARE) * kv_shape(config).block_bytes(1, KV_ELEMENT)

@@ -19,6 +19,7 @@ from headrace.bench.peers import KV_ELEMENT, OURS, SPARE
 from headrace.bench.prompts import Prompt
 from headrace.bench.rounds import Asked, Party, judge, measure
 from headrace.bench.worker import Worker
+from headrace.kv.layout import kv_shape
 from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home
 
@@ -164,7 +165,7 @@ def compare(
     texts: dict[tuple[int, ...], str] = {}
     cells = {task: _cell(opened, task, prompts, new_tokens, texts) for task, prompts in tasks.items()}
     longest = max(cell.prompt for cell in cells.values()) + new_tokens
-    kv_bytes = (longest + SPARE) * (opened.config.kv_bytes_per_token(KV_ELEMENT) + small.config.kv_bytes_per_token(KV_ELEMENT))
+    kv_bytes = sum(kv_shape(each.config).block_bytes(longest + SPARE, KV_ELEMENT) for each in (opened, small))
     task_of_all = {"threads": threads or cores(), "kv_bytes": kv_bytes}
     result: dict[str, Any] = {"model": opened.path.name, "draft": small.path.name, "machine": machine(), "commit": commit()}
     result |= {"rounds": rounds, "new_tokens": new_tokens, "engines": {}, "cells": {}, **task_of_all}

@@ -22,27 +22,47 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """The numbers of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # width of the MLP between its matrices
+    window: int | None = None  # how many tokens it attends to; None: all
+    rope: RopeConfig | None = None  # None: nothing is turned here
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together (not always hidden_size)."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv(self) -> dict[str, int]:
+        """The widths of the projections that attention reads."""
+        return {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """An architecture's numbers, whatever file they came from (HF config.json or GGUF metadata)."""
 
-    architecture: str  # HF model_type: llama, mistral, qwen2, qwen3, gemma3_text, gpt2, bert
+    architecture: str  # HF model_type, a row of models.families
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
+    layers: tuple[LayerConfig, ...]
     max_position: int
     norm_eps: float = 1e-5
-    rope: RopeConfig | None = None
-    rope_local: RopeConfig | None = None  # gemma3: sliding layers
     tied_head: bool = True
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
-    sliding_window: int | None = None
-    sliding_layers: tuple[bool, ...] = ()  # per layer; empty: `sliding_window` holds for all
+    qk_norm: bool = False  # every query and key head is normed
     attn_scale: float | None = None  # None: head_dim ** -0.5
     attn_softcap: float | None = None
     logit_softcap: float | None = None
@@ -51,29 +71,15 @@ class ModelConfig:
     token_types: int = 0  # rows of bert's table of token types
 
     @property
-    def q_size(self) -> int:
-        """Width of all query heads together (not always hidden_size)."""
-        return self.num_heads * self.head_dim
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
-    def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
-        return self.num_kv_heads * self.head_dim
-
-    def window(self, layer: int) -> int | None:
-        """The sliding window of a layer in tokens, or None where it attends to everything."""
-        if self.sliding_layers and not self.sliding_layers[layer]:
-            return None
-        return self.sliding_window
-
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """K and V of all layers for one token (card A2; n_kv heads, not n_heads: W29)."""
-        return 2 * self.num_layers * self.kv_size * element_bytes
-
-    def kv_bytes(self, tokens: int, element_bytes: int) -> int:
-        """K and V that the attention of one sequence of `tokens` can still reach: a sliding layer needs its window only."""
-        reach = sum(min(tokens, self.window(i) or tokens) for i in range(self.num_layers))
-        return 2 * reach * self.kv_size * element_bytes
+    def each_layer(self) -> LayerConfig:
+        """The numbers that all layers have. Raises ValueError where they differ."""
+        if len(set(self.layers)) != 1:
+            raise ValueError(f"the layers of this {self.architecture} model are not all alike")
+        return self.layers[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.data.config import ModelConfig
+from headrace.kv.layout import kv_shape
 
 
 class KVPool:
@@ -25,13 +26,14 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        layers, heads, head_dim = kv_shape(config)
+        shape = (layers, 2, num_blocks, block_size, heads, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self._flat = self.data.flatten(2, 3)  # [layers, 2, positions, kv_heads, head_dim], a view
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pool: num_blocks * block_size * ModelConfig.kv_bytes_per_token."""
+        """Bytes of the pool: num_blocks * KVShape.block_bytes."""
         return self.data.nbytes
 
     def table(self, layer: int) -> int:

@@ -7,16 +7,20 @@ from headrace.layers.linear import DENSE, LinearMethod
 
 
 class Embedding(Holder):
-    """`weight` [rows, width]: token rows, or learned positions. As a tied head it is a linear without bias."""
+    """`weight` [count, width]: token rows, or learned positions. As a tied head it is a linear without bias.
+
+    `rows` says what its rows are ("vocab"; None: what every rank of a parallel run has whole).
+    """
 
     weight: torch.nn.Parameter
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, count: int, width: int, rows: str | None = None) -> None:
         super().__init__()
-        self.rows = rows
+        self.count = count
         self.width = width
+        self.rows = rows
         self.method: LinearMethod = DENSE
         self.bias: torch.nn.Parameter | None = None
 
     def params(self) -> dict[str, ParamSpec]:
-        return {"weight": ParamSpec((("", self.rows),), (self.width,))}
+        return {"weight": ParamSpec((("", self.count),), (self.width,), rows=self.rows)}

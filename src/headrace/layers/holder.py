@@ -13,7 +13,8 @@ class ParamSpec:
     parts: tuple[tuple[str, int], ...]  # (name, rows); the name is "" where there is one part only
     tail: tuple[int, ...] = ()  # the other axes
     exact: bool = False  # kept in float32 or wider whatever the compute dtype
-    shard: int | None = None  # axis that tensor parallelism cuts; None: every rank has all of it
+    rows: str | None = None  # what the rows of each part are, where ranks share them: heads | ffn | vocab; None: all have all
+    columns: str | None = None  # the same of the other axis
 
     @property
     def shape(self) -> tuple[int, ...]:

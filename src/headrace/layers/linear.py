@@ -48,11 +48,18 @@ class Linear(Holder):
     """Weights [n_out, n_in] (and bias) whose rows are the parts one after the other.
 
     `parts` is the output width, or name -> width of each part ({"q": 576, "k": 192, "v": 192}); with `split` the op `linear`
-    returns one value per part. `shard` names the side that tensor parallelism cuts: "out" (rows of each part) or "in".
+    returns one value per part. `rows` says what its outputs are and `columns` what its inputs are ("heads", "ffn"; None: what
+    every rank of a parallel run has whole).
     """
 
     def __init__(
-        self, n_in: int, parts: int | Mapping[str, int], bias: bool = False, split: bool = False, shard: str | None = None
+        self,
+        n_in: int,
+        parts: int | Mapping[str, int],
+        bias: bool = False,
+        split: bool = False,
+        rows: str | None = None,
+        columns: str | None = None,
     ) -> None:
         super().__init__()
         self.n_in = n_in
@@ -60,15 +67,16 @@ class Linear(Holder):
         self.sizes = tuple(rows for _, rows in self.parts)
         self.n_out = sum(self.sizes)
         self.split = split
-        self.shard = shard
+        self.rows = rows
+        self.columns = columns
         self.has_bias = bias
         self.method: LinearMethod = DENSE
         self.bias: torch.nn.Parameter | None = None
 
     def params(self) -> dict[str, ParamSpec]:
-        specs = {"weight": ParamSpec(self.parts, (self.n_in,), shard={"out": 0, "in": 1, None: None}[self.shard])}
+        specs = {"weight": ParamSpec(self.parts, (self.n_in,), rows=self.rows, columns=self.columns)}
         if self.has_bias:
-            specs["bias"] = ParamSpec(self.parts, shard=0 if self.shard == "out" else None)
+            specs["bias"] = ParamSpec(self.parts, rows=self.rows)
         return specs
 
     def create(self, dtype: torch.dtype) -> None:

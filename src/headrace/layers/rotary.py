@@ -1,10 +1,11 @@
 """Rotary: how fast each pair of a head's values turns with the position."""
 
 import math
+from typing import Any
 
 import torch
 
-from headrace.data.config import RopeConfig
+from headrace.data.config import ModelConfig, RopeConfig
 from headrace.layers.holder import Holder
 
 
@@ -23,6 +24,13 @@ class Rotary(Holder):
 
     def create(self, dtype: torch.dtype) -> None:
         self.inv_freq = frequencies(self.config, self.dim).to(torch.get_default_device())
+
+
+def rotaries(config: ModelConfig) -> Any:
+    """A ModuleList with the Rotary of each layer (None: nothing is turned there), one object for all that turn alike."""
+    kinds = [(layer.rope, layer.head_dim) for layer in config.layers]
+    made: dict[Any, Any] = {(rope, head_dim): Rotary(rope, head_dim) if rope else None for rope, head_dim in set(kinds)}
+    return torch.nn.ModuleList(made[kind] for kind in kinds)
 
 
 def frequencies(config: RopeConfig, dim: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
@@ -13,13 +13,13 @@ from headrace.ops.vocabulary import act, attention, embed, linear, norm, residua
 
 
 class Block(Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
-        self.qkv = Linear(c.hidden_size, {"q": c.q_size, "k": c.kv_size, "v": c.kv_size}, bias=True, split=True, shard="out")
-        self.out = Linear(c.q_size, c.hidden_size, bias=True, shard="in")
+        self.qkv = Linear(c.hidden_size, layer.qkv, bias=True, split=True, rows="heads")
+        self.out = Linear(layer.q_size, c.hidden_size, bias=True, columns="heads")
         self.attn_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
-        self.up = Linear(c.hidden_size, c.ffn_size, bias=True, shard="out")
-        self.down = Linear(c.ffn_size, c.hidden_size, bias=True, shard="in")
+        self.up = Linear(c.hidden_size, layer.ffn, bias=True, rows="ffn")
+        self.down = Linear(layer.ffn, c.hidden_size, bias=True, columns="ffn")
         self.mlp_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
 
 
@@ -28,11 +28,11 @@ class Bert(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
         self.positions = Embedding(config.max_position, config.hidden_size)
         self.types = Embedding(config.token_types, config.hidden_size)
         self.embed_norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
-        self.layers = ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = ModuleList(Block(config, layer) for layer in config.layers)
 
     def embed(self, ctx: Any) -> Value:
         x = embed(ctx.ids, self.tokens, pos=self.positions, positions=ctx.positions)
@@ -41,9 +41,9 @@ class Bert(Model):
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         block = self.layers[i]
-        q, k, v = linear(x, block.qkv)
-        x = norm(residual(x, linear(attention(q, k, v, ctx, i, causal=False), block.out)), block.attn_norm)
-        x = norm(residual(x, linear(act(linear(x, block.up), "gelu"), block.down)), block.mlp_norm)
+        q, k, v = linear(x, block.qkv, ctx)
+        x = norm(residual(x, linear(attention(q, k, v, ctx, i, causal=False), block.out, ctx)), block.attn_norm)
+        x = norm(residual(x, linear(act(linear(x, block.up, ctx), "gelu"), block.down, ctx)), block.mlp_norm)
         return tap(x, f"layer.{i}", ctx)
 
     def final(self, x: Value) -> Value:

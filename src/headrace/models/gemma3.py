@@ -4,64 +4,60 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from headrace.data.config import ModelConfig, RopeConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
-from headrace.layers.rotary import Rotary
+from headrace.layers.rotary import rotaries
 from headrace.models.base import Model, Value
 from headrace.ops.vocabulary import act_mul, attention, embed, head, linear, norm, residual, tap
 
 
 class Block(Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
-        self.qkv = Linear(
-            c.hidden_size, {"q": c.q_size, "k": c.kv_size, "v": c.kv_size}, bias=c.qkv_bias, split=True, shard="out"
-        )
-        self.q_norm = Norm(c.head_dim, c.norm_eps)
-        self.k_norm = Norm(c.head_dim, c.norm_eps)
-        self.out = Linear(c.q_size, c.hidden_size, bias=c.out_bias, shard="in")
+        self.qkv = Linear(c.hidden_size, layer.qkv, bias=c.qkv_bias, split=True, rows="heads")
+        self.q_norm = Norm(layer.head_dim, c.norm_eps)
+        self.k_norm = Norm(layer.head_dim, c.norm_eps)
+        self.out = Linear(layer.q_size, c.hidden_size, bias=c.out_bias, columns="heads")
         self.attn_post_norm = Norm(c.hidden_size, c.norm_eps)
         self.mlp_norm = Norm(c.hidden_size, c.norm_eps)
-        self.gate_up = Linear(c.hidden_size, {"gate": c.ffn_size, "up": c.ffn_size}, shard="out")
-        self.down = Linear(c.ffn_size, c.hidden_size, shard="in")
+        self.gate_up = Linear(c.hidden_size, {"gate": layer.ffn, "up": layer.ffn}, rows="ffn")
+        self.down = Linear(layer.ffn, c.hidden_size, columns="ffn")
         self.mlp_post_norm = Norm(c.hidden_size, c.norm_eps)
 
 
 class Gemma3(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rope = Rotary(config.rope or RopeConfig(), config.head_dim)
-        self.rope_local = Rotary(config.rope_local or RopeConfig(), config.head_dim)
-        self.layers = ModuleList(Block(config) for _ in range(config.num_layers))
+        self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
+        self.ropes = rotaries(config)
+        self.layers = ModuleList(Block(config, layer) for layer in config.layers)
         self.norm = Norm(config.hidden_size, config.norm_eps)
-        self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size)
+        self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 
     def embed(self, ctx: Any) -> Value:
         return embed(ctx.ids, self.tokens, scale=self.config.embed_scale)
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         c, block = self.config, self.layers[i]
-        window = c.window(i)
-        q, k, v = linear(norm(x, block.attn_norm), block.qkv)
+        q, k, v = linear(norm(x, block.attn_norm), block.qkv, ctx)
         attended = attention(
             q,
             k,
             v,
             ctx,
             i,
-            rope=self.rope if window is None else self.rope_local,
+            rope=self.ropes[i],
             q_norm=block.q_norm,
             k_norm=block.k_norm,
-            window=window,
+            window=c.layers[i].window,
             scale=c.attn_scale,
             softcap=c.attn_softcap,
         )
-        x = residual(x, linear(attended, block.out), block.attn_post_norm)
-        branch = linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up), "gelu_tanh"), block.down)
+        x = residual(x, linear(attended, block.out, ctx), block.attn_post_norm)
+        branch = linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), "gelu_tanh"), block.down, ctx)
         return tap(residual(x, branch, block.mlp_post_norm), f"layer.{i}", ctx)
 
     def head(self, x: Value) -> Value:

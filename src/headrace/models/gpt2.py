@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
@@ -13,33 +13,33 @@ from headrace.ops.vocabulary import act, attention, embed, head, linear, norm, r
 
 
 class Block(Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         self.attn_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
-        self.qkv = Linear(c.hidden_size, {"q": c.q_size, "k": c.kv_size, "v": c.kv_size}, bias=True, split=True, shard="out")
-        self.out = Linear(c.q_size, c.hidden_size, bias=True, shard="in")
+        self.qkv = Linear(c.hidden_size, layer.qkv, bias=True, split=True, rows="heads")
+        self.out = Linear(layer.q_size, c.hidden_size, bias=True, columns="heads")
         self.mlp_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
-        self.up = Linear(c.hidden_size, c.ffn_size, bias=True, shard="out")
-        self.down = Linear(c.ffn_size, c.hidden_size, bias=True, shard="in")
+        self.up = Linear(c.hidden_size, layer.ffn, bias=True, rows="ffn")
+        self.down = Linear(layer.ffn, c.hidden_size, bias=True, columns="ffn")
 
 
 class GPT2(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
         self.positions = Embedding(config.max_position, config.hidden_size)
-        self.layers = ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = ModuleList(Block(config, layer) for layer in config.layers)
         self.norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
-        self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size)
+        self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 
     def embed(self, ctx: Any) -> Value:
         return embed(ctx.ids, self.tokens, pos=self.positions, positions=ctx.positions)
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         block = self.layers[i]
-        q, k, v = linear(norm(x, block.attn_norm), block.qkv)
-        x = residual(x, linear(attention(q, k, v, ctx, i), block.out))
-        x = residual(x, linear(act(linear(norm(x, block.mlp_norm), block.up), "gelu_tanh"), block.down))
+        q, k, v = linear(norm(x, block.attn_norm), block.qkv, ctx)
+        x = residual(x, linear(attention(q, k, v, ctx, i), block.out, ctx))
+        x = residual(x, linear(act(linear(norm(x, block.mlp_norm), block.up, ctx), "gelu_tanh"), block.down, ctx))
         return tap(x, f"layer.{i}", ctx)
 
     def head(self, x: Value) -> Value:

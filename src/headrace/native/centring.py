@@ -26,9 +26,10 @@ def k_shift(segment: Segment, node: Node, weights: PackedWeights, config: ModelC
         return None
     still = frequencies(rope.config, rope.dim).numpy() * config.max_position <= TURN
     pairs = np.repeat(still, 2) if rope.interleaved else np.tile(still, 2)
-    kept = np.zeros(config.head_dim, bool)
+    head_dim = config.layers[settings["layer"]].head_dim
+    kept = np.zeros(head_dim, bool)
     kept[: rope.dim] = pairs
-    shift: np.ndarray = np.where(kept, bias.reshape(-1, config.head_dim), np.float32(0)).reshape(-1)
+    shift: np.ndarray = np.where(kept, bias.reshape(-1, head_dim), np.float32(0)).reshape(-1)
     return shift if shift.any() else None
 
 

@@ -11,9 +11,9 @@ from headrace.native.buffers import HIDDEN, Buffers, Ropes
 from headrace.native.lowering import FUSIONS, Lowered, Lowering
 from headrace.native.program import NativeProgram
 from headrace.native.threads import thread_pool
-from headrace.native.weights import FLOATS
 from headrace.runner.heads import UNIT_EPS, HeadInputs, Heads, HeadsSource, heads_config
 from headrace.runner.record import record
+from headrace.weights.kinds import FLOATS
 from headrace.weights.source import WeightSource
 
 

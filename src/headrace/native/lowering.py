@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.config import ModelConfig
+from headrace.kv.layout import kv_shape
 from headrace.native import core
 from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Input, Normed, Ropes, Rows
 from headrace.native.centring import k_shift
@@ -179,18 +180,18 @@ class Lowering:
         return True
 
     def _attention(self, index: int, node: Node) -> None:
-        settings, config = node.settings, self.config
+        settings, head_dim = node.settings, self.config.layers[node.settings["layer"]].head_dim
         q, k, v = self._side_by_side(index, node)
         q_norm, k_norm = (self._head_norm(settings[name]) for name in ("q_norm", "k_norm"))
         if settings["q_norm"] and settings["k_norm"] and settings["q_norm"].eps != settings["k_norm"].eps:
             raise RecordError("the native core takes one eps for the norms of q and k")
         if settings["source"] is not None:
             raise RecordError("the native core has no attention to another group's K and V")
-        scale = config.head_dim**-0.5 if settings["scale"] is None else settings["scale"]
-        out = self._result(node.outputs[0], q.width, "attention_linear", config.head_dim % 32 == 0)
+        scale = head_dim**-0.5 if settings["scale"] is None else settings["scale"]
+        out = self._result(node.outputs[0], q.width, "attention_linear", head_dim % 32 == 0)
         self.program.attention(
             settings["layer"],
-            q.width // config.head_dim,
+            q.width // head_dim,
             q.at,
             k.at,
             v.at,
@@ -202,7 +203,7 @@ class Lowering:
             window=settings["window"] or 0,
             softcap=settings["softcap"] or 0.0,
             sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
-            k_shift=k_shift(self.segment, node, self.weights, config),
+            k_shift=k_shift(self.segment, node, self.weights, self.config),
             causal=settings["causal"],
             **self._mark(index, "attention"),
         )
@@ -334,10 +335,10 @@ class Lowering:
 
     def _segment_unit(self, node: Node) -> int:
         """Columns of a unit of the fixed segments that a row-parallel layer is summed in; 0 for the others."""
-        if getattr(node.settings["w"], "shard", None) != "in":
+        columns = node.settings["w"].columns
+        if columns is None:
             return 0
-        made_by = next((n.op for n in self.segment.nodes if node.inputs["x"] in n.outputs), "")
-        return math.lcm(self.config.head_dim, 64) if made_by == "attention" else 64
+        return math.lcm(kv_shape(self.config).head_dim, 64) if columns == "heads" else 64
 
     def _norm_weights(self, norm: Any) -> Any:
         return core().NormWeights(norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from headrace.data.plan import NewSlot, StepPlan
+from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
@@ -29,8 +30,8 @@ KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8
 
 def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
     """Bytes that one block of the pool takes in all layers."""
-    sizes = config.num_layers, block_size, config.num_kv_heads, config.head_dim
-    return int(core().KVPool.block_bytes(*sizes, KV_DTYPES[kv_dtype]))
+    layers, heads, head_dim = kv_shape(config)
+    return int(core().KVPool.block_bytes(layers, block_size, heads, head_dim, KV_DTYPES[kv_dtype]))
 
 
 class NativeProgram:
@@ -66,8 +67,8 @@ class NativeProgram:
         self.config = config = model.config
         pool = thread_pool(threads)
         self.weights = weights or PackedWeights(model, source, pool, quantize)
-        sizes = max(config.num_layers, 1), num_blocks, block_size, config.num_kv_heads, config.head_dim
-        self.kv = core().KVPool(*sizes, KV_DTYPES[kv_dtype])
+        layers, heads, head_dim = kv_shape(config)
+        self.kv = core().KVPool(max(layers, 1), num_blocks, block_size, heads, head_dim, KV_DTYPES[kv_dtype])
         lowered = lower(
             record(model, embeds=inputs is None),
             self.weights,

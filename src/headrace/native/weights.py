@@ -18,12 +18,12 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.holder import Holder
 from headrace.models.base import Model
 from headrace.native import core
-from headrace.weights.loader import Part, plan, read_part
+from headrace.weights.kinds import FLOATS
+from headrace.weights.loader import WeightPart, plan, read_part
 from headrace.weights.source import WeightError, WeightSource
 
 log = logging.getLogger("headrace")
 
-FLOATS = ("F32", "F16", "BF16")
 QUANTIZE = ("", "int8", "int4")
 PACKED_AT_ONCE = 512 << 20  # bytes: about half a second, in which Python does not see a Ctrl-C
 
@@ -44,9 +44,9 @@ def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
     """
     plans, total = plan(model, source), 0
     for path, holder in model.holders():
-        for field in holder.params():
+        for field, spec in holder.params().items():
             parts = plans[f"{path}.{field}"]
-            table = isinstance(holder, Embedding) or sum(part.shape[0] for part in parts) == model.config.vocab_size
+            table = isinstance(holder, Embedding) or spec.rows == "vocab"
             for part in parts:
                 n, kind = part.shape[0], source.info(part.source).kind
                 if len(part.shape) == 1:
@@ -80,7 +80,7 @@ class PackedWeights:
         self.arena = core().Arena()
         self._pool = pool
         self._packer = core().Packer(self.arena)
-        self._packed: list[Part] = []  # by the packer's numbers
+        self._packed: list[WeightPart] = []  # by the packer's numbers
         self._plans = plan(model, source)
         self._paths = {id(holder): path for path, holder in model.holders()}
         self._tables: dict[str, Any] = {}
@@ -139,8 +139,8 @@ class PackedWeights:
         parts = self._parts(holder, "weight")
         if len(parts) != 2 or len(self.form(holder)) > 1 or parts[0].shape != parts[1].shape or "bias" in holder.params():
             return None
-        if len({(self._quantize(part), self._mapped(part)) for part in parts}) > 1:
-            return None  # the packer takes one word for both
+        if len({(self._quantize(part), self._mapped(part)) for part in parts}) > 1 or any(part.row_order for part in parts):
+            return None  # the packer takes one word for both, and rows as they stand
         if path not in self._gated:
             (gate, gate_kind, _, mapped), (up, up_kind, _, _) = (self._rows(part) for part in parts)
             n, k = parts[0].shape
@@ -178,35 +178,37 @@ class PackedWeights:
         """Whether the file holds this table in bfloat16, so that scales applied to it are rounded to it too."""
         return all(self.source.info(part.source).kind == "BF16" for part in self._parts(holder, "weight"))
 
-    def _matrices(self) -> Iterator[Part]:
+    def _matrices(self) -> Iterator[WeightPart]:
         return (part for key, parts in self._plans.items() for part in parts if len(part.shape) == 2)
 
-    def _parts(self, holder: Holder, field: str) -> tuple[Part, ...]:
+    def _parts(self, holder: Holder, field: str) -> tuple[WeightPart, ...]:
         return self._plans[f"{self._paths[id(holder)]}.{field}"]
 
-    def _biases(self, holder: Holder, parts: tuple[Part, ...]) -> list[np.ndarray | None]:
+    def _biases(self, holder: Holder, parts: tuple[WeightPart, ...]) -> list[np.ndarray | None]:
         if "bias" not in holder.params():
             return [None] * len(parts)
         return [self._floats(part) for part in self._parts(holder, "bias")]
 
-    def _floats(self, part: Part) -> np.ndarray:
+    def _floats(self, part: WeightPart) -> np.ndarray:
         return read_part(part, self.source, torch.float32).reshape(-1).numpy()
 
-    def _form(self, part: Part) -> str:
+    def _form(self, part: WeightPart) -> str:
         return "bf16" if self.source.info(part.source).kind in FLOATS and not self.quantize else "a8"
 
-    def _quantize(self, part: Part, wide: bool = False) -> str:
+    def _quantize(self, part: WeightPart, wide: bool = False) -> str:
         return _quantized(self.source.info(part.source).kind, self.quantize, wide)
 
-    def _read(self, part: Part) -> bool:
+    def _read(self, part: WeightPart) -> bool:
         """Whether a part is taken as numbers, not as it is stored: quantising would hide a NaN, so what is quantised is read
         and checked."""
-        return bool(part.transpose or part.shift or (self.quantize and self.source.info(part.source).kind in FLOATS))
+        return bool(
+            part.transpose or part.shift or part.columns or (self.quantize and self.source.info(part.source).kind in FLOATS)
+        )
 
-    def _mapped(self, part: Part) -> bool:
+    def _mapped(self, part: WeightPart) -> bool:
         return not self._read(part) and self.source.mapped(part.source)
 
-    def _rows(self, part: Part) -> tuple[np.ndarray, str, np.ndarray | None, bool]:
+    def _rows(self, part: WeightPart) -> tuple[np.ndarray, str, np.ndarray | None, bool]:
         """Rows [n, row bytes], their kind, the order to take them in (None: as they stand), whether they lie in a file."""
         kind = self.source.info(part.source).kind
         if self._read(part):
@@ -215,10 +217,10 @@ class PackedWeights:
         rows = self.source.raw(part.source)
         if part.rows is not None:
             rows = rows[part.rows[0] : part.rows[1]]
-        order = None if part.permutation is None else np.array(part.permutation, np.int32)
+        order = None if part.row_order is None else np.array(part.row_order, np.int32)
         return rows, kind, order, self._mapped(part)
 
-    def _pack(self, part: Part, bias: np.ndarray | None, wide: bool = False, ids: np.ndarray | None = None) -> Any:
+    def _pack(self, part: WeightPart, bias: np.ndarray | None, wide: bool = False, ids: np.ndarray | None = None) -> Any:
         rows, kind, order, mapped = self._rows(part)
         if ids is not None:
             order = (ids if order is None else order[ids]).astype(np.int32)
@@ -228,7 +230,7 @@ class PackedWeights:
         self._note(part, mapped=mapped)
         return tensor
 
-    def _note(self, *parts: Part, mapped: bool) -> None:
+    def _note(self, *parts: WeightPart, mapped: bool) -> None:
         """Remember what the packer got; rows of our own are not left to pile up."""
         self._packed.extend(parts)
         for part in parts:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops.context import Context, FeedRows, build
 from headrace.ops.registry import Case, accumulator
@@ -87,9 +87,9 @@ def embed_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def linear_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     draw = Draw(dtype, device)
     for rows in (1, 2, 7, 33):
-        yield Case(f"{rows} rows", (draw.normal(rows, 40), draw.linear(40, (24,), bias=True)))
-    yield Case("parts", (draw.normal(3, 40), draw.linear(40, (16, 8, 8), bias=True, split=True)))
-    yield Case("fused parts", (draw.normal(3, 40), draw.linear(40, (20, 20))))
+        yield Case(f"{rows} rows", (draw.normal(rows, 40), draw.linear(40, (24,), bias=True), None))
+    yield Case("parts", (draw.normal(3, 40), draw.linear(40, (16, 8, 8), bias=True, split=True), None))
+    yield Case("fused parts", (draw.normal(3, 40), draw.linear(40, (20, 20)), None))
 
 
 def head_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -138,11 +138,7 @@ def _config(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
         architecture="case",
         vocab_size=10,
         hidden_size=heads * head_dim,
-        num_layers=2,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_size=1,
+        layers=(LayerConfig(heads, kv_heads, head_dim, ffn=1),) * 2,
         max_position=64,
     )
 

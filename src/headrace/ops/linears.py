@@ -28,8 +28,9 @@ def embed(
 
 
 @op(inputs=linear_cases)
-def linear(x: torch.Tensor, w: LinearWeights) -> Any:
-    """x [n, n_in] times all parts of w at once, plus bias: [n, n_out], or one value per part where w.split."""
+def linear(x: torch.Tensor, w: LinearWeights, ctx: Any) -> Any:
+    """x [n, n_in] times all parts of w at once, plus bias: [n, n_out], or one value per part where w.split. `ctx` is the step
+    whose rows they are: an implementation may do more for some of them."""
     y = w.method.apply(w, x, w.bias)
     return y.split(w.sizes, dim=-1) if w.split else y
 

@@ -55,18 +55,15 @@ class Heads:
 
 def heads_config(kind: str, target: ModelConfig) -> ModelConfig:
     """Heads as a model: a feature layer is one layer, shaped like one of the target's; the others have none."""
+    like = next((layer for layer in target.layers if layer.window is None), target.layers[0])
+    rope = replace(like.rope or RopeConfig(), interleaved=False)
     return ModelConfig(
         architecture="llama",
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        num_layers=int(kind == FEATURE),
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        ffn_size=target.ffn_size,
+        layers=(replace(like, window=None, rope=rope),) if kind == FEATURE else (),
         max_position=target.max_position,
         norm_eps=target.norm_eps,
-        rope=replace(target.rope or RopeConfig(), interleaved=False),
         tied_head=target.tied_head,
     )
 
@@ -77,9 +74,9 @@ def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, .
     made: dict[str, tuple[int, ...]] = {"norm.weight": (width,)}
     if kind == HEADS:
         return made | {f"heads.{i}.{name}.weight": (width, width) for i in range(count) for name in ("up", "down")}
-    c = heads_config(kind, target)
-    attention = {"q": (c.q_size, width), "k": (c.kv_size, width), "v": (c.kv_size, width), "o": (width, c.q_size)}
-    mlp = {"gate": (c.ffn_size, width), "up": (c.ffn_size, width), "down": (width, c.ffn_size)}
+    (layer,) = heads_config(kind, target).layers
+    attention = {name: (rows, width) for name, rows in layer.qkv.items()} | {"o": (width, layer.q_size)}
+    mlp = {"gate": (layer.ffn, width), "up": (layer.ffn, width), "down": (width, layer.ffn)}
     made |= {"embed.weight": (width,), "hidden.weight": (width, width)}
     made |= {f"{LAYER}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
     made |= {f"{LAYER}self_attn.{name}_proj.weight": shape for name, shape in attention.items()}

@@ -5,6 +5,7 @@ import torch
 from headrace.data.config import ModelConfig
 from headrace.eager.heads import EagerHeads
 from headrace.eager.program import EagerProgram
+from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.startup import memory
 from headrace.startup.loading import DTYPES, load, pick_dtype
@@ -39,7 +40,7 @@ class Eager:
         kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
 
         def kv_bytes(config: ModelConfig) -> int:
-            return config.kv_bytes_per_token(kv_type.itemsize) * BLOCK_SIZE
+            return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
 
         models = {role: load(each, dtype, device, self.free_memory(recipe)) for role, each in recipe.models.items()}
         plan = recipe.plan(kv_bytes, dtype.itemsize, self.free_memory(recipe))

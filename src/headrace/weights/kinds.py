@@ -27,3 +27,4 @@ KINDS: dict[str, Kind] = {
     "IQ4_NL": Kind(32, 18),
     "IQ4_XS": Kind(256, 136),
 }
+FLOATS = ("F32", "F16", "BF16")  # numbers one by one; the others are integers and scales

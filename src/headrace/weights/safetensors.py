@@ -15,12 +15,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from headrace import native
+from headrace.weights.kinds import FLOATS
 from headrace.weights.source import TensorInfo, WeightError, foreign
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-KINDS_READ = ("F32", "F16", "BF16")
 MAX_JSON_BYTES = 64 << 20
 
 
@@ -65,8 +65,8 @@ class SafetensorsFolder:
     def raw(self, name: str) -> np.ndarray:
         """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
         info = self.info(name)
-        if info.kind not in KINDS_READ:
-            raise WeightError(f"{self.path}: tensor {name!r} has the type {info.kind}; only {', '.join(KINDS_READ)} are read")
+        if info.kind not in FLOATS:
+            raise WeightError(f"{self.path}: tensor {name!r} has the type {info.kind}; only {', '.join(FLOATS)} are read")
         data, start = self._places[name]
         return data[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 

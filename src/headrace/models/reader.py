@@ -1,0 +1,74 @@
+"""Reader: the numbers that a file says of a model, each within bounds, so that a damaged or hostile file is refused before
+anything is built."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.data.config import ModelConfig, RopeConfig
+from headrace.weights.source import WeightError, WeightSource
+
+MAX_LAYERS = 1024
+MAX_SIZE = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Looks keys up in an open file and says in one line what is wrong with them."""
+
+    architecture: str
+    values: Mapping[str, Any]
+    source: WeightSource
+    place: str  # where in the file they stand, for errors
+    prefix: str = ""  # of every key
+
+    def error(self, what: str) -> WeightError:
+        return WeightError(f"{self.source.path}: {self.place} {what}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(self.prefix + key)
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(f"must have {self.prefix}{key} as an integer from 1 to {most}, not {_shown(value)}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(f"must have {self.prefix}{key} as a number above 0, not {_shown(value)}")
+        return float(value)
+
+    def heads(self, key: str, kv_key: str) -> tuple[int, int]:
+        """The number of query heads and of KV heads (as many, where nothing is said)."""
+        heads = self.size(key)
+        kv_heads = self.size(kv_key, heads)
+        if heads % kv_heads:
+            raise self.error(f"has {heads} heads for {kv_heads} KV heads; the first must be a multiple of the second")
+        return heads, kv_heads
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, (int, float, str)) else f"a list of {len(value)}"  # type: ignore[arg-type]
+
+
+def windowed(config: ModelConfig, windows: Iterable[int | None], rope: RopeConfig | None = None) -> ModelConfig:
+    """The same model with a window for each layer (None: it attends to everything); layers with one turn by `rope`."""
+    layers = zip(config.layers, windows, strict=True)
+    made = (replace(layer, window=window, rope=rope if rope and window else layer.rope) for layer, window in layers)
+    return replace(config, layers=tuple(made))
+
+
+def check_rope(rope: RopeConfig, head_dim: int, error: Callable[[str], Exception]) -> RopeConfig:
+    """The same settings, once they are known to give finite frequencies for heads of `head_dim`."""
+    dim = rope.dim or head_dim
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise error(f"turns {dim} values of heads of {head_dim}; rotary needs an even number, at most the whole head")
+    if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise error("has a llama3 rotary scaling whose low_freq_factor is not below its high_freq_factor")
+    if rope.scaling == "divisors" and (len(rope.divisors) != dim // 2 or not all(d > 0 for d in rope.divisors)):
+        raise error(f"has {len(rope.divisors)} rotary divisors and needs {dim // 2}, all above 0")
+    return rope

@@ -1,0 +1,126 @@
+"""A weight's way into a model and back: what is written is what was read, in both kinds of file, and shares of ranks make the
+whole."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.layers.holder import ParamSpec
+from headrace.models.base import Model
+from headrace.models.registry import describe
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.loader import WeightPart, cut, load_model, plan, read_part, stored_as, write_parts
+from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import WeightError
+from tests.models.gguf_writer import write_gguf
+from tests.models.zoo import CONFIGS, MemorySource, hf_source, loaded, oracle
+from tests.tiny_bert import write_tiny_bert
+
+ZOO = [(name, container) for name in CONFIGS for container in ("safetensors", "gguf")]
+WRITTEN = [pair for pair in ZOO if pair[1] == "safetensors" or not pair[0].startswith("mistral")]  # "llama" there
+
+
+def pieces(model: Model) -> dict[str, torch.Tensor]:
+    """The values of every part of every parameter, by target."""
+    made = {}
+    for path, holder in model.holders():
+        for field, spec in holder.params().items():
+            split = getattr(holder, field).split([rows for _, rows in spec.parts])
+            for (name, _), piece in zip(spec.parts, split, strict=True):
+                made[".".join(filter(None, (path, name, field)))] = piece
+    return made
+
+
+def written(model: Model, container: str) -> dict[str, torch.Tensor]:
+    values = pieces(model)
+    return {name: write_parts(parts, values.__getitem__) for name, parts in stored_as(model, container).items()}
+
+
+def same(ours: Model, theirs: Model) -> bool:
+    pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
+    return all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
+
+
+def back(model: Model, container: str, tensors: dict[str, torch.Tensor]) -> Model:
+    return load_model(MemorySource(container, tensors, {}), config=model.config)
+
+
+@pytest.mark.parametrize(("name", "container"), WRITTEN)
+def test_what_is_written_is_what_was_read(name: str, container: str) -> None:
+    model = loaded(oracle(name))
+    assert same(back(model, container, written(model, container)), model)
+
+
+def test_an_encoder_is_written_as_it_was_read(tmp_path: Path) -> None:
+    folder = SafetensorsFolder(write_tiny_bert(tmp_path))
+    model = load_model(folder)
+    tensors = written(model, "safetensors")
+    assert set(folder.names()) - set(tensors) == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    assert same(back(model, "safetensors", tensors), model)
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "change"),
+    [
+        ("llama-gqa", "gguf", {"row_order": None}),
+        ("gemma3-one-kv-head", "safetensors", {"shift": 0.0}),
+        ("gpt2", "safetensors", {"rows": None}),
+    ],
+)
+def test_a_writer_that_forgets_a_layout_is_found(name: str, container: str, change: dict[str, None]) -> None:
+    """The control: the parts as a writer would have them that knows names alone, q, k and v of one tensor in another order."""
+    model, values = loaded(oracle(name)), pieces(loaded(oracle(name)))
+    tensors = {
+        stored: write_parts([replace(part, **change) for part in reversed(parts)], values.__getitem__)  # type: ignore[arg-type]
+        for stored, parts in stored_as(model, container).items()
+    }
+    assert not same(back(model, container, tensors), model)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_tensors_are_those_of_transformers(name: str) -> None:
+    theirs = hf_source(oracle(name))
+    tensors = written(load_model(theirs), "safetensors")
+    assert tensors.keys() == theirs.tensors.keys()
+    for key, stored in theirs.tensors.items():
+        torch.testing.assert_close(tensors[key], stored, rtol=0, atol=1e-6 if name.startswith("gemma3") else 0)  # of w + 1
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-tied", "gemma3-one-kv-head", "gpt2"])
+def test_the_tensors_are_those_of_the_gguf_package(name: str, tmp_path: Path) -> None:
+    source = GGUFFile(write_gguf(oracle(name), tmp_path / "model.gguf"))
+    tensors = written(load_model(source), "gguf")
+    assert sorted(tensors) == sorted(source.names())
+    for key, ours in tensors.items():
+        assert torch.equal(ours.reshape(-1), torch.from_numpy(source.raw(key).copy()).reshape(-1).view(torch.float32))
+
+
+@pytest.mark.parametrize(("name", "container"), [("llama-gqa", "gguf"), ("qwen2-tied", "safetensors"), ("gpt2", "safetensors")])
+@pytest.mark.parametrize("world", [1, 2])
+def test_shares_of_ranks_make_the_whole(name: str, container: str, world: int) -> None:
+    whole = loaded(oracle(name))
+    source = MemorySource(container, written(whole, container), {})
+    model, cuts = describe(whole.config), 0
+    plans = plan(model, source)
+    for path, holder in model.holders():
+        for field, spec in holder.params().items():
+            for part in plans[f"{path}.{field}"]:
+                shares = [cut(part, spec, rank, world) for rank in range(world)]
+                read = [read_part(share, source, torch.float32) for share in shares]
+                assert [tuple(values.shape) for values in read] == [share.shape for share in shares]
+                if shares[0] == part:
+                    continue
+                cuts += 1
+                assert torch.equal(torch.cat(read, 0 if spec.rows else 1), read_part(part, source, torch.float32))
+    assert (cuts > 10) == (world > 1)
+
+
+def test_what_cannot_be_shared_evenly_is_refused() -> None:
+    part = WeightPart("a", "a", (6, 4), (6, 4))
+    assert cut(part, ParamSpec((("", 6),), (4,)), 1, 4) is part  # every rank has all of it
+    with pytest.raises(WeightError, match="6 rows cannot be cut for 4 ranks"):
+        cut(part, ParamSpec((("", 6),), (4,), rows="heads"), 0, 4)
+    with pytest.raises(WeightError, match="4 columns cannot be cut for 3 ranks"):
+        cut(part, ParamSpec((("", 6),), (4,), columns="ffn"), 0, 3)
