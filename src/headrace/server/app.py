@@ -48,7 +48,7 @@ from headrace.text.tokenizer import TokenizerError
 
 log = logging.getLogger("headrace.server")
 
-OURS = (
+KNOWN_ERRORS = (
     ApiError,
     QueueFullError,
     DeadlineError,
@@ -60,7 +60,7 @@ OURS = (
     TokenizerError,
 )
 # What a request is made of, and the field with the text that goes to the model.
-SAID: dict[str, tuple[type[BaseModel], str]] = {
+TEXT_FIELDS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionRequest, "prompt"),
     "/v1/chat/completions": (ChatRequest, "messages"),
     "/v1/embeddings": (EmbeddingRequest, "input"),
@@ -178,10 +178,10 @@ def _add_tools(app: FastAPI, models: Models) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def ours(request: Request, error: Exception) -> Response:
+    async def known_error(request: Request, error: Exception) -> Response:
         made = as_api_error(error) or ApiError(500, "internal error")
-        if made.param is None and made.status == 400 and request.url.path in SAID:
-            body, said = SAID[request.url.path]
+        if made.param is None and made.status == 400 and request.url.path in TEXT_FIELDS:
+            body, said = TEXT_FIELDS[request.url.path]
             made.param = blamed(made.message, body.model_fields, said)
         return _error(made)
 
@@ -204,8 +204,8 @@ def _add_errors(app: FastAPI) -> None:
     async def mistake(request: Request, error: Exception) -> Response:
         return _error(ApiError(500, "the server made a mistake; its log says more", code="internal_error"))
 
-    for kind in OURS:
-        app.add_exception_handler(kind, ours)
+    for kind in KNOWN_ERRORS:
+        app.add_exception_handler(kind, known_error)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGoneError, gone)
