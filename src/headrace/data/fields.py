@@ -1,7 +1,7 @@
 """What is said of a request parameter, once: `Field` stands in the annotation of a struct's field. Its checks follow from that
 here; protocols, the command line, the native core and the documents read it too."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from enum import Flag
 from functools import cache
@@ -44,6 +44,8 @@ class Field:
     gt: float = -inf
     le: float = inf
     lt: float = inf
+    most: int = LARGEST  # entries of a list or a mapping
+    each: int = LARGEST  # and of the lists in it
     means: tuple[float, str] | None = None  # a value, and what it says: (0, "off")
     neutral: tuple[object, ...] = ()  # values beside the default that say nothing
     of: str = ""  # the field without which this one says nothing
@@ -193,7 +195,14 @@ def _list(one: Declared, value: object) -> tuple[Any, ...]:
     """A single text is a list of one."""
     if not isinstance(value, (str, list, tuple)):
         raise ParamError(f"{one.name} must be a list, not {value!r}")
-    return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else tuple(value)
+    entries = (value,) if isinstance(value, str) else value if isinstance(value, tuple) else tuple(value)
+    _check_length(one, entries)
+    return entries
+
+
+def _check_length(one: Declared, entries: Collection[object]) -> None:
+    if len(entries) > one.field.most:
+        raise ParamError(f"{one.name} may have {one.field.most} entries, not {len(entries)}; leave some out")
 
 
 def _texts(one: Declared, value: object) -> object:
@@ -222,6 +231,8 @@ def _id_lists(one: Declared, value: object) -> object:
             raise ParamError(f"{one.name} must be lists of token ids, not {word!r}")
         if not word:
             raise ParamError(f"each of {one.name} needs at least one token; remove the empty one")
+        if len(word) > one.field.each:
+            raise ParamError(f"each of {one.name} may have {one.field.each} tokens, not {len(word)}; shorten it")
         _check_ids(one, word)
     return words
 
@@ -229,6 +240,7 @@ def _id_lists(one: Declared, value: object) -> object:
 def _biases(one: Declared, value: object) -> object:
     if not isinstance(value, dict):
         raise ParamError(f"{one.name} must map token ids to numbers, not {value!r}")
+    _check_length(one, value)
     _check_ids(one, value)
     for token, bias in value.items():
         if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not one.field.holds(bias):
@@ -243,12 +255,12 @@ def _form(one: Declared, value: object) -> object:
         raise ParamError(str(error)) from None
 
 
-IDS, ID_LISTS, BIASES = tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, float]
+TEXTS, IDS, ID_LISTS, BIASES = tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, float]
 CHECKS: dict[Any, Callable[[Declared, Any], Any]] = {
     bool: _flag,
     float: _number,
     int: _whole,
-    tuple[str, ...]: _texts,
+    TEXTS: _texts,
     IDS: _ids,
     ID_LISTS: _id_lists,
     BIASES: _biases,

@@ -12,10 +12,12 @@ __all__ = ["BeamSearchParams", "ConstraintError", "ParamError", "SamplingParams"
 
 MAX_N = 64
 MAX_LOGPROBS = 64
+MAX_STOP = 64
 DRY_LONGEST = 64  # tokens of a repetition that are counted
 MAX_CANDIDATES = 64  # nodes of a draft tree
 LOOP, DRAW, CORE, SAMPLER, FILTER = Use.LOOP, Use.DRAW, Use.CORE, Use.SAMPLER, Use.FILTER
 OFF = (0, "off")
+IDS = 16_384  # token ids that a setting names; those that are allowed may be nearly a vocabulary
 PRESETS: dict[str, dict[str, Any]] = {
     "precise": {"temperature": 0.0, "max_tokens": None},
     "balanced": {"temperature": 0.7, "top_p": 0.9, "max_tokens": None},
@@ -39,9 +41,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     n: int = 1
     max_tokens: int = 64
     length_penalty: Annotated[float, Field("Above 0: longer answers (1: the mean log-probability)", ge=-10, le=10)] = 1.0
-    length_rule: Annotated[Literal["hf", "gnmt"], Field("hf (length ** penalty) or gnmt (((5 + length) / 6) ** penalty)")] = (
-        "hf"
-    )
+    length_rule: Annotated[
+        Literal["hf", "gnmt"],
+        Field("hf (length ** penalty) or gnmt (((5 + length) / 6) ** penalty)"),
+    ] = "hf"
     early_stopping: Annotated[bool | Literal["never"], Field("true: as many ended as there are beams; never: exact")] = False
     groups: Annotated[int, Field("Diverse beams: so many groups", name="beam_groups")] = 1
     diversity_penalty: Annotated[float, Field("What a group pays for a token an earlier one took", ge=0, le=100)] = 0.0
@@ -93,9 +96,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: Annotated[int, Field("So many answers", ge=1, le=MAX_N, option=None)] = 1
-    best_of: Annotated[int | None, Field("Draw so many, give the -n whose tokens are likeliest on average", neutral=(1,))] = (
-        None
-    )
+    best_of: Annotated[
+        int | None,
+        Field("Draw so many, give the n whose tokens are likeliest on average", neutral=(1,)),
+    ] = None
     temperature: Annotated[
         float, Field("0: always the likeliest token; higher: more varied", SAMPLER, ge=0, le=100, neutral=(0,), option="-t")
     ] = 1.0
@@ -112,9 +116,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     xtc_threshold: Annotated[
         float, Field("The probability that makes a token a top choice", SAMPLER, ge=0, le=1, of="xtc_probability")
     ] = 0.1
-    mirostat_tau: Annotated[float, Field("Mirostat 2: the mean surprise aimed at, in bits", CORE, ge=0, le=100, means=OFF)] = (
-        0.0
-    )
+    mirostat_tau: Annotated[
+        float,
+        Field("Mirostat 2: the mean surprise aimed at, in bits", CORE, ge=0, le=100, means=OFF),
+    ] = 0.0
     mirostat_eta: Annotated[float, Field("How fast it is steered there", CORE, ge=0, le=1, of="mirostat_tau")] = 0.1
     repetition_penalty: Annotated[
         float, Field("Above 1: less of what the text contains", SAMPLER, ge=0.01, le=10, means=(1, "off"))
@@ -122,16 +127,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: Annotated[float, Field("Off the logit of what the answer contains", SAMPLER, ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field("The same for each occurrence", SAMPLER, ge=-2, le=2)] = 0.0
     no_repeat_ngram: Annotated[int, Field("No sequence of N tokens twice", SAMPLER, ge=0, le=64, means=OFF)] = 0
-    dry_multiplier: Annotated[float, Field("DRY: what going on with a repetition costs", SAMPLER, ge=0, le=100, means=OFF)] = (
-        0.0
-    )
-    dry_base: Annotated[float, Field("How the cost grows with the repetition", SAMPLER, ge=1, le=10, of="dry_multiplier")] = (
-        1.75
-    )
+    dry_multiplier: Annotated[
+        float,
+        Field("DRY: what going on with a repetition costs", SAMPLER, ge=0, le=100, means=OFF),
+    ] = 0.0
+    dry_base: Annotated[
+        float,
+        Field("How the cost grows with the repetition", SAMPLER, ge=1, le=10, of="dry_multiplier"),
+    ] = 1.75
     dry_allowed_length: Annotated[
         int, Field("Repetitions of so many tokens are free", SAMPLER, ge=1, le=DRY_LONGEST, of="dry_multiplier")
     ] = 2
-    dry_breakers: Annotated[tuple[int, ...], Field("Token ids no repetition reaches across", DRAW, of="dry_multiplier")] = ()
+    dry_breakers: Annotated[
+        tuple[int, ...], Field("Token ids no repetition reaches across", DRAW, most=IDS, of="dry_multiplier")
+    ] = ()
     dry_range: Annotated[
         int, Field("How many of the last tokens DRY looks at", SAMPLER, ge=0, means=(0, "all"), of="dry_multiplier")
     ] = 0
@@ -151,11 +160,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = 0.1
     penalty_alpha: Annotated[
         float,
-        Field("Contrastive search over the --top-k tokens: what likeness to the text costs (0.6, top-k 4)", ge=0, lt=1),
+        Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1),
     ] = 0.0
-    logit_bias: Annotated[dict[int, float] | None, Field("Added to the logits of these tokens", DRAW, ge=-100, le=100)] = None
-    bad_words: Annotated[tuple[tuple[int, ...], ...], Field("Token sequences that must not be written", DRAW)] = ()
-    allowed_token_ids: Annotated[tuple[int, ...] | None, Field("Only these tokens", DRAW)] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, Field("Added to the logits of these tokens", DRAW, ge=-100, le=100, most=IDS)
+    ] = None
+    bad_words: Annotated[
+        tuple[tuple[int, ...], ...], Field("Token sequences that must not be written", DRAW, most=1024, each=64)
+    ] = ()
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Field("Only these tokens", DRAW, most=262_144)] = None
     structured_outputs: Annotated[
         StructuredOutputs | None, Field("What the answer must be: a JSON schema, a regex, …", DRAW, http=False)
     ] = None
@@ -163,8 +176,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: Annotated[
         int | None, Field("The answer is cut after (default: where the context ends)", LOOP, ge=1, option="-m")
     ] = 16
-    stop: Annotated[tuple[str, ...], Field("Text that ends the answer", LOOP)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], Field("Tokens that end the answer", LOOP)] = ()
+    stop: Annotated[tuple[str, ...], Field("Text that ends the answer", LOOP, most=MAX_STOP)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Field("Tokens that end the answer", LOOP, most=IDS)] = ()
     include_stop_str_in_output: Annotated[bool, Field("The stop string stays in the answer", LOOP, option=None)] = False
     ignore_eos: Annotated[bool, Field("Do not end where the model would", LOOP)] = False
     seed: Annotated[int | None, Field("The same seed gives the same answer", LOOP, ge=0, le=2**64 - 1)] = None
@@ -184,9 +197,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = "noise"
     skip_special_tokens: Annotated[bool, Field("Special tokens leave no text", LOOP, option=None)] = True
     priority: Annotated[int, Field("Lower runs first", LOOP, option=None)] = 0
-    beam: Annotated[BeamSearchParams | None, Field("Beam search in place of drawing", http=False, option=None)] = (
-        None  # `BeamSearchParams.sampling` sets the rest to fit
-    )
+    beam: Annotated[
+        BeamSearchParams | None,
+        Field("Beam search in place of drawing; `BeamSearchParams.sampling` sets the rest to fit", http=False, option=None),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)

@@ -56,10 +56,6 @@ Salt = Annotated[str, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]  # the protocol's are signed
 
 Words = Annotated[list[Word], AtMost(64)]
-Stops = Annotated[list[StopText], AtMost(64)]
-Ids = Annotated[list[TokenId], AtMost(16_384)]  # that a setting names
-BadWords = Annotated[list[Annotated[list[TokenId], AtMost(64)]], AtMost(1024)]
-Biases = Annotated[dict[Word, float], AtMost(4096)]
 Choices = Annotated[list[Source], AtMost(4096)]
 Tools = Annotated[list[Any], AtMost(128)]
 ToolItems = Annotated[list[dict[str, Any]], AtMost(128)]

@@ -9,14 +9,12 @@ from typing import Annotated, Any, Literal, get_origin
 from msgspec import Struct
 from pydantic import Field, create_model
 
-from headrace.data.fields import declared
+from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.server.bounds import (
-    BadWords,
-    Biases,
+    AtMost,
     Choices,
     Deadline,
-    Ids,
     Int32,
     Int64,
     Items,
@@ -27,10 +25,10 @@ from headrace.server.bounds import (
     Seed,
     Settings,
     Source,
-    Stops,
     StopText,
     Strict,
     Texts,
+    TokenId,
     ToolItems,
     Tools,
     Word,
@@ -67,22 +65,26 @@ class StreamOptions(Disguise):
     include_usage: bool | None = None
 
 
-KINDS: dict[Any, Any] = {
-    int: Int32,
-    float: float,
-    bool: bool,
-    bool | Literal["never"]: bool | Word,
-    tuple[str, ...]: StopText | Stops,
-    tuple[int, ...]: Ids,
-    tuple[tuple[int, ...], ...]: BadWords,
-    dict[int, float]: Biases,
-}
+def http_type(one: Declared) -> Any:
+    """What a body may hold for a declared field; its bounds are looked at later, but for those of lists."""
+    most = AtMost(one.field.most)
+    kinds = {
+        int: Int32,
+        float: float,
+        bool: bool,
+        bool | Literal["never"]: bool | Word,
+        TEXTS: StopText | Annotated[list[StopText], most],
+        IDS: Annotated[list[TokenId], most],
+        ID_LISTS: Annotated[list[Annotated[list[TokenId], AtMost(one.field.each)]], most],
+        BIASES: Annotated[dict[Word, float], most],
+    }
+    return Word if get_origin(one.kind) is Literal else kinds[one.kind]
 
 
 def http_fields(*structs: type[Struct]) -> dict[str, Any]:
     """What a protocol has under the names of our own parameters, all of which may be left out: name -> type and default."""
     return {
-        one.flat: ((Word if get_origin(one.kind) is Literal else KINDS[one.kind]) | None, None)
+        one.flat: (http_type(one) | None, None)
         for one in chain.from_iterable(map(declared, structs))
         if one.field.doc and one.field.http
     }
