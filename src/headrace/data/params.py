@@ -48,7 +48,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     early_stopping: Annotated[bool | Literal["never"], Field("true: as many ended as there are beams; never: exact")] = False
     groups: Annotated[int, Field("Diverse beams: so many groups", name="beam_groups")] = 1
     diversity_penalty: Annotated[float, Field("What a group pays for a token an earlier one took", ge=0, le=100)] = 0.0
-    coverage_penalty: Annotated[float, Field("Needs attention weights: only 0", http=False, option=None)] = 0.0
+    coverage_penalty: float = 0.0
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -174,7 +174,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = None
     min_tokens: Annotated[int, Field("The answer does not end before", SAMPLER, ge=0)] = 0
     max_tokens: Annotated[
-        int | None, Field("The answer is cut after (default: where the context ends)", LOOP, ge=1, option="-m")
+        int | None,
+        Field("The answer is cut after; on the command line, by default, where the context ends", LOOP, ge=1, option="-m"),
     ] = 16
     stop: Annotated[tuple[str, ...], Field("Text that ends the answer", LOOP, most=MAX_STOP)] = ()
     stop_token_ids: Annotated[tuple[int, ...], Field("Tokens that end the answer", LOOP, most=IDS)] = ()
@@ -261,7 +262,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 # What beam search adds to the flat fields of a request, and their names there where these are others.
-BEAM_FIELDS = tuple(one.name for one in declared(BeamSearchParams) if one.field.doc and one.name != "beam_width")
+BEAM_FIELDS = [
+    name for name in BeamSearchParams.__struct_fields__ if name not in ("beam_width", *SamplingParams.__struct_fields__)
+]
 BEAM_NAMES = {one.flat: one.name for one in declared(BeamSearchParams) if one.flat != one.name}
 COMMON = frozenset(used(SamplingParams, LOOP))  # heeded whatever the strategy
 DRAWN = frozenset(used(SamplingParams, DRAW))  # by every `Sample` want
