@@ -1,7 +1,7 @@
 """What is said of a request parameter, once: `Field` stands in the annotation of a struct's field. Its checks follow from that
 here; protocols, the command line, the native core and the documents read it too."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from enum import Flag
 from functools import cache
@@ -31,6 +31,7 @@ class Use(Flag):
     CORE = 4  # the native sampler, under the same name
     SAMPLER = DRAW | CORE
     FILTER = SAMPLER | 8  # it lets only some tokens through; its default lets all
+    DETAIL = 16  # of another field, without which it says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,6 @@ class Field:
     each: int = LARGEST  # and of the lists in it
     means: tuple[float, str] | None = None  # a value, and what it says: (0, "off")
     neutral: tuple[object, ...] = ()  # values beside the default that say nothing
-    of: str = ""  # the field without which this one says nothing
     name: str = ""  # among flat fields, where it is another than in the struct
     http: bool = True  # whether a protocol has it under its name
     option: str | None = ""  # more names on the command line; None: not one of its own
@@ -128,6 +128,8 @@ def check(params: msgspec.Struct) -> None:
         value = getattr(params, one.name)
         if value is one.default or (value is None and one.optional):
             continue
+        if isinstance(value, (list, tuple, dict)) and len(value) > one.field.most:
+            raise ParamError(f"{one.name} may have {one.field.most} entries, not {len(value)}; leave some out")
         made = one.check(one, value)
         if made is not value:
             msgspec.structs.force_setattr(params, one.name, made)
@@ -144,7 +146,7 @@ def unheeded(params: msgspec.Struct, honours: frozenset[str]) -> list[str]:
         one.name
         for one in declared(type(params))
         if (value := getattr(params, one.name)) is not one.default
-        and not (one.name in honours or one.field.of or Use.LOOP in one.field.use)
+        and not (one.name in honours or one.field.use & (Use.LOOP | Use.DETAIL))
         and value not in (one.default, *one.field.neutral)
     ]
 
@@ -195,14 +197,7 @@ def _list(one: Declared, value: object) -> tuple[Any, ...]:
     """A single text is a list of one."""
     if not isinstance(value, (str, list, tuple)):
         raise ParamError(f"{one.name} must be a list, not {value!r}")
-    entries = (value,) if isinstance(value, str) else value if isinstance(value, tuple) else tuple(value)
-    _check_length(one, entries)
-    return entries
-
-
-def _check_length(one: Declared, entries: Collection[object]) -> None:
-    if len(entries) > one.field.most:
-        raise ParamError(f"{one.name} may have {one.field.most} entries, not {len(entries)}; leave some out")
+    return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else tuple(value)
 
 
 def _texts(one: Declared, value: object) -> object:
@@ -240,7 +235,6 @@ def _id_lists(one: Declared, value: object) -> object:
 def _biases(one: Declared, value: object) -> object:
     if not isinstance(value, dict):
         raise ParamError(f"{one.name} must map token ids to numbers, not {value!r}")
-    _check_length(one, value)
     _check_ids(one, value)
     for token, bias in value.items():
         if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not one.field.holds(bias):

@@ -15,7 +15,7 @@ MAX_LOGPROBS = 64
 MAX_STOP = 64
 DRY_LONGEST = 64  # tokens of a repetition that are counted
 MAX_CANDIDATES = 64  # nodes of a draft tree
-LOOP, DRAW, CORE, SAMPLER, FILTER = Use.LOOP, Use.DRAW, Use.CORE, Use.SAMPLER, Use.FILTER
+LOOP, DRAW, CORE, SAMPLER, FILTER, DETAIL = Use.LOOP, Use.DRAW, Use.CORE, Use.SAMPLER, Use.FILTER, Use.DETAIL
 OFF = (0, "off")
 IDS = 16_384  # token ids that a setting names; those that are allowed may be nearly a vocabulary
 PRESETS: dict[str, dict[str, Any]] = {
@@ -41,10 +41,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     n: int = 1
     max_tokens: int = 64
     length_penalty: Annotated[float, Field("Above 0: longer answers (1: the mean log-probability)", ge=-10, le=10)] = 1.0
-    length_rule: Annotated[
-        Literal["hf", "gnmt"],
-        Field("hf (length ** penalty) or gnmt (((5 + length) / 6) ** penalty)"),
-    ] = "hf"
+    length_rule: Annotated[Literal["hf", "gnmt"], Field("hf: length ** penalty; gnmt: ((5 + length) / 6) ** penalty")] = "hf"
     early_stopping: Annotated[bool | Literal["never"], Field("true: as many ended as there are beams; never: exact")] = False
     groups: Annotated[int, Field("Diverse beams: so many groups", name="beam_groups")] = 1
     diversity_penalty: Annotated[float, Field("What a group pays for a token an earlier one took", ge=0, le=100)] = 0.0
@@ -96,10 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: Annotated[int, Field("So many answers", ge=1, le=MAX_N, option=None)] = 1
-    best_of: Annotated[
-        int | None,
-        Field("Draw so many, give the n whose tokens are likeliest on average", neutral=(1,)),
-    ] = None
+    best_of: Annotated[int | None, Field("Draw so many, give the n whose tokens are likeliest on average", neutral=(1,))] = None
     temperature: Annotated[
         float, Field("0: always the likeliest token; higher: more varied", SAMPLER, ge=0, le=100, neutral=(0,), option="-t")
     ] = 1.0
@@ -113,54 +107,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         float, Field("Only logits so many standard deviations below the best", FILTER, ge=0, le=100, means=OFF)
     ] = 0.0
     xtc_probability: Annotated[float, Field("How often the top choices are left out", FILTER, ge=0, le=1, means=OFF)] = 0.0
-    xtc_threshold: Annotated[
-        float, Field("The probability that makes a token a top choice", SAMPLER, ge=0, le=1, of="xtc_probability")
-    ] = 0.1
-    mirostat_tau: Annotated[
-        float,
-        Field("Mirostat 2: the mean surprise aimed at, in bits", CORE, ge=0, le=100, means=OFF),
-    ] = 0.0
-    mirostat_eta: Annotated[float, Field("How fast it is steered there", CORE, ge=0, le=1, of="mirostat_tau")] = 0.1
+    xtc_threshold: Annotated[float, Field("Probability that makes a token a top choice", SAMPLER | DETAIL, ge=0, le=1)] = 0.1
+    mirostat_tau: Annotated[float, Field("Mirostat 2: mean surprise aimed at, in bits", CORE, ge=0, le=100, means=OFF)] = 0.0
+    mirostat_eta: Annotated[float, Field("How fast it is steered there", CORE | DETAIL, ge=0, le=1)] = 0.1
     repetition_penalty: Annotated[
         float, Field("Above 1: less of what the text contains", SAMPLER, ge=0.01, le=10, means=(1, "off"))
     ] = 1.0  # once per distinct token of prompt and output (CTRL, sign-aware)
     presence_penalty: Annotated[float, Field("Off the logit of what the answer contains", SAMPLER, ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field("The same for each occurrence", SAMPLER, ge=-2, le=2)] = 0.0
     no_repeat_ngram: Annotated[int, Field("No sequence of N tokens twice", SAMPLER, ge=0, le=64, means=OFF)] = 0
-    dry_multiplier: Annotated[
-        float,
-        Field("DRY: what going on with a repetition costs", SAMPLER, ge=0, le=100, means=OFF),
-    ] = 0.0
-    dry_base: Annotated[
-        float,
-        Field("How the cost grows with the repetition", SAMPLER, ge=1, le=10, of="dry_multiplier"),
-    ] = 1.75
+    dry_multiplier: Annotated[float, Field("DRY: cost of going on with a repetition", SAMPLER, ge=0, le=100, means=OFF)] = 0.0
+    dry_base: Annotated[float, Field("How the cost grows with the repetition", SAMPLER | DETAIL, ge=1, le=10)] = 1.75
     dry_allowed_length: Annotated[
-        int, Field("Repetitions of so many tokens are free", SAMPLER, ge=1, le=DRY_LONGEST, of="dry_multiplier")
+        int, Field("Repetitions of so many tokens are free", SAMPLER | DETAIL, ge=1, le=DRY_LONGEST)
     ] = 2
-    dry_breakers: Annotated[
-        tuple[int, ...], Field("Token ids no repetition reaches across", DRAW, most=IDS, of="dry_multiplier")
-    ] = ()
-    dry_range: Annotated[
-        int, Field("How many of the last tokens DRY looks at", SAMPLER, ge=0, means=(0, "all"), of="dry_multiplier")
-    ] = 0
+    dry_breakers: Annotated[tuple[int, ...], Field("Token ids no repetition reaches across", DRAW | DETAIL, most=IDS)] = ()
+    dry_range: Annotated[int, Field("How many of the last tokens DRY looks at", SAMPLER | DETAIL, ge=0, means=(0, "all"))] = 0
     contrastive_beta: Annotated[
         float | None,
         Field("Contrastive decoding: what the amateur model finds likely counts this much less (0.5)", DRAW, ge=0, le=10),
     ] = None
     contrastive_alpha: Annotated[
         float,
-        Field(
-            "Its mask: only tokens with this share of the likeliest one's probability (0.1)",
-            DRAW,
-            ge=0,
-            le=1,
-            of="contrastive_beta",
-        ),
+        Field("Its mask: only tokens with this share of the likeliest one's probability (0.1)", DRAW | DETAIL, ge=0, le=1),
     ] = 0.1
     penalty_alpha: Annotated[
-        float,
-        Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1),
+        float, Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1)
     ] = 0.0
     logit_bias: Annotated[
         dict[int, float] | None, Field("Added to the logits of these tokens", DRAW, ge=-100, le=100, most=IDS)
@@ -187,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Field("The drawn token's log-probability and those of the K best", ge=0, le=MAX_LOGPROBS, http=False, option=None),
     ] = None
     logprobs_mode: Annotated[
-        Literal["raw", "processed"], Field("Before or after penalties and filters", of="logprobs", option=None)
+        Literal["raw", "processed"], Field("Before or after penalties and filters", DETAIL, option=None)
     ] = "raw"
     prompt_logprobs: Annotated[
         int | None, Field("The same for the tokens of the prompt", ge=0, le=MAX_LOGPROBS, http=False, option=None)
