@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.server.async_llm import AsyncLLM
-from headrace.server.engine_client import EngineProcess
+from headrace.server.engine_client import EngineLink
 from headrace.server.engine_process import Channel
 from headrace.server.engine_process import serve as run_engine
 from headrace.server.messages import Load
@@ -30,7 +30,7 @@ KINDS = ("two", "one")
 PROMPT = "The mill stands by the river and the wheel turns slowly while the miller counts sacks of flour number"
 
 
-class InThread(EngineProcess):
+class InThread(EngineLink):
     """The engine in a thread, over the same messages."""
 
     @classmethod

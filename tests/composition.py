@@ -11,10 +11,10 @@ from headrace.data.params import params_of
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import LengthNudge
 from headrace.llm import LLM
+from tests.pages import write
 from tests.tiny_files import write_tiny_gguf
 
-PAGE = Path(__file__).parents[1] / "docs" / "decoding.md"
-BEGIN, END = "<!-- composition: begin -->", "<!-- composition: end -->"
+PART = "composition"
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -90,17 +90,10 @@ def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
 
 
-def written() -> str:
-    """The table as it stands in the page."""
-    return PAGE.read_text("utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_gguf(Path(folder) / "tiny.gguf")
-        found = table(LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu"))
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{rest.partition(END)[2]}", "utf-8")
+        write(PART, table(LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu")))
 
 
 if __name__ == "__main__":

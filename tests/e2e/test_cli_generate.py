@@ -202,7 +202,7 @@ def test_bad_lines_are_reported_and_stop_nothing(shell: Shell, tiny_gguf: Path, 
         "ids": "prompt token 99999 is not in the vocabulary",
         "wide": "60 sequences at once",
         "role": "message 0 needs a role",
-        "types": "must be a list",
+        "types": "bad_words must be lists of token ids",
         "surrogate": "not Unicode",
         "line-11": "not JSON",
     }

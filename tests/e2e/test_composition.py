@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from headrace.llm import LLM
-from tests.composition import refusal, table, written
+from tests.composition import PART, refusal, table
+from tests.pages import written
 from tests.tiny_files import write_tiny_gguf
 
 
@@ -15,7 +16,7 @@ def test_the_table_is_not_stale(backend: str, tmp_path: Path) -> None:
     more = {"dtype": "float64"} if backend == "torch" else {}
     llm = LLM(path, amateur=path, backend=backend, threads=1, device="cpu", **more)
     found = table(llm)
-    assert found == written(), "docs/decoding.md is stale: python -m tests.composition"
+    assert found == written(PART), "docs/decoding.md is stale: python -m tests.composition"
     assert "no 1" in found
     assert "beam search" in refusal(llm, {"beam_width": 2}, {"top_p": 0.5})
     llm.close()

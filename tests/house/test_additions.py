@@ -1,14 +1,21 @@
 """What is added to Headrace, and how many places that takes: a toy of each kind, written as if it lay in its room, and at
 work in real engines on both back ends. Each has a control: without its row it is refused, with the reason."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
+from pydantic import BaseModel, ValidationError, create_model
+from typer.testing import CliRunner
 
-from headrace.data.params import SamplingParams
+from headrace.cli.options import option_fields, with_groups
+from headrace.data.fields import Use, declared, unheeded, used
+from headrace.data.params import DRAWN, ParamError, SamplingParams
 from headrace.data.plan import WANTS, AnyWant, Feed, Want
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.speculation import Speculation
@@ -16,7 +23,11 @@ from headrace.engine.admission import AdmissionError
 from headrace.models.registry import MODELS
 from headrace.ops.registry import OPS, Op, op
 from headrace.runner.record import RecordError, record
+from headrace.server.bounds import Strict
+from headrace.server.fields import http_fields
+from tests import parameters
 from tests.e2e.test_verification import BACKENDS, Make
+from tests.house.dimming import Dimming
 from tests.house.repeat_last import RepeatLast
 from tests.house.scale import scale, scale_cases
 from tests.house.scaled_llama import scaled_llama
@@ -33,6 +44,7 @@ TOYS = {
     "scaled_llama": "models",
     "parallel": "models",
     "loud_llama": "models",
+    "dimming": "data",
 }
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [40, 40, 40])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -178,3 +190,50 @@ def test_an_op_is_held_to_its_cases(scaling: Op[..., Any]) -> None:
         torch.testing.assert_close(scaling(*case.args, **case.kwargs), case.args[0] * 0.5)
     with pytest.raises(ValueError, match="defined twice"):
         op(inputs=scale_cases)(scale)
+
+
+# -- a sampling field: its declaration; beside it a stage in torch, one in C++ with its parameter and binding ----------------
+
+
+def body_of(params: type[SamplingParams]) -> type[BaseModel]:
+    return create_model("Body", __base__=Strict, **http_fields(params))
+
+
+def command_of(params: type[SamplingParams], heard: list[Any]) -> typer.Typer:
+    """A command with the options of `params`, which makes these of what it is given."""
+    options: Any = make_dataclass("Options", option_fields(declared(params), "Sampling"))
+
+    def draw(given: options) -> None:
+        heard.append(params(**{name: value for name, value in vars(given).items() if value is not None}))
+
+    app = typer.Typer()
+    app.command()(with_groups(draw))
+    return app
+
+
+def test_a_sampling_field_is_declared_once() -> None:
+    """Checks, protocols, the command line, the native core's names and the documents have it from there."""
+    assert Dimming(dimming=1).dimming == 1
+    with pytest.raises(ParamError, match=r"^dimming must be between 0 \(off\) and 1, not 1.5$"):
+        Dimming(dimming=1.5)
+    assert body_of(Dimming)(dimming=0.5).dimming == 0.5  # type: ignore[attr-defined]
+    heard: list[Any] = []
+    assert CliRunner().invoke(command_of(Dimming, heard), ["--dimming", "0.5"]).exit_code == 0
+    assert heard == [Dimming(dimming=0.5)]
+    help_text = CliRunner(env={"COLUMNS": "200"}).invoke(command_of(Dimming, heard), ["--help"]).output
+    assert re.search(r"--dimming +<float> +How much less each token counts \(0: off\)\.", help_text)
+    assert used(Dimming, Use.CORE) == (*used(SamplingParams, Use.CORE), "dimming")
+    assert unheeded(Dimming(dimming=0.5), DRAWN) == ["dimming"]
+    *known, added = parameters.rows(Dimming)
+    assert known == list(parameters.rows(SamplingParams))
+    assert added == "| `dimming` | between 0 (off) and 1 | 0.0 | How much less each token counts |"
+
+
+def test_a_field_that_is_not_declared_is_refused_by_its_name() -> None:
+    with pytest.raises(TypeError, match="dimming"):
+        SamplingParams(dimming=0.5)  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="dimming"):
+        body_of(SamplingParams)(dimming=0.5)
+    refused = CliRunner().invoke(command_of(SamplingParams, []), ["--dimming", "0.5"])
+    assert (refused.exit_code, "No such option: --dimming" in refused.output) == (2, True)
+    assert not any("dimming" in row for row in parameters.rows(SamplingParams))

@@ -16,8 +16,8 @@ import pytest
 
 from headrace.cli import serve as command
 from headrace.cli.app import main
-from headrace.server.engine_client import EngineProcess
-from headrace.server.serving import Chosen, house
+from headrace.server.engine_client import EngineLink
+from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import Limits, ServerSettings
 from tests.server.harness import ENDLESS, ENGINE, PATIENCE, Running, in_thread, until
 from tests.tiny_bert import write_tiny_bert
@@ -114,7 +114,7 @@ def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
     other = write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", seed=1)
     settings = ServerSettings("tiny", port=0)
     chosen = [Chosen("tiny", str(tiny), ENGINE), Chosen("other", str(other), {**ENGINE, "max_model_len": 64}, preload=False)]
-    models = house(chosen, settings, "8GiB")
+    models = open_models(chosen, settings, "8GiB")
     with Running.of(models, settings) as running:
         first, second = models._entries.values()
         second.size = first.size  # which was measured; the second is of the same shape
@@ -158,13 +158,13 @@ def test_a_model_that_is_answering_is_not_unloaded(two: Running) -> None:
 
 def test_while_the_model_is_loaded_requests_are_told_to_come_back(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The address answers at once, whatever loading takes."""
-    go_on, start = threading.Event(), EngineProcess.start
+    go_on, start = threading.Event(), EngineLink.start
 
-    async def slow(load: Any) -> EngineProcess:
+    async def slow(load: Any) -> EngineLink:
         assert await asyncio.to_thread(go_on.wait, PATIENCE)
         return await start(load)
 
-    monkeypatch.setattr(EngineProcess, "start", slow)
+    monkeypatch.setattr(EngineLink, "start", slow)
     with Running(tiny, wait=False) as server:
         answer = server.http.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "loading")

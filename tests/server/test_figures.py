@@ -11,8 +11,8 @@ from headrace.data.types import Delta, RequestMetrics
 from headrace.server.logs import REQUESTS, JsonLines
 from headrace.server.messages import Deltas, Ended, Loaded, Stats
 from headrace.server.metrics import Figures, Metrics
-from headrace.server.queueing import Waiting
-from headrace.server.tickets import News, Ticket
+from headrace.server.queueing import Queue
+from headrace.server.tickets import Ticket, Wakeup
 from tests.server.harness import ROOT, Running
 
 # What vLLM calls them, after its prefix; `_total` and `_bucket` as Prometheus adds them.
@@ -48,7 +48,7 @@ def test_figures_of_a_request() -> None:
     figures = Figures()
     metrics = Metrics(figures, "m")
     metrics.begin(Loaded(64, 4, 100, num_blocks=10, block_size=16, note=""))
-    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), Waiting(1, 100), News())
+    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), Queue(1, 100), Wakeup())
     ticket.generated = 3
     times = RequestMetrics(
         arrival=10.0, scheduled=10.5, first_token=11.0, last_token=15.0, cached_tokens=2, drafts=3, drafted=8, preemptions=1

@@ -16,7 +16,7 @@ from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server import messages
 from headrace.server.async_llm import AsyncLLM
-from headrace.server.engine_client import EngineGoneError, EngineProcess
+from headrace.server.engine_client import EngineGoneError, EngineLink
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -35,8 +35,8 @@ from headrace.server.messages import (
     read_from_engine,
     read_to_engine,
 )
-from headrace.server.queueing import QueueFullError, Waiting
-from headrace.server.tickets import EngineDownError, News, RequestFailedError, Ticket, deltas
+from headrace.server.queueing import Queue, QueueFullError
+from headrace.server.tickets import EngineDownError, RequestFailedError, Ticket, Wakeup, deltas
 from tests.server.harness import PATIENCE
 
 SERVER = Path(headrace.server.__file__).parent
@@ -113,7 +113,7 @@ def test_an_engine_that_sends_nonsense_is_given_up() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
-        engine = EngineProcess(reader, writer, None)  # type: ignore[arg-type]
+        engine = EngineLink(reader, writer, None)  # type: ignore[arg-type]
         theirs.sendall(PREFIX.pack(3) + b"abc")
         with pytest.raises(EngineGoneError, match="what is no message"):
             await engine.receive()
@@ -127,7 +127,7 @@ def test_an_engine_that_sends_nonsense_is_given_up() -> None:
 
 
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
-    waiting = Waiting(max_requests=2, max_tokens=100)
+    waiting = Queue(max_requests=2, max_tokens=100)
     waiting.enter([500])  # alone, a long prompt is let in
     with pytest.raises(QueueFullError, match="500 prompt tokens are waiting and 100 may"):
         waiting.enter([1])
@@ -147,10 +147,10 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
 
 def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
     async def main() -> None:
-        waiting = Waiting(9, 99)
+        waiting = Queue(9, 99)
         waiting.enter([1, 1])
-        news = News()
-        bad, good = (Ticket(name, [1], SamplingParams(), waiting, news) for name in ("bad", "good"))
+        wakeup = Wakeup()
+        bad, good = (Ticket(name, [1], SamplingParams(), waiting, wakeup) for name in ("bad", "good"))
         llm = AsyncLLM("none")
         llm.tickets = {"bad": bad, "good": good}
         failed = Delta("bad", 0, finish_reason="error", error="the step failed: /secret/path", finished=True)
@@ -168,9 +168,9 @@ def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
 
 def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
     async def main() -> None:
-        waiting = Waiting(9, 99)
+        waiting = Queue(9, 99)
         waiting.enter([1])
-        ticket = Ticket("a", [1], SamplingParams(), waiting, News())
+        ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
         heard = deltas([ticket])
         ticket.put(Delta("a", 0, [5], "x"))
         assert (await anext(heard))[1].text == "x"
@@ -185,21 +185,21 @@ def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
 
 def test_who_waits_for_news_is_woken_once_for_each() -> None:
     async def main() -> None:
-        news = News()
-        news.set()
-        await news.wait()  # what came before is not lost
+        wakeup = Wakeup()
+        wakeup.set()
+        await wakeup.wait()  # what came before is not lost
         for _ in range(3):
-            waiter = asyncio.create_task(news.wait())
+            waiter = asyncio.create_task(wakeup.wait())
             await asyncio.sleep(0)
             assert not waiter.done()
-            news.set()
-            news.set()
+            wakeup.set()
+            wakeup.set()
             await asyncio.wait_for(waiter, PATIENCE)
-        waiter = asyncio.create_task(news.wait())
+        waiter = asyncio.create_task(wakeup.wait())
         await asyncio.sleep(0)
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
-        news.set()  # nobody waits any more
-        await asyncio.wait_for(news.wait(), PATIENCE)
+        wakeup.set()  # nobody waits any more
+        await asyncio.wait_for(wakeup.wait(), PATIENCE)
 
     asyncio.run(main())

@@ -11,6 +11,8 @@ import pytest
 from headrace.data import plan, types
 from headrace.models.families import FAMILIES
 from headrace.weights.kinds import KINDS
+from tests import parameters
+from tests.pages import written
 from tests.places import data_path
 from tests.unit.test_imports import LONGER, MAX_FUNCTION, MAX_LINES
 
@@ -83,6 +85,11 @@ def test_the_plan_of_the_house_is_the_houses() -> None:
         named = [re.match(r" *(\w*)", part)[1] for part in re.split(r" · |, (?=\w+ ·)", said)]  # type: ignore[index]
         wrong += [f"{name}: {one}" for one in named if one and one not in fields]
     assert wrong == []
+
+
+def test_the_table_of_parameters_is_what_is_declared() -> None:
+    assert parameters.table() == written(parameters.PART), "docs/decoding.md is stale: python -m tests.parameters"
+    assert "| `top_k` | 0 (off) or more | 0 | Only the K likeliest tokens |" in parameters.table().splitlines()
 
 
 def test_both_readmes_show_the_same_code() -> None:

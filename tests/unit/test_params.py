@@ -1,10 +1,12 @@
 """SamplingParams: what cannot be meant is refused when it is made, in a line that says what to change."""
 
 import math
+from typing import Annotated, Any
 
 import msgspec
 import pytest
 
+from headrace.data.fields import BIASES, ID_LISTS, IDS, LARGEST, TEXTS, Declared, Field, check, declared
 from headrace.data.params import ParamError, SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -106,3 +108,41 @@ def test_a_token_the_vocabulary_does_not_have_is_named(changes):
     params.check_vocab(49153)
     with pytest.raises(ParamError, match=f"{next(iter(changes))} names token 49152, but the model's ids end at 49151"):
         params.check_vocab(49152)
+
+
+def entries(one: Declared, count: int) -> Any:
+    """So many of what a list holds."""
+    return {BIASES: dict.fromkeys(range(count), 1.0), TEXTS: ["a"] * count, ID_LISTS: [[1]] * count}.get(one.kind, [1] * count)
+
+
+@pytest.mark.parametrize("one", [one for one in declared(SamplingParams) if one.kind in (TEXTS, IDS, ID_LISTS, BIASES)])
+def test_every_list_is_bounded(one: Declared) -> None:
+    most = one.field.most
+    assert 0 < most < LARGEST
+    SamplingParams(**{one.name: entries(one, most)})
+    with pytest.raises(ParamError, match=rf"^{one.name} may have {most} entries, not {most + 1}; leave some out$"):
+        SamplingParams(**{one.name: entries(one, most + 1)})
+    if one.kind == ID_LISTS:
+        with pytest.raises(ParamError, match=rf"^each of {one.name} may have {one.field.each} tokens"):
+            SamplingParams(**{one.name: [[1] * (one.field.each + 1)]})
+
+
+def test_the_first_mistake_wins() -> None:
+    """In the order of the struct, whatever came first; so a million cost no more than one."""
+    for given in ({"seed": -1, "top_k": -1}, {"top_k": -1, "seed": -1}):
+        with pytest.raises(ParamError, match="top_k must be 0"):
+            SamplingParams(**given)
+
+
+def test_every_default_is_one_that_may_be_given() -> None:
+    """Making parameters does not look at them."""
+    for one in declared(SamplingParams):
+        assert one.default is None if one.optional and one.default is None else one.check(one, one.default) == one.default
+
+    class Wrong(msgspec.Struct):
+        share: Annotated[float, Field("A share", ge=0, le=1)] = 2.0
+
+    (one,) = declared(Wrong)
+    check(Wrong())  # the control: nobody looks
+    with pytest.raises(ParamError, match="share must be between 0 and 1, not 2"):
+        one.check(one, one.default)

@@ -3,15 +3,16 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
 
 from headrace.cli.models import complete_model
-from headrace.data.params import PRESETS, ParamError, SamplingParams, params_of
+from headrace.data.fields import Declared, declared
+from headrace.data.params import PRESETS, BeamSearchParams, ParamError, SamplingParams, params_of
 
 MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several"
 FORM_PANEL = "Form of the answer"
@@ -82,20 +83,24 @@ class Preset(StrEnum):
     CREATIVE = "creative"
 
 
-def _model(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=MODEL_PANEL)
+class EarlyStopping(StrEnum):
+    """When beam search has seen enough."""
+
+    TRUE = "true"
+    FALSE = "false"
+    NEVER = "never"
 
 
-def _sampling(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=SAMPLING_PANEL)
+def _model(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel=MODEL_PANEL)
+
+
+def _sampling(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel=SAMPLING_PANEL)
 
 
 def _form(help: str, **more: Any) -> Any:
     return typer.Option(help=help, rich_help_panel=FORM_PANEL, **more)
-
-
-def _choice(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=CHOICE_PANEL)
 
 
 @dataclass
@@ -150,56 +155,40 @@ class ModelOptions(WeightOptions):
         return [name for name in (self.draft, self.amateur) if name is not None]
 
 
+# Of types that a command line has: lists and forms have options of their own.
+KINDS: dict[Any, Any] = {bool: bool, int: int, float: float, bool | Literal["never"]: EarlyStopping}
+
+
+def option_fields(fields: Iterable[Declared], panel: str) -> list[tuple[str, Any, None]]:
+    """Rows for `make_dataclass`: each declared field of such a type as an option of its name."""
+    rows: list[tuple[str, Any, None]] = []
+    for one in fields:
+        kind = str if get_origin(one.kind) is Literal else KINDS.get(one.kind)
+        if kind is not None and one.field.doc and one.field.option is not None:
+            names = [f"--{one.flat.replace('_', '-')}", *one.field.option.split()]
+            option = typer.Option(*names, help=one.field.help, rich_help_panel=panel)
+            rows.append((one.flat, Annotated[kind | None, option], None))
+    return rows
+
+
+PRESET = _sampling("precise (greedy), balanced or creative, in place of the model's own.")
+DRAWS = [one for one in declared(SamplingParams) if one.name != "best_of"]
+CHOOSES = [*(one for one in declared(SamplingParams) if one.name == "best_of"), *declared(BeamSearchParams)]
+Drawing: Any = make_dataclass(
+    "Drawing", [("preset", Annotated[Preset | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
+)
+Choosing: Any = make_dataclass("Choosing", option_fields(CHOOSES, CHOICE_PANEL))
+
+
 @dataclass
-class SamplingOptions:
+class SamplingOptions(Drawing):
     """How tokens are drawn. What is not given is the catalog's or the model's own setting."""
 
-    preset: Annotated[Preset | None, _sampling("precise (greedy), balanced or creative, in place of the model's own.")] = None
-    temperature: Annotated[
-        float | None, _sampling("0: always the likeliest token; higher: more varied.", "--temperature", "-t")
-    ] = None
-    top_k: Annotated[int | None, _sampling("Only the K likeliest tokens (0: off).")] = None
-    top_p: Annotated[float | None, _sampling("Only the likeliest tokens that make up this probability.")] = None
-    min_p: Annotated[float | None, _sampling("Only tokens with this share of the likeliest one's probability.")] = None
-    typical_p: Annotated[
-        float | None, _sampling("Only the tokens nearest to the expected surprise.", "--typical-p", "--typical")
-    ] = None
-    repetition_penalty: Annotated[float | None, _sampling("Above 1: less of what the text contains.")] = None
-    presence_penalty: Annotated[float | None, _sampling("Off the logit of what the answer contains.")] = None
-    frequency_penalty: Annotated[float | None, _sampling("The same for each occurrence.")] = None
-    no_repeat_ngram: Annotated[int | None, _sampling("No sequence of N tokens twice (0: off).")] = None
-    contrastive_beta: Annotated[
-        float | None, _sampling("Contrastive decoding: what the amateur model finds likely counts this much less (0.5).")
-    ] = None
-    contrastive_alpha: Annotated[
-        float | None, _sampling("Its mask: only tokens with this share of the likeliest one's probability (0.1).")
-    ] = None
-    penalty_alpha: Annotated[
-        float | None, _sampling("Contrastive search over the --top-k tokens: what likeness to the text costs (0.6, top-k 4).")
-    ] = None
-    top_n_sigma: Annotated[float | None, _sampling("Only logits so many standard deviations below the best (0: off).")] = None
-    xtc_probability: Annotated[float | None, _sampling("How often the top choices are left out (0: off).")] = None
-    xtc_threshold: Annotated[float | None, _sampling("The probability that makes a token a top choice.")] = None
-    mirostat_tau: Annotated[float | None, _sampling("Mirostat 2: the mean surprise aimed at, in bits (0: off).")] = None
-    mirostat_eta: Annotated[float | None, _sampling("How fast it is steered there.")] = None
-    dry_multiplier: Annotated[float | None, _sampling("DRY: what going on with a repetition costs (0: off).")] = None
-    dry_base: Annotated[float | None, _sampling("How the cost grows with the repetition.")] = None
-    dry_allowed_length: Annotated[int | None, _sampling("Repetitions of so many tokens are free.")] = None
     dry_breaker: Annotated[list[str] | None, _sampling("Text no repetition reaches across; may be repeated.")] = None
-    dry_range: Annotated[int | None, _sampling("How many of the last tokens DRY looks at (0: all).")] = None
     logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to that token's logit; may be repeated.")] = None
     bad_word: Annotated[list[str] | None, _sampling("Text that must not be written; may be repeated.")] = None
-    min_tokens: Annotated[int | None, _sampling("The answer does not end before.")] = None
-    max_tokens: Annotated[
-        int | None, _sampling("The answer is cut after (default: where the context ends).", "--max-tokens", "-m")
-    ] = None
     stop: Annotated[list[str] | None, _sampling("Text that ends the answer; may be repeated.")] = None
     stop_token_id: Annotated[list[int] | None, _sampling("Token that ends the answer; may be repeated.")] = None
-    ignore_eos: Annotated[bool | None, _sampling("Do not end where the model would.", "--ignore-eos")] = None
-    verification: Annotated[
-        str | None, _sampling("How drafts are verified: noise (the same output), rejection or block (the same distribution).")
-    ] = None
-    seed: Annotated[int | None, _sampling("The same seed gives the same answer.")] = None
     json_schema: Annotated[
         Path | None, _form("The answer is JSON that fits the schema in this file.", exists=True, dir_okay=False)
     ] = None
@@ -249,25 +238,8 @@ class SamplingOptions:
         return made
 
 
-class EarlyStopping(StrEnum):
-    """When beam search has seen enough."""
-
-    TRUE = "true"
-    FALSE = "false"
-    NEVER = "never"
-
-
-@dataclass
-class ChoiceOptions:
+class ChoiceOptions(Choosing):
     """Methods that choose among several outputs; the answer is known at the end, so it is not streamed."""
-
-    best_of: Annotated[int | None, _choice("Draw so many, give the -n whose tokens are likeliest on average.")] = None
-    beam_width: Annotated[int | None, _choice("Beam search with so many beams.", "--beam-width", "--beams")] = None
-    beam_groups: Annotated[int | None, _choice("Diverse beams: so many groups.")] = None
-    diversity_penalty: Annotated[float | None, _choice("What a group pays for a token an earlier one took.")] = None
-    length_penalty: Annotated[float | None, _choice("Above 0: longer answers (1: the mean log-probability).")] = None
-    length_rule: Annotated[str | None, _choice("hf (length ** penalty) or gnmt (((5 + length) / 6) ** penalty).")] = None
-    early_stopping: Annotated[EarlyStopping | None, _choice("true: as many ended as there are beams; never: exact.")] = None
 
     def changes(self) -> dict[str, Any]:
         """The fields that were given, as `params_of` takes them. Raises typer.BadParameter for what cannot be meant."""

@@ -1,43 +1,23 @@
 """What a caller may ask of one request: `SamplingParams` and `BeamSearchParams`, checked when they are made."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from headrace.data.param_checks import (
-    BEAMS,
-    DRY_LONGEST,
-    FILTERS,
-    MAX_CANDIDATES,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP,
-    SEQUENCES,
-    ParamError,
-    as_tuple,
-    check_ranges,
-    check_types,
-    require,
-    unheeded,
-)
+from headrace.data.fields import Field, ParamError, Use, check, declared, token_ids, unheeded, used
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
-__all__ = [
-    "DRY_LONGEST",
-    "FILTERS",
-    "MAX_CANDIDATES",
-    "MAX_LOGPROBS",
-    "MAX_N",
-    "MAX_STOP",
-    "BeamSearchParams",
-    "ConstraintError",
-    "ParamError",
-    "SamplingParams",
-    "StructuredOutputs",
-    "params_of",
-]
+__all__ = ["BeamSearchParams", "ConstraintError", "ParamError", "SamplingParams", "StructuredOutputs", "params_of"]
 
+MAX_N = 64
+MAX_LOGPROBS = 64
+MAX_STOP = 64
+DRY_LONGEST = 64  # tokens of a repetition that are counted
+MAX_CANDIDATES = 64  # nodes of a draft tree
+LOOP, DRAW, CORE, SAMPLER, FILTER, DETAIL = Use.LOOP, Use.DRAW, Use.CORE, Use.SAMPLER, Use.FILTER, Use.DETAIL
+OFF = (0, "off")
+IDS = 16_384  # token ids that a setting names; those that are allowed may be nearly a vocabulary
 PRESETS: dict[str, dict[str, Any]] = {
     "precise": {"temperature": 0.0, "max_tokens": None},
     "balanced": {"temperature": 0.7, "top_p": 0.9, "max_tokens": None},
@@ -57,14 +37,14 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     group has taken the same token at the same step. GNMT's coverage penalty is refused: it needs attention weights.
     """
 
-    beam_width: int = 4
+    beam_width: Annotated[int, Field("Beam search with so many beams", ge=1, le=MAX_N, option="--beams")] = 4
     n: int = 1
     max_tokens: int = 64
-    length_penalty: float = 1.0
-    length_rule: Literal["hf", "gnmt"] = "hf"
-    early_stopping: bool | Literal["never"] = False
-    groups: int = 1
-    diversity_penalty: float = 0.0
+    length_penalty: Annotated[float, Field("Above 0: longer answers (1: the mean log-probability)", ge=-10, le=10)] = 1.0
+    length_rule: Annotated[Literal["hf", "gnmt"], Field("hf: length ** penalty; gnmt: ((5 + length) / 6) ** penalty")] = "hf"
+    early_stopping: Annotated[bool | Literal["never"], Field("true: as many ended as there are beams; never: exact")] = False
+    groups: Annotated[int, Field("Diverse beams: so many groups", name="beam_groups")] = 1
+    diversity_penalty: Annotated[float, Field("What a group pays for a token an earlier one took", ge=0, le=100)] = 0.0
     coverage_penalty: float = 0.0
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -76,30 +56,17 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
-            msgspec.structs.force_setattr(self, "structured_outputs", _constraint(self.structured_outputs))
-        for name in ("stop", "stop_token_ids"):
-            msgspec.structs.force_setattr(self, name, as_tuple(name, getattr(self, name)))
-        for name in ("beam_width", "n", "groups", "max_tokens"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            require(whole, f"{name} must be an integer, not {value!r}")
-        for name in ("length_penalty", "diversity_penalty"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            require(number, f"{name} must be a number, not {value!r}")
-        require(1 <= self.beam_width <= MAX_N, f"beam_width must be between 1 and {MAX_N}, not {self.beam_width}")
-        require(1 <= self.n <= self.beam_width, f"n must be between 1 and beam_width ({self.beam_width}), not {self.n}")
-        divides = self.groups >= 1 and self.beam_width % self.groups == 0
-        require(divides, f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
-        cost = self.diversity_penalty
-        require(0.0 <= cost <= 100.0, f"diversity_penalty must be between 0 and 100, not {cost}")
-        require(not cost or self.groups > 1, "diversity_penalty needs groups above 1; one group has nobody to differ from")
-        require(-10.0 <= self.length_penalty <= 10.0, f"length_penalty must be between -10 and 10, not {self.length_penalty}")
-        require(self.length_rule in ("hf", "gnmt"), f"length_rule must be hf or gnmt, not {self.length_rule!r}")
-        early = self.early_stopping is True or self.early_stopping is False or self.early_stopping == "never"
-        require(early, f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
-        require(self.coverage_penalty == 0, "coverage_penalty needs attention weights, which are never formed; set it to 0")
+        check(self)
+        if not 1 <= self.n <= self.beam_width:
+            raise ParamError(f"n must be between 1 and beam_width ({self.beam_width}), not {self.n}")
+        if self.groups < 1 or self.beam_width % self.groups:
+            raise ParamError(f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
+        if self.diversity_penalty and self.groups == 1:
+            raise ParamError("diversity_penalty needs groups above 1; one group has nobody to differ from")
+        if not (self.early_stopping is True or self.early_stopping is False or self.early_stopping == "never"):
+            raise ParamError(f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
+        if self.coverage_penalty != 0:
+            raise ParamError("coverage_penalty needs attention weights, which are never formed; set it to 0")
 
     def sampling(self) -> "SamplingParams":
         """The parameters of a request that is decoded so."""
@@ -125,56 +92,94 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Raises ParamError (a ValueError) when a value cannot be meant.
     """
 
-    n: int = 1
-    best_of: int | None = None  # draw so many, give the n whose tokens are likeliest on average; at the end, not streamed
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0  # only logits within so many standard deviations of the best; 0: off
-    xtc_probability: float = 0.0  # how often the top choices are left out; 0: off
-    xtc_threshold: float = 0.1  # the probability that makes a token a top choice
-    mirostat_tau: float = 0.0  # mean surprise aimed at, in bits (mirostat 2); 0: off
-    mirostat_eta: float = 0.1  # how fast it is steered there
-    repetition_penalty: float = 1.0  # once per distinct token of prompt and output (CTRL, sign-aware)
-    presence_penalty: float = 0.0  # once per distinct token of the output
-    frequency_penalty: float = 0.0  # per occurrence in the output
-    no_repeat_ngram: int = 0  # 0: off
-    dry_multiplier: float = 0.0  # what going on with a repetition costs (DRY); 0: off
-    dry_base: float = 1.75  # the cost grows by this with each token that already repeats
-    dry_allowed_length: int = 2  # repetitions up to so many tokens are free
-    dry_breakers: tuple[int, ...] = ()  # token ids that no repetition reaches across
-    dry_range: int = 0  # how many of the last tokens are looked at; 0: all, the prompt included
-    contrastive_beta: float | None = None  # contrastive decoding: how much the amateur counts; None: off
-    contrastive_alpha: float = 0.1  # its mask: tokens with at least this share of the likeliest one's probability
-    penalty_alpha: float = 0.0  # contrastive search over the top_k tokens: how much likeness costs; 0: off
-    logit_bias: dict[int, float] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    allowed_token_ids: tuple[int, ...] | None = None
-    structured_outputs: StructuredOutputs | None = None  # what the output must be: a JSON schema, a regex, …
-    min_tokens: int = 0  # these first tokens hold no end token, and no stop string in them ends the output
-    max_tokens: int | None = 16  # None: up to the context limit
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None  # None: off; k: the drawn token and the k best
-    logprobs_mode: str = "raw"  # raw | processed
-    prompt_logprobs: int | None = None
-    verification: str = "noise"  # of drafts: noise | rejection | block; the last two give other samples than plain decoding
-    skip_special_tokens: bool = True
-    priority: int = 0  # lower runs first
-    beam: BeamSearchParams | None = None  # beam search in place of drawing; `BeamSearchParams.sampling` sets the rest to fit
+    n: Annotated[int, Field("So many answers", ge=1, le=MAX_N, option=None)] = 1
+    best_of: Annotated[int | None, Field("Draw so many, give the n whose tokens are likeliest on average", neutral=(1,))] = None
+    temperature: Annotated[
+        float, Field("0: always the likeliest token; higher: more varied", SAMPLER, ge=0, le=100, neutral=(0,), option="-t")
+    ] = 1.0
+    top_k: Annotated[int, Field("Only the K likeliest tokens", FILTER, ge=0, means=OFF)] = 0
+    top_p: Annotated[float, Field("Only the likeliest tokens that make up this probability", FILTER, gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field("Only tokens with this share of the likeliest one's probability", FILTER, ge=0, le=1)] = 0.0
+    typical_p: Annotated[
+        float, Field("Only the tokens nearest to the expected surprise", FILTER, gt=0, le=1, option="--typical")
+    ] = 1.0
+    top_n_sigma: Annotated[
+        float, Field("Only logits so many standard deviations below the best", FILTER, ge=0, le=100, means=OFF)
+    ] = 0.0
+    xtc_probability: Annotated[float, Field("How often the top choices are left out", FILTER, ge=0, le=1, means=OFF)] = 0.0
+    xtc_threshold: Annotated[float, Field("Probability that makes a token a top choice", SAMPLER | DETAIL, ge=0, le=1)] = 0.1
+    mirostat_tau: Annotated[float, Field("Mirostat 2: mean surprise aimed at, in bits", CORE, ge=0, le=100, means=OFF)] = 0.0
+    mirostat_eta: Annotated[float, Field("How fast it is steered there", CORE | DETAIL, ge=0, le=1)] = 0.1
+    repetition_penalty: Annotated[
+        float, Field("Above 1: less of what the text contains", SAMPLER, ge=0.01, le=10, means=(1, "off"))
+    ] = 1.0  # once per distinct token of prompt and output (CTRL, sign-aware)
+    presence_penalty: Annotated[float, Field("Off the logit of what the answer contains", SAMPLER, ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field("The same for each occurrence", SAMPLER, ge=-2, le=2)] = 0.0
+    no_repeat_ngram: Annotated[int, Field("No sequence of N tokens twice", SAMPLER, ge=0, le=64, means=OFF)] = 0
+    dry_multiplier: Annotated[float, Field("DRY: cost of going on with a repetition", SAMPLER, ge=0, le=100, means=OFF)] = 0.0
+    dry_base: Annotated[float, Field("How the cost grows with the repetition", SAMPLER | DETAIL, ge=1, le=10)] = 1.75
+    dry_allowed_length: Annotated[
+        int, Field("Repetitions of so many tokens are free", SAMPLER | DETAIL, ge=1, le=DRY_LONGEST)
+    ] = 2
+    dry_breakers: Annotated[tuple[int, ...], Field("Token ids no repetition reaches across", DRAW | DETAIL, most=IDS)] = ()
+    dry_range: Annotated[int, Field("How many of the last tokens DRY looks at", SAMPLER | DETAIL, ge=0, means=(0, "all"))] = 0
+    contrastive_beta: Annotated[
+        float | None,
+        Field("Contrastive decoding: what the amateur model finds likely counts this much less (0.5)", DRAW, ge=0, le=10),
+    ] = None
+    contrastive_alpha: Annotated[
+        float,
+        Field("Its mask: only tokens with this share of the likeliest one's probability (0.1)", DRAW | DETAIL, ge=0, le=1),
+    ] = 0.1
+    penalty_alpha: Annotated[
+        float, Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1)
+    ] = 0.0
+    logit_bias: Annotated[
+        dict[int, float] | None, Field("Added to the logits of these tokens", DRAW, ge=-100, le=100, most=IDS)
+    ] = None
+    bad_words: Annotated[
+        tuple[tuple[int, ...], ...], Field("Token sequences that must not be written", DRAW, most=1024, each=64)
+    ] = ()
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Field("Only these tokens", DRAW, most=262_144)] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Field("What the answer must be: a JSON schema, a regex, …", DRAW, http=False)
+    ] = None
+    min_tokens: Annotated[int, Field("The answer does not end before", SAMPLER, ge=0)] = 0
+    max_tokens: Annotated[
+        int | None,
+        Field("The answer is cut after; on the command line, by default, where the context ends", LOOP, ge=1, option="-m"),
+    ] = 16
+    stop: Annotated[tuple[str, ...], Field("Text that ends the answer", LOOP, most=MAX_STOP)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Field("Tokens that end the answer", LOOP, most=IDS)] = ()
+    include_stop_str_in_output: Annotated[bool, Field("The stop string stays in the answer", LOOP, option=None)] = False
+    ignore_eos: Annotated[bool, Field("Do not end where the model would", LOOP)] = False
+    seed: Annotated[int | None, Field("The same seed gives the same answer", LOOP, ge=0, le=2**64 - 1)] = None
+    logprobs: Annotated[
+        int | None,
+        Field("The drawn token's log-probability and those of the K best", ge=0, le=MAX_LOGPROBS, http=False, option=None),
+    ] = None
+    logprobs_mode: Annotated[
+        Literal["raw", "processed"], Field("Before or after penalties and filters", DETAIL, option=None)
+    ] = "raw"
+    prompt_logprobs: Annotated[
+        int | None, Field("The same for the tokens of the prompt", ge=0, le=MAX_LOGPROBS, http=False, option=None)
+    ] = None
+    verification: Annotated[
+        Literal["noise", "rejection", "block"],
+        Field("How drafts are verified: noise (the same output), rejection or block (the same distribution)"),
+    ] = "noise"
+    skip_special_tokens: Annotated[bool, Field("Special tokens leave no text", LOOP, option=None)] = True
+    priority: Annotated[int, Field("Lower runs first", LOOP, option=None)] = 0
+    beam: Annotated[
+        BeamSearchParams | None,
+        Field("Beam search in place of drawing; `BeamSearchParams.sampling` sets the rest to fit", http=False, option=None),
+    ] = None
 
     def __post_init__(self) -> None:
-        for name in SEQUENCES:
-            msgspec.structs.force_setattr(self, name, as_tuple(name, getattr(self, name)))
-        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
-            msgspec.structs.force_setattr(self, "structured_outputs", _constraint(self.structured_outputs))
-        check_types(self)
-        check_ranges(self)
+        check(self)
+        check_lengths(self)
+        check_mirostat(self)
+        check_contrast(self)
         if self.beam is not None:
             self._check_beam(self.beam)
 
@@ -186,21 +191,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"{name} does not go with beam search, which ranks by the model's own log-probabilities; leave it out"
             )
 
-    def named_ids(self) -> dict[str, list[int]]:
-        """The token ids of each field that names some."""
-        return {
-            "stop_token_ids": list(self.stop_token_ids),
-            "allowed_token_ids": list(self.allowed_token_ids or ()),
-            "dry_breakers": list(self.dry_breakers),
-            "bad_words": [t for word in self.bad_words for t in word],
-            "logit_bias": list(self.logit_bias or ()),
-        }
-
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ParamError if a token id named here does not exist in a vocabulary of `vocab_size`."""
-        for name, ids in self.named_ids().items():
+        for name, ids in token_ids(self):
             largest = max(ids, default=-1)
-            require(largest < vocab_size, f"{name} names token {largest}, but the model's ids end at {vocab_size - 1}")
+            if largest >= vocab_size:
+                raise ParamError(f"{name} names token {largest}, but the model's ids end at {vocab_size - 1}")
 
     @property
     def greedy(self) -> bool:
@@ -237,11 +233,58 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**{**PRESETS["creative"], **changes})
 
 
-def _constraint(value: object) -> StructuredOutputs:
-    try:
-        return StructuredOutputs.of(value)
-    except ConstraintError as error:
-        raise ParamError(str(error)) from None
+# What beam search adds to the flat fields of a request, and their names there where these are others.
+BEAM_FIELDS = [
+    name for name in BeamSearchParams.__struct_fields__ if name not in ("beam_width", *SamplingParams.__struct_fields__)
+]
+BEAM_NAMES = {one.flat: one.name for one in declared(BeamSearchParams) if one.flat != one.name}
+COMMON = frozenset(used(SamplingParams, LOOP))  # heeded whatever the strategy
+DRAWN = frozenset(used(SamplingParams, DRAW))  # by every `Sample` want
+FILTERS = {one.name: one.default for one in declared(SamplingParams) if FILTER in one.field.use}
+# The methods that are chosen by a field:
+BEAMS = frozenset("beam temperature n min_tokens structured_outputs".split())
+SEARCH = frozenset("penalty_alpha top_k min_tokens".split())
+
+
+def check_lengths(params: SamplingParams) -> None:
+    """How many answers, how long, and of what."""
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise ParamError(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})")
+    if params.best_of is not None and not params.n <= params.best_of <= MAX_N:
+        raise ParamError(f"best_of must be between n ({params.n}) and {MAX_N}, not {params.best_of}")
+    if params.allowed_token_ids == ():
+        raise ParamError("allowed_token_ids is empty: nothing could be drawn; name at least one id")
+
+
+def check_mirostat(params: SamplingParams) -> None:
+    """It chooses the tokens, and by what was drawn."""
+    if not params.mirostat_tau:
+        return
+    if params.verification != "noise":
+        raise ParamError("mirostat steers by what was drawn, which a draft does not know; leave verification at noise")
+    if params.greedy:
+        raise ParamError("mirostat_tau steers a draw and needs a temperature of 0.01 or more")
+    for name, neutral in FILTERS.items():
+        if getattr(params, name) != neutral:
+            raise ParamError(f"mirostat_tau chooses the tokens itself; set {name} to {neutral}")
+
+
+def check_contrast(params: SamplingParams) -> None:
+    """Contrastive decoding and search."""
+    if params.contrastive_beta is not None and params.prompt_logprobs is not None:
+        raise ParamError("prompt_logprobs are of one model; leave contrastive_beta out")
+    if not params.penalty_alpha:
+        return
+    if not 2 <= params.top_k <= MAX_CANDIDATES:
+        raise ParamError(
+            f"contrastive search needs top_k between 2 and {MAX_CANDIDATES} (its candidates), not {params.top_k}; try 4"
+        )
+    if params.n != 1:
+        raise ParamError("contrastive search has one answer; set n to 1, or penalty_alpha to 0")
+    if given := unheeded(params, SEARCH):
+        raise ParamError(
+            f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha"
+        )
 
 
 def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -254,7 +297,8 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     width = fields.get("beam_width")
     if width is None:
         for name in BEAM_FIELDS:
-            require(fields.pop(name, None) is None, f"{name} goes with beam_width; give that too, or leave it out")
+            if fields.pop(name, None) is not None:
+                raise ParamError(f"{name} goes with beam_width; give that too, or leave it out")
         fields.pop("beam_width", None)
         own = dict(own or {})
         if fields.get("mirostat_tau"):
@@ -265,7 +309,3 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     rest = {name: value for name, value in fields.items() if name not in names}
     made = BeamSearchParams(**beam)
     return SamplingParams(beam=made, **{**made.shared(), **rest})
-
-
-BEAM_FIELDS = ("length_penalty", "length_rule", "early_stopping", "groups", "diversity_penalty", "coverage_penalty")
-BEAM_NAMES = {"beam_groups": "groups"}

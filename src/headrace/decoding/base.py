@@ -1,6 +1,6 @@
 """What a decoding method is: it says beforehand what it needs from a step, and turns what comes back into children."""
 
-from headrace.data.param_checks import COMMON, DRAWN
+from headrace.data.params import COMMON, DRAWN
 from headrace.data.plan import Answers, AnyWant, Feed
 from headrace.data.types import Child, Draft, Request, Sequence
 

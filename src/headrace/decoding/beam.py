@@ -7,8 +7,7 @@ in float64: a temperature would change which hypothesis wins (W14).
 
 from dataclasses import dataclass, field
 
-from headrace.data.param_checks import BEAMS
-from headrace.data.params import BeamSearchParams
+from headrace.data.params import BEAMS, BeamSearchParams
 from headrace.data.plan import AnyWant, Feed, Ranked, Top
 from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from headrace.data.param_checks import DRAWN
+from headrace.data.params import DRAWN
 from headrace.data.plan import Answer, AnyWant, Drawn, Each, Feed, LogitRow, Logits, Reject, Sample, Verify, Where
 from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy

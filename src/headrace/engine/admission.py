@@ -1,7 +1,7 @@
 """What may enter the loop: everything a client can send is checked once, here, and refused with what to change."""
 
 from headrace.data.config import EngineConfig
-from headrace.data.param_checks import unheeded
+from headrace.data.fields import unheeded
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup
 from headrace.data.types import Request

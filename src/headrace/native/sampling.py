@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.data.fields import Use, used
 from headrace.data.params import SamplingParams
 from headrace.native import core
+
+SAME = used(SamplingParams, Use.CORE)  # what it has under the same names
 
 
 def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:
     """The core's SampleParams. `stop_ids` (EOS and stop_token_ids) cannot be drawn before `params.min_tokens`."""
     out = core().SampleParams()
-    for name in _SAME:
+    for name in SAME:
         setattr(out, name, getattr(params, name))
     out.logit_bias = list((params.logit_bias or {}).items())
     out.bad_words = [list(word) for word in params.bad_words]
@@ -20,26 +23,3 @@ def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:
     out.constrained = params.structured_outputs is not None
     out.allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     return out
-
-
-_SAME = (
-    "temperature",
-    "top_k",
-    "typical_p",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "no_repeat_ngram",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_range",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat_tau",
-    "mirostat_eta",
-    "min_tokens",
-)

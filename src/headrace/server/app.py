@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from headrace.server.fields import (
 from headrace.server.guard import Guard
 from headrace.server.models import Models
 from headrace.server.page.routes import add_page
-from headrace.server.schemas import describe
+from headrace.server.schemas import CHAT, COMPLETION, EMBEDDINGS, describe
 from headrace.server.service import Service
 from headrace.server.storage_routes import add_batches, add_files, add_responses
 from headrace.server.store import Store
@@ -48,7 +48,7 @@ from headrace.text.tokenizer import TokenizerError
 
 log = logging.getLogger("headrace.server")
 
-OURS = (
+KNOWN_ERRORS = (
     ApiError,
     QueueFullError,
     DeadlineError,
@@ -59,13 +59,24 @@ OURS = (
     TemplateError,
     TokenizerError,
 )
-# What a request is made of, and the field with the text that goes to the model.
-SAID: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (CompletionRequest, "prompt"),
-    "/v1/chat/completions": (ChatRequest, "messages"),
-    "/v1/embeddings": (EmbeddingRequest, "input"),
-    "/v1/responses": (ResponseRequest, "input"),
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """A path on which models answer. Requests say `model` and `cache_salt`."""
+
+    path: str
+    body: type[BaseModel]
+    answer: Callable[[Service, Any, Request, bytes], Awaitable[Any]]  # raises what `as_api_error` knows, and ClientGoneError
+    text: str  # the field with what goes to the model
+    content: dict[str, Any]  # what a 200 holds
+
+
+PROTOCOLS = (
+    Protocol("/v1/completions", CompletionRequest, completions.complete, "prompt", COMPLETION),
+    Protocol("/v1/chat/completions", ChatRequest, chat.chat, "messages", CHAT),
+    Protocol("/v1/embeddings", EmbeddingRequest, embeddings.embed, "input", EMBEDDINGS),
+)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -89,7 +100,7 @@ def make_app(models: Models, store: Store) -> Application:
     add_batches(app, store, models.settings.limits, worker)
     add_responses(app, models, store)
     _add_errors(app)
-    describe(app)
+    describe(app, {protocol.path: protocol.content for protocol in PROTOCOLS})
     return Application(Guard(app, models.settings, models.figures.count), worker)
 
 
@@ -132,20 +143,16 @@ def _add_protocol(app: FastAPI, models: Models) -> None:
     async def model(name: str) -> Response:
         return _json(_model(models.find(name)))
 
-    @app.post("/v1/completions")
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        async with models.use(body.model) as service:
-            return _json(await completions.complete(service, body, request, _salt(body.cache_salt)))
+    for protocol in PROTOCOLS:
+        app.post(protocol.path, name=protocol.answer.__name__)(_asker(models, protocol))
 
-    @app.post("/v1/chat/completions")
-    async def converse(body: ChatRequest, request: Request) -> Response:
-        async with models.use(body.model) as service:
-            return _json(await chat.chat(service, body, request, _salt(body.cache_salt)))
 
-    @app.post("/v1/embeddings")
-    async def embed(body: EmbeddingRequest, request: Request) -> Response:
+def _asker(models: Models, protocol: Protocol) -> Callable[..., Awaitable[Response]]:
+    async def ask(body: protocol.body, request: Request) -> Response:  # type: ignore[name-defined]
         async with models.use(body.model) as service:
-            return _json(await embeddings.embed(service, body, request, _salt(body.cache_salt)))
+            return _json(await protocol.answer(service, body, request, _salt(body.cache_salt)))
+
+    return ask
 
 
 def _add_tools(app: FastAPI, models: Models) -> None:
@@ -178,10 +185,13 @@ def _add_tools(app: FastAPI, models: Models) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def ours(request: Request, error: Exception) -> Response:
+    text_fields = {protocol.path: (protocol.body, protocol.text) for protocol in PROTOCOLS}
+    text_fields["/v1/responses"] = (ResponseRequest, "input")
+
+    async def known_error(request: Request, error: Exception) -> Response:
         made = as_api_error(error) or ApiError(500, "internal error")
-        if made.param is None and made.status == 400 and request.url.path in SAID:
-            body, said = SAID[request.url.path]
+        if made.param is None and made.status == 400 and request.url.path in text_fields:
+            body, said = text_fields[request.url.path]
             made.param = blamed(made.message, body.model_fields, said)
         return _error(made)
 
@@ -204,8 +214,8 @@ def _add_errors(app: FastAPI) -> None:
     async def mistake(request: Request, error: Exception) -> Response:
         return _error(ApiError(500, "the server made a mistake; its log says more", code="internal_error"))
 
-    for kind in OURS:
-        app.add_exception_handler(kind, ours)
+    for kind in KNOWN_ERRORS:
+        app.add_exception_handler(kind, known_error)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGoneError, gone)

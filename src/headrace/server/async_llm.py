@@ -13,19 +13,19 @@ from typing import Any, Protocol, Self
 
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
-from headrace.server.engine_client import EngineGoneError, EngineProcess
+from headrace.server.engine_client import EngineGoneError, EngineLink
 from headrace.server.grammar_check import GrammarCheck
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
-from headrace.server.queueing import QueueFullError, Waiting
+from headrace.server.queueing import Queue, QueueFullError
 from headrace.server.tickets import (
     DeadlineError,
     EngineDownError,
     EngineLostError,
-    News,
     RequestFailedError,
     RequestRefusedError,
     Ticket,
     TooLongError,
+    Wakeup,
     deltas,
 )
 from headrace.startup.opening import Opened, open_model
@@ -83,12 +83,12 @@ class AsyncLLM:
         stuck_after: float = 60.0,
         **settings: Any,
     ) -> None:
-        self.engine = EngineProcess  # how the engine is run
+        self.engine = EngineLink  # how the engine is run
         self.model = str(model)
         self.settings: Mapping[str, Any] = {"preset": "online", **settings}
         self.stuck_after = stuck_after
         self.backoff = BACKOFF
-        self.waiting = Waiting(max_queued_requests, max_queued_tokens)
+        self.waiting = Queue(max_queued_requests, max_queued_tokens)
         self.state = State.CLOSED
         self.detail = ""  # why it is not ready: one line
         self.restarts = 0
@@ -98,7 +98,7 @@ class AsyncLLM:
         self.tickets: dict[str, Ticket] = {}
         self.grammar_check = GrammarCheck()
         self._opened: Opened | None = None
-        self._process: EngineProcess | None = None
+        self._process: EngineLink | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._draining = False
         self._heard = 0  # messages
@@ -206,9 +206,9 @@ class AsyncLLM:
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
         self.waiting.enter([len(ids) for ids in prompts])
         tickets = []
-        news = News()
+        wakeup = Wakeup()
         for ids in prompts:
-            ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, news)
+            ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, wakeup)
             self.tickets[ticket.request_id] = ticket
             self._process.send(Submit(ticket.request_id, ids, params, salt, pool))
             if deadline is not None:

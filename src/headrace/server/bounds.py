@@ -45,18 +45,17 @@ class Strict(BaseModel):
         return {**known, first: data[first]}
 
 
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Deadline = Annotated[float, Field(gt=0, le=86_400)]  # seconds
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Word = Annotated[str, Field(max_length=1024)]  # a name, a choice among few, a mark of the client's
 Source = Annotated[str, Field(max_length=256 << 10)]  # a regex or a grammar
 StopText = Annotated[str, Field(max_length=4096)]  # the server's own limit is lower
+Salt = Annotated[str, Field(min_length=1, max_length=256)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]  # the protocol's are signed
 
 Words = Annotated[list[Word], AtMost(64)]
-Stops = Annotated[list[StopText], AtMost(64)]
-Ids = Annotated[list[TokenId], AtMost(16_384)]  # that a setting names
-BadWords = Annotated[list[Annotated[list[TokenId], AtMost(64)]], AtMost(1024)]
-Biases = Annotated[dict[Word, float], AtMost(4096)]
 Choices = Annotated[list[Source], AtMost(4096)]
 Tools = Annotated[list[Any], AtMost(128)]
 ToolItems = Annotated[list[dict[str, Any]], AtMost(128)]

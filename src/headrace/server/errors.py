@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from headrace.data.params import ParamError
+from headrace.data.params import BEAM_NAMES, ParamError
 from headrace.server.fields import Meaningless
 from headrace.server.queueing import QueueFullError
 from headrace.server.tickets import (
@@ -21,7 +21,7 @@ from headrace.text.tokenizer import TokenizerError
 
 ENGINE_LOST = "engine_lost"
 RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
-OTHER_NAMES = {"groups": "beam_groups"}  # words of messages for fields of requests
+OTHER_NAMES = {name: flat for flat, name in BEAM_NAMES.items()}  # words of messages for fields of requests
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

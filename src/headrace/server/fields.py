@@ -3,27 +3,32 @@
 Every field may be null, which means that it was not given. Fields in `MEANINGLESS` are accepted and do nothing here.
 """
 
-from typing import Annotated, Any, Literal
+from itertools import chain
+from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import Field
+from msgspec import Struct
+from pydantic import Field, create_model
 
+from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.server.bounds import (
-    BadWords,
-    Biases,
+    AtMost,
     Choices,
     Deadline,
-    Ids,
+    Int32,
     Int64,
     Items,
     Marks,
     Prompt,
     Prompts,
+    Salt,
+    Seed,
     Settings,
     Source,
-    Stops,
     StopText,
     Strict,
     Texts,
+    TokenId,
     ToolItems,
     Tools,
     Word,
@@ -60,64 +65,53 @@ class StreamOptions(Disguise):
     include_usage: bool | None = None
 
 
-class Sampling(Meaningless):
+def http_type(one: Declared) -> Any:
+    """What a body may hold for a declared field; its bounds are looked at later, but for those of lists."""
+    most = AtMost(one.field.most)
+    kinds = {
+        int: Int32,
+        float: float,
+        bool: bool,
+        bool | Literal["never"]: bool | Word,
+        TEXTS: StopText | Annotated[list[StopText], most],
+        IDS: Annotated[list[TokenId], most],
+        ID_LISTS: Annotated[list[Annotated[list[TokenId], AtMost(one.field.each)]], most],
+        BIASES: Annotated[dict[Word, float], most],
+    }
+    return Word if get_origin(one.kind) is Literal else kinds[one.kind]
+
+
+def http_fields(*structs: type[Struct]) -> dict[str, Any]:
+    """What a protocol has under the names of our own parameters, all of which may be left out: name -> type and default."""
+    return {
+        one.flat: (http_type(one) | None, None)
+        for one in chain.from_iterable(map(declared, structs))
+        if one.field.doc and one.field.http
+    }
+
+
+DRAWING = http_fields(SamplingParams, BeamSearchParams)
+Drawing: Any = create_model("Drawing", __base__=Meaningless, **DRAWING)
+# Those of /v1/responses.
+BRIEFLY = "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty priority".split()
+Briefly: Any = create_model("Briefly", __base__=Strict, **{name: DRAWING[name] for name in BRIEFLY})
+
+
+class Sampling(Drawing):
     """How tokens are drawn, in both kinds of completion; what is not given is the model's own setting."""
 
     model: Word
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Biases | None = None
-    stop: StopText | Stops | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    seed: Seed | None = None
     # what other servers have as well
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    no_repeat_ngram: Int64 | None = None
-    contrastive_beta: float | None = None
-    contrastive_alpha: float | None = None
-    penalty_alpha: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: Int64 | None = None
-    dry_breakers: Ids | None = None
-    dry_range: Int64 | None = None
-    best_of: int | None = None
     use_beam_search: bool | None = None
-    beam_width: int | None = None
-    beam_groups: int | None = None
-    diversity_penalty: float | None = None
-    length_penalty: float | None = None
-    length_rule: Word | None = None
-    early_stopping: bool | Word | None = None
     structured_outputs: Settings | None = None
     guided_json: Source | Object | bool | None = None
     guided_regex: Source | None = None
     guided_choice: Choices | None = None
     guided_grammar: Source | None = None
-    min_tokens: Int64 | None = None
-    stop_token_ids: Ids | None = None
-    allowed_token_ids: Ids | None = None
-    bad_words: BadWords | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    logprobs_mode: Word | None = None
-    verification: Word | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Salt | None = None
     deadline: Deadline | None = None
 
 
@@ -161,12 +155,12 @@ class EmbeddingRequest(Meaningless):
     encoding_format: Word | None = None
     dimensions: Int64 | None = None
     pooling: Word | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Int32 | None = None
+    cache_salt: Salt | None = None
     deadline: Deadline | None = None
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(Briefly):
     """POST /v1/responses."""
 
     model: Word
@@ -177,8 +171,6 @@ class ResponseRequest(Strict):
     stream: bool | None = None
     stream_options: Disguise | None = None
     max_output_tokens: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     text: Settings | None = None
     tools: ToolItems | None = None
@@ -187,16 +179,9 @@ class ResponseRequest(Strict):
     include: Words | None = None
     metadata: Marks | None = None
     # what other servers have as well
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    stop: StopText | Stops | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    seed: Seed | None = None
     chat_template_kwargs: Settings | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Salt | None = None
     deadline: Deadline | None = None
     # known to the protocol, refused with a reason unless they say nothing
     background: bool | None = None

@@ -22,7 +22,7 @@ KV = 512 << 20  # bytes
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class LoadedModel:
     """A model and what is known of its use."""
 
     service: Service
@@ -52,7 +52,9 @@ class Models:
     until the next one fits. Without one all are loaded at the start and stay.
     """
 
-    def __init__(self, entries: Sequence[Entry], settings: ServerSettings, figures: Figures, budget: int | None = None) -> None:
+    def __init__(
+        self, entries: Sequence[LoadedModel], settings: ServerSettings, figures: Figures, budget: int | None = None
+    ) -> None:
         self.settings = settings
         self.figures = figures
         self.budget = budget
@@ -123,7 +125,7 @@ class Models:
     async def close(self) -> None:
         await asyncio.gather(*(entry.llm.close() for entry in self._entries.values()))
 
-    def _entry(self, name: str | None) -> Entry:
+    def _entry(self, name: str | None) -> LoadedModel:
         if name is None:
             return next(iter(self._entries.values()))
         if name not in self._entries:
@@ -132,7 +134,7 @@ class Models:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._entries[name]
 
-    async def _bring(self, entry: Entry) -> None:
+    async def _bring(self, entry: LoadedModel) -> None:
         async with entry.loading:
             if not entry.in_memory:
                 await self._make_room(entry)
@@ -143,7 +145,7 @@ class Models:
                 raise EngineDownError("the model cannot be loaded; the server's log says why") from None
             _measure(entry)
 
-    async def _make_room(self, entry: Entry) -> None:
+    async def _make_room(self, entry: LoadedModel) -> None:
         """Unload others until `entry` fits into the budget, and begin to load it."""
         assert self.budget is not None
         async with self._making_room:
@@ -162,7 +164,7 @@ class Models:
             entry.llm.begin()
 
 
-def _measure(entry: Entry) -> None:
+def _measure(entry: LoadedModel) -> None:
     """What a model was expected to take becomes what it takes."""
     if entry.llm.loaded is not None:
         entry.size = entry.llm.loaded.memory or entry.size

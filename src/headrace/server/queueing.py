@@ -12,7 +12,7 @@ class QueueFullError(Exception):
 
 
 @dataclass(slots=True)
-class Waiting:
+class Queue:
     """Counts what was submitted and has not begun to answer.
 
     `max_requests` and `max_tokens` (prompt tokens) bound it; a request that finds the queue empty is always let in, so

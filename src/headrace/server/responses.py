@@ -12,7 +12,7 @@ from starlette.responses import Response
 from headrace.server import chat
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, as_api_error, bad
-from headrace.server.fields import ChatRequest, ResponseRequest
+from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest
 from headrace.server.response_events import Events, chunks, ending, usage
 from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
 from headrace.server.sampling import not_built
@@ -22,10 +22,7 @@ from headrace.server.store import Store, listing
 from headrace.server.stream import EventStream
 
 # Fields that mean the same in a chat.
-SAME = (
-    "temperature top_p top_k min_p seed stop presence_penalty frequency_penalty repetition_penalty priority deadline "
-    "parallel_tool_calls chat_template_kwargs cache_salt"
-).split()
+SAME = (*BRIEFLY, "seed", "deadline", "parallel_tool_calls", "chat_template_kwargs", "cache_salt")
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 # What may be asked for besides; the second is of reasoning items, which no answer here has.
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -89,7 +86,7 @@ def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
         messages=talk,
         max_completion_tokens=request.max_output_tokens,
         stream=request.stream,
-        stream_options={"include_usage": True} if request.stream else None,  # type: ignore[arg-type]
+        stream_options={"include_usage": True} if request.stream else None,
         logprobs=wants or None,
         top_logprobs=request.top_logprobs,
         tools=chat_tools(request.tools),

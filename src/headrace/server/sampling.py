@@ -4,26 +4,16 @@ from typing import Any
 
 from headrace.data.params import ParamError, SamplingParams, params_of
 from headrace.server.errors import ApiError, bad, blamed
-from headrace.server.fields import Sampling
+from headrace.server.fields import DRAWING, Sampling
 from headrace.server.settings import Limits
 
-# Fields that mean the same in both.
-SAME = (
-    "n best_of temperature top_p frequency_penalty presence_penalty min_p typical_p repetition_penalty no_repeat_ngram "
-    "top_n_sigma xtc_probability xtc_threshold mirostat_tau mirostat_eta "
-    "contrastive_beta contrastive_alpha penalty_alpha "
-    "dry_multiplier dry_base dry_allowed_length dry_breakers dry_range "
-    "min_tokens stop_token_ids allowed_token_ids bad_words include_stop_str_in_output ignore_eos skip_special_tokens "
-    "logprobs_mode verification priority "
-    "beam_width beam_groups diversity_penalty length_penalty length_rule early_stopping"
-).split()
 WIDTHS = ("n", "best_of", "beam_width")
 DEFAULT_BEAMS = 4
 
 
 def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **more: Any) -> SamplingParams:
     """Parameters of a request: the model's `own` settings, what was given, then `more`. Raises ApiError."""
-    given = {name: getattr(request, name) for name in SAME if getattr(request, name) is not None}
+    given = {name: getattr(request, name) for name in DRAWING if getattr(request, name) is not None}
     if request.top_k is not None:
         given["top_k"] = max(request.top_k, 0) if request.top_k >= -1 else request.top_k  # other servers switch it off with -1
     if request.seed is not None:

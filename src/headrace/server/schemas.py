@@ -82,13 +82,18 @@ def _ref(kind: type) -> dict[str, Any]:
     return {"$ref": REF.format(name=kind.__name__)}
 
 
+def _content(schema: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
+    """Of an answer in JSON, and in events where it may be streamed."""
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    return content | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
+
+
+COMPLETION, CHAT = _content(_ref(Completion), streams=True), _content(_ref(Chat), streams=True)
+EMBEDDINGS = _content(_object("list", {"data": _array(EMBEDDING), "model": TEXT, "usage": {"type": "object"}}))
 # Method and path -> what a 200 holds.
 ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
     ("get", "/v1/models"): _list(_ref(Model)),
     ("get", "/v1/models/{name}"): _ref(Model),
-    ("post", "/v1/completions"): _ref(Completion),
-    ("post", "/v1/chat/completions"): _ref(Chat),
-    ("post", "/v1/embeddings"): _object("list", {"data": _array(EMBEDDING), "model": TEXT, "usage": {"type": "object"}}),
     ("post", "/v1/responses"): RESPONSE,
     ("get", "/v1/responses/{name}"): RESPONSE,
     ("delete", "/v1/responses/{name}"): _deleted("response"),
@@ -106,12 +111,12 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
     ("post", "/page/render"): _object(None, {"html": TEXT}),
     ("get", "/health"): _object(None, {"status": TEXT, "detail": TEXT, "restarts": NUMBER}),
 }
-STREAMS = {("post", "/v1/completions"), ("post", "/v1/chat/completions"), ("post", "/v1/responses")}
+STREAMS = {("post", "/v1/responses")}
 OTHER = {("get", "/metrics"): "text/plain", ("get", "/v1/files/{name}/content"): "application/octet-stream"}
 
 
-def describe(app: FastAPI) -> None:
-    """Complete the document: what answers and errors look like, and the key."""
+def describe(app: FastAPI, protocols: dict[str, dict[str, Any]]) -> None:
+    """Complete the document: what answers and errors look like, and the key. `protocols`: what answers on their paths hold."""
     document = app.openapi()
     _, components = msgspec.json.schema_components((Completion, Chat, Model), ref_template=REF)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -119,21 +124,16 @@ def describe(app: FastAPI) -> None:
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     error = {"content": {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}}
+    contents = {("post", path): content for path, content in protocols.items()}
+    contents |= {place: _content(schema, streams=place in STREAMS) for place, schema in ANSWERS.items()}
+    contents |= {place: {kind: {"schema": {"type": "string"}}} for place, kind in OTHER.items()}
+    nothing = _content({"type": "object"})
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             operation["responses"] = {
-                "200": {"description": "The answer.", "content": _content(method, path)},
+                "200": {"description": "The answer.", "content": contents.get((method, path), nothing)},
                 "4XX": {"description": "What is wrong with the request, and what to change.", **error},
                 "503": {"description": "Not now: Retry-After says when to come back.", **error},
             }
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
-
-
-def _content(method: str, path: str) -> dict[str, Any]:
-    if kind := OTHER.get((method, path)):
-        return {kind: {"schema": {"type": "string"}}}
-    content: dict[str, Any] = {"application/json": {"schema": ANSWERS.get((method, path), {"type": "object"})}}
-    if (method, path) in STREAMS:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    return content

@@ -15,7 +15,7 @@ from headrace.server.app import make_app
 from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.connection import connection
 from headrace.server.metrics import Figures
-from headrace.server.models import Entry, Models, expected_size, make_service
+from headrace.server.models import LoadedModel, Models, expected_size, make_service
 from headrace.server.settings import ServerSettings
 from headrace.server.store import Store
 
@@ -110,14 +110,14 @@ class Chosen:
     preload: bool = True
 
 
-def house(chosen: Sequence[Chosen], settings: ServerSettings, memory: str | int | None = None) -> Models:
+def open_models(chosen: Sequence[Chosen], settings: ServerSettings, memory: str | int | None = None) -> Models:
     """The models of a server; with `memory` (bytes or "8GiB") they are loaded as they are asked for. Raises ValueError."""
     budget = parse_bytes(memory) if memory is not None else None
     figures = Figures()
     entries = []
     for one in chosen:
         llm = AsyncLLM(one.model, **one.arguments)
-        entry = Entry(make_service(llm, one.name, settings, figures), one.preload)
+        entry = LoadedModel(make_service(llm, one.name, settings, figures), one.preload)
         if budget is not None:
             entry.size = expected_size(one.model, one.arguments.get("kv_cache_memory"))
         entries.append(entry)
@@ -127,7 +127,7 @@ def house(chosen: Sequence[Chosen], settings: ServerSettings, memory: str | int 
 def single(llm: AsyncLLM, settings: ServerSettings) -> Models:
     """A server's only model."""
     figures = Figures()
-    return Models([Entry(make_service(llm, settings.model_name, settings, figures))], settings, figures)
+    return Models([LoadedModel(make_service(llm, settings.model_name, settings, figures))], settings, figures)
 
 
 async def serve(models: Models, settings: ServerSettings, say: Callable[[str], None]) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
-from headrace.server.queueing import Waiting
+from headrace.server.queueing import Queue
 
 log = logging.getLogger("headrace.server")
 
@@ -37,7 +37,7 @@ class DeadlineError(RuntimeError):
     """The request was not answered within its time."""
 
 
-class News:
+class Wakeup:
     """Wakes the one task that waits for tickets. An asyncio.Event for a single waiter, as every token passes here."""
 
     __slots__ = ("_new", "_waiter")
@@ -63,20 +63,20 @@ class News:
 
 
 class Ticket:
-    """One request. `news` is set whenever something came; tickets submitted together share it."""
+    """One request. `wakeup` is set whenever something came; tickets submitted together share it."""
 
-    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Waiting, news: News) -> None:
+    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Queue, wakeup: Wakeup) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.news = news
+        self.wakeup = wakeup
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.pooled: list[float] = []  # when it has ended, where an embedding was asked for
         self.metrics: RequestMetrics | None = None  # when it has ended
         self.submitted = time.perf_counter()
         self.generated = 0  # tokens
         self.timer: asyncio.TimerHandle | None = None  # that ends it at its deadline
-        self._waiting: Waiting | None = waiting
+        self._waiting: Queue | None = waiting
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._done = False
@@ -103,7 +103,7 @@ class Ticket:
         else:
             self.generated += len(delta.token_ids)
             self._deltas.append(delta)
-        self.news.set()
+        self.wakeup.set()
 
     def end(self, metrics: RequestMetrics) -> None:
         self.metrics = metrics
@@ -119,7 +119,7 @@ class Ticket:
         if self.timer is not None:
             self.timer.cancel()
         self._done = True
-        self.news.set()
+        self.wakeup.set()
 
     def _begin(self) -> None:
         """It waits no longer."""
@@ -138,4 +138,4 @@ async def deltas(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Delta]]:
                     yield place, delta
         left = [one for one in left if not one[1].finished]
         if left:
-            await tickets[0].news.wait()
+            await tickets[0].wakeup.wait()

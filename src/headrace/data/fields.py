@@ -1,0 +1,262 @@
+"""What is said of a request parameter, once: `Field` stands in the annotation of a struct's field. Its checks follow from that
+here; protocols, the command line, the native core and the documents read it too."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from enum import Flag
+from functools import cache
+from itertools import chain
+from math import inf, isfinite
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from headrace.data.structured import ConstraintError, StructuredOutputs
+
+LARGEST = 2**31 - 1  # of a whole number, where nothing else is said
+SPELLED: dict[float, str] = {LARGEST: "2**31 - 1", 2**64 - 1: "2**64 - 1"}
+
+
+class ParamError(ValueError):
+    """A parameter no request can have; the message says which and what to change."""
+
+
+class Use(Flag):
+    """Who reads a field."""
+
+    NOBODY = 0
+    LOOP = 1  # the loop itself, whatever the strategy
+    DRAW = 2  # a `Sample` want, by itself
+    CORE = 4  # the native sampler, under the same name
+    SAMPLER = DRAW | CORE
+    FILTER = SAMPLER | 8  # it lets only some tokens through; its default lets all
+    DETAIL = 16  # of another field, without which it says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What is said of a field beside its type and its default."""
+
+    doc: str  # without a full stop
+    use: Use = Use.NOBODY
+    _: KW_ONLY
+    ge: float = -inf
+    gt: float = -inf
+    le: float = inf
+    lt: float = inf
+    most: int = LARGEST  # entries of a list or a mapping
+    each: int = LARGEST  # and of the lists in it
+    means: tuple[float, str] | None = None  # a value, and what it says: (0, "off")
+    neutral: tuple[object, ...] = ()  # values beside the default that say nothing
+    name: str = ""  # among flat fields, where it is another than in the struct
+    http: bool = True  # whether a protocol has it under its name
+    option: str | None = ""  # more names on the command line; None: not one of its own
+
+    @property
+    def help(self) -> str:
+        """For a command line."""
+        return f"{self.doc}." if self.means is None else f"{self.doc} ({self.means[0]}: {self.means[1]})."
+
+    @property
+    def bounds(self) -> str:
+        """What a number must be, in words."""
+        words = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
+        said = {word: self._spelled(bound) for word, bound in words.items() if isfinite(bound)}
+        if said.keys() == {"at least", "at most"}:
+            text = f"between {said['at least']} and {said['at most']}"
+        elif said.keys() == {"at least"}:
+            text = f"{said['at least']} or more"
+        else:
+            text = " and ".join(f"{word} {bound}" for word, bound in said.items()) or "a finite number"
+        if self.means is None or self.means[0] in words.values():
+            return text
+        return f"{text} ({self.means[0]} is {self.means[1]})"
+
+    def _spelled(self, bound: float) -> str:
+        said = SPELLED.get(bound, str(bound))
+        return f"{said} ({self.means[1]})" if self.means is not None and self.means[0] == bound else said
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies within; NaN never does."""
+        return self.ge <= value <= self.le and self.gt < value < self.lt
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A field as it stands in its struct. `kind` is its type where it is not None; without a `Field` only that is checked."""
+
+    name: str
+    kind: Any
+    optional: bool
+    default: Any
+    field: Field
+    check: "Callable[[Declared, Any], Any]"  # gives the value as the struct keeps it
+
+    @property
+    def flat(self) -> str:
+        """Its name where fields of all methods stand side by side."""
+        return self.field.name or self.name
+
+
+UNSAID = Field("")
+
+
+@cache
+def declared(params: type[msgspec.Struct]) -> tuple[Declared, ...]:
+    """The fields of a struct of parameters, in its order."""
+    hints = get_type_hints(params, include_extras=True)
+    return tuple(
+        _declared(name, hints[name], default)
+        for name, default in zip(params.__struct_fields__, params.__struct_defaults__, strict=True)
+    )
+
+
+def _declared(name: str, hint: Any, default: Any) -> Declared:
+    kind, field = get_args(hint) if get_origin(hint) is Annotated else (hint, UNSAID)
+    ways = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    optional = NoneType in ways
+    if optional:
+        (kind,) = (way for way in ways if way is not NoneType)
+    check = _choice if get_origin(kind) is Literal else CHECKS.get(kind, lambda one, value: value)
+    return Declared(name, kind, optional, default, field, check)
+
+
+def check(params: msgspec.Struct) -> None:
+    """Raises ParamError for the first field whose value cannot be meant, whatever the others say. Lists become tuples."""
+    for one in declared(type(params)):
+        value = getattr(params, one.name)
+        if value is one.default or (value is None and one.optional):
+            continue
+        if isinstance(value, (list, tuple, dict)) and len(value) > one.field.most:
+            raise ParamError(f"{one.name} may have {one.field.most} entries, not {len(value)}; leave some out")
+        made = one.check(one, value)
+        if made is not value:
+            msgspec.structs.force_setattr(params, one.name, made)
+
+
+def used(params: type[msgspec.Struct], use: Use) -> tuple[str, ...]:
+    """The names of the fields that somebody reads."""
+    return tuple(one.name for one in declared(params) if use in one.field.use)
+
+
+def unheeded(params: msgspec.Struct, honours: frozenset[str]) -> list[str]:
+    """The fields that are set and would be dropped by a method that heeds those in `honours`, and what the loop does."""
+    return [
+        one.name
+        for one in declared(type(params))
+        if (value := getattr(params, one.name)) is not one.default
+        and not (one.name in honours or one.field.use & (Use.LOOP | Use.DETAIL))
+        and value not in (one.default, *one.field.neutral)
+    ]
+
+
+def token_ids(params: msgspec.Struct) -> Iterator[tuple[str, Iterable[int]]]:
+    """The fields that name token ids, and these ids."""
+    for one in declared(type(params)):
+        if one.kind in (IDS, BIASES):
+            yield one.name, getattr(params, one.name) or ()
+        elif one.kind == ID_LISTS:
+            yield one.name, chain.from_iterable(getattr(params, one.name))
+
+
+# -- what a value of each type must be: value -> the value as it is kept -----------------------------------------------------
+
+
+def _flag(one: Declared, value: object) -> object:
+    if not isinstance(value, bool):
+        raise ParamError(f"{one.name} must be true or false, not {value!r}")
+    return value
+
+
+def _number(one: Declared, value: object) -> object:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ParamError(f"{one.name} must be a number, not {value!r}")
+    if not one.field.holds(value):
+        raise ParamError(f"{one.name} must be {one.field.bounds}, not {value}")
+    return value
+
+
+def _whole(one: Declared, value: object) -> object:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ParamError(f"{one.name} must be an integer{' or None' if one.optional else ''}, not {value!r}")
+    if one.field.le == inf and abs(value) > LARGEST:
+        raise ParamError(f"{one.name} must be at most {SPELLED[LARGEST]}, not {value}")
+    return _number(one, value)
+
+
+def _choice(one: Declared, value: object) -> object:
+    ways = get_args(one.kind)
+    if value not in ways:
+        said = " or ".join(ways) if len(ways) < 3 else f"one of {', '.join(ways)}"
+        raise ParamError(f"{one.name} must be {said}, not {value!r}")
+    return value
+
+
+def _list(one: Declared, value: object) -> tuple[Any, ...]:
+    """A single text is a list of one."""
+    if not isinstance(value, (str, list, tuple)):
+        raise ParamError(f"{one.name} must be a list, not {value!r}")
+    return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else tuple(value)
+
+
+def _texts(one: Declared, value: object) -> object:
+    texts = _list(one, value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ParamError(f"{one.name} strings must be non-empty text; remove the empty one")
+    return texts
+
+
+def _ids(one: Declared, value: object) -> object:
+    ids = _list(one, value)
+    _check_ids(one, ids)
+    return ids
+
+
+def _check_ids(one: Declared, ids: Iterable[object]) -> None:
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ParamError(f"token ids in {one.name} must be integers of 0 or more, not {token!r}")
+
+
+def _id_lists(one: Declared, value: object) -> object:
+    words = tuple(tuple(word) if isinstance(word, list) else word for word in _list(one, value))
+    for word in words:
+        if not isinstance(word, tuple):
+            raise ParamError(f"{one.name} must be lists of token ids, not {word!r}")
+        if not word:
+            raise ParamError(f"each of {one.name} needs at least one token; remove the empty one")
+        if len(word) > one.field.each:
+            raise ParamError(f"each of {one.name} may have {one.field.each} tokens, not {len(word)}; shorten it")
+        _check_ids(one, word)
+    return words
+
+
+def _biases(one: Declared, value: object) -> object:
+    if not isinstance(value, dict):
+        raise ParamError(f"{one.name} must map token ids to numbers, not {value!r}")
+    _check_ids(one, value)
+    for token, bias in value.items():
+        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not one.field.holds(bias):
+            raise ParamError(f"{one.name} of token {token} must be {one.field.bounds}, not {bias!r}")
+    return value
+
+
+def _form(one: Declared, value: object) -> object:
+    try:
+        return StructuredOutputs.of(value)
+    except ConstraintError as error:
+        raise ParamError(str(error)) from None
+
+
+TEXTS, IDS, ID_LISTS, BIASES = tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, float]
+CHECKS: dict[Any, Callable[[Declared, Any], Any]] = {
+    bool: _flag,
+    float: _number,
+    int: _whole,
+    TEXTS: _texts,
+    IDS: _ids,
+    ID_LISTS: _id_lists,
+    BIASES: _biases,
+    StructuredOutputs: _form,
+}
