@@ -1,11 +1,10 @@
 """Tiny random models on the native core: their weights as a file would hold them, and engines and programs that run them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
@@ -21,9 +20,8 @@ from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
-from headrace.weights.loader import layout, stored_as, write_parts
 from headrace.weights.origins import NameMap, Origin
-from tests.models.zoo import MemorySource
+from tests.models.zoo import MemorySource, written
 from tests.tiny import finish, tiny_config, tiny_model, tokens_of
 
 BLOCK = 16
@@ -45,17 +43,20 @@ def as_bfloat16(model: Model) -> Model:
 
 def source_of(model: Model) -> MemorySource:
     """The model's weights under the names and in the layouts of a Hugging Face folder."""
-    values: dict[str, torch.Tensor] = {}
-    for key, parts in layout(model, "safetensors").items():
-        pieces = model.get_parameter(key).detach().split([part.shape[0] for part in parts])
-        values |= {part.target: piece for part, piece in zip(parts, pieces, strict=True)}
-    made = {name: write_parts(parts, values.__getitem__).float() for name, parts in stored_as(model, "safetensors").items()}
-    return MemorySource("safetensors", made, {})
+    tensors = written(model, "safetensors")
+    return MemorySource("safetensors", {name: tensor.float() for name, tensor in tensors.items()}, {})
 
 
-def family(name: str, parameters: Iterable[str]) -> Family:
-    """A family of one's own, whose tensors are called what our parameters are."""
-    return Family(name, name, Stored(decoder, NameMap({each: Origin(each) for each in parameters})), "is made in memory")
+class OwnNames(dict[str, Origin]):
+    """Every tensor is called what the parameter is."""
+
+    def __missing__(self, target: str) -> Origin:
+        return Origin(target)
+
+
+def family(name: str) -> Family:
+    """A row for a model file of a test's own."""
+    return Family(name, name, Stored(decoder, NameMap(OwnNames())), "is made in memory")
 
 
 @lru_cache(maxsize=16)

@@ -15,27 +15,11 @@ from headrace.weights.loader import WeightPart, cut, load_model, plan, read_part
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
 from tests.models.gguf_writer import write_gguf
-from tests.models.zoo import CONFIGS, MemorySource, hf_source, loaded, oracle
+from tests.models.zoo import CONFIGS, MemorySource, hf_source, loaded, oracle, pieces, written
 from tests.tiny_bert import write_tiny_bert
 
 ZOO = [(name, container) for name in CONFIGS for container in ("safetensors", "gguf")]
 WRITTEN = [pair for pair in ZOO if pair[1] == "safetensors" or not pair[0].startswith("mistral")]  # "llama" there
-
-
-def pieces(model: Model) -> dict[str, torch.Tensor]:
-    """The values of every part of every parameter, by target."""
-    made = {}
-    for path, holder in model.holders():
-        for field, spec in holder.params().items():
-            split = getattr(holder, field).split([rows for _, rows in spec.parts])
-            for (name, _), piece in zip(spec.parts, split, strict=True):
-                made[".".join(filter(None, (path, name, field)))] = piece
-    return made
-
-
-def written(model: Model, container: str) -> dict[str, torch.Tensor]:
-    values = pieces(model)
-    return {name: write_parts(parts, values.__getitem__) for name, parts in stored_as(model, container).items()}
 
 
 def same(ours: Model, theirs: Model) -> bool:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from headrace.models.base import Model
-from headrace.weights.loader import load_model
+from headrace.weights.loader import load_model, stored_as, write_parts
 from headrace.weights.source import TensorInfo, WeightError
 
 VOCAB = 96
@@ -143,6 +143,23 @@ def hf_source(model: Any) -> MemorySource:
         if not (name == "lm_head.weight" and model.config.tie_word_embeddings):
             tensors[name] = tensor.detach()
     return MemorySource("safetensors", tensors, model.config.to_dict())
+
+
+def pieces(model: Model) -> dict[str, torch.Tensor]:
+    """The values of every part of every parameter, by target."""
+    made = {}
+    for path, holder in model.holders():
+        for field, spec in holder.params().items():
+            split = getattr(holder, field).split([rows for _, rows in spec.parts])
+            for (name, _), piece in zip(spec.parts, split, strict=True):
+                made[".".join(filter(None, (path, name, field)))] = piece
+    return made
+
+
+def written(model: Model, container: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file of this kind (gguf | safetensors) that holds the model."""
+    values = pieces(model)
+    return {name: write_parts(parts, values.__getitem__) for name, parts in stored_as(model, container).items()}
 
 
 def loaded(model: Any, dtype: torch.dtype = torch.float32) -> Model:
