@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import openai
 
-from headrace.server import batches, files
+from headrace.server import batches, files, store_schema
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.errors import ENGINE_LOST
 from headrace.server.fields import BatchRequest
@@ -25,6 +25,11 @@ ASK = {"model": "tiny", "prompt": "The mill", "max_tokens": 6, "temperature": 0}
 def lines(bodies: list[dict[str, Any]], url: str = "/v1/completions") -> bytes:
     rows = [{"custom_id": f"r{at}", "method": "POST", "url": url, "body": body} for at, body in enumerate(bodies)]
     return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def of(count: int) -> bytes:
+    """Completions."""
+    return lines([{**ASK, "prompt": f"p{at}"} for at in range(count)])
 
 
 def start(client: openai.OpenAI, content: bytes, endpoint: Any = "/v1/completions") -> Any:
@@ -154,3 +159,17 @@ async def come(condition: Callable[[], Any]) -> None:
     """Wait for it."""
     while not condition():
         await asyncio.sleep(0.01)
+
+
+def check_counters(db: sqlite3.Connection) -> None:
+    """What batches say of themselves is what their rows say."""
+    for number, *said in db.execute(
+        "SELECT number, done, failed, output_bytes, error_bytes, bytes, total FROM batches"
+    ).fetchall():
+        rows = db.execute("SELECT state, body, answer FROM rows WHERE batch = ?", (number,)).fetchall()
+        if not rows:
+            continue
+        sizes = {state: [len(answer) + 1 for one, _, answer in rows if one == state] for state in ("done", "failed")}
+        held = sum(store_schema.ROW + len(body or b"") + (len(answer) + 1 if answer else 0) for _, body, answer in rows)
+        counted = [len(sizes["done"]), len(sizes["failed"]), sum(sizes["done"]), sum(sizes["failed"]), held, len(rows)]
+        assert said == counted

@@ -50,6 +50,7 @@ class Store:
         self.folder = folder or Path(self._temporary.name if self._temporary is not None else "")
         self._lock = _only_one(self.folder)
         self._threads = (ThreadPoolExecutor(1, "store-writes"), ThreadPoolExecutor(1, "store-reads"))
+        self._usable = True  # as far as the last that was tried knows
         path = self.folder / NAME
         try:
             self.writer = open_database(str(path))
@@ -85,7 +86,14 @@ class Store:
         asked = time.monotonic()
         transaction = asyncio.get_running_loop().run_in_executor(thread, lambda: _transaction(db, begin, work, asked))
         try:
-            return await asyncio.shield(transaction)
+            result = await asyncio.shield(transaction)
+            self._usable = self._usable or db is self.writer
+            return result
+        except StorageError as error:
+            if self._usable:  # said once, however many ask
+                log.error("the server's database cannot be used: %s", error.__cause__ or error)
+            self._usable = False
+            raise
         finally:
             while not transaction.done():
                 with contextlib.suppress(asyncio.CancelledError):
@@ -107,10 +115,9 @@ def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Con
     except sqlite3.OperationalError as error:
         if (code := error.sqlite_errorcode & 0xFF) not in PASSING:
             raise
-        log.warning("the server's database: %s", error)
         if code == sqlite3.SQLITE_FULL:
-            raise StorageError(507, FULL, code="disk_full") from None
-        raise StorageError(503, BUSY, code="storage_busy", retry_after=5) from None
+            raise StorageError(507, FULL, code="disk_full") from error
+        raise StorageError(503, BUSY, code="storage_busy", retry_after=5) from error
     return result
 
 

@@ -92,8 +92,7 @@ async def upload(store: Store, request: Request, limits: Limits) -> dict[str, An
     keeping = Keeping(store, limits, Form(request.headers.get("content-type")))
     try:
         await keeping.all_of(request)
-        file, (name, purpose, life) = keeping.file, _checked(keeping.form, keeping.file is None)
-        return await store.run(lambda db: files.complete(db, file or 0, name, purpose, life))
+        return await keeping.complete(*_checked(keeping.form, keeping.file is None))
     except BaseException:
         await keeping.abandon()
         raise
@@ -124,6 +123,11 @@ class Keeping:
             raise bad("the client went away") from None
         if wrong is not None or not self.form.ended:
             raise wrong or _no_form()
+
+    async def complete(self, name: str, purpose: str, life: int | None) -> dict[str, Any]:
+        file = self.file
+        assert file is not None  # what is empty has been refused
+        return await self._store.run(lambda db: files.complete(db, file, name, purpose, life))
 
     async def abandon(self) -> None:
         file = self.file
