@@ -78,11 +78,11 @@ def test_a_full_disk_stops_a_batch_for_as_long_as_it_is_full() -> None:
 
 def test_a_database_that_others_hold_stops_a_batch_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who writes hears a 503, all of them within the patience of one; who reads is served."""
-    monkeypatch.setattr("headrace.server.store.PATIENCE", 0.2)
+    monkeypatch.setattr("headrace.server.store.PATIENCE", 2.0)
 
     async def test() -> None:
         store, asked = Store(tmp_path), []  # type: ignore[var-annotated]
-        store.writer.execute("PRAGMA busy_timeout = 300")
+        store.writer.execute("PRAGMA busy_timeout = 500")
         name = await make(store, of(20))
         other = sqlite3.connect(tmp_path / "server.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
