@@ -35,6 +35,12 @@ def long_server(endless: Path) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of batches that tries again at once."""
+    monkeypatch.setattr("headrace.server.batch_worker.PAUSES", (0.02, 0.05))
+
+
 @pytest.fixture(scope="session")
 def offline(tiny: Path) -> Iterator[LLM]:
     """What the server must be equal to."""

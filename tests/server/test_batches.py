@@ -1,13 +1,11 @@
 """Files and batches through the `openai` client; a batch outlives its server, and answers every line once."""
 
-import asyncio
 import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +15,12 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.server import batches, files
-from headrace.server.batch_worker import WIDTH, BatchWorker
-from headrace.server.errors import ENGINE_LOST, ApiError
-from headrace.server.fields import BatchRequest
+from headrace.server.batch_worker import WIDTH
+from headrace.server.errors import ApiError
 from headrace.server.settings import Limits
-from headrace.server.store import Store, StoreError
-from tests.server.harness import PATIENCE, ROOT, Running, said, until
-
-ENDED = ("completed", "failed", "cancelled", "expired")
-ASK = {"model": "tiny", "prompt": "The mill", "max_tokens": 6, "temperature": 0}
-
-
-def lines(bodies: list[dict[str, Any]], url: str = "/v1/completions") -> bytes:
-    rows = [{"custom_id": f"r{at}", "method": "POST", "url": url, "body": body} for at, body in enumerate(bodies)]
-    return "\n".join(json.dumps(row) for row in rows).encode()
-
-
-def start(client: openai.OpenAI, content: bytes, endpoint: Any = "/v1/completions") -> Any:
-    file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"})
-
-
-def end(client: openai.OpenAI, name: str) -> Any:
-    until(lambda: client.batches.retrieve(name).status in ENDED)
-    return client.batches.retrieve(name)
-
-
-def answers(client: openai.OpenAI, file: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in client.files.content(file).text.splitlines()]
+from tests.server.batching import ASK, answers, end, lines, start
+from tests.server.harness import PATIENCE, ROOT, Running, said
+from tests.server.test_uploads import kept_in, upload
 
 
 def test_files(server: Running) -> None:
@@ -98,6 +73,26 @@ def test_bad_uploads_are_refused(tiny: Path) -> None:
         assert full.json()["error"]["code"] == "storage_full"
 
 
+def test_what_stops_batches_is_told_to_those_who_ask(tiny: Path) -> None:
+    """A full disk: uploads hear a 507, /health says why batches wait and stays ready, as all else goes on."""
+    with Running(tiny) as server:
+        file = server.openai.files.create(file=("in", lines([ASK])), purpose="batch")
+        assert "batches" not in server.health()
+        writer = server.server.store.writer
+        (pages,) = writer.execute("PRAGMA page_count").fetchone()
+        writer.execute(f"PRAGMA max_page_count = {pages}")
+        answer = upload(server, 1 << 20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "disk_full")
+        assert "make room there" in answer.json()["error"]["message"]
+        assert kept_in(server)[1] == 1
+        server.server.worker._wait_for(None, ApiError(507, "the disk is full"))
+        assert server.health() == {"status": "ready", "detail": "", "restarts": 0, "batches": "the disk is full"}
+        writer.execute(f"PRAGMA max_page_count = {pages + 1000}")
+        made = server.openai.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert end(server.openai, made.id).status == "completed"
+        assert "batches" not in server.health()
+
+
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
@@ -145,25 +140,6 @@ def test_files_past_their_time_are_not_there_and_are_deleted(server: Running, mo
         client.files.retrieve(done.output_file_id)
     for name in (file.id, plain.output_file_id, plain.input_file_id, other.id):
         client.files.delete(name)
-
-
-def test_a_waiting_worker_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When nothing is to be done the files whose time is over are deleted."""
-
-    async def run() -> int:
-        store = Store(tmp_path / "state")
-        await store.run(lambda db: files.add(db, "a", "batch", b"x", -1))
-        worker = BatchWorker(None, store, 1)  # type: ignore[arg-type]
-        worker.begin()
-        while await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone()[0]):
-            await asyncio.sleep(0.01)
-        await worker.stop()
-        await worker.close()
-        (left,) = await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone())
-        store.close()
-        return int(left)
-
-    assert asyncio.run(asyncio.wait_for(run(), PATIENCE)) == 0
 
 
 def test_a_batch_is_answered_line_by_line(server: Running, offline: LLM) -> None:
@@ -255,147 +231,6 @@ def test_a_batch_is_cancelled_by_a_request_without_a_body(server: Running) -> No
     assert end(server.openai, batch.id).status == "cancelled"
 
 
-class Fragile:
-    """An application whose engine ends whenever a poisoned request runs, together with all that runs beside it."""
-
-    def __init__(self) -> None:
-        self.deaths = 0
-        self.begun: list[str] = []
-        self.most = 0
-        self._running = 0
-        self._died = asyncio.Event()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        prompt = json.loads((await receive())["body"])["prompt"]
-        self.begun.append(prompt)
-        self._running += 1
-        self.most = max(self.most, self._running)
-        died = self._died
-        await asyncio.sleep(0.01)
-        if prompt == "poison":
-            self.deaths += 1
-            self._died.set()
-            self._died = asyncio.Event()
-        elif not died.is_set():
-            await asyncio.wait({asyncio.create_task(died.wait())}, timeout=0.01)
-        self._running -= 1
-        error = {"error": {"message": "it ended", "code": ENGINE_LOST}}
-        status, body = (503, error) if died.is_set() else (200, {"said": prompt})
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
-
-
-async def through(app: Any, store: Store, prompts: list[str], limits: Limits, ends: Any = ENDED) -> tuple[Any, list[Any]]:
-    """A batch run by a worker of its own, and its answers, the good and the others."""
-    content = lines([{**ASK, "prompt": prompt} for prompt in prompts])
-    file = await store.run(lambda db: files.add(db, "in", "batch", content))
-    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = await batches.create(store, BatchRequest(**asked), limits)
-    worker = BatchWorker(app, store, limits.stored)
-    worker.begin()
-    while (found := await batches.find(store, batch["id"]))["status"] not in ends:
-        await asyncio.sleep(0.01)
-    await worker.close()
-    kept = [found["output_file_id"], found["error_file_id"]]
-    texts = [await files.content(store, name) if name else b"" for name in kept]
-    return found, [[json.loads(line) for line in text.splitlines()] for text in texts]
-
-
-def test_a_line_that_ends_the_engine_is_tried_three_times_and_ends_only_itself() -> None:
-    async def run() -> None:
-        app, store = Fragile(), Store()
-        prompts = [f"p{at}" for at in range(40)]
-        prompts[5] = "poison"
-        batch, (good, bad) = await through(app, store, prompts, Limits())
-        assert batch["status"] == "completed"
-        assert [row["response"]["body"]["said"] for row in good] == [one for one in prompts if one != "poison"]
-        (line,) = bad
-        assert (line["custom_id"], line["response"], line["error"]["code"]) == ("r5", None, ENGINE_LOST)
-        assert "ended 3 times" in line["error"]["message"]
-        assert app.deaths == app.begun.count("poison") == 3
-        assert app.most == WIDTH  # lines run together
-        first = app.begun.index("poison")
-        again = app.begun[app.begun.index("poison", first + 1) :]
-        assert again[0] == again[1] == "poison"  # alone, the second and the third time
-        assert max(map(app.begun.count, prompts)) == 3
-        assert max(app.begun.count(one) for one in prompts if one != "poison") == 2
-        store.close()
-
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
-
-
-def test_a_line_that_finds_the_server_busy_is_not_asked_after_the_end_of_its_batch() -> None:
-    """It waits as long as its batch is open, and no attempt is counted."""
-
-    async def run() -> None:
-        asked: list[int] = []
-
-        async def busy(scope: Any, receive: Any, send: Any) -> None:
-            asked.append(1)
-            await send({"type": "http.response.start", "status": 503, "headers": []})
-            await send({"type": "http.response.body", "body": b'{"error": {"code": "no_room"}}'})
-
-        store = Store()
-
-        async def cancel() -> None:
-            while len(asked) < 3:
-                await asyncio.sleep(0.01)
-            (name,) = await store.run(lambda db: db.execute("SELECT id FROM batches").fetchone())
-            await batches.cancel(store, name)
-
-        (batch, (good, bad)), _ = await asyncio.gather(through(busy, store, ["a"], Limits()), cancel())
-        assert (batch["status"], good, len(bad)) == ("cancelled", [], 1)
-        assert bad[0]["error"]["code"] == "batch_cancelled"
-        store.close()
-
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
-
-
-async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """An application that says a great deal."""
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": json.dumps({"said": "x" * 300}).encode()})
-
-
-def test_what_batches_keep_counts_as_files_do() -> None:
-    """The requests of open batches, and what they write; a batch whose answers have no room has failed, and says why."""
-
-    async def run() -> None:
-        store = Store()
-        size = len(lines([{**ASK, "prompt": "a"}] * 10))
-        batch, _ = await through(echo, store, ["a"] * 10, Limits(stored=4 * size + 4000))
-        assert batch["status"] == "completed"
-        before = await store.run(lambda db: db.execute("SELECT sum(bytes) FROM files").fetchone()[0])
-        limits = Limits(stored=before + 2 * size + 1000)  # room for the requests, twice, and not for the answers
-        batch, _ = await through(echo, store, ["a"] * 10, limits)
-        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "storage_full")
-        left = "SELECT count(*), (SELECT sum(bytes) FROM batches) FROM lines"
-        assert await store.run(lambda db: db.execute(left).fetchone()) == (0, 0)
-        with pytest.raises(ApiError, match="is full; delete some"):  # its copy of the requests counts
-            await through(echo, store, ["a"] * 10, Limits(stored=before + 2 * size + size // 2))
-        store.close()
-
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
-
-
-def test_a_database_of_an_earlier_version_is_gone_on_with(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.close()
-    with sqlite3.connect(tmp_path / "server.sqlite") as database:
-        database.executescript(
-            "ALTER TABLE lines DROP COLUMN attempts; ALTER TABLE batches DROP COLUMN bytes; PRAGMA user_version = 1;"
-        )
-    database.close()
-
-    async def run() -> None:
-        store = Store(tmp_path)
-        batch, _ = await through(echo, store, ["a"], Limits())
-        assert batch["status"] == "completed"
-        store.close()
-
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
-
-
 # Put before a server's own code: it is killed when so many lines of a batch have been answered, wherever it is then.
 KILLED_AT = """
 import os, signal
@@ -425,66 +260,49 @@ def serve(tiny: Path, state: Path, before: str = "") -> tuple["subprocess.Popen[
     return process, openai.OpenAI(base_url=base, api_key="none", max_retries=0, http_client=plain)
 
 
-def test_after_kill_9_a_batch_goes_on_and_every_line_is_answered_once(tiny: Path, tmp_path: Path) -> None:
-    count = 120
-    bodies = [{**ASK, "prompt": f"The mill {at}", "max_tokens": 24, "ignore_eos": True} for at in range(count)]
-    process, client = serve(tiny, tmp_path / "state", KILLED_AT.format(count=10))
-    batch = start(client, lines(bodies))
-    assert process.wait(PATIENCE) == -signal.SIGKILL
-    with sqlite3.connect(tmp_path / "state" / "server.sqlite") as database:
-        rows = database.execute("SELECT custom_id, answer FROM lines WHERE answer IS NOT NULL").fetchall()
-        kept = {custom_id: json.loads(answer)["id"] for custom_id, answer in rows}
-    assert 10 <= len(kept) <= 10 + WIDTH < count, "it was to be killed in the middle"
-    process, client = serve(tiny, tmp_path / "state")
+FIND = "SELECT custom_id, answer FROM rows WHERE answer IS NOT NULL"
+
+
+def kill_9_and_again(tiny: Path, state: Path, count: int, kills: int, every: int, ask: dict[str, Any], url: str) -> int:
+    """A batch of `count` lines whose server is killed so many times, each time when `every` more lines have their answer;
+    returns the bytes that its folder has at most. Every line is answered once, and what was answered before a death stays."""
+    process, client = serve(tiny, state, KILLED_AT.format(count=every))
+    batch = start(
+        client, lines([ask | ({"prompt": f"The mill {at}"} if "prompt" in ask else {}) for at in range(count)], url), url
+    )
+    kept: dict[str, bytes] = {}
+    most = 0
+    for kill in range(kills):
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+        with sqlite3.connect(state / "server.sqlite") as database:
+            found = dict(database.execute(FIND).fetchall())
+        database.close()
+        assert len(kept) + every <= len(found) <= len(kept) + every + WIDTH
+        assert len(found) < count, "it was to be killed in the middle"
+        assert {name: found[name] for name in kept} == kept
+        kept = found
+        most = max(most, sum(path.stat().st_size for path in state.iterdir()))
+        process, client = serve(tiny, state, KILLED_AT.format(count=every) if kill < kills - 1 else "")
     done = end(client, batch.id)
     assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", count, 0)
-    rows = answers(client, done.output_file_id)
-    assert [row["custom_id"] for row in rows] == [f"r{at}" for at in range(count)]
-    again = {row["custom_id"]: row["id"] for row in rows}
-    assert {name: again[name] for name in kept} == kept, "what was answered before the end was not asked again"
+    rows = client.files.content(done.output_file_id).read().splitlines()
+    assert [json.loads(row)["custom_id"] for row in rows] == [f"r{at}" for at in range(count)]
+    assert set(kept.values()) <= set(rows), "what was answered before the end was not asked again"
     process.terminate()
     assert process.wait(PATIENCE) == 0
+    return max(most, sum(path.stat().st_size for path in state.iterdir()))
 
 
-def test_one_server_at_a_time_keeps_a_folder(tmp_path: Path) -> None:
-    first = Store(tmp_path / "state")
-    with pytest.raises(StoreError, match="in use by another server"):
-        Store(tmp_path / "state")
-    first.close()
-    Store(tmp_path / "state").close()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "server.sqlite").write_bytes(b"no database" * 1000)
-    with pytest.raises(StoreError, match="cannot be used"):
-        Store(tmp_path / "other")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot be written"):
-        Store(tmp_path / "file")
+def test_after_kill_9_a_batch_goes_on_and_every_line_is_answered_once(tiny: Path, tmp_path: Path) -> None:
+    ask = {**ASK, "max_tokens": 12, "ignore_eos": True}
+    assert kill_9_and_again(tiny, tmp_path / "state", 120, 2, 15, ask, "/v1/completions") < 4 << 20
 
 
-def test_who_is_cancelled_leaves_no_transaction_behind(tmp_path: Path) -> None:
-    """One is under way when its task is cancelled, twice; the next begins after it, and it is kept."""
-    began, go_on = threading.Event(), threading.Event()
-
-    def slow(db: sqlite3.Connection) -> None:
-        began.set()
-        assert go_on.wait(PATIENCE)
-        files.add(db, "a", "batch", b"x")
-
-    async def main() -> list[str]:
-        store = Store(tmp_path / "state")
-        first = asyncio.create_task(store.run(slow))
-        assert await asyncio.to_thread(began.wait, PATIENCE)
-        second = asyncio.create_task(store.run(lambda db: db.execute("SELECT filename FROM files").fetchall()))
-        for _ in range(2):
-            first.cancel()
-            await asyncio.sleep(0)
-        left = first.done()
-        go_on.set()
-        assert not left
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        found = [name for (name,) in await second]
-        store.close()
-        return found
-
-    assert asyncio.run(main()) == ["a"]
+@pytest.mark.slow
+def test_fifty_thousand_embeddings_killed_five_times(tiny: Path, tmp_path: Path) -> None:
+    """The disk holds what the quotas of uploads and batches allow, and the log of SQLite."""
+    ask = {"model": "tiny", "input": "The mill stands by the river."}
+    most = kill_9_and_again(tiny, tmp_path / "state", 50_000, 5, 8_000, ask, "/v1/embeddings")
+    limits = Limits()
+    assert most < limits.stored + limits.batch_bytes
+    assert most < 400 << 20

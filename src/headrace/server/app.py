@@ -92,10 +92,10 @@ def make_app(models: Models, store: Store) -> Application:
     """The whole ASGI application of a server's models."""
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
+    worker = BatchWorker(app, store, models.settings.limits.batch_bytes)
     _add_protocol(app, models)
-    _add_tools(app, models)
+    _add_tools(app, models, worker)
     add_page(app)
-    worker = BatchWorker(app, store, models.settings.limits.stored)
     add_files(app, store, models.settings.limits)
     add_batches(app, store, models.settings.limits, worker)
     add_responses(app, models, store)
@@ -155,7 +155,7 @@ def _asker(models: Models, protocol: Protocol) -> Callable[..., Awaitable[Respon
     return ask
 
 
-def _add_tools(app: FastAPI, models: Models) -> None:
+def _add_tools(app: FastAPI, models: Models, worker: BatchWorker) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         async with models.use(body.model) as service:
@@ -173,6 +173,8 @@ def _add_tools(app: FastAPI, models: Models) -> None:
         said["restarts"] = sum(service.llm.restarts for service in models.services)
         if len(models.services) > 1:
             said["models"] = {service.name: str(service.llm.state) for service in models.services}
+        if worker.trouble:
+            said["batches"] = worker.trouble
         if state is State.READY:
             return _json(said)
         return Response(msgspec.json.encode(said), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")

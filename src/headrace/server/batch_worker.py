@@ -6,27 +6,39 @@ was not kept when the server ended is run again after the next start, so that ev
 
 import asyncio
 import contextlib
-import json
 import logging
 import sqlite3
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from headrace.server import batches, files
+import msgspec
+
+from headrace.server import batch_rows, files
 from headrace.server.answers import new_id, now
-from headrace.server.errors import ENGINE_LOST
+from headrace.server.batch_rows import Row
+from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, ApiError
 from headrace.server.guard import App
-from headrace.server.store import Store
+from headrace.server.store import StorageError, Store
 
 log = logging.getLogger("headrace.server")
 
 WIDTH = 32  # lines under way at once
 SWEEP = 600.0  # seconds between looks for files whose time is over
-PATIENCE = 0.25  # seconds before a line is tried again that found the server busy or the engine down
-ATTEMPTS = 3  # of a line under which the engine ends
+PAUSES = (0.25, 8.0)  # seconds before what found the server busy, or the disk full, is tried again: first, and in the end
 BUSY = (429, 503)
 BEHIND = 1_000_000  # the priority of lines that name none: after those that somebody waits for
-WITH_PRIORITY = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+DEFAULTS = {"priority": BEHIND}
+OF_ENDPOINT = {"/v1/responses": {"store": False}}  # a batch does not push out the conversations of people
+Outcome = Callable[[sqlite3.Connection], None]  # a transaction in which a line's state becomes another
+
+
+class _Reason(msgspec.Struct):
+    code: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Reason
 
 
 class BatchWorker:
@@ -35,13 +47,16 @@ class BatchWorker:
     def __init__(self, app: App, store: Store, most: int, width: int = WIDTH) -> None:
         self._app = app
         self._store = store
-        self._most = most  # bytes of all files
+        self._most = most  # bytes of all batches
         self._width = width
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
-        self._lines: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._alone = False  # the one line under way is one under which the engine has ended before
+        self._stopped = asyncio.Event()
+        self._recovered = False
+        self._swept = -SWEEP
+        self._lines: dict[int, asyncio.Task[None]] = {}
+        self._alone = False  # the one line under way is one that was tried before
+        self._troubles: dict[int | None, str] = {}  # what keeps lines, and the worker itself (None), from going on
 
     def begin(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -49,83 +64,111 @@ class BatchWorker:
     def poke(self) -> None:
         self._news.set()
 
+    @property
+    def trouble(self) -> str:
+        """Why batches do not go on: one line; empty where they do."""
+        if self._task is not None and self._task.done() and not self._stopped.is_set():
+            return "their worker has ended; start the server again; its log says why"
+        return next(iter(self._troubles.values()), "")
+
     async def stop(self) -> None:
         """Begin no more lines."""
-        self._stopping = True
+        self._stopped.set()
         self.poke()
 
     async def close(self) -> None:
         """End; lines under way are given up, and run again after the next start."""
+        self._stopped.set()
         tasks = [task for task in (self._task, *self._lines.values()) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(StorageError):  # the next server finds them under way, and counts a try
+            await self._store.run(batch_rows.give_back)
 
     async def settle(self) -> None:
         """Wait for the lines under way."""
         await asyncio.gather(*self._lines.values(), return_exceptions=True)
 
     async def _run(self) -> None:
-        while not self._stopping:
-            self._news.clear()
+        pause = PAUSES[0]
+        while not self._stopped.is_set():
             try:
-                if not await self._feed():
-                    await self._wait()
-            except Exception:  # the database's, or the memory's
-                log.exception("the server's database failed; batches wait")
-                await asyncio.sleep(40 * PATIENCE)
+                await self._turn()
+                self._troubles.pop(None, None)
+                pause = PAUSES[0]
+            except Exception as error:  # the database's, the memory's, a mistake of ours: none of them ends the worker
+                self._wait_for(None, error)
+                await self._pause(pause)
+                pause = min(2 * pause, PAUSES[1])
 
-    async def _wait(self) -> None:
-        """Until there is something new; files whose time is over are deleted meanwhile."""
-        while not self._news.is_set():
+    async def _turn(self) -> None:
+        """End what is cancelled or past its time, begin lines while there is room, and wait until there is something new."""
+        self._news.clear()
+        if not self._recovered:
+            await self._store.run(batch_rows.recover)
+            self._recovered = True
+        more = await self._store.run(batch_rows.stop)
+        room = 0 if self._alone or self._stopped.is_set() else self._width - len(self._lines)
+        alone = not self._lines
+        for row in await self._store.run(lambda db: batch_rows.begin(db, room, alone)) if room else []:
+            self._alone = row.attempts > 0
+            self._lines[row.number] = asyncio.create_task(self._line(row))
+        if time.monotonic() >= self._swept + SWEEP:
+            self._swept = time.monotonic()
             await self._store.run(files.sweep)
+            while await self._store.run(files.shrink):
+                pass
+        if not more:
+            expiry = await self._store.read(batch_rows.next_expiry)
+            seconds = SWEEP if expiry is None else min(SWEEP, max(expiry - now(), 0))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), SWEEP)
+                await asyncio.wait_for(self._news.wait(), seconds)
 
-    async def _feed(self) -> bool:
-        """Begin lines while there is room, and end batches that are through; returns whether to look again at once."""
-        running = set(self._lines)
-        room = 0 if self._alone else self._width - len(running)
-        todo, ended = await self._store.run(lambda db: _next(db, running, room, self._most))
-        for batch, number, url, custom_id, body, attempts in todo:
-            if self._stopping:
-                break
-            self._alone = attempts > 0
-            task = asyncio.create_task(self._line((batch, number), url, custom_id, body))
-            self._lines[batch, number] = task
-        for name, status in ended:
-            log.info("batch %s is %s", name, status)
-        return bool(ended)
-
-    async def _line(self, key: tuple[str, int], url: str, custom_id: str, body: str) -> None:
+    async def _line(self, row: Row) -> None:
+        """Answer a line, and keep the answer; both are tried until they succeed or the batch ends."""
+        outcome: Outcome | None = None
+        pause = 0.0
         try:
-            status, answer = await self._ask(url, body)
-            while status in BUSY and not _lost(answer):
-                await asyncio.sleep(PATIENCE)
-                if self._stopping or not await self._store.run(lambda db: batches.is_open(db, key[0])):
-                    return
-                status, answer = await self._ask(url, body)
-            if status in BUSY:
-                await self._store.run(lambda db: _strike(db, key, custom_id))
-                return
-            response = {"status_code": status, "request_id": new_id("req"), "body": json.loads(answer)}
-            line = json.dumps({"id": new_id("batch_req"), "custom_id": custom_id, "response": response, "error": None})
-            await self._store.run(lambda db: _answer(db, key, line, failed=status != 200))
-        except Exception:  # of the database: the line is run again
-            log.exception("the answer of a line of a batch was not kept")
-            await asyncio.sleep(40 * PATIENCE)
+            while not self._stopped.is_set():
+                try:
+                    if pause and not await self._store.read(lambda db: batch_rows.is_open(db, row.number)):
+                        outcome = lambda db: batch_rows.move_row(db, row.number, "return")  # noqa: E731
+                    outcome = outcome or await self._outcome(row)
+                    if outcome is not None:
+                        return await self._store.run(outcome)
+                except ApiError as error:  # no room for the answer, or the database cannot be written: it waits
+                    self._wait_for(row.number, error)
+                except Exception as error:
+                    log.exception("a line of a batch failed")
+                    reason = f"the server failed with this request ({type(error).__name__})"
+                    outcome = _lost(row, "line_failed", reason)
+                pause = min(2 * pause, PAUSES[1]) or PAUSES[0]
+                await self._pause(pause)
         finally:
-            del self._lines[key]
+            del self._lines[row.number]
+            self._troubles.pop(row.number, None)
             self._alone = False
             self.poke()
 
-    async def _ask(self, url: str, body: str) -> tuple[int, bytes]:
+    async def _outcome(self, row: Row) -> Outcome | None:
+        """What becomes of a line now that it has been asked; None: the server is busy, and it is to be asked again."""
+        status, answer = await self._ask(row)
+        if status in BUSY:
+            code = msgspec.json.decode(answer, type=_Refusal).error.code
+            if code == ENGINE_LOST:
+                return _lost(row, ENGINE_LOST, "the engine ended while it had this request")
+            if code != MODEL_UNUSABLE:
+                return None
+        response = {"status_code": status, "request_id": new_id("req"), "body": msgspec.Raw(answer)}
+        line = batch_rows.line(row.number, row.custom_id, response)
+        return lambda db: batch_rows.settle(db, row.number, line, failed=status != 200, most=self._most)
+
+    async def _ask(self, row: Row) -> tuple[int, bytes]:
         """Status and body of one request through the application."""
-        asked = json.loads(body)
-        if url in WITH_PRIORITY:
-            asked.setdefault("priority", BEHIND)
+        body = DEFAULTS | OF_ENDPOINT.get(row.url, {}) | msgspec.json.decode(row.body)
         sent: list[MutableMapping[str, Any]] = []
-        given = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
+        given = [{"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}]
 
         async def receive() -> MutableMapping[str, Any]:
             if given:
@@ -137,10 +180,28 @@ class BatchWorker:
             sent.append(message)
 
         try:
-            await self._app(_scope(url), receive, send)
-        except Exception:  # after an answer that says so
-            log.exception("a line of a batch met a mistake of the server")
+            await self._app(_scope(row.url), receive, send)
+        except Exception:
+            if not sent:
+                raise
+            log.exception("a line of a batch met a mistake of the server")  # after an answer that says so
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the time is over, or the server ends."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), seconds)
+
+    def _wait_for(self, who: int | None, error: Exception) -> None:
+        """Say once that something does not go on, and why."""
+        if not self._troubles:
+            log.error("batches wait: %s", error, exc_info=None if isinstance(error, ApiError) else error)
+        known = error.message if isinstance(error, ApiError) else "the server failed; its log says how"
+        self._troubles[who] = known
+
+
+def _lost(row: Row, code: str, reason: str) -> Outcome:
+    return lambda db: batch_rows.lose(db, row.number, code, reason)
 
 
 def _scope(url: str) -> MutableMapping[str, Any]:
@@ -149,57 +210,3 @@ def _scope(url: str) -> MutableMapping[str, Any]:
         "raw_path": url.encode(), "query_string": b"", "root_path": "", "headers": [(b"content-type", b"application/json")],
         "client": None, "server": None, "state": {},
     }  # fmt: skip
-
-
-def _lost(answer: bytes) -> bool:
-    """Whether the engine ended while it had the request."""
-    return bool(json.loads(answer)["error"]["code"] == ENGINE_LOST)
-
-
-def _answer(db: sqlite3.Connection, key: tuple[str, int], line: str, *, failed: bool) -> None:
-    db.execute(
-        "UPDATE lines SET answer = ?, failed = ?, body = NULL WHERE batch = ? AND number = ? AND answer IS NULL",
-        (line, int(failed), *key),
-    )
-
-
-def _strike(db: sqlite3.Connection, key: tuple[str, int], custom_id: str) -> None:
-    """The engine has ended under a line, which may be why; after ATTEMPTS times that is its answer."""
-    db.execute("UPDATE lines SET attempts = attempts + 1 WHERE batch = ? AND number = ?", key)
-    (attempts,) = db.execute("SELECT attempts FROM lines WHERE batch = ? AND number = ?", key).fetchone()
-    if attempts >= ATTEMPTS:
-        message = f"the engine ended {attempts} times while it had this request; the server's log says how"
-        _answer(db, key, batches.unanswered(custom_id, ENGINE_LOST, message), failed=True)
-
-
-Line = tuple[str, int, str, str, str, int]
-
-
-def _next(
-    db: sqlite3.Connection, running: set[tuple[str, int]], room: int, most: int
-) -> tuple[list[Line], list[tuple[str, str]]]:
-    """Lines to begin, oldest batch first, and the batches that have just ended. Lines under which the engine has ended come
-    last and alone: so it shows which of them it was, and it takes no other along."""
-    lines: list[Line] = []
-    suspects: list[Line] = []
-    ended: list[tuple[str, str]] = []
-    rows = db.execute("SELECT id FROM batches WHERE status IN (?, ?) ORDER BY number", batches.OPEN).fetchall()
-    for (name,) in rows:
-        batch = batches.load(db, name)
-        mine = {number for owner, number in running if owner == name}
-        stopped = "cancelled" if batch["status"] == "cancelling" else "expired" if batch["expires_at"] <= now() else ""
-        fresh = _left(db, batch, mine, "attempts = 0", room + len(mine) + 1)
-        tried = _left(db, batch, mine, "attempts > 0", 1 + len(mine))
-        if (stopped or not (fresh or tried)) and not mine:
-            ended.append((name, batches.finish(db, batch, stopped or "completed", most)))
-        elif not stopped:
-            lines += fresh[: room - len(lines)]
-            suspects += tried
-    return lines or ([] if running or not room else suspects[:1]), ended
-
-
-def _left(db: sqlite3.Connection, batch: dict[str, Any], mine: set[int], which: str, most: int) -> list[Line]:
-    """Lines that have no answer and are not under way."""
-    query = f"SELECT number, custom_id, body, attempts FROM lines WHERE batch = ? AND answer IS NULL AND {which}"
-    rows = db.execute(f"{query} ORDER BY number LIMIT ?", (batch["id"], most)).fetchall()
-    return [(batch["id"], row[0], batch["endpoint"], *row[1:]) for row in rows if row[0] not in mine]

@@ -20,6 +20,7 @@ from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
 ENGINE_LOST = "engine_lost"
+MODEL_UNUSABLE = "model_unusable"  # which does not pass
 RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
 OTHER_NAMES = {name: flat for flat, name in BEAM_NAMES.items()}  # words of messages for fields of requests
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -52,7 +53,7 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status in (408, 409):  # clients ask again by themselves, which would end in the same way
+        if self.status in (408, 409, 507):  # clients ask again by themselves, which would end in the same way
             headers["x-should-retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 

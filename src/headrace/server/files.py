@@ -1,55 +1,48 @@
-"""/v1/files: what batches read and write. A file past its time is not there any more, and is deleted at the next `sweep`."""
+"""/v1/files: what batches read and write. A file past its time is not there any more, and is deleted at the next `sweep`.
+
+What a client sends is kept in pieces as it comes. What a batch writes is its rows: such a file is a name for them.
+"""
 
 import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, bad
 from headrace.server.settings import Limits
 from headrace.server.store import Store, listing
+from headrace.server.store_schema import PIECE
 
 PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")  # of uploads; only batches are read here
-FIELDS = ("purpose", "file", "expires_after[anchor]", "expires_after[seconds]")
 SECONDS = (3600, 2592000)  # of a file's life
 INPUT_SECONDS = SECONDS[1]  # of a batch's input, where the upload names none
-COLUMNS = "id, created, filename, purpose, bytes, expires"
+UPLOAD_SECONDS = 3600  # in which an upload has come, or will not
+PAGES = 1024  # of the database that are given back to the disk in one transaction
+COLUMNS = "number, id, created, filename, purpose, bytes, expires, batch, state"
 
 
-async def upload(store: Store, request: Request, limits: Limits) -> dict[str, Any]:
-    """Keep a file. Raises ApiError."""
-    try:
-        form = await request.form(max_files=1, max_fields=len(FIELDS))
-    except (HTTPException, AssertionError):
-        raise bad("the body is no multipart form of one file; send purpose and file") from None
-    try:
-        if unknown := [name for name in form if name not in FIELDS]:
-            raise ApiError(400, f"unknown field {unknown[0][:100]!r}; remove it", param=unknown[0][:100], code="unknown_field")
-        purpose, file = form.get("purpose"), form.get("file")
-        if not isinstance(file, UploadFile):
-            raise ApiError(400, "file is missing; give it", param="file", code="missing_field")
-        if purpose not in PURPOSES:
-            raise bad(f"purpose must be one of {', '.join(PURPOSES)}", "purpose")
-        life = _life(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
-        life = INPUT_SECONDS if life is None and purpose == "batch" else life
-        content = await file.read()
-        if not content:
-            raise bad("the file is empty; send what it should hold", "file")
-        name = (file.filename or "file").replace("\\", "/").rpartition("/")[2][:200] or "file"
-        return await store.run(lambda db: add(db, name, str(purpose), content, life, limits.stored))
-    finally:
-        await form.close()
+@dataclass(frozen=True, slots=True)
+class File:
+    """A row of `files`; with a `batch`, its rows in that state are the content."""
 
+    number: int
+    id: str
+    created: int
+    filename: str
+    purpose: str
+    bytes: int
+    expires: int | None
+    batch: int | None
+    state: str | None
 
-def _life(anchor: Any, seconds: Any) -> int | None:
-    if anchor is None and seconds is None:
-        return None
-    if not isinstance(seconds, str) or not (seconds.isascii() and seconds.isdigit()) or len(seconds) > 9:
-        raise bad("expires_after has the anchor created_at, and seconds", "expires_after")
-    return life({"anchor": anchor, "seconds": int(seconds)}, "expires_after")
+    def object(self) -> dict[str, Any]:
+        """As the protocol has it."""
+        return {
+            "id": self.id, "object": "file", "bytes": self.bytes, "created_at": self.created, "expires_at": self.expires,
+            "filename": self.filename, "purpose": self.purpose, "status": "processed",
+        }  # fmt: skip
 
 
 def life(policy: dict[str, Any] | None, name: str) -> int | None:
@@ -64,76 +57,143 @@ def life(policy: dict[str, Any] | None, name: str) -> int | None:
     return seconds
 
 
-def sweep(db: sqlite3.Connection) -> None:
-    """Delete the files whose time is over."""
-    db.execute("DELETE FROM files WHERE expires <= ?", (now(),))
-
-
-def add(
-    db: sqlite3.Connection, name: str, purpose: str, content: bytes, life: int | None = None, most: int | None = None
-) -> dict[str, Any]:
-    """Keep a file for `life` seconds; `most`: bytes that all files may have together. Raises ApiError."""
+def begin(db: sqlite3.Connection, limits: Limits) -> int:
+    """A file that nobody sees before it is complete; returns its number. Raises ApiError."""
     sweep(db)
-    if most is not None:
-        check_room(db, len(content), most)
-    created = now()
-    row = (new_id("file"), created, name, purpose, len(content), None if life is None else created + life)
-    db.execute(f"INSERT INTO files ({COLUMNS}, content) VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, content))
-    return _object(row)
+    (count,) = db.execute("SELECT count(*) FROM files WHERE batch IS NULL").fetchone()
+    if count >= limits.files:
+        raise ApiError(400, f"the server keeps {limits.files} files and is full; delete some", code="storage_full")
+    row = (new_id("file"), now(), "", "", 0, 0)
+    query = "INSERT INTO files (id, created, filename, purpose, bytes, complete) VALUES (?, ?, ?, ?, ?, ?)"
+    return int(db.execute(query, row).lastrowid or 0)
 
 
-def check_room(db: sqlite3.Connection, more: int, most: int) -> None:
-    """Whether files and the requests of open batches may take so many bytes more. Raises ApiError."""
-    sums = "SELECT (SELECT coalesce(sum(bytes), 0) FROM files) + (SELECT coalesce(sum(bytes), 0) FROM batches)"
-    (held,) = db.execute(sums).fetchone()
-    if held + more > most:
+def append(db: sqlite3.Connection, file: int, piece: bytes, most: int) -> None:
+    """More of it. Raises ApiError where all uploads together may have `most` bytes and do."""
+    (held,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE batch IS NULL").fetchone()
+    if held + len(piece) > most:
         raise ApiError(400, f"the server keeps {most} bytes of files and is full; delete some", code="storage_full")
+    db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, piece))
+    db.execute("UPDATE files SET bytes = bytes + ? WHERE number = ?", (len(piece), file))
+
+
+def complete(db: sqlite3.Connection, file: int, name: str, purpose: str, life: int | None) -> dict[str, Any]:
+    """All of it is there; it is kept for `life` seconds, None for ever."""
+    query = "UPDATE files SET filename = ?, purpose = ?, expires = created + ?, complete = 1 WHERE number = ?"
+    db.execute(query, (name, purpose, life, file))
+    (row,) = _select(db, "number = ?", file)
+    return row.object()
+
+
+def abandon(db: sqlite3.Connection, file: int) -> None:
+    """Nothing more will come of it."""
+    for one in _select(db, "number = ?", file):
+        _drop(db, one)
+
+
+def of_rows(db: sqlite3.Connection, name: str, size: int, life: int | None, batch: int, state: str) -> str:
+    """The rows of a batch that ended in this state, as a file; returns its id."""
+    created = now()
+    expires = None if life is None else created + life
+    query = f"INSERT INTO files (complete, {COLUMNS}) VALUES (1, NULL, ?, ?, ?, 'batch_output', ?, ?, ?, ?)"
+    made = new_id("file")
+    db.execute(query, (made, created, name, size, expires, batch, state))
+    return made
+
+
+def sweep(db: sqlite3.Connection) -> None:
+    """Delete the files whose time is over, and what has come of uploads under which the server ended."""
+    for file in _select(db, "expires <= ? OR NOT complete AND created <= ?", now(), now() - UPLOAD_SECONDS):
+        _drop(db, file)
+
+
+def shrink(db: sqlite3.Connection) -> bool:
+    """Give some of what deleted rows had back to the disk; whether there is more."""
+    db.execute(f"PRAGMA incremental_vacuum({PAGES})").fetchall()
+    (free,) = db.execute("PRAGMA freelist_count").fetchone()
+    (kind,) = db.execute("PRAGMA auto_vacuum").fetchone()
+    return bool(free and kind)
 
 
 async def listed(store: Store, purpose: str | None, after: str | None, limit: int, order: str) -> dict[str, Any]:
-    where = " WHERE (expires IS NULL OR expires > ?)" + (" AND purpose = ?" if purpose is not None else "")
-    direction = "ASC" if order == "asc" else "DESC"
-    query = f"SELECT {COLUMNS} FROM files{where} ORDER BY created {direction}, rowid {direction}"
-    given = (now(),) if purpose is None else (now(), purpose)
-    rows = await store.run(lambda db: db.execute(query, given).fetchall())
-    return listing([_object(row) for row in rows], after, limit)
+    beyond, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
+    query = (
+        f"SELECT {COLUMNS} FROM files WHERE complete AND (expires IS NULL OR expires > ?) AND (? IS NULL OR purpose = ?) "
+        f"AND (? IS NULL OR number {beyond} (SELECT number FROM files WHERE id = ?)) ORDER BY number {direction} LIMIT ?"
+    )
+    given = (now(), purpose, purpose, after, after, limit + 1)
+    rows = await store.read(lambda db: db.execute(query, given).fetchall())
+    return listing([File(*row).object() for row in rows], None, limit)
 
 
-async def find(store: Store, name: str) -> dict[str, Any]:
-    return await store.run(lambda db: _object(row_of(db, name)))
+async def one(store: Store, name: str) -> dict[str, Any]:
+    return (await store.read(lambda db: find(db, name))).object()
 
 
-async def content(store: Store, name: str) -> bytes:
-    return await store.run(lambda db: read(db, name))
+async def content(store: Store, name: str) -> tuple[int, AsyncIterator[bytes]]:
+    """How many bytes a file has, and those, piece by piece. Raises ApiError."""
+    file = await store.read(lambda db: find(db, name))
+    return file.bytes, _content(store, file)
+
+
+async def _content(store: Store, file: File) -> AsyncIterator[bytes]:
+    at = 0
+    while piece := await store.read(partial(_piece, file=file, after=at)):
+        at, data = piece
+        yield data
 
 
 async def delete(store: Store, name: str) -> dict[str, Any]:
-    def work(db: sqlite3.Connection) -> None:
-        row_of(db, name)
-        db.execute("DELETE FROM files WHERE id = ?", (name,))
-
-    await store.run(work)
+    await store.run(lambda db: _drop(db, find(db, name)))
     return {"id": name, "object": "file", "deleted": True}
 
 
-def row_of(db: sqlite3.Connection, name: str, param: str | None = None) -> tuple[Any, ...]:
-    """Raises ApiError where there is no such file."""
-    row: tuple[Any, ...] | None = db.execute(f"SELECT {COLUMNS} FROM files WHERE id = ?", (name,)).fetchone()
-    if row is None or (row[5] is not None and row[5] <= now()):
-        raise ApiError(404, f"there is no file {name[:100]!r}", param=param, code="file_not_found")
-    return row
+def find(db: sqlite3.Connection, name: str, param: str | None = None) -> File:
+    """Raises ApiError where there is no such file, which says what field (`param`) has named it."""
+    for file in _select(db, "complete AND id = ?", name):
+        if file.expires is None or file.expires > now():
+            return file
+    raise ApiError(404, f"there is no file {name[:100]!r}", param=param, code="file_not_found")
 
 
-def read(db: sqlite3.Connection, name: str, param: str | None = None) -> bytes:
-    """A file's bytes. Raises ApiError, which says what field (`param`) has named the file."""
-    row_of(db, name, param)
-    (data,) = db.execute("SELECT content FROM files WHERE id = ?", (name,)).fetchone()
-    return bytes(data)
+def lines(db: sqlite3.Connection, file: File, longest: int) -> Iterator[bytes]:
+    """A file line by line. Of a line with more than `longest` bytes a part comes that has more, too."""
+    at, rest = 0, b""
+    while piece := _piece(db, file, at):
+        at, data = piece
+        *whole, rest = (rest + data).split(b"\n")
+        yield from whole
+        if len(rest) > longest:
+            rest = rest[: longest + 1]
+    yield rest
 
 
-def _object(row: tuple[Any, ...]) -> dict[str, Any]:
-    name, created, filename, purpose, size, expires = row
-    return {
-        "id": name, "object": "file", "bytes": size, "created_at": created, "expires_at": expires,
-        "filename": filename, "purpose": purpose, "status": "processed",
-    }  # fmt: skip
+def _piece(db: sqlite3.Connection, file: File, after: int) -> tuple[int, bytes] | None:
+    """What a file has behind the row `after`, as many rows as make a piece, with the last one's number; None at its end."""
+    if file.batch is None:
+        rows = db.execute("SELECT number, content FROM chunks WHERE file = ? AND number > ? LIMIT 1", (file.number, after))
+    else:
+        query = "SELECT number, answer FROM rows WHERE batch = ? AND state = ? AND number > ? ORDER BY number"
+        rows = db.execute(query, (file.batch, file.state, after))
+    found = bytearray()
+    for number, part in rows:
+        after = number
+        found += part if file.batch is None else part + b"\n"
+        if len(found) >= PIECE:
+            break
+    return (after, bytes(found)) if found else None
+
+
+def _select(db: sqlite3.Connection, where: str, *given: Any) -> list[File]:
+    return [File(*row) for row in db.execute(f"SELECT {COLUMNS} FROM files WHERE {where}", given)]
+
+
+def _drop(db: sqlite3.Connection, file: File) -> None:
+    """Delete a file and what it holds."""
+    db.execute("DELETE FROM files WHERE number = ?", (file.number,))
+    if file.batch is None:
+        db.execute("DELETE FROM chunks WHERE file = ?", (file.number,))
+        return
+    db.execute("DELETE FROM rows WHERE batch = ? AND state = ?", (file.batch, file.state))
+    (others,) = db.execute("SELECT count(*) FROM files WHERE batch = ?", (file.batch,)).fetchone()
+    db.execute("UPDATE batches SET bytes = iif(?, bytes - ?, 0) WHERE number = ?", (others, file.bytes, file.batch))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -92,6 +93,8 @@ class Guard:
         if announced.isdigit() and int(announced) > most:
             raise _too_large(most)
         seconds = limits.body_seconds + (int(announced) / UPLOAD_SPEED if announced.isdigit() else 0)
+        if upload:
+            return _bounded(receive, most, seconds)
         try:
             async with asyncio.timeout(seconds):
                 body = await _body(receive, most)
@@ -142,11 +145,38 @@ async def _body(receive: Receive, limit: int) -> bytes:
             return bytes(parts)
 
 
+def _bounded(receive: Receive, limit: int, seconds: float) -> Receive:
+    """A `receive` for a body that is kept as it comes: of so many bytes, with so long for the client to send them.
+
+    It raises ApiError.
+    """
+    size, waited = 0, 0.0
+
+    async def bounded() -> Message:
+        nonlocal size, waited
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(max(seconds - waited, 0)):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {seconds:.3g} s") from None
+        waited += time.monotonic() - begun
+        size += len(message.get("body", b""))
+        if size > limit:
+            if message.get("more_body", False):
+                await _discard(receive, KIND)
+            raise _too_large(limit)
+        return message
+
+    return bounded
+
+
 async def _discard(receive: Receive, limit: int) -> None:
     """Read a refused body, within bounds: a client that is still sending when the connection closes loses the answer."""
-    with contextlib.suppress(TimeoutError, ApiError):
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(KIND_SECONDS):
-            await _body(receive, limit)
+            while limit > 0 and (message := await receive()).get("more_body", False):
+                limit -= len(message.get("body", b""))
 
 
 def _too_large(limit: int) -> ApiError:

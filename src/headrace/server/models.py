@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace.data.config import parse_bytes
-from headrace.server.async_llm import AsyncLLM, EngineDownError, LoadError, State
-from headrace.server.errors import RETRY_DOWN, ApiError
+from headrace.server.async_llm import AsyncLLM, LoadError, State
+from headrace.server.errors import MODEL_UNUSABLE, RETRY_DOWN, ApiError
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
@@ -75,7 +75,7 @@ class Models:
     async def use(self, name: str | None) -> AsyncIterator[Service]:
         """The model of this name, in memory, and not unloaded while this is entered.
 
-        Raises ApiError for a name that is not served, and where there is no room; EngineDownError where it cannot be loaded.
+        Raises ApiError for a name that is not served, where there is no room, and where it cannot be loaded.
         """
         entry = self._entry(name)
         entry.users += 1
@@ -142,7 +142,8 @@ class Models:
                 await entry.llm.ready()
             except LoadError as error:
                 log.error("%s cannot be loaded: %s", entry.service.name, error)
-                raise EngineDownError("the model cannot be loaded; the server's log says why") from None
+                message = "the model cannot be loaded; the server's log says why"
+                raise ApiError(503, message, code=MODEL_UNUSABLE, retry_after=60) from None
             _measure(entry)
 
     async def _make_room(self, entry: LoadedModel) -> None:
@@ -150,7 +151,8 @@ class Models:
         assert self.budget is not None
         async with self._making_room:
             if entry.size > self.budget:
-                raise ApiError(503, "the model is larger than the memory set aside for models", retry_after=60)
+                message = "the model is larger than the memory set aside for models"
+                raise ApiError(503, message, code=MODEL_UNUSABLE, retry_after=60)
             others = sorted((one for one in self._entries.values() if one.in_memory), key=lambda one: one.used)
             idle = [one for one in others if not one.busy]
             while sum(one.size for one in others) + entry.size > self.budget:

@@ -176,7 +176,7 @@ async def _history(store: Store, name: str | None) -> list[Item]:
 
 async def _load(store: Store, name: str, param: str | None = None) -> tuple[dict[str, Any], list[Item]]:
     query = "SELECT object, input FROM responses WHERE id = ?"
-    row = await store.run(lambda db: db.execute(query, (name,)).fetchone())
+    row = await store.read(lambda db: db.execute(query, (name,)).fetchone())
     if row is None:
         raise ApiError(404, f"there is no response {name[:100]!r}; was it stored?", param=param, code="response_not_found")
     return json.loads(row[0]), json.loads(row[1])

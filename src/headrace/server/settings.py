@@ -25,8 +25,11 @@ class Limits:
     choices: int = 128  # prompts times n
     inputs: int = 2048  # texts of one /v1/embeddings request
     file: int = 100 << 20  # bytes of an upload
-    stored: int = 2 << 30  # bytes of all files together
+    files: int = 10_000  # uploads that are kept
+    stored: int = 2 << 30  # bytes of all of them together
     batch_lines: int = 50_000
+    batches: int = 1_000  # that are kept; those that have ended and whose files are gone make room
+    batch_bytes: int = 2 << 30  # of all of them together, requests and answers
     responses: int = 1_000  # that are kept; the oldest make room
     response_bytes: int = 1 << 30  # of all of them together
     deadline: float | None = None  # seconds until a request that names none is ended

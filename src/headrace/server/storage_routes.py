@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Query, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from headrace.server import batches, files, responses
+from headrace.server import batches, files, responses, uploads
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.fields import BatchRequest, ResponseRequest
 from headrace.server.models import Models
@@ -46,7 +46,7 @@ def add_files(app: FastAPI, store: Store, limits: Limits) -> None:
 
     @app.post("/v1/files", openapi_extra=UPLOAD)
     async def upload(request: Request) -> Response:
-        return _json(await files.upload(store, request, limits))
+        return _json(await uploads.upload(store, request, limits))
 
     @app.get("/v1/files")
     async def listed(
@@ -59,7 +59,7 @@ def add_files(app: FastAPI, store: Store, limits: Limits) -> None:
 
     @app.get("/v1/files/{name}")
     async def one(name: str) -> Response:
-        return _json(await files.find(store, name))
+        return _json(await files.one(store, name))
 
     @app.delete("/v1/files/{name}")
     async def delete(name: str) -> Response:
@@ -67,8 +67,9 @@ def add_files(app: FastAPI, store: Store, limits: Limits) -> None:
 
     @app.get("/v1/files/{name}/content")
     async def content(name: str) -> Response:
-        headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
-        return Response(await files.content(store, name), headers=headers, media_type="application/octet-stream")
+        size, pieces = await files.content(store, name)
+        headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment", "Content-Length": str(size)}
+        return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
 
 
 def add_batches(app: FastAPI, store: Store, limits: Limits, worker: BatchWorker) -> None:

@@ -2,98 +2,132 @@
 
 import asyncio
 import contextlib
+import logging
 import sqlite3
+import stat
+import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from headrace.server.errors import ApiError
+from headrace.server.store_schema import open_database
+
+log = logging.getLogger("headrace.server")
+
 T = TypeVar("T")
-VERSION = 2
-SCHEMA = """
-CREATE TABLE files (
-    id TEXT PRIMARY KEY, created INTEGER NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL, bytes INTEGER NOT NULL,
-    expires INTEGER, content BLOB NOT NULL
-);
-CREATE TABLE batches (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, status TEXT NOT NULL, expires INTEGER NOT NULL,
-    object TEXT NOT NULL, bytes INTEGER NOT NULL DEFAULT 0
-);
-CREATE TABLE lines (
-    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body TEXT, failed INTEGER, answer TEXT,
-    attempts INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (batch, number)
-) WITHOUT ROWID;
-CREATE INDEX unanswered ON lines (batch, number) WHERE answer IS NULL;
-CREATE TABLE responses (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, created INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    object TEXT NOT NULL, input TEXT NOT NULL
-);
-"""
-
-
-# From version 1: what an open batch takes, and how often the engine ended under a line.
-UPGRADE = """
-ALTER TABLE batches ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE lines ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;
-"""
+NAME = "server.sqlite"
+PATIENCE = 10.0  # seconds that a transaction may wait for those before it
+FULL = "the disk that holds the server's state is full; what it keeps is unharmed; make room there, then try again"
+BUSY = "the server's database cannot be used now; try again in 5 s; the server's log says why"
+PASSING = {
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOMEM),
+    *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL),
+}  # errors of the disk, of its permissions, of who else uses the file: not of a statement
 
 
 class StoreError(ValueError):
     """The database cannot be used; one line that says what to change."""
 
 
+class StorageError(ApiError):
+    """What could not be kept or read, for now: the disk is full (507), or the database is held by somebody else (503)."""
+
+
 class Store:
     """The database in a folder, for one server at a time; without a folder it lasts as long as this object.
 
+    One connection writes, another reads beside it, each in a thread of its own, which does one transaction after the other.
     Raises StoreError where another server holds it, or where it is none of ours.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
-        self._lock: FileLock | None = None
-        if folder is not None:
-            self._lock = _only_one(folder)
-        self._busy = asyncio.Lock()
+        self._temporary = tempfile.TemporaryDirectory(prefix="headrace-") if folder is None else None
+        self.folder = folder or Path(self._temporary.name if self._temporary is not None else "")
+        self._lock = _only_one(self.folder)
+        self._threads = (ThreadPoolExecutor(1, "store-writes"), ThreadPoolExecutor(1, "store-reads"))
+        self._usable = True  # as far as the last that was tried knows
+        path = self.folder / NAME
         try:
-            self._connection = _open(":memory:" if folder is None else str(folder / "server.sqlite"))
+            self.writer = open_database(str(path))
+            self.reader = open_database(str(path), reads=True)
         except sqlite3.Error as error:
+            self._lock.release()
             raise StoreError(f"{folder}: the server's database cannot be used ({error}); give another --state") from None
+        for file in (path, *self.folder.glob(f"{NAME}-*")):
+            file.chmod(0o600)  # those that SQLite makes later have the mode of the database
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """One transaction, off the event loop: all of what `work` does is kept, or, when it raises, nothing.
+        """One transaction that writes, off the event loop: all of what `work` does is kept, or, when it raises, nothing.
 
-        Who is cancelled meanwhile still waits for its end: there is one connection, and the next would begin within it.
+        Raises StorageError where the database cannot be written. Who is cancelled meanwhile still waits for its end.
         """
-        async with self._busy:
-            transaction = asyncio.create_task(asyncio.to_thread(self._transaction, work))
-            try:
-                return await asyncio.shield(transaction)
-            finally:
-                while not transaction.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait({transaction})
+        return await self._do(self.writer, "BEGIN IMMEDIATE", work)
+
+    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """One transaction that reads, beside one that writes: it sees what was kept before it began. Raises StorageError."""
+        return await self._do(self.reader, "BEGIN", work)
 
     def close(self) -> None:
-        self._connection.close()
-        if self._lock is not None:
-            self._lock.release()
+        for thread in self._threads:
+            thread.shutdown()
+        self.reader.close()
+        self.writer.close()
+        self._lock.release()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
-    def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
+    async def _do(self, db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
+        thread = self._threads[db is self.reader]
+        asked = time.monotonic()
+        transaction = asyncio.get_running_loop().run_in_executor(thread, lambda: _transaction(db, begin, work, asked))
         try:
-            result = work(connection)
-        except BaseException:
-            connection.execute("ROLLBACK")
+            result = await asyncio.shield(transaction)
+            self._usable = self._usable or db is self.writer
+            return result
+        except StorageError as error:
+            if self._usable:  # said once, however many ask
+                log.error("the server's database cannot be used: %s", error.__cause__ or error)
+            self._usable = False
             raise
-        connection.execute("COMMIT")
-        return result
+        finally:
+            while not transaction.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({transaction})
+
+
+def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T], asked: float) -> T:
+    if time.monotonic() > asked + PATIENCE:  # one after the other would wait as long as the first
+        raise StorageError(503, BUSY, code="storage_busy", retry_after=5)
+    try:
+        db.execute(begin)
+        try:
+            result = work(db)
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:  # SQLite may have ended it
+                db.execute("ROLLBACK")
+            raise
+    except sqlite3.OperationalError as error:
+        if (code := error.sqlite_errorcode & 0xFF) not in PASSING:
+            raise
+        if code == sqlite3.SQLITE_FULL:
+            raise StorageError(507, FULL, code="disk_full") from error
+        raise StorageError(503, BUSY, code="storage_busy", retry_after=5) from error
+    return result
 
 
 def _only_one(folder: Path) -> FileLock:
+    """The lock of a folder that is its owner's alone."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_mode & stat.S_ISVTX:
+            raise StoreError(f"{folder} is shared by all users of this machine; give --state a folder of the server's own")
+        folder.chmod(0o700)
         lock = FileLock(folder / "server.lock", timeout=0)
         lock.acquire()
     except Timeout:
@@ -101,21 +135,6 @@ def _only_one(folder: Path) -> FileLock:
     except OSError as error:
         raise StoreError(f"{folder}: cannot be written ({error.strerror}); give another --state") from None
     return lock
-
-
-def _open(path: str) -> sqlite3.Connection:
-    """A connection to a database of ours, made where there is none. Raises sqlite3.Error."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = NORMAL")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
-    elif version == 1:
-        connection.executescript(f"BEGIN; {UPGRADE} PRAGMA user_version = {VERSION}; COMMIT;")
-    elif version != VERSION:
-        raise sqlite3.DatabaseError(f"it has version {version} and this Headrace writes {VERSION}")
-    return connection
 
 
 def page(rows: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:

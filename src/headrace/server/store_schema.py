@@ -1,0 +1,142 @@
+"""The tables of what a server keeps, and how a database of an earlier version becomes one of this."""
+
+import contextlib
+import json
+import sqlite3
+from typing import Any
+
+VERSION = 3
+PIECE = 256 << 10  # bytes of a file that are read or written at once
+KEPT = 64 << 20  # bytes of the write-ahead log that stay on disk
+ROW = 256  # bytes that a row of a batch counts for besides its texts
+
+# A batch's answers are its rows, and stay there: the files that it writes (those with a `batch`) are read from them.
+# batches.bytes: what its rows hold, requests and answers; output_bytes, error_bytes: what its two files have.
+# rows.error: what went wrong at the last try that was counted.
+SCHEMA = """
+CREATE TABLE files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, created INTEGER NOT NULL, filename TEXT NOT NULL,
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, expires INTEGER, complete INTEGER NOT NULL, batch INTEGER, state TEXT
+);
+CREATE INDEX files_batch ON files (batch, bytes);
+CREATE TABLE chunks (number INTEGER PRIMARY KEY, file INTEGER NOT NULL, content BLOB NOT NULL);
+CREATE INDEX chunks_of ON chunks (file);
+CREATE TABLE batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, status TEXT NOT NULL, endpoint TEXT NOT NULL,
+    input_file TEXT NOT NULL, output_file TEXT, error_file TEXT, output_life INTEGER, metadata TEXT, errors TEXT,
+    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER,
+    completed_at INTEGER, failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER,
+    total INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL DEFAULT 0, output_bytes INTEGER NOT NULL DEFAULT 0, error_bytes INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX batches_bytes ON batches (bytes);
+CREATE INDEX batches_status ON batches (status);
+CREATE TABLE rows (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, batch INTEGER NOT NULL, custom_id TEXT NOT NULL, state TEXT NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0, error TEXT, body BLOB, answer BLOB
+);
+CREATE INDEX rows_state ON rows (batch, state);
+CREATE INDEX rows_pending ON rows (batch, attempts) WHERE state = 'pending';
+"""
+RESPONSES = """
+CREATE TABLE responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, created INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    object TEXT NOT NULL, input TEXT NOT NULL
+);
+"""
+# Version 1 did not know how often the engine ended under a line.
+FROM_1 = "ALTER TABLE lines ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;"
+# Versions 1 and 2 had a file in one value, a batch as JSON, and its lines beside it.
+OLD = "ALTER TABLE files RENAME TO old_files; ALTER TABLE batches RENAME TO old_batches;"
+OLD_FILES = """
+INSERT INTO files (id, created, filename, purpose, bytes, expires, complete)
+SELECT id, created, filename, purpose, bytes, expires, 1 FROM old_files ORDER BY created, rowid;
+"""
+OLD_ROWS = """
+INSERT INTO rows (batch, custom_id, state, attempts, body, answer)
+SELECT batches.number, custom_id, CASE WHEN answer IS NULL THEN 'pending' WHEN lines.failed THEN 'failed' ELSE 'done' END,
+    attempts, CAST(body AS BLOB), CAST(answer AS BLOB)
+FROM lines JOIN batches ON lines.batch = batches.id ORDER BY batches.number, lines.number;
+"""
+OLD_COUNTS = """
+UPDATE batches SET (done, failed, output_bytes, error_bytes, bytes) = (
+    SELECT coalesce(sum(state = 'done'), 0), coalesce(sum(state = 'failed'), 0),
+        coalesce(sum(CASE state WHEN 'done' THEN length(answer) + 1 END), 0),
+        coalesce(sum(CASE state WHEN 'failed' THEN length(answer) + 1 END), 0),
+        coalesce(sum(:row + coalesce(length(body), 0) + coalesce(length(answer) + 1, 0)), 0)
+    FROM rows WHERE rows.batch = batches.number
+) WHERE status IN ('in_progress', 'cancelling')
+"""
+OLD_GONE = "DROP TABLE old_files; DROP TABLE old_batches; DROP TABLE lines;"
+
+
+def open_database(path: str, *, reads: bool = False) -> sqlite3.Connection:
+    """A connection to a database of ours, made where there is none, brought to this version where it is older.
+
+    Raises sqlite3.Error.
+    """
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a database that has no tables yet
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.execute(f"PRAGMA journal_size_limit = {KEPT}")
+    if reads:
+        db.execute("PRAGMA query_only = ON")
+        return db
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        db.executescript(f"BEGIN; {SCHEMA} {RESPONSES} PRAGMA user_version = {VERSION}; COMMIT;")
+    elif version in (1, 2):
+        _upgrade(db, version)
+    elif version != VERSION:
+        raise sqlite3.DatabaseError(f"it has version {version} and this Headrace writes {VERSION}")
+    return db
+
+
+def statements(db: sqlite3.Connection, script: str) -> None:
+    """Run a script within the transaction that is open, which `executescript` would end."""
+    for statement in script.split(";"):
+        db.execute(statement)
+
+
+def _upgrade(db: sqlite3.Connection, version: int) -> None:
+    """All of it, or nothing."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        statements(db, (FROM_1 if version == 1 else "") + OLD + SCHEMA + OLD_FILES)
+        for file, old in db.execute("SELECT number, old_files.rowid FROM files JOIN old_files USING (id)").fetchall():
+            with db.blobopen("old_files", "content", old, readonly=True) as content:
+                while piece := content.read(PIECE):
+                    db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, piece))
+        for number, batch in db.execute("SELECT number, object FROM old_batches ORDER BY number").fetchall():
+            _insert(db, "batches", _columns(number, json.loads(batch)))
+        statements(db, OLD_ROWS)
+        db.execute(OLD_COUNTS, {"row": ROW})
+        statements(db, OLD_GONE)
+        db.execute(f"PRAGMA user_version = {VERSION}")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+    with contextlib.suppress(sqlite3.OperationalError):  # where the disk has no room for it, the file stays as large as it is
+        db.execute("VACUUM")
+
+
+def _columns(number: int, batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of an earlier version as a row."""
+    same = ("id", "status", "endpoint", "created_at", "expires_at", "in_progress_at", "finalizing_at", "completed_at")
+    row = {name: batch[name] for name in (*same, "failed_at", "expired_at", "cancelling_at", "cancelled_at")}
+    files = {f"{kind}_file": batch[f"{kind}_file_id"] for kind in ("input", "output", "error")}
+    counts = batch["request_counts"]
+    errors = (batch["errors"] or {}).get("data")
+    return {
+        **row, **files, "number": number, "total": counts["total"], "done": counts["completed"], "failed": counts["failed"],
+        "output_life": (batch.get("output_expires_after") or {}).get("seconds"),
+        "metadata": json.dumps(batch["metadata"]), "errors": json.dumps(errors) if errors else None,
+    }  # fmt: skip
+
+
+def _insert(db: sqlite3.Connection, table: str, row: dict[str, Any]) -> None:
+    names = ", ".join(row)
+    places = ", ".join(f":{name}" for name in row)
+    db.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", row)
