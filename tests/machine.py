@@ -52,10 +52,13 @@ class Machine(Deferred):
         self.clock = clock
 
     def run_until(self, ticket: DeferredTicket) -> None:
+        began = self.clock.now
         for plan, _ in self._queue:
             if plan.feeds:
                 self.clock.pass_by(step_time(plan.num_tokens))
         super().run_until(ticket)
+        assert ticket.output is not None
+        ticket.output.seconds = self.clock.now - began
 
 
 @dataclass

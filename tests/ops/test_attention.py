@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops import paging
 from headrace.ops.attention import attend
@@ -19,7 +19,7 @@ BLOCK = 4
 
 
 def config(heads: int, kv_heads: int) -> ModelConfig:
-    return ModelConfig("case", 10, heads * DIM, 1, heads, kv_heads, DIM, 1, 4096)
+    return ModelConfig("case", 10, heads * DIM, (LayerConfig(heads, kv_heads, DIM, 1),), 4096)
 
 
 def rope() -> SimpleNamespace:

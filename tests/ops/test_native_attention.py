@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace import native
-from headrace.data.config import ModelConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops.attention import attention
 from headrace.ops.context import FeedRows, build, tree
@@ -372,7 +372,7 @@ def test_the_result_as_the_next_layer_wants_it(isa, heads, kv_heads, dim):
 def test_the_same_as_the_torch_op(isa, window):
     """The op's torch body is its meaning: same feeds, same tables, same draft trees."""
     shape = Shape(4, 2, 32, window=window)
-    config = ModelConfig("llama", 10, 128, 1, 4, 2, 32, 64, 512)
+    config = ModelConfig("llama", 10, 128, (LayerConfig(4, 2, 32, 64),), 512)
     rng = random.Random(window)
     feeds = [Feed(0, 21), Feed(0, 5, [-1, 0, 0, 1]), Feed(0, 1), Feed(0, 40, [-1, -1, 0, 1, 2])]
     made, blocks = tables(rng, [feed.rows for feed in feeds], 16)

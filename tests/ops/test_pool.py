@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 
-CONFIG = ModelConfig("case", 10, 12, 2, 3, 1, 4, 1, 64)
+CONFIG = ModelConfig("case", 10, 12, (LayerConfig(3, 1, 4, 1),) * 2, 64)
 
 
 def pool(dtype: torch.dtype = torch.float32) -> KVPool:

@@ -250,13 +250,13 @@ def test_the_order_of_the_stages():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dry_multiplier": -1}, "dry_multiplier must be between 0 and 100"),
+        ({"dry_multiplier": -1}, "dry_multiplier must be between 0 .off. and 100"),
         ({"dry_base": 0.5}, "dry_base must be between 1 and 10"),
         ({"dry_base": math.nan}, "dry_base must be"),
         ({"dry_allowed_length": 0}, "dry_allowed_length must be between 1 and 64"),
         ({"dry_range": -1}, "dry_range must be 0"),
         ({"dry_breakers": [-1]}, "dry_breakers must be integers"),
-        ({"xtc_probability": 1.5}, "xtc_probability must be between 0 and 1"),
+        ({"xtc_probability": 1.5}, "xtc_probability must be between 0 .off. and 1"),
         ({"xtc_threshold": -0.1}, "xtc_threshold must be between 0 and 1"),
         ({"top_n_sigma": -1}, "top_n_sigma must be between 0"),
         ({"mirostat_tau": 101}, "mirostat_tau must be between 0"),

@@ -14,7 +14,7 @@ from headrace.weights.kinds import KINDS
 from tests import parameters
 from tests.pages import written
 from tests.places import data_path
-from tests.unit.test_imports import LONGER, MAX_FUNCTION, MAX_LINES
+from tests.unit.test_imports import FLOORS, LONGER, MAX_FUNCTION, MAX_LINES, SOURCES
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
@@ -85,6 +85,26 @@ def test_the_plan_of_the_house_is_the_houses() -> None:
         named = [re.match(r" *(\w*)", part)[1] for part in re.split(r" · |, (?=\w+ ·)", said)]  # type: ignore[index]
         wrong += [f"{name}: {one}" for one in named if one and one not in fields]
     assert wrong == []
+
+
+def test_the_floors_and_ways_of_the_house_are_the_houses() -> None:
+    """Rooms stand on the page where the plan of imports has them; a method on a way is one of a class of that name."""
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    block = page[page.index("Imports go down the floors") :].split("```")[1]
+    floors = re.split(r"(?:^|\s)(\d) ", block)[1:]
+    told = {
+        room: int(number) for number, rooms in zip(floors[::2], floors[1::2], strict=True) for room in re.findall(r"\w+", rooms)
+    }
+    tops = {name.partition(".")[0] for name in FLOORS if name} - {"__main__"}
+    stands = {top: min(floor for name, floor in FLOORS.items() if name in (top, f"{top}.layout")) for top in tops}
+    assert [top for top in sorted(tops) if told.get(top) != stands[top]] == []
+    ways = page[page.index("## The ways") : page.index("## Processes")]
+    named = set(re.findall(r"`([A-Z][A-Za-z]+)\.(\w+)", ways))
+    missing = [
+        f"{a}.{b}" for a, b in sorted(named) if not any(f"class {a}" in s and f"def {b}(" in s for s in SOURCES.values())
+    ]
+    assert len(named) > 12
+    assert missing == []
 
 
 def test_the_table_of_parameters_is_what_is_declared() -> None:
