@@ -280,7 +280,7 @@ def test_W13_log_probabilities_over_T_give_the_same_distribution():
 def test_head_is_the_start_of_a_stable_sort():
     z = random_rows(5, 400).round()
     for width in (0, 1, 3, 50, 400):
-        values, columns = filters.head(z, width)
+        values, columns = filters.top_values(z, width)
         order = np.argsort(-z.numpy(), axis=-1, kind="stable")[:, :width]
         assert np.array_equal(columns.numpy(), order)
         assert torch.equal(values, z.gather(-1, columns))

@@ -7,7 +7,7 @@ HIDDEN, HEAD_ROWS = 0, 1  # the buffers every program begins with
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Floats:
     """A value as float columns of a buffer."""
 
     buffer: int
@@ -23,7 +23,7 @@ class Rows:
 class Normed:
     """A value that is not made: whoever quantises it applies the norm to `rows`."""
 
-    rows: Rows
+    rows: Floats
     norm: Any  # _core.NormWeights
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.native import core
-from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Input, Normed, Ropes, Rows
+from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
 from headrace.native.centring import k_shift
 from headrace.native.weights import PackedPart, PackedWeights
 from headrace.runner.record import Node, RecordError, Recording, Segment
@@ -94,7 +94,7 @@ class Lowering:
         self.buffers = buffers
         self.fuse = fuse
         self.head_ids = head_ids
-        self.values: dict[int, Rows | Normed | Input] = {}
+        self.values: dict[int, Floats | Normed | Input] = {}
         self.inputs: dict[tuple[int, str], int] = {}  # quantised values
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = Uses(segment)
@@ -102,7 +102,7 @@ class Lowering:
 
     def run(self, entry: int) -> None:
         if self.segment.entry is not None:
-            self.values[self.segment.entry] = Rows(entry, 0, self.config.hidden_size)
+            self.values[self.segment.entry] = Floats(entry, 0, self.config.hidden_size)
         for index, node in enumerate(self.segment.nodes):
             if index not in self.fused:
                 step = getattr(self, f"_{node.op}", None)
@@ -111,7 +111,7 @@ class Lowering:
                 step(index, node)
             self._retire(index)
         result = self.values.get(self.segment.result)
-        if isinstance(result, Rows) and entry == HIDDEN and result.at != (HIDDEN, 0):
+        if isinstance(result, Floats) and entry == HIDDEN and result.at != (HIDDEN, 0):
             self.program.copy(result.at, (HIDDEN, 0), result.width, name="copy")
         self._retire(len(self.segment.nodes))
 
@@ -125,7 +125,7 @@ class Lowering:
         self.program.embed(
             self.weights.table(table), HIDDEN, scale, None if positions is None else self.weights.table(positions), name="embed"
         )
-        self._set(node.outputs[0], Rows(HIDDEN, 0, self.config.hidden_size))
+        self._set(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
 
     def _norm(self, index: int, node: Node) -> None:
         source, norm = self._rows(node.inputs["x"]), self._norm_weights(node.settings["w"])
@@ -146,14 +146,14 @@ class Lowering:
             self.fused.add(residual)
             self._set(self.segment.nodes[residual].outputs[0], out)
         else:
-            out, kind = Rows(self.buffers.take("float", layer.n_out), 0, layer.n_out), "store"
+            out, kind = Floats(self.buffers.take("float", layer.n_out), 0, layer.n_out), "store"
             column = 0
             for value, width in zip(node.outputs, layer.sizes if layer.split else (layer.n_out,), strict=True):
-                self._set(value, Rows(out.buffer, column, width))
+                self._set(value, Floats(out.buffer, column, width))
                 column += width
         self._multiply(index, node, parts, kind, out)
 
-    def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Rows) -> None:
+    def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Floats) -> None:
         name = self.weights.name(node.settings["w"])
         for part in parts:
             source = self._input(index, node.inputs["x"], part.form)
@@ -255,19 +255,19 @@ class Lowering:
         return self.buffers.take("float", width), self.buffers.take("float", -(-width // core().VOCAB_BLOCK))
 
     # -- values --------------------------------------------------------------------------------------------------------
-    def _set(self, value: int, place: Rows | Normed | Input) -> None:
+    def _set(self, value: int, place: Floats | Normed | Input) -> None:
         self.values[value] = place
-        if isinstance(place, Rows | Input):
+        if isinstance(place, Floats | Input):
             self.held.setdefault(place.buffer, set()).add(value)
 
-    def _rows(self, value: int) -> Rows:
+    def _rows(self, value: int) -> Floats:
         place = self.values[value]
-        if not isinstance(place, Rows):
+        if not isinstance(place, Floats):
             raise RecordError("an op reads what the native core did not keep as rows")
         return place
 
-    def _float(self, value: int, width: int) -> Rows:
-        rows = Rows(self.buffers.take("float", width), 0, width)
+    def _float(self, value: int, width: int) -> Floats:
+        rows = Floats(self.buffers.take("float", width), 0, width)
         self._set(value, rows)
         return rows
 
@@ -294,16 +294,16 @@ class Lowering:
             self.program.quantize(rows.at, buffer, norm, **self._mark(index, "quantize"))
         return self.inputs[value, form]
 
-    def _side_by_side(self, index: int, node: Node) -> list[Rows]:
+    def _side_by_side(self, index: int, node: Node) -> list[Floats]:
         """q, k and v as columns of one buffer, which attention wants; copied there where they are not."""
         parts = [self._rows(node.inputs[name]) for name in "qkv"]
         if len({rows.buffer for rows in parts}) == 1:
             return parts
         buffer = self.buffers.take("float", sum(rows.width for rows in parts))
         self.held[buffer] = set(node.inputs.values())
-        made: list[Rows] = []
+        made: list[Floats] = []
         for rows in parts:
-            made.append(Rows(buffer, sum(other.width for other in made), rows.width))
+            made.append(Floats(buffer, sum(other.width for other in made), rows.width))
             self.program.copy(rows.at, made[-1].at, rows.width, **self._mark(index, "copy"))
         return made
 
@@ -331,7 +331,7 @@ class Lowering:
         if residual.op != "residual" or residual.settings["post_norm"] is not None or residual.inputs["y"] != node.outputs[0]:
             return None
         x = residual.inputs["x"]
-        return follower if self.uses.free_for(x, index, follower) and isinstance(self.values.get(x), Rows) else None
+        return follower if self.uses.free_for(x, index, follower) and isinstance(self.values.get(x), Floats) else None
 
     def _segment_unit(self, node: Node) -> int:
         """Columns of a unit of the fixed segments that a row-parallel layer is summed in; 0 for the others."""

@@ -112,7 +112,7 @@ def log_total(z: torch.Tensor) -> torch.Tensor:
     return total.log()
 
 
-def head(key: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_values(key: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `width` largest of each row [r, m], largest first and of equals the lowest column: (values, columns).
 
     Columns of -inf are in no particular order.

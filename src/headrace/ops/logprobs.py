@@ -5,7 +5,7 @@ import math
 import torch
 
 from headrace.data.plan import TokenLogprob
-from headrace.ops.filters import NEVER, head, log_total
+from headrace.ops.filters import NEVER, log_total, top_values
 
 CHUNK = 2**19  # logits looked at together
 
@@ -37,7 +37,7 @@ def best_tokens(logits: torch.Tensor, permitted: torch.Tensor, k: int) -> list[t
     out = []
     for start in range(0, len(logits), step):
         z = logits[start : start + step].float()
-        top, order = head(permitted[start : start + step].float(), min(k, z.shape[-1]))
+        top, order = top_values(permitted[start : start + step].float(), min(k, z.shape[-1]))
         logp = ((top.double() - z.amax(-1, keepdim=True)) - log_total(z)).float()
         for ids, values in zip(order.tolist(), logp.tolist(), strict=True):
             listed = sum(value > NEVER for value in values)  # NaN is not above
@@ -50,7 +50,7 @@ def _chunk(z: torch.Tensor, column: torch.Tensor, k: int, ids: torch.Tensor | No
     value = z.gather(-1, column)
     before = torch.arange(z.shape[-1], device=z.device) < column
     ranks = (1 + (z > value).sum(-1) + ((z == value) & before).sum(-1)).tolist()
-    top, order = head(z, min(k, z.shape[-1]))
+    top, order = top_values(z, min(k, z.shape[-1]))
     named = torch.cat([column, order], -1) if ids is None else ids.gather(-1, torch.cat([column, order], -1))
     logp = ((torch.cat([value, top], -1).double() - best) - total).float()
     out = []
