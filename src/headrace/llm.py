@@ -67,7 +67,7 @@ class LLM:
     seed alone, not on drafts, batch or chunks: bitwise on the native core, near-tie-exact in torch, whose sums depend on how
     many rows there are (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at
     once; by default what was measured decides. `draft_vocab`: among how many of the most frequent tokens the draft chooses
-    (native core; 0: all). Raises ValueErrors of one line that say what to change.
+    (0: all). Raises ValueErrors of one line that say what to change.
     """
 
     def __init__(

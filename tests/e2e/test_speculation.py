@@ -108,12 +108,14 @@ def test_a_draft_must_share_the_targets_vocabulary(tmp_path: Path, monkeypatch: 
             LLM(target, **{role: other}, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("most", [None, 0, 40])
-def test_a_draft_chooses_among_as_many_tokens_as_it_is_told(most: int | None, tmp_path: Path) -> None:
+def test_a_draft_chooses_among_as_many_tokens_as_it_is_told(most: int | None, backend: str, tmp_path: Path) -> None:
     """FR-Spec: the first of the vocabulary, those of markup and the ends; what comes out is the same."""
     path = write_tiny_gguf(tmp_path / "model.gguf")
-    plain = LLM(path, backend="native", threads=1, speculate=None)
-    llm = LLM(path, draft=path, speculate="draft", draft_tokens=3, draft_vocab=most, backend="native", threads=1)
+    settings: dict[str, Any] = {"backend": backend, "threads": 1} | ({"dtype": "float64"} if backend == "torch" else {})
+    plain = LLM(path, speculate=None, **settings)
+    llm = LLM(path, draft=path, speculate="draft", draft_tokens=3, draft_vocab=most, **settings)
     assert llm.engine.speculation is not None
     observe, drafted = llm.engine.speculation.observe, set()
 
@@ -138,8 +140,6 @@ def test_a_part_of_the_vocabulary_is_a_drafts(tiny_gguf: Path, shell: Shell) -> 
         LLM(tiny_gguf, draft_vocab=100)
     with pytest.raises(ValueError, match="0 being all"):
         LLM(tiny_gguf, draft=tiny_gguf, draft_vocab=-1)
-    with pytest.raises(ValueError, match="draft_vocab needs the native back end"):
-        LLM(tiny_gguf, draft=tiny_gguf, draft_vocab=100, backend="torch")
     code, _, err = shell("run", tiny_gguf, "hello", "--draft-vocab", 100)
     assert code != 0
     assert "name that model with draft" in err

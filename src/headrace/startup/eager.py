@@ -31,8 +31,6 @@ class Eager:
         settings, device = recipe.settings, torch.device(recipe.settings.device)
         if settings.quantize:
             raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
-        if settings.draft_vocab:
-            raise ValueError("draft_vocab needs the native back end; leave it out, and the draft chooses among all tokens")
         exact = recipe.target.config.encoder and settings.dtype == "auto" and device.type == "cpu"
         dtype = pick_dtype("float32" if exact else settings.dtype, device)
         if settings.kv_dtype not in {"auto", *DTYPES}:
@@ -44,10 +42,10 @@ class Eager:
 
         models = {role: load(each, dtype, device, self.free_memory(recipe)) for role, each in recipe.models.items()}
         plan = recipe.plan(kv_bytes, dtype.itemsize, self.free_memory(recipe))
-        programs = {
-            role: EagerProgram(model, KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device), settings.threads)
-            for role, model in models.items()
-        }
+        heads, programs = recipe.head_ids(), {}
+        for role, model in models.items():
+            pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device)
+            programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
         if recipe.heads is not None:
             programs[HEADS] = EagerHeads(recipe.heads, programs[recipe.roles[0].name], recipe.target.source)
         return Loaded({**programs}, plan, dtype)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from headrace import native
-from headrace.data.plan import DRAFT, MAX_NODES
+from headrace.data.plan import MAX_NODES
 from headrace.models.registry import describe
 from headrace.native.heads import NativeHeads
 from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
@@ -14,9 +13,6 @@ from headrace.native.weights import packed_bytes
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import BLOCK_SIZE, HEADS, Recipe
-from headrace.text.frequent import frequent_tokens
-
-DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 
 
 class Native:
@@ -56,7 +52,7 @@ class Native:
             "kv_dtype": settings.kv_dtype,
             "threads": settings.threads or 0,
         }
-        heads = {DRAFT: _draft_head(recipe)}
+        heads = recipe.head_ids()
         programs = {
             role: NativeProgram(described[role], each.source, quantize=quantize, head_ids=heads.get(role), pack=False, **shared)
             for role, each in models.items()
@@ -67,12 +63,3 @@ class Native:
         if recipe.heads is not None:
             programs[HEADS] = NativeHeads(recipe.heads, programs[recipe.roles[0].name], recipe.target.source, **shared)
         return Loaded({**programs}, plan, torch.bfloat16)
-
-
-def _draft_head(recipe: Recipe) -> np.ndarray | None:
-    """The tokens that a draft chooses from; None: all of them."""
-    if (draft := recipe.models.get(DRAFT)) is None:
-        return None
-    size, asked = draft.config.vocab_size, recipe.settings.draft_vocab
-    count = DRAFT_VOCAB if asked is None else asked
-    return np.array(frequent_tokens(draft.tokenizer, size, count)) if 0 < count < 0.75 * size else None

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, TARGET, KVGroup
 from headrace.drafting.companion import Companion
 from headrace.runner.span import Span
 from headrace.startup import memory
 from headrace.startup.opening import Opened
+from headrace.text.frequent import frequent_tokens
 
 BLOCK_SIZE = 16
+DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
 HEADS, SELF = "heads", "self"  # names of roles, beside those of groups
 
@@ -95,6 +99,14 @@ class Recipe:
                 kind, count = ("", 0) if role.heads is None else (role.heads.kind, role.heads.count)
                 return Companion(role.name, number, group, kind, count)
         return None
+
+    def head_ids(self) -> dict[str, np.ndarray]:
+        """By role the only tokens (ascending) that a model chooses from: a draft's are the frequent ones."""
+        if (draft := self.models.get(DRAFT)) is None:
+            return {}
+        size, asked = draft.config.vocab_size, self.settings.draft_vocab
+        count = DRAFT_VOCAB if asked is None else asked
+        return {DRAFT: np.array(frequent_tokens(draft.tokenizer, size, count))} if 0 < count < 0.75 * size else {}
 
     def plan(self, kv_bytes: Callable[[ModelConfig], int], row_bytes: int, free: int) -> memory.MemoryPlan:
         """The memory plan for `free` bytes beside the weights. `kv_bytes`: of a block, in all layers of a model; `row_bytes`:
