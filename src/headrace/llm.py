@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from headrace.confined.pool import shared
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
 from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
-from headrace.decoding.json_schema.validate import late_keywords, why_broken
+from headrace.decoding.json_schema.validate import late_keywords
+from headrace.decoding.looking import CHECK, asked, found
 from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Pooling, Scoring
 from headrace.drafting.methods import speculation
@@ -373,8 +378,17 @@ def _look_again(output: RequestOutput) -> None:
     if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
         return
     for one in output.outputs:
-        if one.finish_reason == "stop" and (broken := why_broken(spec, one.text)):
+        if one.finish_reason == "stop" and (broken := _why_broken(spec, one.text)):
             one.finish_reason, output.error = "error", broken
+
+
+def _why_broken(spec: StructuredOutputs, text: str) -> str:
+    """What is wrong with a finished text; a pattern may be one that is searched for ever, so that can be ended."""
+    try:
+        with asked():
+            return str(found(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
+    except ConstraintError as error:
+        return str(error)
 
 
 def _spread(params: Params | Sequence[Params], count: int) -> list[SamplingParams]:

@@ -1,21 +1,28 @@
 """Requests that cost little to send: none of them asks another host, keeps others waiting, or fills the memory."""
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
+import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from headrace.confined.pool import shared
+from headrace.confined.worker import Task, Worker
+from headrace.decoding.looking import LOOK
 from headrace.server import fields
 from headrace.server.bounds import Strict
-from headrace.server.grammar_check import GrammarCheck
+from headrace.server.page import markdown
 from headrace.server.page.routes import RenderRequest
 from headrace.text.tokenizer import Tokenizer
-from tests.server.harness import Running, in_thread
+from tests.server.harness import PATIENCE, Running, in_thread, until
 from tests.trap import trap
 from tests.unit.vocabularies import byte_level
 
@@ -25,6 +32,47 @@ OUTWARD = [
     {"oneOf": [{"const": 1}, {"not": {"$dynamicRef": "URL"}, "multipleOf": 7}]},
     {"$ref": "URL"},
 ]
+
+
+MOST_HELD = 0.1  # seconds
+
+
+class Held:
+    """What this test's event loops did at most: the longest that one callback worked (CPU time of its thread, which no busy
+    machine makes longer), and how many bytes this process took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        self.most = MOST_HELD
+        peak()
+        self._before = peak()
+        run = asyncio.events.Handle._run
+
+        def timed(handle: Any) -> None:
+            began = time.thread_time()
+            run(handle)
+            self.seconds = max(self.seconds, time.thread_time() - began)
+
+        monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+
+    def check(self) -> None:
+        assert self.seconds < self.most
+        assert peak() - self._before < 200 << 20
+
+
+@pytest.fixture(autouse=True)
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """Every request of this file leaves the loop to others, and takes little memory."""
+    found = Held(monkeypatch)
+    yield found
+    found.check()
+
+
+def peak() -> int:
+    """The most bytes this process has held since the last call."""
+    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(found.split()[1]) << 10
 
 
 def as_tool(schema: Any) -> dict[str, Any]:
@@ -106,13 +154,6 @@ def door() -> Iterator[Running]:
         yield running
 
 
-def peak() -> int:
-    """The most bytes this process has held since the last call."""
-    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    Path("/proc/self/clear_refs").write_text("5")
-    return int(found.split()[1]) << 10
-
-
 MEGABYTES = 4 << 20
 BODIES = {
     "zeros": (b'{"model":"m","messages":[', b"0,", b"0]}"),
@@ -127,8 +168,9 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_large_body_of_mistakes_is_refused_and_leaves_no_trace(door: Running, name: str) -> None:
+def test_a_large_body_of_mistakes_is_refused_and_leaves_no_trace(door: Running, name: str, held: Held) -> None:
     """4 MiB: a 400, with a tenth of the work and of the memory that all its mistakes would take."""
+    held.most = 1.0  # a million small lists are read in one go
     first, each, last = BODIES[name]
     body = first + each * ((MEGABYTES - len(first) - len(last)) // len(each)) + last
     path = "/v1/chat/completions" if b"messages" in first else "/v1/completions"
@@ -216,24 +258,104 @@ def test_the_schemas_of_tools_are_looked_at_where_that_can_be_stopped(server: Ru
     assert answered > 3
 
 
-def never(schema: Any) -> Any:
-    raise AssertionError("a schema was looked at in the web process")
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("that was done in the web process")
 
 
 def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    ask = GrammarCheck._ask
+    ask = Worker.ask
 
-    async def counted(self: GrammarCheck, question: dict[str, Any]) -> dict[str, Any]:
-        asked.append(sorted(question))
-        return await ask(self, question)
+    def counted(self: Worker, task: Task, frame: bytes) -> Any:
+        asked.append((task.function, *sorted(msgspec.msgpack.decode(frame)[3])))
+        return ask(self, task, frame)
 
-    monkeypatch.setattr(GrammarCheck, "_ask", counted)
+    monkeypatch.setattr(Worker, "ask", counted)
     monkeypatch.setattr("headrace.server.tools.prepare", never)
     body = {"model": "tiny", "messages": TALK, "max_tokens": 2, **as_tool({"type": "string", "minLength": 17})}
     for _ in range(2):
         said = server.post("/v1/chat/completions", body).json()
         assert "context" in said["error"]["message"]  # the tiny model's, which ends before what is said of tools
-        assert asked == [["schemas"], ["spec"]]
+        assert [one for one in asked if one[0] == "look"] == [("look", "schemas"), ("look", "spec")]
     body = {"model": "tiny", "messages": TALK, **as_tool({"$ref": "#/none"})}
     assert "tools: number 0: the JSON schema refers to" in server.post("/v1/chat/completions", body).json()["error"]["message"]
+
+
+LONG_PROSE = LONG * 3  # 1.5 MB
+WORK: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "tools": ("/v1/chat/completions", {"messages": TALK, **as_tool(COSTLY)}, (400,)),
+    "a form": ("/v1/chat/completions", {"messages": TALK, **as_form(COSTLY)}, (400,)),
+    "64 tools": (
+        "/v1/chat/completions",
+        {
+            "messages": TALK,
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": f"f{at}", "parameters": {"properties": {f"p{at}": {"type": "string"}}}},
+                }
+                for at in range(64)
+            ],
+        },
+        (400,),
+    ),
+    "messages": ("/v1/chat/completions", {"messages": TALK * 10_000}, (400,)),
+    "one message": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG_PROSE}]}, (400,)),
+    "variables": ("/v1/chat/completions", {"messages": TALK, "chat_template_kwargs": {"a": [[]] * 300_000}}, (200,)),
+    "a prompt": ("/v1/completions", {"prompt": LONG_PROSE}, (400,)),
+    "blanks": ("/v1/completions", {"prompt": " " * 1_000_000}, (400,)),
+    "texts": ("/v1/embeddings", {"input": ["a " * 1000] * 1500}, (400,)),
+    "tokens": ("/tokenize", {"prompt": LONG}, (200,)),
+    "markdown": ("/page/render", {"text": "*a _b " * 16_000}, (200,)),
+    "quotes": ("/page/render", {"text": "> " * 40_000}, (200,)),
+    "code": ("/page/render", {"text": "```python\n" + "f(" * 4_900 + "\n```"}, (200,)),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_the_loop_stays_free(server: Running, name: str) -> None:
+    """Work whose cost a client chooses is not the web process's (`held` looks at that)."""
+    path, body, statuses = WORK[name]
+    model = {} if path == "/page/render" else {"model": "tiny"}
+    answer = server.post(path, {**model, **body})
+    assert answer.status_code in statuses, answer.text[:300]
+
+
+def test_a_loop_that_is_held_is_noticed(server: Running, monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
+    """The same work on the loop."""
+    server.on_loop(lambda: markdown.render("*a _b " * 16_000))
+    while held.seconds < MOST_HELD:
+        server.on_loop(lambda: Tokenizer.from_gguf(byte_level()).encode(LONG))
+    with pytest.raises(AssertionError):
+        held.check()
+    held.most = PATIENCE
+
+
+def test_long_texts_are_tokenized_in_a_process_that_can_be_ended(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same ids as in this one, by the same code; what takes too much is a 400."""
+    tokenizer = server.llm.opened.tokenizer
+    here = tokenizer.encode(LONG)
+    monkeypatch.setattr(tokenizer, "encode", never)
+    assert server.post("/tokenize", {"prompt": LONG}).json()["tokens"] == here
+    monkeypatch.setattr("headrace.startup.encoding.SECONDS", 0.05)
+    answer = server.post("/tokenize", {"prompt": LONG})
+    assert answer.status_code == 400
+    assert "the text takes too much time or memory" in answer.json()["error"]["message"]
+
+
+def test_who_leaves_is_not_worked_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema would be looked at for ten minutes; its client has gone after a second."""
+    monkeypatch.setattr("headrace.server.structured.LOOK", replace(LOOK, seconds=600.0, remembered=False))
+    body = {"model": "tiny", "messages": TALK, "tools": [{"type": "function", "function": {"name": "f", "parameters": COSTLY}}]}
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/v1/chat/completions", json=body, timeout=1.0)
+    until(lambda: not shared()._working)
+
+
+def test_how_late_the_loop_is_is_a_figure(server: Running) -> None:
+    def count() -> float:
+        lines = server.http.get("/metrics").text.splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith("headrace:event_loop_lag_seconds_count")))
+
+    before = count()
+    until(lambda: count() > before + 2)

@@ -16,6 +16,7 @@ SRC = ROOT / "src"
 # imported. `weights` reads files and knows no model; `weights.loader` fills models from them.
 ROOMS = {
     "data": "",
+    "confined": "",
     "native": "data",
     "weights": "native data",
     "kv.layout": "data",
@@ -25,8 +26,8 @@ ROOMS = {
     "layers": "data",
     "models": "layers ops weights data",
     "weights.loader": "models layers weights data",
-    "text": "",
-    "decoding": "text ops data",
+    "text": "confined",
+    "decoding": "text ops confined data",
     "drafting": "ops data",
     "runner": "models ops data",
     "runner.executor": "data",
@@ -50,7 +51,8 @@ ROOMS = {
     "runner.heads runner weights.loader drafting kv.layout kv.pool models text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
-    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
+    "startup.encoding": "startup.opening text confined",
+    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights confined data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
@@ -59,7 +61,7 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "llm engine startup.opening decoding text weights data",
+    "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
     "cli": "server bench.tools bench workflows training llm startup text weights data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
@@ -67,13 +69,13 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data bench.workers",
-    "kv.layout kv.pool kv.blocks weights native",
+    "kv.layout kv.pool kv.blocks weights native confined",
     "ops layers models",
     "weights.loader text",
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
     "native.live native.step native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
-    "startup startup.memory startup.opening",
+    "startup startup.memory startup.opening startup.encoding",
     "llm",
     "training workflows",
     "server bench bench.tools bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
@@ -94,6 +96,7 @@ TOP = {"__init__", "__main__", "llm"} | {
     *(
         "bench",
         "cli",
+        "confined",
         "data",
         "decoding",
         "drafting",

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from headrace.confined.pool import BusyError
 from headrace.data.params import ParamError
 from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
@@ -50,6 +51,7 @@ log = logging.getLogger("headrace.server")
 
 KNOWN_ERRORS = (
     ApiError,
+    BusyError,
     QueueFullError,
     DeadlineError,
     EngineDownError,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import functools
 import itertools
 import logging
 import secrets
@@ -14,7 +15,6 @@ from typing import Any, Protocol, Self
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.engine_client import EngineGoneError, EngineLink
-from headrace.server.grammar_check import GrammarCheck
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, NotLoaded, Refused, Stats, Submit
 from headrace.server.queueing import Queue, QueueFullError
 from headrace.server.tickets import (
@@ -28,6 +28,7 @@ from headrace.server.tickets import (
     Wakeup,
     deltas,
 )
+from headrace.startup.encoding import LONG, encode_long
 from headrace.startup.opening import Opened, open_model
 
 __all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "RequestFailedError", "RequestRefusedError", "State"]
@@ -96,7 +97,6 @@ class AsyncLLM:
         self.stats = Stats()
         self.observer: Observer | None = None
         self.tickets: dict[str, Ticket] = {}
-        self.grammar_check = GrammarCheck()
         self._opened: Opened | None = None
         self._process: EngineLink | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -106,7 +106,6 @@ class AsyncLLM:
         self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
         self._changed = asyncio.Event()
-        self._long_text = asyncio.Lock()  # one at a time: each takes a hundred times its size, and some of that is kept
 
     # -- what callers use ----------------------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
@@ -167,17 +166,17 @@ class AsyncLLM:
         finally:
             self.abort([ticket])
 
-    async def encode(self, text: str, **options: bool) -> list[int]:
-        """Token ids of a text, without holding up the event loop. Raises TokenizerError."""
-        return (await self.encode_all([text], **options))[0]
+    async def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text, without holding up the event loop. Raises TokenizerError, BusyError."""
+        return (await self.encode_all([text], add_special=add_special, parse_special=parse_special))[0]
 
-    async def encode_all(self, texts: Sequence[str], **options: bool) -> list[list[int]]:
+    async def encode_all(self, texts: list[str], *, add_special: bool = True, parse_special: bool = True) -> list[list[int]]:
         """The same of several."""
-        tokenizer = self.opened.tokenizer
-        if sum(map(len, texts)) <= INLINE:
-            return [tokenizer.encode(text, **options) for text in texts]
-        async with self._long_text:
-            return await asyncio.to_thread(lambda: [tokenizer.encode(text, **options) for text in texts])
+        opened, size = self.opened, sum(map(len, texts))
+        if size > LONG:
+            return await encode_long(opened.path, texts, add_special, parse_special)
+        each = functools.partial(opened.tokenizer.encode, add_special=add_special, parse_special=parse_special)
+        return [each(text) for text in texts] if size <= INLINE else await asyncio.to_thread(lambda: list(map(each, texts)))
 
     def submit(
         self,
@@ -258,12 +257,10 @@ class AsyncLLM:
                 await self._supervisor
             self._supervisor = None
         self._fail_all(EngineDownError(self.detail))
-        self.grammar_check.close()
         if self._process is not None:
             await self._process.stop()
             self._process = None
         if self._opened is not None:
-            self._opened.template.close()
             self._opened.source.close()
             self._opened = None
         self.loaded = None

@@ -1,6 +1,5 @@
 """/v1/chat/completions: a conversation through the model's chat template."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +79,7 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
     _check(request)
     template = service.llm.opened.template.source
-    tools, form = await _tooling(service, request, template), asked_form(request)
+    tools, form = await unless_gone(http, _tooling(service, request, template)), asked_form(request)
     if tools is not None and form is not None:
         raise bad("an answer that may call tools cannot be held to a format too; leave one out", "response_format")
     spec = tools.spec if tools is not None else form
@@ -88,16 +87,12 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     late: tuple[str, ...] = ()
     if spec is not None:
         param = "tools" if tools is not None else "response_format"
-        late = await check_form(service.llm.grammar_check, spec, streams=bool(request.stream), param=param)
+        late = await unless_gone(http, check_form(spec, streams=bool(request.stream), param=param))
     variables = _variables(request)
     if tools is not None and tools.told:
         variables["tools"] = tools.tools
-    prompt = await render(
-        service.llm,
-        conversation(request.messages, tools, template),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        **variables,
-    )
+    variables["add_generation_prompt"] = request.add_generation_prompt is not False
+    prompt = await unless_gone(http, render(service.llm, conversation(request.messages, tools, template), **variables))
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=service.deadline(request.deadline))
     job = Job(service, request, tickets, tools)
     if request.stream:
@@ -111,7 +106,7 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
 async def _tooling(service: Service, request: ChatRequest, template: str | None) -> Tooling | None:
     """The tools of a request, their schemas looked at where that can be stopped. Raises ApiError."""
     usable, _ = callable_tools(request)
-    known = await prepared(service.llm.grammar_check, schemas_of(usable)) if usable else None
+    known = await prepared(schemas_of(usable)) if usable else None
     return tooling(request, template, service.llm.opened.tokenizer.control_id, known)
 
 
@@ -122,7 +117,7 @@ async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: 
         for name, instead in (("function_call", "use tool_calls"), ("audio", "this server reads text alone")):
             if message.get(name) is not None:
                 raise bad(f"message {number} has {name}, which is not read here; {instead}", "messages")
-    text = await asyncio.to_thread(llm.opened.template.render, messages, **variables)
+    text = await llm.opened.template.rendered(messages, **variables)
     return await llm.encode(text, add_special=False)
 
 

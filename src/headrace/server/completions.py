@@ -76,8 +76,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
     _check(service, request)
     late: tuple[str, ...] = ()
     if spec is not None:
-        late = await check_form(service.llm.grammar_check, spec, streams=bool(request.stream), param="structured_outputs")
-    prompts, texts = await _prompts(service, request)
+        late = await unless_gone(http, check_form(spec, streams=bool(request.stream), param="structured_outputs"))
+    prompts, texts = await unless_gone(http, _prompts(service, request))
     tickets = service.llm.submit(prompts, params, salt=salt, deadline=service.deadline(request.deadline))
     job = Job(service, request, texts, tickets)
     if request.stream:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from headrace.confined.pool import BusyError
 from headrace.data.params import BEAM_NAMES, ParamError
 from headrace.server.fields import Meaningless
 from headrace.server.queueing import QueueFullError
@@ -79,6 +80,8 @@ def as_api_error(error: Exception) -> ApiError | None:
         case QueueFullError():
             message = f"the server is busy: {error}; try again in {error.retry_after} s"
             return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
+        case BusyError():
+            return ApiError(429, f"the server is busy: {error}; try again in 1 s", code="queue_full", retry_after=1)
         case EngineLostError():
             return ApiError(503, str(error), code=ENGINE_LOST, retry_after=RETRY_DOWN)
         case EngineDownError():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from headrace.confined.pool import CLIENT
 from headrace.server.errors import ApiError
 from headrace.server.page import files
 from headrace.server.settings import ServerSettings, is_loopback
@@ -40,6 +41,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            CLIENT.set((scope.get("client") or ("",))[0])
             self._active += 1
             try:
                 await self._admit(scope, receive, _counting(send, self._count))

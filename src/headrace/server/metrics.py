@@ -1,5 +1,6 @@
 """Figures for Prometheus. Names are vLLM's with the prefix `headrace:`, so that dashboards carry over."""
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ WHOLE = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 LABELS = ("model_name",)
 LOOKS = ("fit", "unfit", "unchecked")
+LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BEAT = 0.25  # seconds between two looks at the clock
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -65,6 +68,17 @@ class Figures:
         self._made: dict[str, Gauge | Counter | Histogram | Often] = {}
         ProcessCollector(registry=self.registry)
         self._responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
+
+        late = "How late the event loop came to what was due; it is looked at four times a second."
+        self.lag = Histogram("headrace:event_loop_lag_seconds", late, registry=self.registry, buckets=LAGS)
+
+    async def watch(self) -> None:
+        """Look at the event loop's lag, until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + BEAT
+            await asyncio.sleep(BEAT)
+            self.lag.observe(max(0.0, clock() - due))
 
     def text(self) -> bytes:
         """The exposition format."""

@@ -154,12 +154,14 @@ async def run(server: Server, sock: socket.socket, say: Callable[[str], None]) -
     models.begin()
     server.worker.begin()
     loading = asyncio.create_task(_load(models, server, say))
+    watching = asyncio.create_task(models.figures.watch())
     try:
         await server.serve([sock])
     finally:
         await server.worker.close()
         await models.close()
         server.store.close()
+        watching.cancel()
         loading.cancel()
         (result,) = await asyncio.gather(loading, return_exceptions=True)
     if isinstance(result, LoadError) and server.stopped_by is None:

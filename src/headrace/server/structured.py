@@ -1,12 +1,16 @@
 """What a request says about the form of its answers, in OpenAI's words or in other servers'."""
 
+import json
 from typing import Any
 
-from headrace.data.structured import ConstraintError, StructuredOutputs
+import msgspec
+
+from headrace.confined.pool import Task, shared
+from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import Prepared
+from headrace.decoding.looking import CHECK, LOOK, asked, found
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
-from headrace.server.grammar_check import GrammarCheck
 from headrace.server.service import Service
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -34,10 +38,10 @@ def asked_form(request: Sampling) -> StructuredOutputs | None:
         raise bad(f"{name}: {error}", name) from None
 
 
-async def check_form(check: GrammarCheck, spec: StructuredOutputs, *, streams: bool, param: str) -> tuple[str, ...]:
+async def check_form(spec: StructuredOutputs, *, streams: bool, param: str) -> tuple[str, ...]:
     """Whether answers can be held to it; what is left for a last look at the whole text. Raises ApiError."""
     try:
-        late = await check.late(spec)
+        late = tuple((await _look(LOOK, {"spec": msgspec.to_builtins(spec)}))["late"])
     except ConstraintError as error:
         raise bad(str(error), param) from None
     if late and streams:
@@ -50,18 +54,31 @@ async def check_form(check: GrammarCheck, spec: StructuredOutputs, *, streams: b
     return late
 
 
-async def prepared(check: GrammarCheck, schemas: list[dict[str, Any]]) -> list[Prepared]:
-    """The schemas of tools in the words of a mask. Raises ApiError."""
+async def prepared(schemas: list[dict[str, Any]]) -> list[Prepared]:
+    """The schemas of tools, together no longer than one may be, in the words of a mask. Raises ApiError."""
     try:
-        return await check.prepared(schemas)
+        text = msgspec.json.encode(schemas).decode()
+    except RecursionError:
+        raise bad("tools: the JSON schemas are nested too deeply; flatten them", "tools") from None
+    if len(text) > MAX_SOURCE:
+        raise bad(f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less", "tools")
+    try:
+        made = json.loads((await _look(LOOK, {"schemas": text}))["prepared"])
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None
+    return [Prepared(one["schema"], tuple(one["late"])) for one in made]
+
+
+async def _look(task: Task, question: dict[str, Any]) -> dict[str, Any]:
+    """Raises ConstraintError, BusyError."""
+    with asked():
+        return found(await shared().ask(task, question))
 
 
 async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:
     """The last look, which is counted. Raises ApiError where an answer does not fit."""
     try:
-        broken = await service.llm.grammar_check.broken(spec, text)
+        broken = (await _look(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"]
     except ConstraintError as error:
         service.metrics.look("unchecked")
         raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None

@@ -1,28 +1,48 @@
 """Chat templates: messages to the prompt a model was trained on, with hard limits on what the template may use."""
 
+import contextlib
 import json
-import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
-from headrace.text.template_process import TemplateError, TemplateLimits, TemplateProcess
+from headrace.confined.pool import OverrunError, Task, shared
 from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "TemplateError", "TemplateLimits", "validate_messages"]
 
-DEFAULT_LIMITS = TemplateLimits()
 NO_TEMPLATE = "this model has no chat template: use `generate` or `run --raw`, or pass a template"
+
+
+class TemplateError(ValueError):
+    """A chat that cannot become a prompt; one line that says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """What a template may use."""
+
+    source: int = 256 << 10  # characters
+    output: int = 8 << 20  # characters
+    seconds: float = 2.0  # CPU time of one rendering
+    memory: int = 512 << 20  # bytes of address space
+
+    @property
+    def task(self) -> Task:
+        most = 4 * self.output + 1024  # bytes of an answer
+        return Task("headrace.text.rendering", "render", seconds=self.seconds, memory=self.memory, answer=most)
+
+
+DEFAULT_LIMITS = TemplateLimits()
 
 
 class ChatTemplate:
     """A jinja2 chat template, in the dialect of transformers' `apply_chat_template`.
 
-    It is rendered in a process of its own (started at the first `render` and kept), which the kernel ends when it uses
-    more CPU time or memory than `limits` allow; the next `render` starts another. Encode the result with
-    `add_special=False`: the template writes BOS itself. `bos_token` and `eos_token` are variables of the template.
-    Without a source, or with a bad one, `render` raises TemplateError: such a model can still continue plain prompts.
-    May be used from several threads.
+    It is rendered in a confined process, which the kernel ends when it uses more CPU time or memory than `limits` allow.
+    Encode the result with `add_special=False`: the template writes BOS itself. `bos_token` and `eos_token` are variables of
+    the template. Without a source, or with a bad one, `render` raises TemplateError: such a model can still continue plain
+    prompts. May be used from several threads.
     """
 
     def __init__(
@@ -31,8 +51,6 @@ class ChatTemplate:
         self.source = source
         self.limits = limits
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._process: TemplateProcess | None = None
-        self._lock = threading.Lock()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self:
@@ -40,47 +58,46 @@ class ChatTemplate:
         source = tokenizer.chat_template if source is None else source
         return cls(source, tokenizer.bos_token, tokenizer.eos_token)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,  # so that no variable's name is taken
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """The prompt of a conversation. `variables` are the template's own (`enable_thinking=False`)."""
-        source, limits = self._usable_source(), self.limits
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:  # so that no variable's name is taken
+        """The prompt of a conversation. `variables`: `add_generation_prompt` (true unless given), `tools`, `documents`, and
+        the template's own (`enable_thinking=False`)."""
+        question = self._question(messages, variables)
+        with self._ended():
+            return _text(shared().run(self.limits.task, question))
+
+    async def rendered(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """The same for asyncio. Raises BusyError besides."""
+        question = self._question(messages, variables)
+        with self._ended():
+            return _text(await shared().ask(self.limits.task, question))
+
+    def _question(self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]) -> dict[str, Any]:
+        source = self._usable_source()
         context = {
             **self._tokens,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
             **variables,
             "messages": validate_messages(messages),
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
         }
-        request = {"source": source, "context": context, "seconds": limits.seconds, "max_output": limits.output}
         try:
-            line = json.dumps(request, allow_nan=False).encode() + b"\n"
+            text = json.dumps(context, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"messages, tools and template variables must be plain JSON values: {error}") from None
-        with self._lock:
-            reply = self._ask(line)
-        if "error" in reply:
-            raise TemplateError(f"chat template: {' '.join(reply['error'].split())[:300]}")
-        return reply["text"]
+        return {"source": source, "context": text, "most": self.limits.output}
 
-    def start(self) -> None:
-        """Start the process ahead of the first `render`, without waiting for it."""
-        with self._lock:
-            self._running()
-
-    def close(self) -> None:
-        """End the process, if there is one."""
-        with self._lock:
-            if self._process is not None:
-                self._process.stop()
-            self._process = None
+    @contextlib.contextmanager
+    def _ended(self) -> Iterator[None]:
+        """What is said where a limit ended the rendering."""
+        limits = self.limits
+        try:
+            yield
+        except OverrunError as error:
+            why = f"it takes more than {limits.seconds:g} s and may loop without end"
+            if error.in_time:
+                why = f"its process ended early (code {error.code}); it may need more than {limits.memory >> 20} MiB"
+            raise TemplateError(f"chat template: {why}; use another template") from None
 
     def _usable_source(self) -> str:
         if self.source is None:
@@ -89,19 +106,11 @@ class ChatTemplate:
             raise TemplateError(f"chat template: it has {len(self.source)} characters and {self.limits.source} is the most")
         return self.source
 
-    def _running(self) -> TemplateProcess:
-        if self._process is None or self._process.owner != os.getpid():  # a fork must not share its parent's pipes
-            self._process = TemplateProcess(self.limits)
-        return self._process
 
-    def _ask(self, line: bytes) -> dict[str, str]:
-        process = self._running()
-        try:
-            return process.ask(line)
-        except BaseException:  # also a Ctrl-C: an answer still on its way must not be taken for the next one
-            process.stop()
-            self._process = None
-            raise
+def _text(answer: dict[str, str]) -> str:
+    if "error" in answer:
+        raise TemplateError(f"chat template: {' '.join(answer['error'].split())[:300]}")
+    return answer["text"]
 
 
 def validate_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from pygments.lexers import get_lexer_by_name
 from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
+from headrace.confined.pool import OverrunError, Task, shared
+
 MAX_TEXT = 100_000  # characters; the page shows longer answers as plain text
 MAX_CODE = 10_000  # characters of code that are coloured in one text
 # The languages that are coloured, and other names of theirs. A lexer is a set of regular expressions that nothing can stop:
@@ -36,6 +38,7 @@ TAGS = set(
 ATTRIBUTES = {"a": {"href", "title"}, "code": {"class"}, "span": {"class"}, "ol": {"start"}}
 SCHEMES = {"http", "https", "mailto"}
 LIGHT, DARK = "xcode", "github-dark"
+COLOUR = Task(__name__, "render", answer=32 << 20)
 
 
 _left = ContextVar("_left", default=0)  # characters of this text that may still be coloured
@@ -60,6 +63,19 @@ def render(text: str) -> str:
         return f"<p>{escape(text)}</p>"
     _left.set(MAX_CODE)
     return clean(_parser.render(text))
+
+
+async def rendered(text: str) -> str:
+    """The same by a confined process; a text that takes too much is only escaped. Raises BusyError."""
+    try:
+        return str(await shared().ask(COLOUR, text))
+    except OverrunError:
+        return f"<p>{escape(text)}</p>"
+
+
+def warm(_: str) -> None:
+    """A lexer is loaded, and made, when it is first used."""
+    render("| a |\n|-|\n" + "".join(f"\n```{name}\nx\n```\n" for name in set(LANGUAGES.values())))
 
 
 def clean(html: str) -> str:

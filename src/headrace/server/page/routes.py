@@ -1,6 +1,5 @@
 """The page's routes."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -11,9 +10,7 @@ from starlette.responses import Response
 
 from headrace.server.bounds import Strict
 from headrace.server.page import files
-from headrace.server.page.markdown import MAX_TEXT, render
-
-INLINE = 2_000  # characters that are rendered on the event loop; longer texts go to a thread
+from headrace.server.page.markdown import MAX_TEXT, rendered
 
 
 class RenderRequest(Strict):
@@ -29,8 +26,7 @@ def add_page(app: FastAPI) -> None:
 
     @app.post("/page/render")
     async def html(body: RenderRequest) -> Response:
-        made = render(body.text) if len(body.text) <= INLINE else await asyncio.to_thread(render, body.text)
-        return Response(msgspec.json.encode({"html": made}), media_type="application/json")
+        return Response(msgspec.json.encode({"html": await rendered(body.text)}), media_type="application/json")
 
 
 def _sender(file: files.StaticFile) -> Callable[[Request], Awaitable[Response]]:

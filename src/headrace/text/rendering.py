@@ -1,18 +1,11 @@
-"""Renders chat templates in a process of its own. Run as a script by chat.py; it imports nothing of Headrace.
+"""Renders chat templates, in a confined process.
 
 A template is a program from a stranger. jinja2's sandbox keeps it from attributes and from changing what it is given,
-but not from running for ever inside one C call (`10 ** 10 ** 10`) or filling the memory. The kernel does: a timer on
-this process's CPU time ends it, whatever it is doing, and its address space is limited.
-
-Protocol: a line of JSON in ({"source", "context", "seconds", "max_output"}), a line out ({"text"} or {"error"}).
+but not from running for ever inside one C call (`10 ** 10 ** 10`) or filling the memory.
 """
 
-import contextlib
 import functools
 import json
-import signal
-import sys
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -59,6 +52,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}, which is not allowed")
 
 
+@functools.cache
 def environment() -> Sandbox:
     """The dialect chat templates are written in (that of transformers.apply_chat_template)."""
     env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
@@ -68,51 +62,28 @@ def environment() -> Sandbox:
     return env
 
 
-def limit_process(memory: int) -> None:
-    """Limit memory and files, where the system can; end at the timer even if the parent ignored or blocked it."""
-    if hasattr(signal, "SIGPROF"):
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        for limit, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-            resource.setrlimit(limit, (value, value))
-
-
-@contextlib.contextmanager
-def cpu_timer(seconds: float) -> Iterator[None]:
-    """Ends the process (SIGPROF) once it has used `seconds` of CPU time, be it inside a C call."""
-    if not hasattr(signal, "setitimer"):
-        yield  # the parent's clock is the only limit
-        return
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
 @functools.lru_cache(maxsize=4)
-def compiled(env: Sandbox, source: str) -> Template:
+def compiled(source: str) -> Template:
     """A template ready to be rendered; a model's is compiled once."""
-    return env.from_string(source)
+    return environment().from_string(source)
 
 
-def render(env: Sandbox, request: dict[str, Any]) -> str:
+def written(source: str, context: dict[str, Any], most: int) -> str:
     pieces, size = [], 0
-    for piece in compiled(env, request["source"]).generate(request["context"]):
+    for piece in compiled(source).generate(context):
         pieces.append(piece)
         size += len(piece)
-        if size > request["max_output"]:
-            raise TemplateError(f"its output is longer than {request['max_output']} characters")
-    return "".join(pieces)
+        if size > most:
+            raise TemplateError(f"its output is longer than {most} characters")
+    text = "".join(pieces)
+    text.encode()  # half a character cannot be sent, or read by a model
+    return text
 
 
-def answer(env: Sandbox, request: dict[str, Any]) -> dict[str, str]:
+def render(question: dict[str, Any]) -> dict[str, str]:
+    """{"source", "context" (JSON), "most"} to {"text"} or {"error"}."""
     try:
-        with cpu_timer(request["seconds"]):
-            return {"text": render(env, request)}
+        return {"text": written(question["source"], json.loads(question["context"]), question["most"])}
     except TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except RecursionError:
@@ -123,14 +94,11 @@ def answer(env: Sandbox, request: dict[str, Any]) -> dict[str, str]:
         return {"error": str(error) or type(error).__name__}
 
 
-def main() -> None:
-    env = environment()
-    limit_process(int(sys.argv[1]))
-    for line in sys.stdin.buffer:
-        reply = json.dumps(answer(env, json.loads(line)))
-        sys.stdout.buffer.write(reply.encode() + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
+def warm(_: str) -> None:
+    """What jinja2 loads late: for times, for errors and for what it makes up itself."""
+    for source in (
+        "{{ strftime_now('%c') }}{{ lipsum() }}{{ 'a'|urlize|pprint }}{{ 1 / 0 }}",
+        "{% for %}",
+        "{{ ''.__class__ }}",
+    ):
+        render({"source": source, "context": "{}", "most": 10_000})

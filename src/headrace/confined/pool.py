@@ -1,0 +1,209 @@
+"""A pool of confined processes: one way to have work done whose cost a client chooses, with asyncio and without it."""
+
+import asyncio
+import functools
+import hashlib
+import os
+import threading
+import weakref
+from collections import Counter
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.confined.worker import OverrunError, Task, Worker
+
+__all__ = ["CLIENT", "BusyError", "Confined", "OverrunError", "Task", "shared"]
+
+WIDTH = 8  # questions at a time; those that take long cost others next to nothing
+IDLE = 4  # processes that are kept for the next question
+MOST = 256  # questions that may wait
+REMEMBERED = 256  # answers
+CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")  # whom work is for
+
+
+class BusyError(Exception):
+    """So many questions wait that no more are taken; ask again."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A question on its way."""
+
+    task: Task
+    frame: bytes
+    client: str
+    future: "Future[Any]" = field(default_factory=Future)
+    worker: Worker | None = None
+    gone: bool = False  # nobody waits for the answer
+
+
+class Confined:
+    """Up to `width` processes that work. Of the questions that wait one comes first whose client has the fewest worked at, and
+    of those the one whose client was served longest ago; three quarters of the processes are the most that a client has.
+
+    Any thread may ask; after a fork the new process has workers of its own. A worker loads one module and is kept while it is
+    of use; whatever ends it ends one question.
+    """
+
+    def __init__(self, width: int = WIDTH, most: int = MOST) -> None:
+        self._width, self._each, self._most = width, max(1, width * 3 // 4), most
+        self._begin()
+
+    def _begin(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._waiting: list[Job] = []
+        self._working: Counter[str] = Counter()  # questions by client
+        self._idle: list[Worker] = []  # the one used last at the end
+        self._known: dict[bytes, Any] = {}
+        self.workers: set[Worker] = set()  # all there are
+        self._end = weakref.finalize(self, _end_all, self.workers)
+
+    def run(self, task: Task, question: Any) -> Any:
+        """The answer to a question. Raises OverrunError."""
+        job = self._put(task, question)
+        try:
+            return job.future.result()
+        except BaseException:  # also a Ctrl-C
+            self._leave(job)
+            raise
+
+    async def ask(self, task: Task, question: Any) -> Any:
+        """The same for asyncio; who is cancelled ends the work. Raises BusyError besides."""
+        job = self._put(task, question, self._most)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            self._leave(job)
+            raise
+
+    def close(self) -> None:
+        """End all processes, and what they do; the next question starts others."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            self.workers.difference_update(idle)
+            for worker in self.workers:
+                worker.kill()
+        for worker in idle:
+            worker.end()
+
+    def _put(self, task: Task, question: Any, most: float = float("inf")) -> Job:
+        if self._owner != os.getpid():  # a fork shares neither threads nor processes
+            self._end.detach()
+            self._begin()
+        frame = msgspec.msgpack.encode((task.function, task.seconds, task.memory, question))
+        job = Job(task, frame, CLIENT.get())
+        with self._lock:
+            if task.remembered and (known := self._known.get(_name(job))) is not None:
+                job.future.set_result(known)
+                return job
+            if len(self._waiting) >= most:
+                raise BusyError(f"{len(self._waiting)} questions wait to be looked at and {most} may")
+            self._waiting.append(job)
+            if self._threads < self._width:
+                self._threads += 1
+                threading.Thread(target=self._serve, name="confined", daemon=True).start()
+        return job
+
+    def _serve(self) -> None:
+        """Work while there is work that may be begun."""
+        while (job := self._next()) is not None:
+            try:
+                if job.future.set_running_or_notify_cancel():
+                    job.future.set_result(self._answer(job))
+            except BaseException as error:
+                job.future.set_exception(error)
+            finally:
+                with self._lock:
+                    self._working -= Counter([job.client])
+
+    def _next(self) -> Job | None:
+        with self._lock:
+            may = [job for job in self._waiting if self._working[job.client] < self._each]
+            if not may:
+                self._threads -= 1
+                return None
+            job = min(may, key=lambda job: self._working[job.client])
+            self._waiting.remove(job)
+            self._waiting.sort(key=lambda other: other.client == job.client)  # behind those of others
+            self._working[job.client] += 1
+            return job
+
+    def _answer(self, job: Job) -> Any:
+        worker = self._worker(job.task)
+        try:
+            with self._lock:
+                job.worker = worker
+                if job.gone:
+                    worker.kill()
+            answer = worker.ask(job.task, job.frame)
+        except BaseException:
+            worker.worn = True
+            raise
+        finally:
+            self._back(job, worker)
+        if job.task.remembered:
+            self._remember(_name(job), answer)
+        return answer
+
+    def _worker(self, task: Task) -> Worker:
+        """One for this task that waits, or a new one. Raises OverrunError."""
+        with self._lock:
+            fit = next((one for one in reversed(self._idle) if one.kind == (task.module, task.argument) and one.alive), None)
+            if fit is not None:
+                self._idle.remove(fit)
+                return fit
+        try:
+            worker = Worker(task)
+        except OSError as error:
+            raise OverrunError(error.errno or 1) from None
+        with self._lock:
+            self.workers.add(worker)
+        return worker
+
+    def _back(self, job: Job, worker: Worker) -> None:
+        """A worker that is done waits for the next question, or ends; of those that wait the oldest ends for it."""
+        with self._lock:
+            job.worker = None
+            if not worker.worn:
+                self._idle.append(worker)
+            old = [worker] if worker.worn else self._idle[: -IDLE or None]
+            del self._idle[: -IDLE or None]
+            self.workers.difference_update(old)
+        for one in old:
+            one.end()
+
+    def _leave(self, job: Job) -> None:
+        """Nobody waits for the answer any more, so nobody works at it any longer."""
+        with self._lock:
+            job.gone = True
+            if job in self._waiting:
+                self._waiting.remove(job)
+            if not job.future.cancel() and job.worker is not None:
+                job.worker.kill()
+
+    def _remember(self, name: bytes, answer: Any) -> None:
+        with self._lock:
+            while len(self._known) >= REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[name] = answer
+
+
+@functools.cache
+def shared() -> Confined:
+    """This process's pool: what it may use of a machine is for all it has to do together."""
+    return Confined()
+
+
+def _name(job: Job) -> bytes:
+    return hashlib.sha256(job.task.module.encode() + job.frame).digest()
+
+
+def _end_all(workers: set[Worker]) -> None:
+    for worker in list(workers):
+        worker.end()

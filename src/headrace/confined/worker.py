@@ -1,0 +1,152 @@
+"""One confined process, as seen from outside: started, asked, and ended when it uses more than it may."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+CHILD = "headrace.confined.child"
+KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
+PATIENCE = 180.0  # seconds of the clock, beyond the CPU limit: a busy machine is no fault of the question
+LOOK = 0.1  # seconds between two looks at a process that works
+EASY = 0.25  # seconds of CPU time after which a question is worked at with what time nobody else wants
+LIFE = 300.0  # seconds of CPU time after which a process is replaced
+KEPT = 256 << 20  # bytes of memory above which it is
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work that can be asked for: a function of a module, which is loaded in the confined process alone.
+
+    The module also has `warm(argument)`, which loads all that its functions need: afterwards they can open no file. A
+    question is a plain value; so is the answer, which says what was wrong with the question.
+    """
+
+    module: str
+    function: str
+    argument: str = ""
+    seconds: float = 2.0  # CPU time of a question
+    memory: int = 512 << 20  # bytes of address space
+    answer: int = 1 << 20  # bytes
+    remembered: bool = False  # the answer to the same question is the same
+
+
+class OverrunError(Exception):
+    """The process that had the question was ended. `code`: how; `in_time`: for something else than its time."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"a confined process ended with code {code}")
+        self.code = code
+        self.in_time = code not in (-signal.SIGPROF, -signal.SIGKILL)
+
+
+class Worker:
+    """A process for the functions of one module. Raises OverrunError when it ends under a question, and is then of no use."""
+
+    def __init__(self, task: Task) -> None:
+        self.kind = (task.module, task.argument)
+        self.worn = False  # to be replaced
+        self._began = time.monotonic()
+        self._ready = False  # has loaded what it needs and has shut itself in
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-B", "-m", CHILD, *self.kind]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                env=environment(),
+                start_new_session=True,  # Ctrl-C is for the program, not for this process
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, task: Task, frame: bytes) -> Any:
+        """The answer to a question of its module."""
+        if not self._ready:
+            self._ready = bool(self._exactly(1, time.monotonic() + PATIENCE))
+        began, last = self._used(), time.monotonic() + PATIENCE + 10 * task.seconds
+        try:
+            self._socket.settimeout(PATIENCE)
+            self._socket.sendall(len(frame).to_bytes(4, "big") + frame)
+        except OSError:
+            raise OverrunError(self.end()) from None
+        size = int.from_bytes(self._exactly(4, last, began), "big")
+        if size > task.answer:
+            self.end()
+            raise OverrunError(-signal.SIGKILL)
+        answer = msgspec.msgpack.decode(self._exactly(size, last, began))
+        self.worn = self.worn or self._used() > LIFE or self._held() > KEPT
+        return answer
+
+    def kill(self) -> None:
+        """Whoever waits for its answer is told."""
+        self._process.kill()
+
+    def end(self) -> int:
+        """Leave nothing of it; returns its exit code."""
+        self._process.kill()
+        self._socket.close()
+        return self._process.wait()
+
+    def _exactly(self, count: int, last: float, began: float | None = None) -> bytes:
+        """So many bytes, until the clock says `last`. `began`: its CPU time when it got the question."""
+        data = bytearray()
+        self._socket.settimeout(LOOK)
+        while len(data) < count:
+            try:
+                part = self._socket.recv(count - len(data))
+            except TimeoutError:
+                if time.monotonic() > last:
+                    raise OverrunError(self.end()) from None
+                if began is not None and self._used() - began > EASY:
+                    self._step_back()
+            except ConnectionError:
+                raise OverrunError(self.end()) from None
+            else:
+                if not part:
+                    raise OverrunError(self.end())
+                data += part
+        return bytes(data)
+
+    def _used(self) -> float:
+        """Seconds of CPU time; of the clock, where the system does not say."""
+        try:
+            return time.clock_gettime((~self.pid << 3) | 2)  # Linux's number for the clock of a process
+        except OSError:
+            return time.monotonic() - self._began
+
+    def _held(self) -> int:
+        """Bytes of memory; 0 where the system does not say."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return 0
+
+    def _step_back(self) -> None:
+        """Everybody else comes first from now on; there is no way back, so this is its last question."""
+        if not self.worn:
+            self.worn = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+
+
+def environment() -> dict[str, str]:
+    """What a confined process inherits: where its libraries are, and no secrets."""
+    kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TOKENIZERS_PARALLELISM": "false"}

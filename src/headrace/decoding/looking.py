@@ -1,0 +1,74 @@
+"""Constraints from strangers: may they be served, and does a finished text fit. Looked at in a confined process."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLMatcher
+
+from headrace.confined.pool import OverrunError, Task
+from headrace.data.structured import ConstraintError, StructuredOutputs
+from headrace.decoding.constrained import limits
+from headrace.decoding.grammar import grammar_of
+from headrace.decoding.json_schema.prepare import prepare
+from headrace.decoding.json_schema.validate import late_keywords, why_broken
+
+LOOK = Task(__name__, "look", memory=2 << 30, remembered=True)
+CHECK = Task(__name__, "look", memory=2 << 30)  # of a text, which does not come again
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[None]:
+    """While a question is asked: what takes more than it may is a ConstraintError."""
+    try:
+        yield
+    except OverrunError:
+        raise ConstraintError("the constraint takes too much time or memory to be looked at; make it smaller") from None
+
+
+def found(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer of `look`. Raises ConstraintError where it is an error."""
+    if "error" in answer:
+        raise ConstraintError(answer["error"])
+    return answer
+
+
+def look(question: dict[str, Any]) -> dict[str, Any]:
+    """{"spec"} to {"late"}, {"schemas"} to {"prepared"} (both JSON of a list), {"spec", "text"} to {"broken"}; or {"error"}."""
+    try:
+        if "schemas" in question:
+            made = [_prepared(number, schema) for number, schema in enumerate(json.loads(question["schemas"]))]
+            return {"prepared": json.dumps(made)}
+        spec = StructuredOutputs.of(question["spec"])
+        if "text" in question:
+            return {"broken": why_broken(spec, question["text"])}
+        late = late_keywords(spec)
+        if problem := LLMatcher.validate_grammar(grammar_of(spec), None, limits=limits()):
+            return {"error": f"the constraint cannot be compiled: {' '.join(problem.split())[:300]}"}
+        return {"late": late}
+    except ConstraintError as error:
+        return {"error": str(error)}
+    except (RecursionError, MemoryError):
+        return {"error": "the constraint is too large or nested too deeply; make it smaller"}
+    except Exception as error:  # whatever a library makes of a stranger's input
+        return {"error": f"the constraint cannot be understood ({type(error).__name__}); correct it"}
+
+
+def _prepared(number: int, schema: dict[str, Any]) -> dict[str, Any]:
+    """One of several schemas, which an error names by its number."""
+    try:
+        made = prepare(schema)
+    except ConstraintError as error:
+        raise ConstraintError(f"number {number}: {error}") from None
+    return {"schema": made.schema, "late": made.late}
+
+
+def warm(_: str) -> None:
+    """What the libraries load late: drafts of JSON schema, and grammars in other words."""
+    for draft in ("2020-12", "2019-09"):
+        schema = {"$schema": f"https://json-schema.org/draft/{draft}/schema", "oneOf": [{"const": 1}, {"type": "string"}]}
+        spec = {"json": json.dumps({**schema, "format": "date-time", "pattern": "a", "uniqueItems": True})}
+        look({"spec": spec})
+        look({"spec": spec, "text": "[1, 1]"})
+    look({"spec": {"grammar": "root ::= a"}})

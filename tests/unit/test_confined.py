@@ -1,0 +1,303 @@
+"""Confined processes: they answer, they reach nothing, what takes too much ends, and no client keeps others waiting."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.confined import child, worker
+from headrace.confined.pool import CLIENT, IDLE, BusyError, Confined, OverrunError, Task
+from tests.trap import trap
+from tests.unit import confined_tasks
+
+PATIENCE = 300.0  # seconds until a test gives up; no result depends on it
+
+
+def task(function: str, **more: Any) -> Task:
+    return Task(confined_tasks.__name__, function, **more)
+
+
+@pytest.fixture
+def pool() -> Iterator[Confined]:
+    made = Confined(width=4)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Confined]:
+    made = Confined(width=4)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(int(PATIENCE / 0.01)):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("what was waited for did not come")
+
+
+@pytest.mark.parametrize(
+    "value", [None, 5, "水" * 100_000, b"x" * 3_000_000, [1.5, {"a": []}]], ids=lambda value: str(value)[:8]
+)
+def test_a_question_is_answered(shared: Confined, value: Any) -> None:
+    asked = task("echo", answer=8 << 20)
+    assert shared.run(asked, value) == value
+    assert asyncio.run(shared.ask(asked, value)) == value
+
+
+def test_a_process_is_kept_for_its_module_and_what_it_was_told_at_first(shared: Confined) -> None:
+    first, other = task("pid"), task("pid", argument="other")
+    assert shared.run(first, None) == shared.run(first, None) != shared.run(other, None)
+    assert shared.run(task("warmed", argument="other"), None) == "other"
+
+
+def test_so_many_processes_are_kept(pool: Confined) -> None:
+    seen = [pool.run(task("pid", argument=str(number)), None) for number in range(IDLE + 2)]
+    assert {one.pid for one in pool.workers} == set(seen[-IDLE:])
+
+
+def test_an_answer_is_remembered_if_it_may_be(pool: Confined) -> None:
+    asked = task("pid", remembered=True)
+    first = pool.run(asked, 1)
+    pool.close()
+    until(lambda: not pool.workers)
+    assert pool.run(asked, 1) == first  # though that process has gone
+    assert pool.run(asked, 2) != first  # another question, another process
+    assert pool.run(task("pid"), 1) != first
+
+
+# -- what they may use -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("function", ["spin", "hang"])
+def test_the_deadline_is_of_cpu_time_and_ends_one_question(shared: Confined, function: str) -> None:
+    with pytest.raises(OverrunError) as caught:
+        shared.run(task(function, seconds=0.2), None)
+    assert not caught.value.in_time
+    assert shared.run(task("echo"), "next") == "next"
+
+
+def test_a_stopped_process_uses_no_time(pool: Confined) -> None:
+    """The control of a clock: one that stands still, as on a busy machine, for longer than its deadline is answered."""
+    number = pool.run(task("pid"), None)
+    os.kill(number, 19)  # SIGSTOP
+    threading.Timer(1.0, os.kill, (number, 18)).start()
+    assert pool.run(task("pid", seconds=0.2), None) == number
+
+
+def test_memory_is_bounded_by_question(shared: Confined) -> None:
+    with pytest.raises(OverrunError) as caught:
+        shared.run(task("fill", memory=300 << 20), 400 << 20)
+    assert caught.value.in_time
+    assert shared.run(task("fill", memory=800 << 20), 400 << 20) == 400 << 20
+    with pytest.raises(OverrunError):
+        shared.run(task("fill", memory=1 << 40), child.CEILING)  # whatever a question is given
+
+
+def test_a_process_that_has_grown_is_replaced(pool: Confined) -> None:
+    small = pool.run(task("keep"), 1)
+    assert pool.run(task("keep", memory=1 << 30), worker.KEPT) == small
+    assert pool.run(task("pid"), None) != small
+
+
+def test_an_answer_is_bounded(shared: Confined) -> None:
+    with pytest.raises(OverrunError):
+        shared.run(task("echo", answer=1000), b"x" * 1000)
+    assert shared.run(task("echo", answer=1100), b"x" * 1000) == b"x" * 1000
+
+
+def test_a_mistake_ends_its_question(shared: Confined) -> None:
+    with pytest.raises(OverrunError) as caught:
+        shared.run(task("fail"), None)
+    assert caught.value.in_time
+
+
+def test_what_takes_long_steps_back_and_is_replaced(pool: Confined) -> None:
+    """Short questions are worked at as anything else; on a busy machine they would wait for seconds else."""
+    assert pool.run(task("work"), 0.01) == os.getpriority(os.PRIO_PROCESS, 0)
+    number = pool.run(task("pid"), None)
+    assert pool.run(task("work", seconds=60.0), worker.EASY + 3 * worker.LOOK) == 19
+    assert pool.run(task("pid"), None) != number
+
+
+# -- what they may reach -----------------------------------------------------------------------------------------------
+def reached(pool: Confined | None, tmp_path: Path) -> dict[str, str]:
+    """What comes of reaching for everything, in a confined process or in this one."""
+    known, new = tmp_path / "known", tmp_path / "new"
+    known.write_text("x")
+    with trap() as (url, got):
+        port = url.rpartition(":")[2].partition("/")[0]
+        places = {"read": known, "write": new, "connect": port, "run": "/bin/true", "descriptor": "", "remove": known}
+        wanted = [(what, str(where)) for what, where in places.items()]
+        ask = confined_tasks.reach if pool is None else lambda question: pool.run(task("reach"), question)
+        said = {question[0]: ask(question) for question in wanted}
+        if pool is not None:
+            assert got == []
+    if pool is not None:
+        assert known.exists()
+        assert not new.exists()
+    return said
+
+
+def test_nothing_can_be_reached(shared: Confined, tmp_path: Path) -> None:
+    """No file, no other host, no other process; the same calls reach all of it from here."""
+    said = reached(shared, tmp_path)
+    assert all(answer.startswith(("PermissionError", "OSError: [Errno 24]")) for answer in said.values()), said
+    assert set(reached(None, tmp_path).values()) == {"done"}
+
+
+def test_the_kernel_refuses_what_needs_a_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit hook is the second lock: without it the first one holds."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.addaudithook = lambda hook: None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = Confined()
+    places = {"read": __file__, "write": str(tmp_path / "new"), "connect": "9", "run": "/bin/true", "descriptor": ""}
+    said = {what: pool.run(task("reach"), (what, where)) for what, where in places.items()}
+    pool.close()
+    assert all("[Errno 24]" in answer for answer in said.values()), said
+
+
+def test_they_see_nothing_of_the_environment_but_what_they_need(monkeypatch: pytest.MonkeyPatch, pool: Confined) -> None:
+    monkeypatch.setenv("HEADRACE_SECRET", "s3cret")
+    found = pool.run(task("environ"), None)
+    assert "PYTHONPATH" in found
+    assert "s3cret" not in str(found)
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+def test_a_process_that_died_is_replaced(pool: Confined) -> None:
+    first = pool.run(task("pid"), None)
+    (process,) = pool.workers
+    process.kill()
+    until(lambda: not process.alive)
+    assert pool.run(task("pid"), None) != first
+    pool.close()
+    pool.close()
+    assert pool.run(task("echo"), 1) == 1  # closing is no end
+
+
+def test_dropping_a_pool_ends_its_processes() -> None:
+    pool = Confined()
+    pool.run(task("echo"), 1)
+    (process,) = pool.workers
+    until(lambda: not [one for one in threading.enumerate() if one.name == "confined"])
+    del pool
+    assert not process.alive
+
+
+def test_a_fork_starts_its_own_processes(pool: Confined) -> None:
+    first = pool.run(task("pid"), None)
+    pool._owner = -1  # as if this were another process than the one that started it
+    assert pool.run(task("pid"), None) != first
+    os.kill(first, 0)  # which still runs
+    os.kill(first, 9)
+
+
+def test_who_leaves_ends_the_work(pool: Confined) -> None:
+    async def leave() -> None:
+        asked = asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None))
+        while not any(one.alive for one in pool.workers):
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    asyncio.run(leave())
+    until(lambda: not pool.workers)
+
+
+def test_who_leaves_the_queue_is_not_worked_for(pool: Confined) -> None:
+    async def leave() -> list[Any]:
+        busy = [asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)) for _ in range(3)]
+        left = asyncio.ensure_future(pool.ask(task("fail"), None))
+        await asyncio.sleep(0)
+        for one in (left, *busy):
+            one.cancel()
+        return await asyncio.gather(left, *busy, return_exceptions=True)
+
+    assert all(isinstance(one, asyncio.CancelledError) for one in asyncio.run(leave()))
+    until(lambda: not pool.workers and not pool._waiting)
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fair", [True, False])
+def test_one_client_does_not_keep_others_waiting(fair: bool) -> None:
+    """With a hundred endless questions of one, another's are answered at once; without the share of each they never would."""
+    pool = Confined(width=4)
+    if not fair:
+        pool._each = 4
+
+    async def asked() -> list[Any]:
+        CLIENT.set("one")
+        hogs = [asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)) for _ in range(100)]
+        await asyncio.sleep(0)
+        CLIENT.set("other")
+        try:
+            async with asyncio.timeout(PATIENCE if fair else 3.0):
+                return [await pool.ask(task("echo"), number) for number in range(20)]
+        except TimeoutError:
+            return []
+        finally:
+            for hog in hogs:
+                hog.cancel()
+            await asyncio.gather(*hogs, return_exceptions=True)
+
+    assert asyncio.run(asked()) == (list(range(20)) if fair else [])
+    pool.close()
+
+
+def test_clients_take_turns(pool: Confined) -> None:
+    """A question of another client comes before the second of one with many."""
+    pool._width, pool._each = 1, 1
+    order: list[str] = []
+
+    async def asked() -> None:
+        async def one(client: str) -> None:
+            CLIENT.set(client)
+            await pool.ask(task("echo"), client)
+            order.append(client)
+
+        await asyncio.gather(*(one(client) for client in ("a", "a", "a", "a", "b", "c", "b")))
+
+    asyncio.run(asked())
+    assert order == ["a", "b", "c", "a", "b", "a", "a"]
+
+
+def test_so_many_questions_may_wait() -> None:
+    pool = Confined(width=1, most=2)
+
+    async def asked() -> None:
+        hogs = []
+        for waiting in (0, 1, 2):  # the first one is worked at
+            hogs.append(asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)))
+            await asyncio.sleep(0)
+            while len(pool._waiting) != waiting:
+                await asyncio.sleep(0.01)
+        with pytest.raises(BusyError, match="2 questions wait to be looked at and 2 may"):
+            await pool.ask(task("echo"), 1)
+        for hog in hogs:
+            hog.cancel()
+        await asyncio.gather(*hogs, return_exceptions=True)
+        assert await pool.ask(task("echo"), 1) == 1
+
+    asyncio.run(asked())
+    pool.close()
+
+
+def test_threads_get_their_own_answers(pool: Confined) -> None:
+    answers: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = pool.run(task("echo"), str(number) * 1000)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: str(number) * 1000 for number in range(16)}
