@@ -191,7 +191,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_act_on(server: Runn
     for path, field in (("completions", "prompt"), ("embeddings", "input"), ("responses", "input")):
         error = server.post(f"/v1/{path}", {"model": "tiny", field: long}).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-        assert "maximum context length" in error["message"]
+        assert "This model's maximum context length is 256 tokens" in error["message"]
     error = server.post("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": long}]}).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from headrace import __version__
 from headrace.server.connection import CHUNK, Joined, Turn, connection
 from headrace.server.guard import Guard
 from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
@@ -28,7 +29,7 @@ ROUTES = [
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/tiny"), ("DELETE", "/v1/files/tiny"),
     ("GET", "/v1/files/tiny/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/tiny"),
-    ("POST", "/v1/batches/tiny/cancel"), ("POST", "/v1/responses"), ("GET", "/v1/responses/tiny"),
+    ("POST", "/v1/batches/tiny/cancel"), ("POST", "/v1/responses"), ("GET", "/v1/responses/tiny"), ("GET", "/version"),
     ("DELETE", "/v1/responses/tiny"), ("GET", "/v1/responses/tiny/input_items"),
 ]  # fmt: skip
 
@@ -61,11 +62,44 @@ def test_health_needs_no_key_and_tells_the_truth(locked: Running) -> None:
     assert answer.json()["status"] == "closed"
 
 
+def test_probes_tell_living_from_ready(locked: Running) -> None:
+    """Without a key, and by HEAD too: a server that is loading lives, and is not ready."""
+    for method in ("GET", "HEAD"):
+        live, ready = (locked.http.request(method, path, headers={"Authorization": ""}) for path in ("/live", "/ready"))
+        assert (live.status_code, ready.status_code) == (200, 503)
+        assert ready.headers["retry-after"]
+        assert (live.content == b"") is (method == "HEAD")
+    assert locked.http.get("/version").json() == {"version": __version__}
+
+
+def test_the_key_may_come_in_either_header(locked: Running) -> None:
+    for given, status in ((KEY, 200), (KEY + "x", 401), ("", 401)):
+        answer = httpx.get(f"{locked.base}/v1/models", headers={"X-Api-Key": given}, trust_env=False)
+        assert answer.status_code == status
+
+
+def test_an_answer_has_the_name_its_client_gave_or_one_of_its_own(locked: Running) -> None:
+    def name(given: str | None, path: str = "/live") -> str:
+        return locked.http.get(path, headers={} if given is None else {"X-Request-Id": given}).headers["x-request-id"]
+
+    assert name("my-own_1.2") == "my-own_1.2"
+    assert name("my-own", "/no/such/path") == "my-own"
+    made = {name(None), name(None), name("a b"), name("x" * 65), name("<script>")}
+    assert len(made) == 5
+    assert all(one.startswith("req_") for one in made)
+
+
+def test_probes_are_answered_however_many_requests_are_open() -> None:
+    settings = ServerSettings("tiny", limits=Limits(connections=0))
+    for path, status in (("/health", 200), ("/live", 200), ("/ready", 200), ("/v1/models", 503)):
+        assert asyncio.run(call(settings=settings, path=path))[0] == status
+
+
 def test_the_routes_that_are_tested_are_all_there_are(locked: Running) -> None:
     document = locked.http.get("/openapi.json").json()
     there = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     tested = {(method, path.replace("/tiny", "/{name}")) for method, path in ROUTES}
-    assert there - tested == {("GET", "/health")}
+    assert there - tested == {("GET", "/health"), ("GET", "/live"), ("GET", "/ready")}
 
 
 def test_keys_are_compared_in_constant_time() -> None:
@@ -177,7 +211,10 @@ def exchange(server: Running, data: bytes) -> bytes:
 
 
 async def call(
-    method: str = "GET", headers: dict[str, str] | None = None, settings: ServerSettings | None = None
+    method: str = "GET",
+    headers: dict[str, str] | None = None,
+    settings: ServerSettings | None = None,
+    path: str = "/v1/models",
 ) -> tuple[int, str]:
     """Status and body of one request through the guard alone; behind it everything is 200."""
 
@@ -196,7 +233,7 @@ async def call(
     given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
     guard = Guard(app, settings or ServerSettings("tiny"), lambda status: None)
-    await guard({"type": "http", "method": method, "path": "/v1/models", "headers": raw}, receive, send)
+    await guard({"type": "http", "method": method, "path": path, "headers": raw}, receive, send)
     return sent[0]["status"], sent[1]["body"].decode()
 
 

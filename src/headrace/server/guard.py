@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import hmac
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from headrace.server.answers import new_id
 from headrace.server.errors import ApiError
+from headrace.server.logs import HTTP_REQUEST, answered
 from headrace.server.page import files
 from headrace.server.settings import ServerSettings, is_loopback
 
@@ -17,7 +20,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 KIND, KIND_SECONDS = 1 << 20, 1.0  # bytes and seconds of a refused body that are still read
-OPEN_PATHS = frozenset({"/health", *files.PATHS})  # what may be asked without a key
+PROBES = frozenset({"/health", "/live", "/ready"})  # which are answered however many requests are open
+OPEN_PATHS = PROBES | frozenset(files.PATHS)  # what may be asked without a key
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # a client's own name for a request
 UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
 UPLOADS = "/v1/files"  # the one path that takes a form
 
@@ -41,14 +46,30 @@ class Guard:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             self._active += 1
+            name = dict(scope["headers"]).get(b"x-request-id", b"")
+            token = HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
             try:
-                await self._admit(scope, receive, _counting(send, self._count))
+                await self._admit(_of_head(scope), receive, self._telling(scope, send))
             finally:
+                HTTP_REQUEST.reset(token)
                 self._active -= 1
+
+    def _telling(self, scope: Message, send: Send) -> Send:
+        """A `send` under which an answer has its name, and is counted and logged when it begins."""
+        begun = time.perf_counter()
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", HTTP_REQUEST.get().encode())]}
+                self._count(message["status"])
+                answered(scope["method"], scope["path"], message["status"], time.perf_counter() - begun)
+            await send(message)
+
+        return told
 
     async def _admit(self, scope: Message, receive: Receive, send: Send) -> None:
         try:
-            if self._active > self._settings.limits.connections:
+            if self._active > self._settings.limits.connections and scope["path"] not in PROBES:
                 raise ApiError(503, "too many requests are open; try again", code="too_many_connections", retry_after=1)
             headers = dict(scope["headers"])
             self._check_host(headers)
@@ -73,11 +94,10 @@ class Guard:
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in OPEN_PATHS:
             return
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        kind, _, given = headers.get(b"authorization", b"bearer " + headers.get(b"x-api-key", b"")).partition(b" ")
         if not hmac.compare_digest(given.strip(), self._key) or kind.lower() != b"bearer":
-            raise ApiError(
-                401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
 
     async def _read(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The whole body, and a `receive` that gives it once and then waits for the client to go."""
@@ -123,13 +143,9 @@ def _check_origin(headers: dict[bytes, bytes]) -> None:
         raise ApiError(403, "this is not taken from pages of other sites")
 
 
-def _counting(send: Send, count: Callable[[int], None]) -> Send:
-    async def counted(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            count(message["status"])
-        await send(message)
-
-    return counted
+def _of_head(scope: Message) -> Message:
+    """HEAD is asked as GET; the connection leaves the body out."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 async def _body(receive: Receive, limit: int) -> bytes:

@@ -99,7 +99,7 @@ def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
 def _new(service: Service, request: ResponseRequest) -> dict[str, Any]:
     """The response as it is when it begins."""
     return {
-        "id": new_id("resp").replace("-", "_"),
+        "id": new_id("resp"),
         "object": "response",
         "created_at": now(),
         "status": "in_progress",
