@@ -1,7 +1,6 @@
 """The door: what every request passes before the application sees it. Plain ASGI."""
 
 import asyncio
-import contextlib
 import hmac
 import re
 import time
@@ -19,7 +18,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-KIND, KIND_SECONDS = 1 << 20, 1.0  # bytes and seconds of a refused body that are still read
 PROBES = frozenset({"/health", "/live", "/ready"})  # which are answered however many requests are open
 OPEN_PATHS = PROBES | frozenset(files.PATHS)  # what may be asked without a key
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # a client's own name for a request
@@ -77,8 +75,6 @@ class Guard:
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await self._read(scope["path"], headers, receive)
         except ApiError as error:
-            if error.status != 408:
-                await _discard(receive, max(self._settings.limits.body, KIND))
             await send_error(send, error)
             return
         await self._app(scope, receive, send)
@@ -179,20 +175,10 @@ def _bounded(receive: Receive, limit: int, seconds: float) -> Receive:
         waited += time.monotonic() - begun
         size += len(message.get("body", b""))
         if size > limit:
-            if message.get("more_body", False):
-                await _discard(receive, KIND)
             raise _too_large(limit)
         return message
 
     return bounded
-
-
-async def _discard(receive: Receive, limit: int) -> None:
-    """Read a refused body, within bounds: a client that is still sending when the connection closes loses the answer."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(KIND_SECONDS):
-            while limit > 0 and (message := await receive()).get("more_body", False):
-                limit -= len(message.get("body", b""))
 
 
 def _too_large(limit: int) -> ApiError:
@@ -200,7 +186,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """A whole response. The connection closes: what is left of a refused body is not read."""
+    """A whole response, after which the connection closes."""
     headers = {"Content-Type": "application/json", "Connection": "close", **error.headers()}
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
