@@ -98,6 +98,9 @@ CHATS = [
     ("messages", ["hi"], "messages.0"),
     ("messages", [{"content": "hi"}], "message 0 needs a role"),
     ("messages", [{"role": "user"}], "message 0 needs a content"),
+    ("messages", [{"role": "wizard", "content": "hi"}], "role 'wizard'; use system, developer, user, assistant, tool"),
+    ("messages", [{"role": "assistant", "content": "hi"}], "set continue_final_message to true"),
+    ("continue_final_message", True, "is not the assistant's"),
     ("messages", [{"role": "user", "content": 5}], "must be text"),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}], "message 0"),
     ("messages", IMAGE, "message 0 has a part of type 'image_url'"),
@@ -191,7 +194,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_act_on(server: Runn
     for path, field in (("completions", "prompt"), ("embeddings", "input"), ("responses", "input")):
         error = server.post(f"/v1/{path}", {"model": "tiny", field: long}).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-        assert "maximum context length" in error["message"]
+        assert "This model's maximum context length is 256 tokens" in error["message"]
     error = server.post("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": long}]}).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 

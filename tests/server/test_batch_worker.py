@@ -153,7 +153,7 @@ def test_a_busy_server_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPa
     async def test() -> None:
         store, asked = Store(), []  # type: ignore[var-annotated]
         await make(store, of(1))
-        async with working(answering(0, 429, "queue_full", asked), store):
+        async with working(answering(0, 429, "rate_limit_exceeded", asked), store):
             await come(lambda: len(asked) > 8)
         assert paused[:8] == [0.25, 0.5, 1, 2, 4, 8, 8, 8]
         store.close()
@@ -167,7 +167,7 @@ def test_a_server_that_ends_does_not_wait_for_what_pauses(monkeypatch: pytest.Mo
     async def test() -> None:
         store, asked = Store(), []  # type: ignore[var-annotated]
         await make(store, of(1))
-        async with working(answering(0, 429, "queue_full", asked), store) as worker:
+        async with working(answering(0, 429, "rate_limit_exceeded", asked), store) as worker:
             await come(lambda: asked)
             await worker.stop()
             await worker.settle()

@@ -125,6 +125,9 @@ def test_the_log_tells_numbers_and_no_text(server: Running) -> None:
     (line,) = [line for line in lines if line.get("generated_tokens") == 4]
     assert (line["logger"], line["level"], line["model"]) == ("headrace.requests", "info", "tiny")
     assert line["finish_reason"] == "length"
+    (told,) = [line for line in lines if line.get("path") == "/v1/completions"]
+    assert line["http_request"] == told["http_request"] == answer._request_id
+    assert (told["method"], told["status"]) == ("POST", 200)
     assert line["prompt_tokens"] == answer.usage.prompt_tokens
     assert "secret" not in stream.getvalue()
     assert answer.choices[0].text.strip() not in stream.getvalue()

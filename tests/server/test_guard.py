@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
@@ -14,8 +15,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from headrace import __version__
 from headrace.server.connection import CHUNK, Joined, Turn, connection
 from headrace.server.guard import Guard
+from headrace.server.serving import SPARE, allow_files
 from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
 from tests.server.harness import PATIENCE, Running
 
@@ -28,7 +31,7 @@ ROUTES = [
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/tiny"), ("DELETE", "/v1/files/tiny"),
     ("GET", "/v1/files/tiny/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/tiny"),
-    ("POST", "/v1/batches/tiny/cancel"), ("POST", "/v1/responses"), ("GET", "/v1/responses/tiny"),
+    ("POST", "/v1/batches/tiny/cancel"), ("POST", "/v1/responses"), ("GET", "/v1/responses/tiny"), ("GET", "/version"),
     ("DELETE", "/v1/responses/tiny"), ("GET", "/v1/responses/tiny/input_items"),
 ]  # fmt: skip
 
@@ -61,11 +64,44 @@ def test_health_needs_no_key_and_tells_the_truth(locked: Running) -> None:
     assert answer.json()["status"] == "closed"
 
 
+def test_probes_tell_living_from_ready(locked: Running) -> None:
+    """Without a key, and by HEAD too: a server that is loading lives, and is not ready."""
+    for method in ("GET", "HEAD"):
+        live, ready = (locked.http.request(method, path, headers={"Authorization": ""}) for path in ("/live", "/ready"))
+        assert (live.status_code, ready.status_code) == (200, 503)
+        assert ready.headers["retry-after"]
+        assert (live.content == b"") is (method == "HEAD")
+    assert locked.http.get("/version").json() == {"version": __version__}
+
+
+def test_the_key_may_come_in_either_header(locked: Running) -> None:
+    for given, status in ((KEY, 200), (KEY + "x", 401), ("", 401)):
+        answer = httpx.get(f"{locked.base}/v1/models", headers={"X-Api-Key": given}, trust_env=False)
+        assert answer.status_code == status
+
+
+def test_an_answer_has_the_name_its_client_gave_or_one_of_its_own(locked: Running) -> None:
+    def name(given: str | None, path: str = "/live") -> str:
+        return locked.http.get(path, headers={} if given is None else {"X-Request-Id": given}).headers["x-request-id"]
+
+    assert name("my-own_1.2") == "my-own_1.2"
+    assert name("my-own", "/no/such/path") == "my-own"
+    made = {name(None), name(None), name("a b"), name("x" * 65), name("<script>")}
+    assert len(made) == 5
+    assert all(one.startswith("req_") for one in made)
+
+
+def test_probes_are_answered_however_many_requests_are_open() -> None:
+    settings = ServerSettings("tiny", limits=Limits(connections=0))
+    for path, status in (("/health", 200), ("/live", 200), ("/ready", 200), ("/v1/models", 503)):
+        assert asyncio.run(call(settings=settings, path=path))[0] == status
+
+
 def test_the_routes_that_are_tested_are_all_there_are(locked: Running) -> None:
     document = locked.http.get("/openapi.json").json()
     there = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     tested = {(method, path.replace("/tiny", "/{name}")) for method, path in ROUTES}
-    assert there - tested == {("GET", "/health")}
+    assert there - tested == {("GET", "/health"), ("GET", "/live"), ("GET", "/ready")}
 
 
 def test_keys_are_compared_in_constant_time() -> None:
@@ -177,7 +213,10 @@ def exchange(server: Running, data: bytes) -> bytes:
 
 
 async def call(
-    method: str = "GET", headers: dict[str, str] | None = None, settings: ServerSettings | None = None
+    method: str = "GET",
+    headers: dict[str, str] | None = None,
+    settings: ServerSettings | None = None,
+    path: str = "/v1/models",
 ) -> tuple[int, str]:
     """Status and body of one request through the guard alone; behind it everything is 200."""
 
@@ -196,7 +235,7 @@ async def call(
     given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
     guard = Guard(app, settings or ServerSettings("tiny"), lambda status: None)
-    await guard({"type": "http", "method": method, "path": "/v1/models", "headers": raw}, receive, send)
+    await guard({"type": "http", "method": method, "path": path, "headers": raw}, receive, send)
     return sent[0]["status"], sent[1]["body"].decode()
 
 
@@ -240,7 +279,7 @@ async def written(headers: list[tuple[bytes, bytes]], short_way: bool) -> bytes:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body"})
 
-    config = uvicorn.Config(app, http=connection(60, 60), log_config=None, server_header=False, date_header=False)
+    config = uvicorn.Config(app, http=connection(), log_config=None, server_header=False, date_header=False)
     config.load()
     made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[operator]
     wire = Wire()
@@ -257,7 +296,7 @@ async def written(headers: list[tuple[bytes, bytes]], short_way: bool) -> bytes:
 def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
     async def main() -> None:
         wire = Wire()
-        joined = Joined(wire, Turn())  # type: ignore[arg-type]
+        joined = Joined(wire, Turn(), lambda: False)  # type: ignore[arg-type]
         joined.write(b"a")
         joined.write(b"b")
         assert wire.sent == []
@@ -271,3 +310,81 @@ def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
         assert (wire.sent, joined.is_closing()) == ([b"ab", b"c"], True)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/files", "/no/such/path"])
+def test_a_client_that_sends_on_hears_why_it_was_refused(locked: Running, path: str) -> None:
+    """Ordinary clients send all of a body before they read: closing at once would reset the connection under them."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", locked.port)) as sock:
+        sock.settimeout(PATIENCE)
+        sock.sendall(f"{head}Content-Length: {64 << 20}\r\n\r\n".encode())
+        assert b"413" in sock.recv(12, socket.MSG_PEEK | socket.MSG_WAITALL)  # and yet:
+        for _ in range(64):
+            sock.sendall(b" " * (1 << 20))
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"body_too_large" in answer
+
+
+def test_what_is_read_after_a_refusal_is_bounded(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.server.connection.REFUSED", 1 << 20)
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", locked.port)) as sock:
+        sock.settimeout(PATIENCE)
+        sock.sendall(f"{head}Content-Length: {1 << 40}\r\n\r\n".encode())
+        with pytest.raises(OSError, match="reset|pipe"):
+            sock.sendall(bytes(256 << 20))
+
+
+def test_a_body_in_crumbs_is_refused(locked: Running) -> None:
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    chunked = f"{head}Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
+    assert b"Invalid HTTP" in exchange(locked, chunked + b"1\r\n \r\n" * 1100 + b"0\r\n\r\n")
+    assert b"Invalid HTTP" not in exchange(locked, chunked + b"1\r\n \r\n" * 900 + b"0\r\n\r\n")
+
+
+def test_idle_connections_make_room_and_health_answers() -> None:
+    """More connections than there may be, none of which asks anything; one that has asked is closed after those."""
+    ask = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    limits = Limits(connections=8, header_seconds=PATIENCE)
+    with Running("no-model", begin=False, limits=limits) as running, contextlib.ExitStack() as stack:
+
+        def connect() -> socket.socket:
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+            made.settimeout(PATIENCE)
+            return made
+
+        kept = connect()
+        kept.sendall(ask)
+        assert kept.recv(12) == b"HTTP/1.1 200"
+        idle = [connect() for _ in range(300)]
+        for _ in range(20):
+            assert httpx.get(f"{running.base}/live", trust_env=False).status_code == 200
+        assert running.on_loop(lambda: len(running.server.server_state.connections)) <= 8 + SPARE
+        assert idle[0].recv(1) == b""  # it was closed
+        kept.sendall(ask)
+        while b"HTTP/1.1 200" not in (part := kept.recv(65536)):
+            assert part
+
+
+def test_a_handshake_has_its_time() -> None:
+    here = Path(__file__).parent
+    tls = {"tls_cert": str(here / "tls_cert.pem"), "tls_key": str(here / "tls_key.pem")}
+    hasty = Running("no-model", begin=False, limits=Limits(header_seconds=0.2), **tls)  # type: ignore[arg-type]
+    with hasty, socket.create_connection(("127.0.0.1", hasty.port)) as sock:
+        sock.settimeout(30)  # less than the minute that there would be otherwise
+        assert sock.recv(1) == b""
+
+
+def test_connections_may_have_as_many_files_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: made.append(limits))
+    for soft, hard, expected in ((100, 5000, [(1344, 5000)]), (1344, 5000, []), (-1, -1, []), (100, -1, [(1344, -1)])):
+        monkeypatch.setattr("resource.getrlimit", lambda kind, both=(soft, hard): both)
+        made.clear()
+        allow_files(ServerSettings("tiny"))
+        assert made == expected
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (100, 1000))
+    with pytest.raises(SettingsError, match="lower --limit-connections"):
+        allow_files(ServerSettings("tiny"))

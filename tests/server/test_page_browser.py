@@ -15,7 +15,7 @@ from tests.server.test_page import HOSTILE
 KEY = "a-long-enough-key"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MILLISECONDS = 180_000  # until a test gives up
-BUSY = {"error": {"message": "the server is busy", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
+BUSY = {"error": {"message": "the server is busy", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}}
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from headrace.server.errors import ApiError
 from headrace.server.fields import ChatRequest
 from headrace.server.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
 from headrace.server.tools import conversation, tooling
+from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import Running
 from tests.tiny_files import write_tiny_gguf
@@ -256,8 +257,25 @@ def test_calls_after_a_control_token(mistral: Running, choice: str, stream: bool
     for name in ids:  # the template takes the server's own
         talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [{**CALLED, "id": name}]}]
         assert ask(mistral, messages=[*talk, {"role": "tool", "tool_call_id": name, "content": "done"}], max_tokens=3).choices
-    with pytest.raises(openai.BadRequestError, match="length 9"):  # and looks at them
-        ask(mistral, messages=[*TALK, {"role": "assistant", "content": None, "tool_calls": [CALLED]}])
+    told = [*TALK, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
+    with pytest.raises(TemplateError, match="length 9"):  # and looks at them
+        mistral.llm.opened.template.render(told)
+    told.append({"role": "tool", "tool_call_id": CALLED["id"], "content": "done"})
+    assert ask(mistral, messages=told, max_tokens=3).choices  # those of another server are made such
+
+
+def test_a_call_and_its_result_keep_one_id_in_mistrals_form() -> None:
+    talk: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [CALLED, {**CALLED, "id": "abcdEFG12"}]},
+        {"role": "tool", "tool_call_id": CALLED["id"], "content": "done"},
+        {"role": "tool", "tool_call_id": "abcdEFG12", "content": "done"},
+    ]
+    call, *results = conversation(talk, None, MISTRALS)
+    ids = [one["id"] for one in call["tool_calls"]]
+    assert ids == [result["tool_call_id"] for result in results]
+    assert ids[1] == "abcdEFG12"
+    assert re.fullmatch("[A-Za-z0-9]{9}", ids[0])
+    assert conversation(talk[1:], None, "{{ tools }}<tool_call>") == talk[1:]  # others are told the client's own
 
 
 CALLED = {"id": "call-1", "type": "function", "function": {"name": "turn_wheel", "arguments": '{"turns": 1, "way": "left"}'}}

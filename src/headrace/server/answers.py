@@ -10,6 +10,8 @@ import msgspec
 
 from headrace.server.tickets import Ticket
 
+DASHED = frozenset({"cmpl", "chatcmpl", "file"})  # kinds of names with a dash
+
 
 class Usage(msgspec.Struct):
     prompt_tokens: int
@@ -111,8 +113,8 @@ class Model(msgspec.Struct):
 
 
 def new_id(kind: str) -> str:
-    """A name for an answer: cmpl-…, chatcmpl-…"""
-    return f"{kind}-{secrets.token_hex(12)}"
+    """A name for an answer or a part of one, joined as OpenAI joins it: cmpl-…, chatcmpl-…, file-…, and else msg_…, fc_…"""
+    return f"{kind}{'-' if kind in DASHED else '_'}{secrets.token_hex(12)}"
 
 
 def new_call_id() -> str:

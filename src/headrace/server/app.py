@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from headrace import __version__
 from headrace.confined.pool import BusyError
 from headrace.data.params import ParamError
 from headrace.server import chat, completions, embeddings, tokens
@@ -27,7 +28,7 @@ from headrace.server.async_llm import (
     State,
 )
 from headrace.server.batch_worker import BatchWorker
-from headrace.server.errors import RETRY_DOWN, ApiError, as_api_error, blamed
+from headrace.server.errors import RETRY_DOWN, TOO_LONG, ApiError, as_api_error, blamed
 from headrace.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -179,7 +180,20 @@ def _add_tools(app: FastAPI, models: Models, worker: BatchWorker) -> None:
             said["batches"] = worker.trouble
         if state is State.READY:
             return _json(said)
-        return Response(msgspec.json.encode(said), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")
+        return _unready(said)
+
+    @app.get("/live")
+    async def live() -> Response:
+        return _json({"status": "live"})  # whatever its engines do: a probe that fails ends the server
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        state, _ = models.state
+        return _json({"status": str(state)}) if state is State.READY else _unready({"status": str(state)})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -196,7 +210,7 @@ def _add_errors(app: FastAPI) -> None:
         made = as_api_error(error) or ApiError(500, "internal error")
         if made.param is None and made.status == 400 and request.url.path in text_fields:
             body, said = text_fields[request.url.path]
-            made.param = blamed(made.message, body.model_fields, said)
+            made.param = said if made.code == TOO_LONG else blamed(made.message, body.model_fields, said)
         return _error(made)
 
     async def invalid(request: Request, error: Exception) -> Response:
@@ -241,6 +255,10 @@ def _as_bad_field(error: RequestValidationError) -> ApiError:
 
 def _error(error: ApiError) -> Response:
     return Response(error.body(), error.status, error.headers(), "application/json")
+
+
+def _unready(said: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(said), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")
 
 
 def _json(data: Any) -> Response:

@@ -198,8 +198,8 @@ class AsyncLLM:
         for ids in prompts:
             if len(ids) >= context + bool(pool):
                 raise TooLongError(
-                    f"the prompt has {len(ids)} tokens and the model's maximum context length is {context}, "
-                    "the answer included; shorten the prompt"
+                    f"This model's maximum context length is {context} tokens, the answer included, "
+                    f"and the prompt has {len(ids)}; shorten the prompt"
                 )
         if len(prompts) > (most := self.waiting.max_requests):
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")

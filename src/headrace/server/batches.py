@@ -48,7 +48,7 @@ async def create(store: Store, request: BatchRequest, limits: Limits) -> dict[st
 
 def _insert(db: sqlite3.Connection, request: BatchRequest) -> tuple[int, str]:
     """A batch without rows: its number and its id."""
-    name, created = new_id("batch").replace("-", "_"), now()
+    name, created = new_id("batch"), now()
     metadata = json.dumps(request.metadata)
     life = (request.output_expires_after or {}).get("seconds")
     row = (name, request.endpoint, request.input_file_id, life, metadata, created, created + DAY)

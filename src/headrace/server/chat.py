@@ -1,5 +1,6 @@
 """/v1/chat/completions: a conversation through the model's chat template."""
 
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ from headrace.server.tickets import Ticket, deltas
 from headrace.server.tool_text import Piece, ToolText
 from headrace.server.tools import Tooling, callable_tools, conversation, schemas_of, tooling
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CONTINUE = "continue_final_message"
 # What a template's own variables may not be called: they are ours to say, or what templates are written in.
 RESERVED = frozenset(
     "messages tools documents add_generation_prompt bos_token eos_token "
@@ -91,8 +94,14 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     variables = _variables(request)
     if tools is not None and tools.told:
         variables["tools"] = tools.tools
-    variables["add_generation_prompt"] = request.add_generation_prompt is not False
-    prompt = await unless_gone(http, render(service.llm, conversation(request.messages, tools, template), **variables))
+    talk = conversation(request.messages, tools, template)
+    check_messages(talk)
+    _check_ending(request)
+    if request.continue_final_message:
+        prompt = await unless_gone(http, render_open(service.llm, talk, **variables))
+    else:
+        new_turn = request.add_generation_prompt is not False
+        prompt = await unless_gone(http, render(service.llm, talk, add_generation_prompt=new_turn, **variables))
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=service.deadline(request.deadline))
     job = Job(service, request, tickets, tools)
     if request.stream:
@@ -111,14 +120,42 @@ async def _tooling(service: Service, request: ChatRequest, template: str | None)
 
 
 async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
-    """Token ids of a conversation. Raises TemplateError, TokenizerError, ApiError."""
+    """Token ids of a conversation. Raises TemplateError, TokenizerError."""
+    text = await llm.opened.template.rendered(messages, **variables)
+    return await llm.encode(text, add_special=False)
+
+
+async def render_open(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
+    """The same up to the end of the last message's text, which the answer goes on with. The template renders it with a mark
+    at its end, and is cut there. Raises ApiError also where the template leaves the mark out."""
+    mark = secrets.token_hex(16)
+    messages = [*messages[:-1], _marked(messages[-1], mark)]
+    text = await llm.opened.template.rendered(messages, add_generation_prompt=False, **variables)
+    before, found, _ = text.rpartition(mark)
+    if not found or mark in before:
+        raise bad("the model's template does not let its final message be continued; leave the field out", CONTINUE)
+    return await llm.encode(before, add_special=False)
+
+
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    if isinstance(content, list) and content and isinstance(content[-1], dict) and isinstance(content[-1].get("text"), str):
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]}
+    raise bad("the final message has no text to be continued; give it a content", CONTINUE)
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Roles and parts that are not read here are refused by name; what else is wrong the template's code says."""
     for number, message in enumerate(messages):
+        role = message.get("role")
+        if isinstance(role, str) and role not in ROLES:
+            raise bad(f"message {number} has the role {role[:40]!r}; use {', '.join(ROLES)}", "messages")
         _check_parts(number, message.get("content"))
         for name, instead in (("function_call", "use tool_calls"), ("audio", "this server reads text alone")):
             if message.get(name) is not None:
                 raise bad(f"message {number} has {name}, which is not read here; {instead}", "messages")
-    text = await llm.opened.template.rendered(messages, **variables)
-    return await llm.encode(text, add_special=False)
 
 
 def _check_parts(number: int, content: Any) -> None:
@@ -144,6 +181,24 @@ def _check(request: ChatRequest) -> None:
         raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
     if request.top_logprobs is not None and request.top_logprobs < 0:
         raise bad(f"top_logprobs must be 0 or more, not {request.top_logprobs}", "top_logprobs")
+
+
+def _check_ending(request: ChatRequest) -> None:
+    """A conversation that ends with the assistant is continued or answered as the request says, and never guessed at."""
+    ending = request.messages[-1] if request.messages else {}
+    last = ending.get("role")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise bad(f"{CONTINUE} begins no new turn; leave add_generation_prompt out, or set it to false", CONTINUE)
+    if request.continue_final_message and last != "assistant":
+        raise bad(f"{CONTINUE}: the last message is not the assistant's; end with one of the assistant", CONTINUE)
+    if request.continue_final_message and ending.get("tool_calls"):
+        raise bad(f"{CONTINUE}: the last message calls tools and has no text to be continued; add their results", CONTINUE)
+    if last == "assistant" and request.continue_final_message is None and request.add_generation_prompt is None:
+        raise bad(
+            "the last message is the assistant's; set continue_final_message to true to have it continued, "
+            "or to false to have a new one after it",
+            "messages",
+        )
 
 
 def _params(service: Service, request: ChatRequest, spec: StructuredOutputs | None) -> SamplingParams:

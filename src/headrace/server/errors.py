@@ -21,6 +21,7 @@ from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
 ENGINE_LOST = "engine_lost"
+TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
 MODEL_UNUSABLE = "model_unusable"  # which does not pass
 RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
 OTHER_NAMES = {name: flat for flat, name in BEAM_NAMES.items()}  # words of messages for fields of requests
@@ -79,9 +80,9 @@ def as_api_error(error: Exception) -> ApiError | None:
             return error
         case QueueFullError():
             message = f"the server is busy: {error}; try again in {error.retry_after} s"
-            return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
+            return ApiError(429, message, code="rate_limit_exceeded", retry_after=error.retry_after)
         case BusyError():
-            return ApiError(429, f"the server is busy: {error}; try again in 1 s", code="queue_full", retry_after=1)
+            return ApiError(429, f"the server is busy: {error}; try again in 1 s", code="rate_limit_exceeded", retry_after=1)
         case EngineLostError():
             return ApiError(503, str(error), code=ENGINE_LOST, retry_after=RETRY_DOWN)
         case EngineDownError():
@@ -91,7 +92,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case RequestFailedError():
             return ApiError(500, str(error), code="request_failed")
         case TooLongError():
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return ApiError(400, str(error), code=TOO_LONG)
         case ParamError() | RequestRefusedError() | TemplateError() | TokenizerError():
             return bad(str(error))
     return None

@@ -132,6 +132,7 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: Settings | None = None
     # known to the protocol, refused with a reason unless they say nothing
     tools: Tools | None = None

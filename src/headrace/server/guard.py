@@ -1,14 +1,16 @@
 """The door: what every request passes before the application sees it. Plain ASGI."""
 
 import asyncio
-import contextlib
 import hmac
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from headrace.confined.pool import CLIENT
+from headrace.server.answers import new_id
 from headrace.server.errors import ApiError
+from headrace.server.logs import HTTP_REQUEST, answered
 from headrace.server.page import files
 from headrace.server.settings import ServerSettings, is_loopback
 
@@ -17,8 +19,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-KIND, KIND_SECONDS = 1 << 20, 1.0  # bytes and seconds of a refused body that are still read
-OPEN_PATHS = frozenset({"/health", *files.PATHS})  # what may be asked without a key
+PROBES = frozenset({"/health", "/live", "/ready"})  # which are answered however many requests are open
+OPEN_PATHS = PROBES | frozenset(files.PATHS)  # what may be asked without a key
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # a client's own name for a request
 UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
 UPLOADS = "/v1/files"  # the one path that takes a form
 
@@ -43,14 +46,30 @@ class Guard:
         elif scope["type"] == "http":
             CLIENT.set((scope.get("client") or ("",))[0])
             self._active += 1
+            name = dict(scope["headers"]).get(b"x-request-id", b"")
+            token = HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
             try:
-                await self._admit(scope, receive, _counting(send, self._count))
+                await self._admit(_of_head(scope), receive, self._telling(scope, send))
             finally:
+                HTTP_REQUEST.reset(token)
                 self._active -= 1
+
+    def _telling(self, scope: Message, send: Send) -> Send:
+        """A `send` under which an answer has its name, and is counted and logged when it begins."""
+        begun = time.perf_counter()
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", HTTP_REQUEST.get().encode())]}
+                self._count(message["status"])
+                answered(scope["method"], scope["path"], message["status"], time.perf_counter() - begun)
+            await send(message)
+
+        return told
 
     async def _admit(self, scope: Message, receive: Receive, send: Send) -> None:
         try:
-            if self._active > self._settings.limits.connections:
+            if self._active > self._settings.limits.connections and scope["path"] not in PROBES:
                 raise ApiError(503, "too many requests are open; try again", code="too_many_connections", retry_after=1)
             headers = dict(scope["headers"])
             self._check_host(headers)
@@ -58,8 +77,6 @@ class Guard:
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await self._read(scope["path"], headers, receive)
         except ApiError as error:
-            if error.status != 408:
-                await _discard(receive, max(self._settings.limits.body, KIND))
             await send_error(send, error)
             return
         await self._app(scope, receive, send)
@@ -75,11 +92,10 @@ class Guard:
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in OPEN_PATHS:
             return
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        kind, _, given = headers.get(b"authorization", b"bearer " + headers.get(b"x-api-key", b"")).partition(b" ")
         if not hmac.compare_digest(given.strip(), self._key) or kind.lower() != b"bearer":
-            raise ApiError(
-                401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
 
     async def _read(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The whole body, and a `receive` that gives it once and then waits for the client to go."""
@@ -125,13 +141,9 @@ def _check_origin(headers: dict[bytes, bytes]) -> None:
         raise ApiError(403, "this is not taken from pages of other sites")
 
 
-def _counting(send: Send, count: Callable[[int], None]) -> Send:
-    async def counted(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            count(message["status"])
-        await send(message)
-
-    return counted
+def _of_head(scope: Message) -> Message:
+    """HEAD is asked as GET; the connection leaves the body out."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 async def _body(receive: Receive, limit: int) -> bytes:
@@ -165,20 +177,10 @@ def _bounded(receive: Receive, limit: int, seconds: float) -> Receive:
         waited += time.monotonic() - begun
         size += len(message.get("body", b""))
         if size > limit:
-            if message.get("more_body", False):
-                await _discard(receive, KIND)
             raise _too_large(limit)
         return message
 
     return bounded
-
-
-async def _discard(receive: Receive, limit: int) -> None:
-    """Read a refused body, within bounds: a client that is still sending when the connection closes loses the answer."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(KIND_SECONDS):
-            while limit > 0 and (message := await receive()).get("more_body", False):
-                limit -= len(message.get("body", b""))
 
 
 def _too_large(limit: int) -> ApiError:
@@ -186,7 +188,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """A whole response. The connection closes: what is left of a refused body is not read."""
+    """A whole response, after which the connection closes."""
     headers = {"Content-Type": "application/json", "Connection": "close", **error.headers()}
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

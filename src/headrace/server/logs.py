@@ -3,9 +3,11 @@
 import json
 import logging
 import time
+from contextvars import ContextVar
 from typing import Any
 
 REQUESTS = logging.getLogger("headrace.requests")
+HTTP_REQUEST = ContextVar("HTTP_REQUEST", default="")  # the x-request-id of the answer that is being made; "" beside HTTP
 OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -19,6 +21,8 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if http_request := HTTP_REQUEST.get():
+            line["http_request"] = http_request
         line |= {name: value for name, value in vars(record).items() if name not in OWN}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -31,11 +35,21 @@ def use_json() -> None:
         handler.setFormatter(JsonLines())
 
 
-def request_ended(model: str, request_id: str, reason: str, prompt: int, generated: int, cached: int, seconds: float) -> None:
-    """One request, in numbers."""
+def answered(method: str, path: str, status: int, seconds: float) -> None:
+    """One answer over HTTP. What a client wrote is in it as ASCII on one line."""
+    if REQUESTS.isEnabledFor(logging.INFO):
+        path = ascii(path[:200])[1:-1]
+        said = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4)}
+        REQUESTS.info("%s %s: %d (%s)", method, path, status, HTTP_REQUEST.get(), extra=said)
+
+
+def request_ended(
+    model: str, request_id: str, http_request: str, reason: str, prompt: int, generated: int, cached: int, seconds: float
+) -> None:
+    """One request, in numbers. `http_request` is what its client knows it by."""
     if REQUESTS.isEnabledFor(logging.INFO):
         said = {
-            "model": model, "request_id": request_id, "finish_reason": reason, "prompt_tokens": prompt,
-            "generated_tokens": generated, "cached_tokens": cached, "seconds": round(seconds, 4),
+            "model": model, "request_id": request_id, "http_request": http_request, "finish_reason": reason,
+            "prompt_tokens": prompt, "generated_tokens": generated, "cached_tokens": cached, "seconds": round(seconds, 4),
         }  # fmt: skip
         REQUESTS.info("%s: %s after %d tokens, %.3f s", request_id, reason, generated, seconds, extra=said)

@@ -207,7 +207,8 @@ class Metrics:
         metrics, prompt = ended.metrics, len(ticket.prompt)
         self.whole.observe(now - ticket.submitted)
         cached = metrics.cached_tokens
-        request_ended(self._model, ended.request_id, reason, prompt, ticket.generated, cached, now - ticket.submitted)
+        name, http = ended.request_id, ticket.http_request
+        request_ended(self._model, name, http, reason, prompt, ticket.generated, cached, now - ticket.submitted)
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)
         self.cache_hits.inc(metrics.cached_tokens)

@@ -36,7 +36,10 @@ async def respond(service: Service, store: Store, request: ResponseRequest, http
     items = [*await _history(store, request.previous_response_id), *as_items(request.input)]
     if len(items) > MAX_ITEMS:
         raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
-    asked = _as_chat(request, messages(items, request.instructions))
+    talk = messages(items, request.instructions)
+    if talk[-1]["role"] == "assistant":
+        raise bad("the last item is the assistant's; end with what it is to answer", "input")
+    asked = _as_chat(request, talk)
     response = _new(service, request)
     try:
         answer = await chat.chat(service, asked, http, salt)
@@ -99,7 +102,7 @@ def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
 def _new(service: Service, request: ResponseRequest) -> dict[str, Any]:
     """The response as it is when it begins."""
     return {
-        "id": new_id("resp").replace("-", "_"),
+        "id": new_id("resp"),
         "object": "response",
         "created_at": now(),
         "status": "in_progress",

@@ -1,7 +1,9 @@
 """Running the server: a socket, uvicorn, signals, and an orderly end."""
 
 import asyncio
+import functools
 import logging
+import resource
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +18,15 @@ from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.connection import connection
 from headrace.server.metrics import Figures
 from headrace.server.models import LoadedModel, Models, expected_size, make_service
-from headrace.server.settings import ServerSettings
+from headrace.server.settings import ServerSettings, SettingsError
 from headrace.server.store import Store
 
 log = logging.getLogger("headrace.server")
 
 IDLE = 30  # seconds that a connection is kept for the next request; longer than clients keep it, which then never meet its end
 LAST_BYTES = 5  # seconds for clients to read what is already written, once everything is answered
-SPARE = 64  # connections above the limit that still get a proper answer
+SPARE = 64  # connections above the limit of requests; of more, those without a request are closed
+FILES = 256  # files that a server opens besides connections
 
 
 class Server(uvicorn.Server):
@@ -38,7 +41,12 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application.door,
-                http=connection(limits.header_seconds, limits.send_seconds),  # type: ignore[arg-type]
+                http=connection(  # type: ignore[arg-type]
+                    limits.connections + SPARE,
+                    head_seconds=limits.header_seconds,
+                    body_seconds=limits.body_seconds,
+                    send_seconds=limits.send_seconds,
+                ),
                 loop="asyncio",
                 ws="none",
                 lifespan="off",
@@ -47,7 +55,6 @@ class Server(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                limit_concurrency=limits.connections + SPARE,
                 timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=LAST_BYTES,
                 h11_max_incomplete_event_size=limits.header,
@@ -63,6 +70,17 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, as uvicorn does, with a limit on the time of a TLS handshake."""
+        config, loop = self.config, asyncio.get_running_loop()
+        seconds = self.models.settings.limits.header_seconds if config.ssl else None
+        protocol: Any = config.http_protocol_class
+        make = functools.partial(protocol, config=config, server_state=self.server_state, app_state={})
+        self.servers = [
+            await loop.create_server(make, sock=sock, ssl=config.ssl, ssl_handshake_timeout=seconds) for sock in sockets or []
+        ]
+        self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is not None:
@@ -100,6 +118,19 @@ def listen(settings: ServerSettings) -> socket.socket:
         ) from None
 
 
+def allow_files(settings: ServerSettings) -> None:
+    """Raise this process's limit of open files to what its connections need. Raises SettingsError where it may not be."""
+    needed = settings.limits.connections + SPARE + FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise SettingsError(
+            f"{settings.limits.connections} requests at once need {needed} open files and this system allows {hard}; "
+            "raise that (ulimit -Hn) or lower --limit-connections"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """A model to be served: what clients call it, what it is, the arguments of its AsyncLLM."""
@@ -135,6 +166,7 @@ async def serve(models: Models, settings: ServerSettings, say: Callable[[str], N
 
     Raises LoadError when a model cannot be opened, ValueError when the address cannot be had.
     """
+    allow_files(settings)
     sock = listen(settings)
     server = Server(models)
     server.config.load()  # TLS files are read now: their errors come before anything starts

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
+from headrace.server.logs import HTTP_REQUEST
 from headrace.server.queueing import Queue
 
 log = logging.getLogger("headrace.server")
@@ -67,6 +68,7 @@ class Ticket:
 
     def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Queue, wakeup: Wakeup) -> None:
         self.request_id = request_id
+        self.http_request = HTTP_REQUEST.get()
         self.prompt = prompt
         self.params = params
         self.wakeup = wakeup

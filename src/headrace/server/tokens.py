@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.server.chat import render
+from headrace.server.chat import check_messages, render
 from headrace.server.errors import bad
 from headrace.server.fields import DetokenizeRequest, TokenizeRequest
 from headrace.server.service import Service
@@ -18,6 +18,7 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         if request.add_special_tokens:
             raise bad("the chat template writes the special tokens; leave add_special_tokens out", "add_special_tokens")
         prompts = request.add_generation_prompt is not False
+        check_messages(request.messages or [])
         tokens = await render(service.llm, request.messages or [], add_generation_prompt=prompts)
     found: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
     found["max_model_len"] = service.llm.loaded.max_model_len if service.llm.loaded is not None else None

@@ -1,5 +1,6 @@
 """Tools of a chat request: what the template is told, the grammar an answer is held to, how calls are found in it."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -11,9 +12,10 @@ from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
-from headrace.server.tool_text import HERMES, CallFormat, format_of
+from headrace.server.tool_text import HERMES, MISTRAL, CallFormat, format_of
 
 MOST = 128  # tools
+NINE = re.compile(r"[A-Za-z0-9]{9}")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # What a text may not begin with, since its reader would take that for a call that nothing holds to a schema.
 NO_CALL = {
@@ -88,6 +90,8 @@ def conversation(messages: list[dict[str, Any]], given: Tooling | None, template
     if template is None or "developer" not in template:  # its newer name, for templates that do not know it
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
     made = [_with_objects(number, message) if known else _as_text(number, message) for number, message in enumerate(messages)]
+    if format_of(template) is MISTRAL:
+        made = list(map(_with_mistral_ids, made))
     if given is None or given.told:
         return made
     how = HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in given.tools))
@@ -174,6 +178,20 @@ def _with_objects(number: int, message: dict[str, Any]) -> dict[str, Any]:
     if not (calls := _calls(number, message)):
         return message
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def _with_mistral_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Mistral's templates take ids of nine letters and digits alone: others become such, in calls and results alike."""
+    made = dict(message)
+    if isinstance(name := made.get("tool_call_id"), str):
+        made["tool_call_id"] = _nine(name)
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [{**call, "id": _nine(call["id"])} if isinstance(call.get("id"), str) else call for call in calls]
+    return made
+
+
+def _nine(name: str) -> str:
+    return name if NINE.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 def _as_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
