@@ -262,7 +262,11 @@ def test_clients_take_turns(pool: Confined) -> None:
             await pool.ask(task("echo"), client)
             order.append(client)
 
-        await asyncio.gather(*(one(client) for client in ("a", "a", "a", "a", "b", "c", "b")))
+        async def first() -> None:  # so that all others are there before one of them is taken
+            CLIENT.set("z")
+            await pool.ask(task("work"), 0.3)
+
+        await asyncio.gather(first(), *(one(client) for client in ("a", "a", "a", "a", "b", "c", "b")))
 
     asyncio.run(asked())
     assert order == ["a", "b", "c", "a", "b", "a", "a"]

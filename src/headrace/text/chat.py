@@ -82,7 +82,10 @@ class ChatTemplate:
             "messages": validate_messages(messages),
         }
         try:
-            text = json.dumps(context, allow_nan=False)
+            text = json.dumps(context, allow_nan=False, ensure_ascii=False)
+            text.encode()
+        except UnicodeEncodeError:
+            raise TemplateError("the conversation is not Unicode: it has a lone surrogate; remove it") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"messages, tools and template variables must be plain JSON values: {error}") from None
         return {"source": source, "context": text, "most": self.limits.output}
