@@ -1,6 +1,4 @@
 // Linear layers and quantised activations in Python: entry points for tests and measurements.
-#include "bound_weights.h"
-
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -16,6 +14,7 @@
 
 #include "bind.h"
 #include "bind_arrays.h"
+#include "bound_weights.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
