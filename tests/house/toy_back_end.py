@@ -22,4 +22,4 @@ class Toy(Eager):
     def load(self, recipe: Recipe) -> Loaded:
         loaded = super().load(recipe)
         programs = {role: Counting(made.model, made.pool) for role, made in loaded.programs.items()}
-        return Loaded({**programs}, loaded.plan, loaded.dtype)
+        return Loaded(programs, loaded.plan, loaded.dtype)

@@ -13,7 +13,7 @@ from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
 from headrace.runner.kept import Kept
-from headrace.runner.program import HeadInputs
+from headrace.runner.program import InputRows
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
 from headrace.runner.uses import sublayers
@@ -22,7 +22,7 @@ from headrace.runner.uses import sublayers
 class EagerProgram:
     """A torch model and its paged pool. `head_ids` (ascending) are the only tokens that get logits."""
 
-    inputs: HeadInputs | None = None
+    inputs: InputRows | None = None
 
     def __init__(self, model: Model, pool: KVPool, threads: int | None = None, head_ids: np.ndarray | None = None) -> None:
         self.model = model

@@ -18,7 +18,7 @@ from headrace.native.step import NativeStep
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
 from headrace.runner.kept import Kept
-from headrace.runner.program import HeadInputs
+from headrace.runner.program import InputRows
 from headrace.runner.record import record
 from headrace.runner.span import Span
 from headrace.weights.source import WeightSource
@@ -59,7 +59,7 @@ class NativeProgram:
         isa: str = "",
         weights: PackedWeights | None = None,
         head_ids: np.ndarray | None = None,
-        inputs: HeadInputs | None = None,
+        inputs: InputRows | None = None,
         enter: Callable[[Lowered, Ropes, Buffers], None] | None = None,
         pack: bool = True,
     ) -> None:

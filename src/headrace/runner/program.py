@@ -54,7 +54,7 @@ class Step(Protocol):
         """What each feed's wants got, in their order; None where hidden rows are pooled."""
 
 
-class HeadInputs(Protocol):
+class InputRows(Protocol):
     """The rows that a program begins with which has no table of tokens. `chains`: they are made of rows that it left before."""
 
     chains: bool
@@ -70,7 +70,7 @@ class Program(Protocol):
     """A model made ready, with a paged pool of its own. `inputs`: what its steps begin with instead of tokens."""
 
     config: ModelConfig
-    inputs: HeadInputs | None
+    inputs: InputRows | None
 
     def live(self, new: NewSlot) -> AnyLive:
         """A live sequence set up from scratch, for all programs of the back end."""

@@ -43,9 +43,8 @@ def start(recipe: Recipe) -> Started:
     """
     settings = recipe.settings
     _check(recipe)
-    for offer in OFFERS:
-        if settings.backend not in ("auto", offer.name):
-            continue
+    asked = [offer for offer in OFFERS if settings.backend in ("auto", offer.name)]
+    for number, offer in enumerate(asked, 1):
         problem, level = offer.why_not(recipe), logging.INFO  # what was asked for is no surprise
         if not problem:
             try:
@@ -54,8 +53,8 @@ def start(recipe: Recipe) -> Started:
                 problem, level = str(error), logging.WARNING
         if settings.backend != "auto":
             raise ValueError(f"the {offer.name} back end cannot run this: {problem}; use backend='auto'")
-        if settings.device.startswith("cpu"):
-            log.log(level, "running in torch: %s", problem)
+        if number < len(asked) and settings.device.startswith("cpu"):
+            log.log(level, "running in %s: %s", asked[number].name, problem)
     raise ValueError(f"no back end can run this: {problem}")
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from headrace.data.config import ModelConfig
+from headrace.data.plan import TARGET
 from headrace.eager.heads import EagerHeads
 from headrace.eager.program import EagerProgram
 from headrace.kv.layout import kv_shape
@@ -42,10 +43,11 @@ class Eager:
 
         models = {role: load(each, dtype, device, self.free_memory(recipe)) for role, each in recipe.models.items()}
         plan = recipe.plan(kv_bytes, dtype.itemsize, self.free_memory(recipe))
-        heads, programs = recipe.head_ids(), {}
+        heads = recipe.head_ids()
+        programs: dict[str, EagerProgram] = {}
         for role, model in models.items():
             pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device)
             programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
         if recipe.heads is not None:
-            programs[HEADS] = EagerHeads(recipe.heads, programs[recipe.roles[0].name], recipe.target.source)
-        return Loaded({**programs}, plan, dtype)
+            programs[HEADS] = EagerHeads(recipe.heads, programs[TARGET.name], recipe.target.source)
+        return Loaded(programs, plan, dtype)

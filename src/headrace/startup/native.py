@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from headrace import native
-from headrace.data.plan import MAX_NODES
+from headrace.data.plan import MAX_NODES, TARGET
 from headrace.models.registry import describe
 from headrace.native.heads import NativeHeads
 from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
@@ -61,5 +61,5 @@ class Native:
         for program in programs.values():
             program.weights.pack()
         if recipe.heads is not None:
-            programs[HEADS] = NativeHeads(recipe.heads, programs[recipe.roles[0].name], recipe.target.source, **shared)
-        return Loaded({**programs}, plan, torch.bfloat16)
+            programs[HEADS] = NativeHeads(recipe.heads, programs[TARGET.name], recipe.target.source, **shared)
+        return Loaded(programs, plan, torch.bfloat16)

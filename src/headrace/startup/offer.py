@@ -1,5 +1,6 @@
 """What a back end offers to whoever opens models."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from headrace.startup.recipe import Recipe
 class Loaded:
     """The programs of a recipe's roles, the memory plan they were made by, and what they compute in."""
 
-    programs: dict[str, Program]
+    programs: Mapping[str, Program]
     plan: MemoryPlan
     dtype: torch.dtype
 
