@@ -4,6 +4,7 @@ from typing import Any
 
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import Prepared
+from headrace.decoding.json_schema.validate import read_schema
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
 from headrace.server.grammar_check import GrammarCheck
@@ -32,6 +33,16 @@ def asked_form(request: Sampling) -> StructuredOutputs | None:
         return StructuredOutputs.of(fields)
     except ConstraintError as error:
         raise bad(f"{name}: {error}", name) from None
+
+
+def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
+    """The JSON schema of a form that is one. Raises ApiError."""
+    if form.json_object:
+        return {"type": "object"}
+    try:
+        return None if form.json is None else read_schema(form.json)
+    except ConstraintError as error:
+        raise bad(str(error), "response_format") from None
 
 
 async def check_form(check: GrammarCheck, spec: StructuredOutputs, *, streams: bool, param: str) -> tuple[str, ...]:
