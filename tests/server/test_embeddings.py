@@ -54,6 +54,7 @@ def test_the_answer_has_the_shape_of_the_protocol(server: Running) -> None:
         ({"input": "mill " * 600}, "shorten the prompt"),
         ({"input": ["a"] * 2049}, "at most 2048 inputs"),
         ({"encoding_format": "int8"}, "float or base64"),
+        ({"priority": -1}, "priority must be 0 or more"),
         ({"dimensions": 0}, "dimensions must be 1 to 32"),
         ({"dimensions": 33}, "dimensions must be 1 to 32"),
         ({"pooling": "most"}, "unknown pooling"),
