@@ -109,6 +109,9 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
     ("post", "/tokenize"): _object(None, {"tokens": _array(NUMBER), "count": NUMBER, "max_model_len": MAYBE_NUMBER}),
     ("post", "/detokenize"): _object(None, {"prompt": TEXT}),
     ("post", "/page/render"): _object(None, {"html": TEXT}),
+    ("get", "/live"): _object(None, {"status": TEXT}),
+    ("get", "/ready"): _object(None, {"status": TEXT}),
+    ("get", "/version"): _object(None, {"version": TEXT}),
     ("get", "/health"): _object(None, {"status": TEXT, "detail": TEXT, "restarts": NUMBER}),
 }
 STREAMS = {("post", "/v1/responses")}
