@@ -56,6 +56,7 @@ BOTH = [
     ("allowed_token_ids", [], "allowed_token_ids is empty"),
     ("bad_words", [[]], "remove the empty one"),
     ("priority", 2**40, "priority: "),
+    ("priority", -1, "priority must be 0 or more"),
     ("cache_salt", "", "cache_salt: "),
     ("stream", "yes", "stream: "),
     ("best_of", 17, "best_of must be 16 or less"),

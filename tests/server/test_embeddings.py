@@ -1,13 +1,15 @@
 """/v1/embeddings through the `openai` client: what `LLM.embed` gives, in both encodings."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from openai.types import CreateEmbeddingResponse
 
 from headrace.llm import LLM
-from tests.server.harness import Running
+from tests.server.harness import Running, until
 from tests.tiny_bert import CONTEXT, write_tiny_bert
 from tests.ulps import rounded_once
 
@@ -52,6 +54,7 @@ def test_the_answer_has_the_shape_of_the_protocol(server: Running) -> None:
         ({"input": "mill " * 600}, "shorten the prompt"),
         ({"input": ["a"] * 2049}, "at most 2048 inputs"),
         ({"encoding_format": "int8"}, "float or base64"),
+        ({"priority": -1}, "priority must be 0 or more"),
         ({"dimensions": 0}, "dimensions must be 1 to 32"),
         ({"dimensions": 33}, "dimensions must be 1 to 32"),
         ({"pooling": "most"}, "unknown pooling"),
@@ -79,3 +82,28 @@ def test_an_encoder_is_served(tmp_path: Path) -> None:
             running.openai.embeddings.create(model="tiny", input=[*full, 3])
         with pytest.raises(openai.BadRequestError, match="ask it for embeddings"):
             running.complete()
+
+
+def test_what_was_begun_waits_for_room(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others fill the queue between two parts of one request: it goes on when they are gone."""
+    llm, filled = server.llm, []
+    submit, waiting = llm.submit, llm.waiting
+
+    def leave() -> None:
+        waiting.requests -= waiting.max_requests
+
+    def fill(*given: Any, **more: Any) -> Any:
+        tickets = submit(*given, **more)
+        if not filled:
+            waiting.requests += waiting.max_requests
+            filled.append(asyncio.get_running_loop().call_later(0.1, leave))
+        return tickets
+
+    monkeypatch.setattr(llm, "submit", fill)
+    made = server.openai.embeddings.create(model="tiny", input=["water"] * 7)
+    assert len(made.data) == 7
+    assert filled
+    filled.clear()
+    answer = server.post("/v1/embeddings", {"model": "tiny", "input": ["water"] * 7, "deadline": 0.05})
+    assert answer.status_code == 408
+    until(lambda: waiting.requests == 0)

@@ -13,10 +13,12 @@ import pytest
 import headrace.server
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
+from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server import messages
 from headrace.server.async_llm import AsyncLLM
 from headrace.server.engine_client import EngineGoneError, EngineLink
+from headrace.server.engine_process import _said
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -203,3 +205,9 @@ def test_who_waits_for_news_is_woken_once_for_each() -> None:
         await asyncio.wait_for(wakeup.wait(), PATIENCE)
 
     asyncio.run(main())
+
+
+def test_what_is_told_of_a_grammar_that_cannot_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    assert _said(ConstraintError("the regex is too large")) == "the regex is too large"
+    assert "/secret" not in _said(OSError("/secret/path"))
+    assert "/secret" in caplog.text

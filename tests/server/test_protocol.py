@@ -226,6 +226,21 @@ def test_a_cached_prefix_is_shared_only_under_the_same_salt(server: Running) -> 
     assert cached("yours") == 0
 
 
+def test_without_a_salt_nobody_is_told_what_is_cached(server: Running) -> None:
+    """It would tell who asks what others have asked."""
+    asked: dict[str, Any] = {"prompt": "others water " * 9, "max_tokens": 2}
+    usages = [server.complete(**asked).usage for _ in range(2)]
+    assert [usage.prompt_tokens_details for usage in usages] == [None, None]
+    talk = [{"role": "user", "content": "others water " * 9}]
+    for _ in range(2):
+        chunks = server.openai.chat.completions.create(
+            model="tiny", messages=talk, max_tokens=2, stream=True, stream_options={"include_usage": True}
+        )
+        assert list(chunks)[-1].usage.prompt_tokens_details is None
+        response = server.openai.responses.create(model="tiny", input=talk, max_output_tokens=2)
+        assert response.usage.input_tokens_details.cached_tokens == 0
+
+
 def test_tokenize_and_detokenize(server: Running, offline: LLM) -> None:
     found = server.post("/tokenize", {"prompt": "The mill", "return_token_strs": True}).json()
     assert found["tokens"] == offline.tokenizer.encode("The mill")

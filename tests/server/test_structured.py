@@ -1,7 +1,10 @@
 """Answers held to a form, by the openai client: JSON schemas, regexes, choices, grammars; and what strangers send instead."""
 
+import asyncio
 import json
 import re
+import threading
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,7 +13,9 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from tests.server.harness import Running
+from headrace.server import chat
+from headrace.server.async_llm import State
+from tests.server.harness import PATIENCE, Running, in_thread
 
 TALK: Any = [{"role": "user", "content": "Tell me about the mill."}]
 SCHEMA = {
@@ -177,3 +182,26 @@ def test_a_late_check_that_runs_wild_is_stopped(server: Running) -> None:
         ask(server, response_format=form, max_tokens=150)
     assert late_checks(server) == {**before, "unchecked": before["unchecked"] + 1}
     assert ask(server, response_format=FORMAT).choices[0].finish_reason == "stop"
+
+
+def test_an_answer_in_its_last_look_is_not_lost_in_an_orderly_end(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are all there when the server begins to end, and what looks at them is still needed."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": LATE}}
+    with Running(tiny) as server:
+        looking, look = threading.Event(), chat.check_text
+
+        async def slow(*given: Any) -> None:
+            looking.set()
+            while server.llm.state is not State.DRAINING or server.llm.tickets:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            await look(*given)
+
+        monkeypatch.setattr(chat, "check_text", slow)
+        asked = {"model": "tiny", "messages": TALK, "temperature": 1.0, "seed": 0, "response_format": form}
+        answer = in_thread(lambda: server.post("/v1/chat/completions", asked))
+        assert looking.wait(PATIENCE)
+        server.drain()
+        said = answer.result()
+        server.join()
+    assert said.status_code == 200 or "uniqueItems" in said.text

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from headrace.decoding.constrained import Grammars
+from headrace.decoding.grammar import WHITESPACE
 from headrace.server.errors import ApiError
 from headrace.server.fields import ChatRequest
 from headrace.server.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
@@ -124,7 +125,7 @@ def test_results_of_calls_are_told(server: Running) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "not among the tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "there are no tools"),
-        ({"response_format": {"type": "json_object"}}, "cannot be held to a format too"),
+        ({"extra_body": {"guided_regex": "a+"}}, "beside tools an answer's format is a JSON schema"),
         ({"functions": [{"name": "a"}]}, "use tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text alone"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "not JSON"),
@@ -314,6 +315,71 @@ def test_what_reads_as_a_call_is_held_to_its_schema(template: str, text: str, ma
     for token in tokenizer.encode(text, add_special=False, parse_special=False):
         constraint.push(token)
     assert (not constraint.error) is may, constraint.error
+
+
+SAID = {
+    "type": "object", "properties": {"said": {"type": "string"}}, "required": ["said"], "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "may"),
+    [
+        ("{{ tools }}<tool_call>", '{"said": "a <tool_call>"}', True),
+        ("{{ tools }}<tool_call>", '{"said": 1', False),
+        ("{{ tools }}<tool_call>", "Well", False),
+        ("{{ tools }}<tool_call>", "<tool_call>\n" + UNFIT[:-1], True),
+        ("{{ tools }}<tool_call>", "<tool_call>\n" + UNFIT, False),
+        (MISTRALS, '{"said": "[TOOL_CALLS]"}', True),
+        (MISTRALS, "[TOOL_CALLS][" + UNFIT[:-1], True),
+        (MISTRALS, "[TOOL_CALLS][" + UNFIT, False),
+        (MISTRALS, "[{", False),
+    ],
+)
+def test_beside_tools_a_text_is_held_to_its_format(template: str, text: str, may: bool) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    request = ChatRequest(model="x", messages=[], tools=[TURN])
+    given = tooling(request, template, lambda text: None, None, SAID)
+    assert given is not None
+    constraint = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).constraint(given.spec)
+    for token in tokenizer.encode(text, add_special=False, parse_special=False):
+        constraint.push(token)
+    assert (not constraint.error) is may, constraint.error
+    if may and not text.startswith(given.form.opening):  # and nothing in it reads as a call, however it is cut
+        for size in (1, 3, 100):
+            reader = ToolText(given.form, held=True)
+            pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
+            assert [piece.call for piece in pieces] == [None] * len(pieces)
+            assert "".join(piece.text for piece in [*pieces, *reader.close()]) == text
+        free = ToolText(given.form)
+        free.push(text)
+        assert free._state != "text"  # without a format it would be one
+
+
+def test_calls_that_read_like_the_format_are_refused(server: Running) -> None:
+    request = ChatRequest(model="x", messages=[], tools=[TURN])
+    for template, schema in (("{{ tools }}<|python_tag|>", SAID), (MISTRALS, {"type": "array"})):
+        with pytest.raises(ApiError, match="could not be told from an answer of this format"):
+            tooling(request, template, lambda text: None, None, schema)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_and_a_format_go_together(server: Running, stream: bool) -> None:
+    """The tiny model calls nothing by itself; under `required` it must."""
+    schema = {name: value for name, value in SAID.items() if name != "x-guidance"}
+    schema["properties"] = {"said": {"enum": ["yes", "no"]}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    bias = {str(server.llm.opened.tokenizer.encode("<", add_special=False)[0]): -100}
+    more: dict[str, Any] = {"response_format": form, "logit_bias": bias, "max_tokens": 100, "temperature": 0}
+    answer = ask(server, stream=stream, tool_choice="auto", **more)
+    if stream:
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    else:
+        said = answer.choices[0].message.content
+        assert answer.choices[0].message.tool_calls is None
+    jsonschema.validate(json.loads(said), schema)
+    assert ask(server, tool_choice="required", response_format=form).choices[0].message.tool_calls
 
 
 @pytest.mark.parametrize(

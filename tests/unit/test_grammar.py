@@ -5,12 +5,15 @@ import re
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from headrace.data.structured import StructuredOutputs
 from headrace.decoding.constrained import ConstraintError, Grammars
 from headrace.decoding.grammar import MAX_NESTING, grammar_of
 from headrace.text.tokenizer import Tokenizer
 from tests.unit.vocabularies import byte_level
+
+MANY = 1000  # blanks
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +86,33 @@ def test_a_schema_that_is_none_is_refused(text: str) -> None:
     said = "is not JSON" if text == "{" else "must be an object that something fits"
     with pytest.raises(ConstraintError, match=f"the JSON schema {re.escape(said)}"):
         grammar_of(StructuredOutputs(json=text))
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\t", "\r"])
+def test_blanks_between_the_parts_of_json_are_bounded(blank: str) -> None:
+    """Whoever writes a line break, and then this, wherever either may come, is still at the end soon."""
+    schema = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string"}},"required":["a","b"]}'
+
+    def blanks(grammar: str) -> int:
+        matcher, count = LLMatcher(LLTokenizer("byte"), grammar, log_level=0), 0
+        for char in '{"a":1,"b":"x"}':
+            for other in ("\n" + blank * MANY) if char not in "axb1" and count < MANY else "":
+                if not matcher.validate_tokens([ord(other)]):
+                    break
+                matcher.consume_token(ord(other))
+                count += 1
+            matcher.consume_token(ord(char))
+        assert matcher.is_accepting()
+        return count
+
+    assert 0 < blanks(grammar_of(StructuredOutputs(json=schema))) <= 8 * 25
+    free = {"whitespace_pattern": r"[ \t\r\n]+", "lenient": False}
+    assert blanks(str(LLMatcher.grammar_from_json_schema(schema, overrides=free))) >= MANY
+
+
+@pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
+def test_pretty_json_fits(tokenizer: Tokenizer, indent: int | str | None) -> None:
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    text = json.dumps({"a": [{"b": [1, {"c": "x"}]}, {}]}, indent=indent)
+    spec = StructuredOutputs(json_object=True)
+    assert comes_through(grammars, spec, tokenizer.encode(text, add_special=False, parse_special=False))

@@ -152,6 +152,7 @@ class LimitOptions:
     limit_logprobs: Annotated[int, _limit("Alternatives a token.", min=0)] = 20
     limit_stop: Annotated[int, _limit("Stop strings.", min=0)] = 16
     limit_deadline: Annotated[float | None, _limit("Seconds until a request that names none is ended.", min=0.001)] = None
+    limit_priority: Annotated[int, _limit("The least priority that a request may name; lower ones run first.")] = 0
     limit_connections: Annotated[int, _limit("Requests at once.", min=1)] = 1024
 
     def limits(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from headrace.decoding.json_schema.literals import literally
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import read_schema
 
-# Between the parts of a JSON text: nothing, one space, or a new line with its indent. A model cannot lose itself in blanks.
-WHITESPACE = r"[ ]?|\r?\n[ \t]{0,64}"
+# Between the parts of a JSON text: nothing, one space, or a new line with its indent, once. A model cannot lose itself in
+# blanks: an indent has six levels of four spaces, or eight of a tab; what is deeper is indented no further.
+WHITESPACE = r"[ ]?|\r?\n(?:[ ]{0,24}|\t{0,8})"
 MAX_NESTING = 64  # brackets within brackets of a regex or a grammar
 
 

@@ -17,7 +17,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: dict[str, int]
+    prompt_tokens_details: dict[str, int] | None
 
 
 class CompletionChoice(msgspec.Struct):
@@ -127,7 +127,9 @@ def now() -> int:
 
 
 def usage(tickets: Sequence[Ticket], generated: int) -> Usage:
-    """What the answers to these prompts took; `generated` tokens are counted."""
+    """What the answers to these prompts took; `generated` tokens are counted. What was found in the cache is told under a salt
+    alone: without one it would tell what others have asked."""
     prompt = sum(len(ticket.prompt) for ticket in tickets)
     cached = sum(ticket.metrics.cached_tokens for ticket in tickets if ticket.metrics is not None)
-    return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt)})
+    own = all(ticket.salted for ticket in tickets)
+    return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt)} if own else None)

@@ -208,6 +208,7 @@ class AsyncLLM:
         wakeup = Wakeup()
         for ids in prompts:
             ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, wakeup)
+            ticket.salted = bool(salt)
             self.tickets[ticket.request_id] = ticket
             self._process.send(Submit(ticket.request_id, ids, params, salt, pool))
             if deadline is not None:

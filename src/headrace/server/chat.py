@@ -32,10 +32,10 @@ from headrace.server.logprobs import chat_logprobs
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
-from headrace.server.structured import asked_form, check_form, check_text, prepared
+from headrace.server.structured import asked_form, check_form, check_text, prepared, schema_of
 from headrace.server.tickets import Ticket, deltas
 from headrace.server.tool_text import Piece, ToolText
-from headrace.server.tools import Tooling, callable_tools, conversation, schemas_of, tooling
+from headrace.server.tools import Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTINUE = "continue_final_message"
@@ -54,6 +54,7 @@ class Job:
     request: ChatRequest
     tickets: list[Ticket]  # one
     tools: Tooling | None = None
+    held: bool = False  # to a format, where no tool is called
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=now)
     texts: dict[int, ToolText] = field(default_factory=dict)  # by answer, where there are tools
@@ -62,7 +63,7 @@ class Job:
         """What an answer's new text is: plain text, or parts of calls."""
         if self.tools is None:
             return [Piece(delta.text)] if delta.text else []
-        text = self.texts.setdefault(delta.index, ToolText(self.tools.form))
+        text = self.texts.setdefault(delta.index, ToolText(self.tools.form, held=self.held))
         return text.push(delta.text) + (text.close() if delta.finish_reason is not None else [])
 
     def finish_reason(self, delta: Delta) -> str | None:
@@ -82,15 +83,14 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
     _check(request)
     template = service.llm.opened.template.source
-    tools, form = await unless_gone(http, _tooling(service, request, template)), asked_form(request)
-    if tools is not None and form is not None:
-        raise bad("an answer that may call tools cannot be held to a format too; leave one out", "response_format")
-    spec = tools.spec if tools is not None else form
-    params = _params(service, request, spec)
-    late: tuple[str, ...] = ()
-    if spec is not None:
-        param = "tools" if tools is not None else "response_format"
-        late = await unless_gone(http, check_form(spec, streams=bool(request.stream), param=param))
+    form = asked_form(request)
+    tools = await unless_gone(http, _tooling(service, request, template, form))
+    params = _params(service, request, tools.spec if tools is not None else form)
+    streams, late = bool(request.stream), False
+    if form is not None:
+        late = bool(await unless_gone(http, check_form(form, streams=streams, param="response_format")))
+    if tools is not None:
+        await unless_gone(http, check_form(tools.spec, streams=streams, param="tools"))
     variables = _variables(request)
     if tools is not None and tools.told:
         variables["tools"] = tools.tools
@@ -103,20 +103,31 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
         new_turn = request.add_generation_prompt is not False
         prompt = await unless_gone(http, render(service.llm, talk, add_generation_prompt=new_turn, **variables))
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=service.deadline(request.deadline))
-    job = Job(service, request, tickets, tools)
+    job = Job(service, request, tickets, tools, held=form is not None)
     if request.stream:
         return await begun(_events(job), http, lambda: job.service.llm.abort(job.tickets))
     try:
-        return await unless_gone(http, _checked(job, spec if late else None))
+        return await unless_gone(http, _checked(job, form if late else None))
     finally:
         service.llm.abort(job.tickets)
 
 
-async def _tooling(service: Service, request: ChatRequest, template: str | None) -> Tooling | None:
-    """The tools of a request, their schemas looked at where that can be stopped. Raises ApiError."""
-    usable, _ = callable_tools(request)
-    known = await prepared(schemas_of(usable)) if usable else None
-    return tooling(request, template, service.llm.opened.tokenizer.control_id, known)
+async def _tooling(
+    service: Service, request: ChatRequest, template: str | None, form: StructuredOutputs | None
+) -> Tooling | None:
+    """The tools of a request, and the form of answers that call none, looked at where that can be stopped. Raises ApiError."""
+    usable, must = callable_tools(request)
+    if not usable:
+        return None
+    schemas, answer = schemas_of(usable), None
+    if form is not None and not must:
+        if (schema := schema_of(form)) is None:
+            raise bad("beside tools an answer's format is a JSON schema or json_object; leave one out", "response_format")
+        schemas.append(schema)
+    known = await prepared(schemas)
+    if len(schemas) > len(usable):
+        answer = for_mask(known[-1])
+    return tooling(request, template, service.llm.opened.tokenizer.control_id, known[: len(usable)], answer)
 
 
 async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
@@ -237,7 +248,7 @@ async def _checked(job: Job, spec: StructuredOutputs | None) -> Chat:
     """The answer, and a last look at its texts where no mask could hold them to all of `spec`."""
     answer = await _whole(job)
     for choice in answer.choices:
-        if spec is not None and choice.finish_reason == "stop":
+        if spec is not None and choice.finish_reason == "stop" and choice.message.tool_calls is msgspec.UNSET:
             await check_text(job.service, spec, choice.message.content or "")
     return answer
 

@@ -1,7 +1,9 @@
 """/v1/embeddings: texts or token ids to vectors of length 1."""
 
+import asyncio
 import base64
 import struct
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -10,10 +12,12 @@ from headrace.data.outputs import unit
 from headrace.data.params import SamplingParams
 from headrace.server.errors import bad
 from headrace.server.fields import EmbeddingRequest
+from headrace.server.sampling import check_priority
 from headrace.server.service import Service
 from headrace.server.stream import unless_gone
-from headrace.server.tickets import Ticket, deltas
+from headrace.server.tickets import DeadlineError, Ticket, deltas
 
+PAUSE = 0.02  # seconds between two looks for room in the queue
 TOGETHER = 32  # texts of one request that are in the queue at a time
 FORMATS = ("float", "base64")
 
@@ -47,22 +51,39 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
 
 
 async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[int]], salt: bytes) -> dict[str, Any]:
+    check_priority(request.priority, service.limits)
     pool = request.pooling or service.llm.opened.pooling
     data: list[dict[str, Any]] = []
     params = SamplingParams(max_tokens=1, priority=request.priority or 0)
-    deadline = service.deadline(request.deadline)
+    seconds = service.deadline(request.deadline)
+    ends = None if seconds is None else time.monotonic() + seconds
     together = min(TOGETHER, service.llm.waiting.max_requests)
+    late = DeadlineError(f"the request was not answered within its deadline of {seconds or 0:g} s")
     for start in range(0, len(texts), together):
-        tickets = service.llm.submit(texts[start : start + together], params, salt=salt, pool=pool, deadline=deadline)
+        part = texts[start : start + together]
+        if start:
+            await _room(service, part, ends, late)
+        left = None if ends is None else max(ends - time.monotonic(), 0)
+        tickets = service.llm.submit(part, params, salt=salt, pool=pool, deadline=left)
         try:
             async for _ in deltas(tickets):
                 pass
+        except DeadlineError:
+            raise late from None
         finally:
             service.llm.abort(tickets)
         data += [_entry(start + at, ticket, request) for at, ticket in enumerate(tickets)]
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": service.name, "usage": used}
+
+
+async def _room(service: Service, texts: list[list[int]], ends: float | None, late: DeadlineError) -> None:
+    """Return when the queue has room: what was begun is not lost to others who came meanwhile. Raises `late` at the end."""
+    while not service.llm.waiting.has_room([len(ids) for ids in texts]):
+        if ends is not None and time.monotonic() > ends:
+            raise late
+        await asyncio.sleep(PAUSE)
 
 
 def _entry(index: int, ticket: Ticket, request: EmbeddingRequest) -> dict[str, Any]:

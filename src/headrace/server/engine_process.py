@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.params import ParamError
+from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, Request
 from headrace.decoding.prompts import Pooling
 from headrace.engine.engine import AdmissionError
@@ -124,7 +125,7 @@ class EngineLoop:
             if compiling.done():
                 del self._compiling[name]
                 if (error := compiling.exception()) is not None:
-                    self.channel.send(Refused(name, str(error)))
+                    self.channel.send(Refused(name, _said(error)))
                 else:
                     self._submit(message)
 
@@ -166,6 +167,14 @@ class EngineLoop:
             preemptions=scheduler.preemptions,
             fed=fed,
         )
+
+
+def _said(error: BaseException) -> str:
+    """What a client is told of a grammar that cannot be compiled: our own words, and of what is not ours none."""
+    if isinstance(error, ConstraintError):
+        return str(error)
+    log.error("a grammar could not be compiled", exc_info=error)
+    return "the constraint could not be compiled; say less in it"
 
 
 def anonymous_memory() -> int:

@@ -28,7 +28,7 @@ class LoadedModel:
     service: Service
     preload: bool = True
     size: int = 0  # bytes it is expected to take; once it was loaded, what it took
-    users: int = 0  # requests between their arrival and their submission
+    users: int = 0  # requests between their arrival and their answer, or its first event
     used: float = 0.0  # when it was last asked for
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -104,8 +104,15 @@ class Models:
 
     async def drain(self, grace: float) -> int:
         """Finish what runs; returns how many requests were not finished in time."""
+        ends = time.monotonic() + grace
         await asyncio.gather(*(entry.llm.drain(grace) for entry in self._entries.values()))
-        return self.open
+        while self._using and time.monotonic() < ends:  # a finished answer may still be looked at, or kept
+            await asyncio.sleep(0.02)
+        return max(self.open, self._using)
+
+    @property
+    def _using(self) -> int:
+        return sum(entry.users for entry in self._entries.values())
 
     @property
     def open(self) -> int:

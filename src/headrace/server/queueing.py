@@ -33,6 +33,11 @@ class Queue:
             raise QueueFullError(f"{self.requests} requests are waiting and {self.max_requests} may", self._patience())
         self.requests, self.tokens = requests, tokens
 
+    def has_room(self, prompts: list[int]) -> bool:
+        """Whether prompts of these lengths would be let in."""
+        fits = not self.requests or self.tokens + sum(prompts) <= self.max_tokens
+        return fits and self.requests + len(prompts) <= self.max_requests
+
     def leave(self, prompt: int) -> None:
         """A prompt has begun to answer, or has ended before that."""
         self.requests -= 1

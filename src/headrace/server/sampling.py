@@ -53,8 +53,15 @@ def _check(settings: dict[str, Any], limits: Limits) -> None:
         value = settings.get(name)
         if value is not None and most is not None and value > most:
             raise bad(f"{name} must be {most} or less on this server, not {value}", name)
+    check_priority(settings.get("priority"), limits)
     if limits.max_tokens is not None and settings.get("max_tokens") is None:
         settings["max_tokens"] = limits.max_tokens
+
+
+def check_priority(given: int | None, limits: Limits) -> None:
+    """Nobody goes before all others. Raises ApiError."""
+    if given is not None and given < limits.priority:
+        raise bad(f"priority must be {limits.priority} or more on this server, not {given}", "priority")
 
 
 def _stop(stop: str | list[str], limits: Limits) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ class Limits:
     send_seconds: float = 60.0  # that a client may leave what was sent unread
     max_tokens: int | None = None  # None: what the context holds
     logprobs: int = 20
+    priority: int = 0  # that a request may name at least; lower ones run before all others
     stop: int = 16
     stop_chars: int = 256
 

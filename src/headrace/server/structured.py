@@ -8,6 +8,7 @@ import msgspec
 from headrace.confined.pool import Task, shared
 from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import Prepared
+from headrace.decoding.json_schema.validate import read_schema
 from headrace.decoding.looking import CHECK, LOOK, asked, found
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
@@ -36,6 +37,16 @@ def asked_form(request: Sampling) -> StructuredOutputs | None:
         return StructuredOutputs.of(fields)
     except ConstraintError as error:
         raise bad(f"{name}: {error}", name) from None
+
+
+def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
+    """The JSON schema of a form that is one. Raises ApiError."""
+    if form.json_object:
+        return {"type": "object"}
+    try:
+        return None if form.json is None else read_schema(form.json)
+    except ConstraintError as error:
+        raise bad(str(error), "response_format") from None
 
 
 async def check_form(spec: StructuredOutputs, *, streams: bool, param: str) -> tuple[str, ...]:

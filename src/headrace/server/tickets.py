@@ -77,6 +77,7 @@ class Ticket:
         self.metrics: RequestMetrics | None = None  # when it has ended
         self.submitted = time.perf_counter()
         self.generated = 0  # tokens
+        self.salted = False  # whether it shares cached prefixes with its own salt alone
         self.timer: asyncio.TimerHandle | None = None  # that ends it at its deadline
         self._waiting: Queue | None = waiting
         self._deltas: list[Delta] = []

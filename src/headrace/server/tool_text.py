@@ -52,8 +52,10 @@ class ToolText:
     Only what could still be an opening is held back, and blanks, which fall away before a call.
     """
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self, form: CallFormat, *, held: bool = False) -> None:
+        """`held`: an answer is calls, or a text of a format, in which nothing is a call."""
         self.form = form
+        self._plain_else = held
         self.calls = 0
         self._held = ""
         self._blanks: list[str] = []  # that stand before what is held
@@ -80,6 +82,10 @@ class ToolText:
         self._held = lead
         if not lead:
             return False
+        opening = self.form.opening
+        if self._plain_else and not lead.startswith(opening):
+            self._state = "start" if opening.startswith(lead) else "plain"
+            return self._state == "plain"
         for tag in LEADS.get(self.form.name, ()):
             if lead.startswith(tag):
                 self._held, self._state = lead.removeprefix(tag), "call" if self.form.listed else "head"
@@ -118,6 +124,13 @@ class ToolText:
         self._blanks = []
         self._held, self._state = held[at + len(opening) :], "call" if self.form.listed else "head"
         return True
+
+    def _plain(self, pieces: list[Piece]) -> bool:
+        """An answer of a format, as it is."""
+        if said := "".join([*self._blanks, self._held]):
+            pieces.append(Piece(said))
+        self._blanks, self._held = [], ""
+        return False
 
     def _call(self, pieces: list[Piece]) -> bool:
         """The bracket of a list of calls."""

@@ -63,9 +63,11 @@ def tooling(
     template: str | None,
     special: Callable[[str], int | None],
     prepared: Sequence[Prepared] | None = None,
+    answer: dict[str, Any] | None = None,
 ) -> Tooling | None:
     """None where no tool is given or none may be called. `special` gives the id of a text that is a control token; `prepared`
-    are the schemas of the tools, where somebody else has looked at them. Raises ApiError."""
+    are the schemas of the tools, where somebody else has looked at them; `answer` is one for texts that call none, made for
+    a mask. Raises ApiError."""
     usable, must = callable_tools(request)
     if not usable:
         return None
@@ -76,12 +78,17 @@ def tooling(
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None
     schemas = [_parameters(i, tool["function"], one) for i, (tool, one) in enumerate(zip(usable, known, strict=True))]
-    grammar = _grammar(usable, schemas, form or HERMES, must, several, special((form or HERMES).opening))
+    form_or_hermes = form or HERMES
+    told_apart = form_or_hermes.opening and (not form_or_hermes.listed or (answer or {}).get("type") == "object")
+    if answer is not None and not told_apart:
+        message = "this model writes calls as JSON, which could not be told from an answer of this format; leave one out"
+        raise bad(message, "response_format")
+    grammar = _grammar(usable, schemas, form_or_hermes, must, several, special(form_or_hermes.opening), answer)
     try:
         spec = StructuredOutputs(grammar=grammar)
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None
-    return Tooling(usable, form or HERMES, form is not None, spec)
+    return Tooling(usable, form_or_hermes, form is not None, spec)
 
 
 def conversation(messages: list[dict[str, Any]], given: Tooling | None, template: str | None) -> list[dict[str, Any]]:
@@ -134,10 +141,16 @@ def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
 
 
 def _grammar(
-    tools: list[dict[str, Any]], schemas: list[Any], form: CallFormat, must: bool, several: bool, special: int | None
+    tools: list[dict[str, Any]],
+    schemas: list[Any],
+    form: CallFormat,
+    must: bool,
+    several: bool,
+    special: int | None,
+    answer: dict[str, Any] | None,
 ) -> str:
-    """A Lark grammar of calls alone (`must`), or of any text and then perhaps calls; where the opening is a control token,
-    of text or calls."""
+    """A Lark grammar of calls alone (`must`), of calls or a text of the schema `answer`, or of any text and then perhaps
+    calls; where the opening is a control token, of text or calls."""
     rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         head = json.dumps(f'{{"name": "{tool["function"]["name"]}", "{form.key}": ')
@@ -157,6 +170,8 @@ def _grammar(
         again = f"({between} {opening} body {closing})*" if several else ""
         calls = f"{opening} body {closing} {again}"
         start = f'TEXT | trigger "\\n" body {closing} {again}'
+    if answer is not None and not must:
+        return "\n".join([*rules, f"start: {calls} | answer", f"answer: %json {json.dumps(answer)}"])
     rules.append(f"start: {calls if must else start}")
     if not must:
         rules.append(f"{'TEXT' if form.opening else 'PLAIN'}: /(.|\\n)*/{NO_CALL.get(form.name, '')}")
@@ -170,6 +185,11 @@ def _parameters(number: int, function: dict[str, Any], prepared: Prepared) -> di
     if prepared.late and function.get("strict"):
         message = f"tool {number}: {', '.join(prepared.late)} in its parameters cannot be held to; leave strict out"
         raise ApiError(400, message, param="tools", code="unsupported")
+    return for_mask(prepared)
+
+
+def for_mask(prepared: Prepared) -> dict[str, Any]:
+    """A schema as a part of a grammar."""
     return {**prepared.schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}}
 
 
