@@ -7,6 +7,7 @@ import pytest
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TARGET
+from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
@@ -116,3 +117,49 @@ def test_without_its_row_a_role_has_no_program(tiny: Path, name: str) -> None:
     expected, _ = outputs(recipe, started, None)
     found, accepted = outputs(recipe, started, DraftModel(model=1, group=None, least=0.0))
     assert (found, accepted) == (expected, 0)
+
+
+# -- a KV group: it follows from the row of a role --------------------------------------------------------------------------
+
+
+class Later(DraftModel):
+    """Drafts for none but those it is told to."""
+
+    on = False
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        return super().draft(request, seq, most) if self.on else None
+
+
+def again(recipe: Recipe, started: Started, drafter: Later) -> tuple[list[list[int]], list[list[int]], int]:
+    """Tokens of long prompts without a draft, and with drafts when the target's part of them is cached; what was accepted."""
+    config = EngineConfig(SchedulerConfig(8, 64, 64), CacheConfig(started.plan.num_blocks, BLOCK_SIZE))
+    speculation = Speculation([drafter], 64, 3)
+    vocabulary = recipe.target.config.vocab_size
+    engine = Engine(InProcess(started.runner), config, vocab_size=vocabulary, groups=recipe.groups(), speculation=speculation)
+    rounds = []
+    for drafter.on in (False, True):
+        rounds.append([engine.add((list(prompt) * 9)[:40], PARAMS[0]) for prompt in PROMPTS])
+        finish(engine)
+    first, second = rounds
+    assert all(request.metrics.cached_tokens for request in second)
+    return [tokens_of(r)[0] for r in first], [tokens_of(r)[0] for r in second], sum(r.metrics.accepted for r in second)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kv_group_follows_from_a_role(tiny: Path, name: str) -> None:
+    """What only the target has computed is not taken for the draft's: its group is filled before it drafts from it."""
+    recipe, started = begin(tiny, name, Role("second", open_model(tiny)))
+    group = next(number for number, group in enumerate(recipe.groups()) if group.name == "second")
+    first, second, accepted = again(recipe, started, Later(model=1, group=group, least=0.0))
+    assert first == second
+    assert accepted > 2 * 3 * len(PROMPTS)  # the draft is the target itself
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_its_group_a_draft_reads_what_was_never_computed(tiny: Path, name: str) -> None:
+    """Control: the same model as if the target's feeds filled its K and V. Answers stay, and its drafts are worth little."""
+    recipe, started = begin(tiny, name, Role("second", open_model(tiny)))
+    first, second, accepted = again(recipe, started, Later(model=1, group=None, least=0.0))
+    assert first == second
+    assert accepted <= 2 * 3 * len(PROMPTS)
