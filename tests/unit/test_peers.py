@@ -149,6 +149,86 @@ def test_without_another_engine_there_is_no_ratio() -> None:
     assert "ratio" not in figures
 
 
+# -- programs that a person has built -----------------------------------------------------------------------------------
+TABLE = """
+|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
+|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|
+|   128 |     32 |    4 |    640 |    0.512 |  1000.00 |    0.640 |   200.00 |    1.152 |   555.56 |
+llama_print_timings: load time = 1.0 ms
+"""
+JSON = '{"n_kv_max": 1024, "pp": 128, "tg": 32, "pl": 4, "t_pp": 0.512, "speed_pp": 1000.0, "t_tg": 0.64, "speed_tg": 200.0}'
+
+
+def program(folder: Path, prints: str, status: int = 0) -> Path:
+    """A llama-batched-bench that measures nothing: it says what it was asked for, and what `prints` has."""
+    file = folder / "llama-batched-bench"
+    (folder / "prints").write_text(prints)
+    file.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "version: 4 (abc)" >&2\ncat {folder}/prints\nexit {status}\n'
+    )
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize("prints", [TABLE, JSON])
+def test_a_program_of_ones_own_is_an_engine(tmp_path: Path, prints: str) -> None:
+    engine, *none = engines.built([f"ik={program(tmp_path, prints)} -fa -rtr 1"])
+    assert (engine.name, none, list(engine.settings)) == ("ik", [], ["-fa -rtr 1"])
+    worker = Worker(engine.command, tmp_path / "log")
+    try:
+        about = worker.ask(**TASK, setting=engine.settings["-fa -rtr 1"])
+        decode = worker.ask(cell="b4", prompts=[[1] * 128] * 4, new_tokens=32)
+        prefill = worker.ask(cell="pp", prompts=[[1] * 128] * 4, new_tokens=0)
+    finally:
+        worker.close()
+    assert about["about"] == "llama-batched-bench 4 (abc)"
+    assert (decode["tokens_per_s"], decode["prefill_s"], decode["first"]) == (4 * 32 / 0.64, 0.512, [])
+    assert prefill["tokens_per_s"] == 4 * 128 / 0.512
+    asked = (tmp_path / "asked").read_text().splitlines()[-2:]
+    assert asked[0].startswith("-fa -rtr 1 -m a.gguf -c 1024 -b 2048 -t 2 -npp 128 -ntg 32 -npl 4")
+    assert "-ntg 1 " in asked[1]
+
+
+def test_a_program_that_fails_says_so(tmp_path: Path) -> None:
+    engine = engines.built([f"own={program(tmp_path, 'no such model', 1)}"])[0]
+    worker = Worker(engine.command, tmp_path / "log")
+    try:
+        worker.ask(**TASK, setting=engine.settings["its defaults"])
+        with pytest.raises(WorkerError, match="llama-batched-bench failed: version: 4"):
+            worker.ask(cell="b4", prompts=[[1]], new_tokens=1)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("ik", "'ik' is not NAME=COMMAND"),
+        ("=sh", "is not NAME=COMMAND"),
+        ("ort=sh", "with a name of its own"),
+        ("ik=/no/such/program", "/no/such/program is no program"),
+    ],
+)
+def test_what_is_no_program_is_refused(given: str, says: str) -> None:
+    with pytest.raises(PeerError, match=says):
+        engines.built([given])
+
+
+def test_settings_of_one_program_are_one_engine() -> None:
+    made = engines.built(["ik=sh -fa", "ik=sh -fa -rtr 1", "mine=sh"])
+    assert [(engine.name, list(engine.settings)) for engine in made] == [
+        ("ik", ["-fa", "-fa -rtr 1"]),
+        ("mine", ["its defaults"]),
+    ]
+
+
+def test_who_chooses_his_own_prompts_is_not_compared_by_tokens() -> None:
+    ours, theirs, _, _ = made = parties([])
+    around = measure(made, CELL, 3, 100, lambda: 50.0)
+    theirs.first[CELL.name] = []
+    assert judge(ours, [theirs], CELL, around)["peers"]["a"]["same_first_token"] is None
+
+
 # -- worker processes --------------------------------------------------------------------------------------------------
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Any]:

@@ -5,6 +5,7 @@ uses the person's own configuration.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -157,6 +158,21 @@ def pick(names: str) -> list[Engine]:
     if unknown := [name for name in wanted if name not in ENGINES]:
         raise PeerError(f"there is no engine {unknown[0]!r}; choose from {', '.join(ENGINES)}")
     return [ENGINES[name] for name in dict.fromkeys(wanted)]
+
+
+def built(programs: list[str]) -> list[Engine]:
+    """Engines that a person has built: NAME=COMMAND, where the command is a llama-batched-bench with his options. A name that
+    comes again is another setting of the same engine. Raises PeerError."""
+    settings: dict[str, dict[str, dict[str, Any]]] = {}
+    for one in programs:
+        name, equals, line = one.partition("=")
+        command = shlex.split(line)
+        if not (name and equals and command) or name in ENGINES:
+            raise PeerError(f"{one!r} is not NAME=COMMAND with a name of its own, as ik=/opt/ik/llama-batched-bench -fa")
+        if (program := shutil.which(command[0])) is None:
+            raise PeerError(f"{command[0]} is no program; name the llama-batched-bench of your build")
+        settings.setdefault(name, {})[" ".join(command[1:]) or "its defaults"] = {"command": [program, *command[1:]]}
+    return [Engine(name, "batched_bench.py", (), each, place=Path(sys.prefix)) for name, each in settings.items()]
 
 
 def make_ready(engines: list[Engine], install: bool, say: Say) -> None:

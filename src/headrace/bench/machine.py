@@ -39,10 +39,10 @@ def busy_seconds() -> float:
     return (sum(ticks.values()) - ticks["idle"] - ticks["iowait"]) / os.sysconf("SC_CLK_TCK")
 
 
-def process_seconds(pid: int) -> float:
-    """CPU time of one process, all its threads (/proc/PID/stat)."""
+def process_seconds(pid: int, *, children: bool = False) -> float:
+    """CPU time of one process, all its threads, and of its `children` that have ended (/proc/PID/stat)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11 : 15 if children else 13])) / os.sysconf("SC_CLK_TCK")
 
 
 def others_share(others: float, seconds: float) -> float:

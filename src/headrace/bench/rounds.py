@@ -85,9 +85,11 @@ def judge(ours: Party, others: Sequence[Party], cell: Cell, around: Around) -> d
 
 
 def _against(ours: Party, best: Party, others: Sequence[Party], cell: Cell) -> dict[str, Any]:
-    """One engine in one cell, by its best setting there. `same_first_token`: do both compute the same model?"""
+    """One engine in one cell, by its best setting there. `same_first_token`: do both compute the same model? None where it
+    chooses its own prompts."""
     pairs = ratio(ours.samples[cell.name], best.samples[cell.name])
-    same = [mine == theirs for mine, theirs in zip(ours.first[cell.name], best.first[cell.name], strict=True)]
+    firsts = best.first[cell.name]
+    same = [mine == theirs for mine, theirs in zip(ours.first[cell.name], firsts, strict=True)] if firsts else []
     return {
         "tokens_per_s": best.speed(cell),
         "setting": best.setting,
@@ -96,5 +98,5 @@ def _against(ours: Party, best: Party, others: Sequence[Party], cell: Cell) -> d
         "ratio": pairs.median,
         "interval": [pairs.low, pairs.high],
         "confidence": pairs.confidence,
-        "same_first_token": sum(same) / len(same),
+        "same_first_token": sum(same) / len(same) if same else None,
     }

@@ -45,8 +45,8 @@ class Worker:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time it has used."""
-        return process_seconds(self.pid)
+        """CPU time that it, and what it has run, have used."""
+        return process_seconds(self.pid, children=True)
 
     def ask(self, **question: Any) -> dict[str, Any]:
         """The answer, with `others_cpu`: the share of the machine's cores that everything else used meanwhile.

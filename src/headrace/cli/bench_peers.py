@@ -14,6 +14,12 @@ QUIET = 0.05  # share of the cores that other processes may use before a cell is
 def peers(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, or a catalog name that has one.")],
     engines: Annotated[str, typer.Option(help="Beside whom: llama.cpp, ort, openvino, vllm.")] = "llama.cpp,ort,openvino",
+    programs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--program", metavar="NAME=COMMAND", help="Beside a llama-batched-bench of your own, with its best options."
+        ),
+    ] = None,
     install: Annotated[bool, typer.Option("--install", help="Install missing engines, each in its own environment.")] = False,
     cells: Annotated[str, typer.Option(help="What to measure, as pp512,b1; every cell where not given.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of every engine in every cell.")] = 5,
@@ -28,6 +34,7 @@ def peers(
 
     beside, wanted = engines_of.pick(engines), cells_of.pick(cells)
     engines_of.make_ready(beside, install, say)
+    beside += engines_of.built(programs or [])
 
     def done(result: dict[str, Any]) -> None:
         name, figures = list(result["cells"].items())[-1]
