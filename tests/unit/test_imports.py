@@ -57,12 +57,13 @@ ROOMS = {
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
     "bench.tools": "bench server llm data",  # asks as the server asks
+    "bench.cascade": "bench llm workflows training data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench workflows training llm startup text weights data",
+    "cli": "server bench.tools bench.cascade bench workflows training llm startup text weights data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -78,7 +79,7 @@ STOREYS = (
     "startup startup.memory startup.opening startup.encoding",
     "llm",
     "training workflows",
-    "server bench bench.tools bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
+    "server bench bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",
 )

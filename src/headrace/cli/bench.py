@@ -6,6 +6,7 @@ import typer
 
 from headrace.cli import bench_speculate, bench_tools
 from headrace.cli.bench_beams import beams, sharing
+from headrace.cli.bench_cascade import cascade
 from headrace.cli.bench_local import local
 from headrace.cli.bench_masks import masks
 from headrace.cli.bench_peers import peers
@@ -29,6 +30,7 @@ def register(app: typer.Typer) -> None:
     bench.command("sharing")(sharing)
     bench.command("self-draft")(self_draft)
     bench.command("masks")(masks)
+    bench.command("cascade")(cascade)
     bench_tools.register(bench)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 

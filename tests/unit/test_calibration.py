@@ -1,0 +1,101 @@
+"""Learn then Test: bounds, the order of thresholds, and how often a guarantee is broken; the naive choice breaks it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from headrace.training.calibration import Calibration, calibrate, minimum_n, p_value
+
+GRID = tuple(1 - 0.05 * i for i in range(21))
+
+
+@pytest.mark.parametrize(
+    ("delta", "bound", "n"),
+    [
+        (0.05, "hb", 59),
+        (0.02, "hb", 149),
+        (0.1, "hb", 29),
+        (0.05, "hoeffding", 600),
+        (0.02, "hoeffding", 3745),
+        (0.1, "hoeffding", 150),
+    ],
+)
+def test_so_many_inputs_are_needed(delta: float, bound: str, n: int) -> None:
+    assert minimum_n(delta, bound=bound) == n  # type: ignore[arg-type]
+
+
+def test_p_values() -> None:
+    """By hand: Hoeffding's is exp(-2 n d²); of no loss in n the exact tail (1 - delta)^n is what the relative entropy gives."""
+    assert p_value(0.02, 100, 0.1, "hoeffding") == pytest.approx(math.exp(-2 * 100 * 0.08**2))
+    assert p_value(0.0, 40, 0.1) == pytest.approx(0.9**40)
+    assert p_value(0.1, 50, 0.1) == p_value(0.3, 50, 0.1) == 1.0
+    risks = [p_value(risk, 400, 0.1) for risk in (0.0, 0.02, 0.05, 0.08, 0.1)]
+    assert risks == sorted(risks)
+    assert all(p_value(risk, 400, 0.1) <= p_value(risk, 400, 0.1, "hoeffding") for risk in (0.0, 0.02, 0.05, 0.08))
+
+
+def test_the_first_that_fails_ends_the_search() -> None:
+    asked = []
+
+    def losses(threshold: float) -> np.ndarray:
+        asked.append(threshold)
+        return np.zeros(200) if threshold != 0.85 else np.ones(200)
+
+    found = calibrate(losses, GRID, delta=0.1)
+    assert (found.threshold, found.risk, found.n) == (0.9, 0.0, 200)
+    assert asked == [one.threshold for one in found.tried] == list(GRID[:4])  # 0.8 would pass, and is not looked at
+
+
+def test_nothing_shown_is_no_threshold() -> None:
+    found = calibrate(lambda threshold: np.zeros(28), GRID, delta=0.1)
+    assert (found.threshold, found.risk) == (None, None)
+    assert calibrate(lambda threshold: np.zeros(29), GRID, delta=0.1).threshold == GRID[-1]
+
+
+@pytest.mark.parametrize("lost", [np.array([1.5]), np.array([-0.1]), np.array([]), np.array([float("nan")])])
+def test_losses_are_shares(lost: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        calibrate(lambda threshold: lost, GRID, delta=0.1)
+
+
+@pytest.mark.parametrize("given", [{"delta": 0.0}, {"delta": 1.0}, {"delta": 0.1, "epsilon": 0.0}])
+def test_levels_lie_between(given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        calibrate(lambda threshold: np.zeros(9), GRID, **given)  # type: ignore[arg-type]
+
+
+def world(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and losses: an input of score s is lost with probability (1 - s) / 2 once its threshold is at most s."""
+    scores = rng.random(n)
+    return scores, rng.random(n) < (1 - scores) / 2
+
+
+def true_risk(threshold: float) -> float:
+    return (1 - threshold) ** 2 / 4  # of the integral of (1 - s) / 2 from the threshold on
+
+
+def violations(choose: str, runs: int = 400, n: int = 400, delta: float = 0.1) -> float:
+    """How often a threshold is chosen whose true risk is above delta."""
+    rng, broken = np.random.default_rng(7), 0
+    for _ in range(runs):
+        scores, lost = world(rng, n)
+        losses = lambda threshold: ((scores >= threshold) & lost).astype(float)  # noqa: B023, E731
+        if choose == "naive":  # the lowest threshold whose mean loss is small enough
+            threshold = min(t for t in GRID if losses(t).mean() <= delta)
+        else:
+            found: Calibration = calibrate(losses, GRID, delta=delta, bound=choose)  # type: ignore[arg-type]
+            threshold = 1.0 if found.threshold is None else found.threshold
+        broken += true_risk(threshold) > delta
+    return broken / runs
+
+
+def test_the_guarantee_holds() -> None:
+    """At most epsilon = 0.05 of the choices are wrong; three standard errors of 400 runs are 0.033."""
+    assert violations("hb") <= 0.05 + 0.033
+    assert violations("hoeffding") <= 0.05 + 0.033
+
+
+def test_the_naive_choice_breaks_it() -> None:
+    """Control: the lowest threshold with a small mean loss is above delta far more often."""
+    assert violations("naive") > 0.3
