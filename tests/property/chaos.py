@@ -1,4 +1,7 @@
-"""What may fail fails at random: hooks of strategies, processors, constraints and drafters, rows and whole steps."""
+"""What may fail fails at random: hooks of strategies, processors, constraints and drafters, rows and whole steps.
+
+A step that fails strikes nobody, as its requests are tried again; a step in which one is tried again strikes that one.
+"""
 
 import random
 from collections.abc import Callable
@@ -8,7 +11,7 @@ from headrace.data.plan import Failed, StepOutput, StepPlan
 from headrace.data.types import Request, Sequence
 from headrace.engine.engine import Engine
 
-OFTEN = {"results": 15, "draft": 2}  # what is asked seldom fails more often
+OFTEN = {"results": 15, "draft": 2, "retry": 8}  # what is asked, or comes, seldom fails more often
 HOOKS = ("want", "observe", "select", "done", "results", "draft", "masks", "apply")
 
 
@@ -73,11 +76,17 @@ class Chaos:
             slots = {feed.slot for feed in plan.feeds}
             return [r for r in engine.requests.values() if r.in_flight and any(seq.wire.slot in slots for seq in r.seqs)]
 
+        def fails(when: str, plan: StepPlan) -> bool:
+            retried = [request for request in fed(plan) if request in engine.scheduler.retries]
+            what = "retry" if retried else "step"
+            rate = self.step_rate * OFTEN.get(what, 1)
+            return bool(plan.feeds) and self.strikes(f"{what} {when}", *retried, rate=rate)
+
         def breaking(plan: StepPlan) -> StepOutput:
-            if plan.feeds and self.strikes("step before", *fed(plan), rate=self.step_rate):
+            if fails("before", plan):
                 raise BrokenError("step before")
             output: StepOutput = execute(plan)
-            if plan.feeds and self.strikes("step after", *fed(plan), rate=self.step_rate):
+            if fails("after", plan):
                 raise BrokenError("step after")
             if plan.model == 0:
                 for at, feed in enumerate(plan.feeds):

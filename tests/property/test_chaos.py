@@ -13,6 +13,7 @@ from headrace.data.types import Request
 from headrace.decoding.processors import ProcessorError
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.engine.feeding import Flight
 from tests.property import test_strategies as strategies
 from tests.property.chaos import HOOKS, BrokenError, Chaos, FaultyDrafter
 from tests.property.drafters import Guessing
@@ -21,6 +22,7 @@ from tests.property.test_engine import forbid_reuse, make_load
 
 SEEDS = range(48)
 STEPS = 4000  # a load takes a few hundred
+STEPS_FAIL = ("step before", "step after", "retry before", "retry after")
 
 
 class Plain(AnyJob):
@@ -86,13 +88,13 @@ def test_others_do_not_notice(seed: int) -> None:
 
 
 def test_everything_fails_somewhere() -> None:
-    """In these loads every hook, both kinds of steps, rows and drafters have failed, and most requests have not."""
+    """In these loads every hook, all kinds of steps, rows and drafters have failed, and most requests have not."""
     seen: Counter[str] = Counter()
     for seed in SEEDS[:32]:
         chaos, drafter = play(seed)
         seen.update(chaos.hooks)
         seen["drafter"] += drafter.raised
-    everything = {*HOOKS, "step before", "step after", "row", "drafter"} - {"results", "draft"}  # of strategies on real models
+    everything = {*HOOKS, *STEPS_FAIL, "row", "drafter"} - {"results", "draft"}  # of strategies on real models
     assert all(seen[what] >= 2 for what in everything), seen
 
 
@@ -131,19 +133,28 @@ def a_flight_known_too_late(engine: Engine) -> None:
     unguarded("_want")(engine)
 
 
-def a_failed_step_is_one_requests(engine: Engine) -> None:
-    """Of the requests of a failed step only the first gets the error."""
-    land = engine._land
+def a_failed_step_ends_its_requests(engine: Engine) -> None:
+    """Nobody is tried again."""
+    fail = engine.scheduler.fail
 
-    def one(flight):  # type: ignore[no-untyped-def]
-        output = land(flight)
-        if output is None:
-            for work in flight.works[1:]:
-                if work.request is not flight.works[0].request:
-                    work.request.error = None
-        return output
+    def ending(flight: Flight) -> None:
+        flight.retry = True
+        for work in flight.works:
+            work.request.error = "the step failed"
+        fail(flight)
 
-    engine._land = one  # type: ignore[method-assign]
+    engine.scheduler.fail = ending  # type: ignore[method-assign]
+
+
+def a_failed_step_is_taken_for_done(engine: Engine) -> None:
+    """What a failed step was fed counts as computed, and its requests go on where they are."""
+    scheduler = engine.scheduler
+
+    def fail(flight: Flight) -> None:
+        for work in flight.works:
+            work.seq.kv.computed[0] = work.feed.start + work.feed.count
+
+    scheduler.fail = fail  # type: ignore[method-assign]
 
 
 def slots_of_a_failed_step_are_forgotten(engine: Engine) -> None:
@@ -156,7 +167,8 @@ def slots_of_a_failed_step_are_forgotten(engine: Engine) -> None:
         unguarded("_want"),
         unguarded("_commit"),
         a_flight_known_too_late,
-        a_failed_step_is_one_requests,
+        a_failed_step_ends_its_requests,
+        a_failed_step_is_taken_for_done,
         slots_of_a_failed_step_are_forgotten,
     ],
 )
@@ -180,9 +192,9 @@ def test_others_do_not_notice_natively() -> None:
     seen: Counter[str] = Counter()
     for seed in range(20):
         jobs, engine = strategies.load("native", seed)
-        chaos = Chaos(seed, rate=0.03, step_rate=0.01)
+        chaos = Chaos(seed, rate=0.03, step_rate=0.015)
         seen.update(play_natively(jobs, engine, chaos))
-    everything = {"want", "select", "done", "results", "draft", "step before", "step after", "row"}
+    everything = {"want", "select", "done", "results", "draft", *STEPS_FAIL, "row"}
     assert all(seen[what] for what in everything), seen
 
 

@@ -129,7 +129,7 @@ class Running:
 
     def caught_up(self) -> None:
         """Return when all that the engine has said is taken in; it is `paused`, and says no more."""
-        process: Any = self.llm._process
+        process: Any = self.llm.replica._process
 
         def nothing_left() -> bool:
             unread = select.select([process._writer.get_extra_info("socket")], [], [], 0)[0]

@@ -67,6 +67,7 @@ class Engine:
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
         self.requests: dict[str, Request] = {}
         self.fed = 0  # tokens of the last step
+        self.failing = 0  # steps that failed since the last that went well; to try a request again is not held to be one
         self._flights: deque[Flight] = deque()
         self._outbox: list[Delta] = []
         self._names = itertools.count()
@@ -228,19 +229,16 @@ class Engine:
         feed.wants = wants
 
     def _propose(self) -> None:
-        """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it.
-
-        Of those that wait, the first are asked, as many as a step can admit: a step's work does not grow with the queue.
-        """
+        """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it."""
         scheduler = self.scheduler
-        for request in [*scheduler.running, *scheduler.waiting[: self.config.scheduler.max_num_seqs]]:
+        for request in scheduler.candidates:
             if request.drafts and not request.in_flight:
                 for seq in request.seqs:
                     seq.decode.draft = self._ask(request, self._required, request, seq)
                 if request.error is not None:
                     self._end(request, "error")
         if self.speculation is not None and not self.speculation.pauses():
-            idle = [request for request in scheduler.running if not request.in_flight]
+            idle = [request for request in scheduler.running if not request.in_flight and request not in scheduler.retries]
             decoding = [(request, seq) for request in idle for seq in request.seqs if seq.pending == 1]
             self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding))
 
@@ -277,7 +275,8 @@ class Engine:
             self.scheduler.drop_draft(work)
 
     def _land(self, flight: Flight) -> StepOutput | None:
-        """The step's result. A step that fails commits nothing: its requests end with the error."""
+        """The step's result. A step that fails commits nothing: its requests are tried again one by one, and those end with the
+        error whose own step fails."""
         output: StepOutput | None = None
         try:
             output = flight.ticket.result()
@@ -285,11 +284,15 @@ class Engine:
                 raise RuntimeError(f"{len(output.feeds)} answers to {len(flight.works)} feeds")
             if list(map(len, output.feeds)) != [len(work.feed.wants) for work in flight.works]:
                 raise RuntimeError("a feed was not answered as it wanted")
+            self.failing = self.failing if flight.retry else 0
         except Exception as error:  # whatever the back end raises must not take the other requests down
             output = None
-            log.exception("a step failed; its requests end with the error")
-            for request in {work.request: None for work in flight.works}:
-                request.error = f"the step failed: {error}"
+            self.failing += 1
+            if flight.retry:
+                flight.works[0].request.error = f"the step failed: {error}"
+            log.exception(
+                "a step failed; %s", "its request ends" if flight.retry else "its requests are tried again, one by one"
+            )
             self.scheduler.fail(flight)
         self.scheduler.land(flight)
         if self.speculation is not None and output is not None and output.seconds:

@@ -29,6 +29,7 @@ class Flight:
     works: list[Work] = field(default_factory=list)
     promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
     ticket: Any = None  # None: not submitted yet
+    retry: bool = False  # one request has it to itself, as the step failed that it was in
 
 
 class Feeding:

@@ -18,6 +18,7 @@ class Scheduler:
 
     Running requests go first, those that only decode before those in prefill, then waiting ones, each in the order
     (priority, arrival). A request whose blocks run short preempts the last running one; nothing is admitted in such a step.
+    Requests whose step failed go before all others, each in a step of its own, until it has caught up.
     `depth`: plans that may be under way at once.
     """
 
@@ -27,6 +28,7 @@ class Scheduler:
         self.depth = depth
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.retries: list[Request] = []  # of those, the ones whose step failed
         self.preemptions = 0
         self._own = [g for g, group in enumerate(blocks.groups) if group.model == 0]
         self._companions = [g for g, group in enumerate(blocks.groups) if group.model != 0]
@@ -46,6 +48,14 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     @property
+    def candidates(self) -> list[Request]:
+        """Those that the next step may feed; of those that wait as many as it can admit, so that its work does not grow with
+        the queue."""
+        first = self.waiting[: self.config.max_num_seqs]
+        later = [request for request in self.retries if request.status is Status.WAITING and request not in first]
+        return [*self.running, *first, *later]
+
+    @property
     def held(self) -> list[Sequence]:
         """Every sequence that may hold blocks."""
         return [seq for request in self.requests for seq in request.seqs]
@@ -53,6 +63,8 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Take a request out; its blocks and slots come back."""
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        if request in self.retries:
+            self.retries.remove(request)
         request.status = Status.FINISHED
         for seq in request.seqs:
             self.drop(seq)
@@ -85,7 +97,7 @@ class Scheduler:
         while True:
             self.blocks.begin()
             before = self.preemptions
-            if not self._feed_running(flight):
+            if not self._retry(flight) and not self._feed_running(flight):
                 self._admit(flight)
             self.feeding.add_drafts(flight, self.running)
             self.blocks.end()
@@ -110,18 +122,27 @@ class Scheduler:
         """The step failed, and what the runner carried out of its plan is not known.
 
         Slots that nobody has are given back once more; a request that was to get slots with this plan and was not fed begins
-        again. The requests that were fed are the caller's to end.
+        again. So do the requests that were fed, each in a step of its own; those that had one are the caller's to end, as are
+        those that have failed otherwise.
         """
         idle = set(self._slots)
         self._freed_slots += [slot for slot in flight.plan.free if slot in idle]
         made = {new.slot for new in flight.plan.new}
         for request in [r for r in self.running if not r.in_flight and any(seq.wire.slot in made for seq in r.seqs)]:
             self._preempt(request)
+        if flight.retry:
+            return
+        for request in {work.request: None for work in flight.works}:
+            if request.error is None and not request.aborted:
+                self._preempt(request)
+                self.retries.append(request)
 
     def advance(self, flight: Flight) -> None:
         """The step went well: what it fed is computed, and full blocks are offered to others."""
         for work in flight.works:
             self._computed(work.seq, work.feed.start + work.feed.count)
+        if flight.retry and flight.works[0].last:
+            self.retries.remove(flight.works[0].request)
 
     def accept(self, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
         """The draft below `length` known tokens was verified: keep the K/V of `path`, give up the rest.
@@ -159,20 +180,42 @@ class Scheduler:
         return [g for g in self._own if seq.kv.groups >> g & 1]
 
     # -- feeding -------------------------------------------------------------------------------------------------------
+    def _retry(self, flight: Flight) -> bool:
+        """Feed the first request whose step failed, and nobody else. False where there is none, or no room for any: then the
+        others go on, so that there will be."""
+        flight.retry = bool(self.retries)
+        for request in self.retries:
+            if request.in_flight:
+                continue
+            if request.status is Status.WAITING:
+                self._admit_one(request, flight)
+            elif not self.feeding.feed_token(request, flight):
+                self._feed(request, flight)
+            if flight.works:
+                return True
+        flight.retry = False
+        return False
+
     def _feed_running(self, flight: Flight) -> bool:
         """Feed the running requests; returns whether blocks ran short."""
         short = False
         for request in self._lane():
-            if request.in_flight or request.status is not Status.RUNNING or self.feeding.feed_token(request, flight):
+            if request.in_flight or request.status is not Status.RUNNING or request in self.retries:
                 continue
-            spans = self.feeding.spans(request, flight)
-            while (need := self.blocks.need(spans)) > self.blocks.available:
-                short = True
-                # What a victim gives up can be used from the next step on; then this request is tried again.
-                if need <= self.blocks.available + self.blocks.freed_this_step or not self._preempt_after(request):
-                    break
-            else:
-                self.feeding.feed(request, spans, flight)
+            if not self.feeding.feed_token(request, flight):
+                short |= self._feed(request, flight)
+        return short
+
+    def _feed(self, request: Request, flight: Flight) -> bool:
+        """Feed a running request what it has, if there are blocks for it; returns whether they ran short."""
+        spans = self.feeding.spans(request, flight)
+        short = False
+        while (need := self.blocks.need(spans)) > self.blocks.available:
+            short = True
+            # What a victim gives up can be used from the next step on; then this request is tried again.
+            if need <= self.blocks.available + self.blocks.freed_this_step or not self._preempt_after(request):
+                return short
+        self.feeding.feed(request, spans, flight)
         return short
 
     def _lane(self) -> list[Request]:
@@ -209,29 +252,33 @@ class Scheduler:
         static = self.config.policy == "static"
         if static and self.running:
             return
-        while self.waiting:
-            request = self.waiting[0]
-            if not static and flight.room <= 0:
+        while self.waiting and (static or flight.room > 0):
+            if self.waiting[0] in self.retries or not self._admit_one(self.waiting[0], flight):
                 return
-            if request.width + sum(r.width for r in self.running) > self.config.max_num_seqs:
-                return
-            spans = self.feeding.spans(request, flight)
-            leader = request.seqs[0]
-            whole = [(leader, leader.kv.computed[0], len(leader.tokens))]
-            # Room to grow for those who run already, so that admission does not cause the next preemption.
-            reserve = sum(len(r.seqs) for r in self.running)
-            cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
-            if cut or max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
-                for seq in request.seqs:
-                    self.blocks.release(seq)
-                if not request.metrics.preemptions:
-                    request.metrics.cached_tokens = 0  # it will match again
-                return
-            self._start(request)
-            self.feeding.feed(request, spans, flight)
+
+    def _admit_one(self, request: Request, flight: Flight) -> bool:
+        """Begin to feed a waiting request; returns whether there was room for it."""
+        if request.width + sum(r.width for r in self.running) > self.config.max_num_seqs:
+            return False
+        spans = self.feeding.spans(request, flight)
+        leader = request.seqs[0]
+        whole = [(leader, leader.kv.computed[0], len(leader.tokens))]
+        # Room to grow for those who run already, so that admission does not cause the next preemption.
+        reserve = sum(len(r.seqs) for r in self.running)
+        cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
+        cut = cut or (flight.retry and not spans)  # its slots must come with its own step
+        if cut or max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
+            for seq in request.seqs:
+                self.blocks.release(seq)
+            if not request.metrics.preemptions:
+                request.metrics.cached_tokens = 0  # it will match again
+            return False
+        self._start(request)
+        self.feeding.feed(request, spans, flight)
+        return True
 
     def _start(self, request: Request) -> None:
-        del self.waiting[0]
+        self.waiting.remove(request)
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
         stop_ids = sorted(request.stop_ids)

@@ -1,0 +1,165 @@
+"""A step that fails: its requests are tried again one by one, and come out as if nothing had happened, to the last bit of a
+log-probability on the native core. Only the one ends with the error that fails alone, too."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.data.outputs import RequestOutput
+from headrace.data.params import SamplingParams
+from headrace.data.plan import StepOutput, StepPlan
+from headrace.data.structured import StructuredOutputs
+from headrace.engine.engine import Engine
+from headrace.engine.feeding import Flight
+from headrace.llm import LLM
+
+POISON = 666  # the seed of a request under which every step fails
+PROMPTS = [
+    "the mill",
+    "water " * 40,
+    "the mill by the river",
+    "a b c a b c a b c",
+    "x",
+    "the mill by the river",
+    "stone",
+    "mud",
+]
+KINDS = [
+    SamplingParams(temperature=0.0, max_tokens=24, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=20, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=2, n=3, max_tokens=20, logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=30, logprobs=2, repetition_penalty=1.2, presence_penalty=0.3, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=20, mirostat_tau=3.0, mirostat_eta=0.1, logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=20, dry_multiplier=0.8, no_repeat_ngram=3, logprobs=1, ignore_eos=True),
+    SamplingParams(
+        temperature=0.7, seed=6, max_tokens=20, logprobs=1, structured_outputs=StructuredOutputs(regex="[a-z ]{12}")
+    ),
+    SamplingParams(temperature=0.0, max_tokens=12, penalty_alpha=0.6, top_k=4, ignore_eos=True),
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"speculate": None},
+    "ngram": {"speculate": "ngram", "draft_tokens": 3},
+    "draft": {"speculate": "draft", "draft_tokens": 3},
+    "small pool": {"speculate": None, "max_model_len": 128, "kv_cache_memory": 16 * 4096, "max_num_batched_tokens": 24},
+}
+
+
+class Faults:
+    """Steps of several requests fail with some probability, before or after they were carried out; those with the poison
+    in them always do."""
+
+    def __init__(self, engine: Engine, rate: float) -> None:
+        self.failed = self.retried = 0
+        self._engine, self._rng, self._rate = engine, random.Random(7), rate
+        runner: Any = engine.executor.runner  # type: ignore[attr-defined]
+        self._execute, runner.execute = runner.execute, self._break
+
+    def _break(self, plan: StepPlan) -> StepOutput:
+        slots = {feed.slot for feed in plan.feeds}
+        fed = [r for r in self._engine.requests.values() if any(seq.wire.slot in slots for seq in r.seqs)]
+        retry = bool(fed) and fed[0] in self._engine.scheduler.retries
+        self.retried += retry
+        struck = bool(fed) and not retry and self._rng.random() < self._rate
+        poisoned = any(request.params.seed == POISON for request in fed)
+        self.failed += struck or poisoned
+        if (struck and self._rng.random() < 0.5) or (poisoned and self._rng.random() < 0.5):
+            raise RuntimeError("poison" if poisoned else "chance")
+        output: StepOutput = self._execute(plan)
+        if struck or poisoned:
+            raise RuntimeError("poison" if poisoned else "chance")
+        return output
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def made(request: pytest.FixtureRequest, tiny_gguf: Path) -> tuple[Path, dict[str, Any]]:
+    way = dict(WAYS[request.param])
+    if way["speculate"] == "draft":
+        way["draft"] = tiny_gguf
+    return tiny_gguf, way
+
+
+def opened(made: tuple[Path, dict[str, Any]], backend: str) -> LLM:
+    path, way = made
+    dtype = "auto" if backend == "native" else "float64"
+    return LLM(path, backend=backend, dtype=dtype, threads=1, max_num_seqs=12, **way)
+
+
+def said(outputs: list[RequestOutput]) -> list[Any]:
+    """Everything that came of requests."""
+    return [
+        (output.error, output.prompt_logprobs, [(one.index, one.token_ids, one.text, one.logprobs) for one in output.outputs])
+        for output in outputs
+    ]
+
+
+def tokens(outputs: list[Any]) -> list[Any]:
+    return [[ids for _, ids, *_ in one] for *_, one in outputs]
+
+
+def play(
+    made: tuple[Path, dict[str, Any]],
+    rate: float,
+    poison: int,
+    tamper: Callable[[Engine], None] | None,
+    backend: str = "native",
+) -> tuple[list[Any], list[RequestOutput], Faults]:
+    """What came of the innocent and of the poison."""
+    llm = opened(made, backend)
+    if tamper is not None:
+        tamper(llm.engine)
+    faults = Faults(llm.engine, rate)
+    bad = SamplingParams(temperature=0.5, seed=POISON, max_tokens=8)
+    outputs = llm.generate([*PROMPTS, *["the mill turns"] * poison], [*KINDS, *[bad] * poison])
+    assert not llm.engine.busy
+    assert llm.engine.blocks.used == 0
+    llm.engine.check()
+    llm.close()
+    return said(outputs[: len(KINDS)]), outputs[len(KINDS) :], faults
+
+
+@pytest.mark.parametrize("poison", [0, 2])
+def test_the_innocent_do_not_notice(made: tuple[Path, dict[str, Any]], poison: int) -> None:
+    undisturbed, _, quiet = play(made, 0.0, 0, None)
+    assert quiet.failed == quiet.retried == 0
+    disturbed, ended, faults = play(made, 0.0 if poison else 0.3, poison, None)
+    assert disturbed == undisturbed
+    assert faults.failed > (0 if poison else 5)
+    assert faults.retried > 2
+    assert [output.error for output in ended] == ["the step failed: poison"] * poison
+    assert all(error is None for error, *_ in undisturbed)
+
+
+def test_in_torch_the_tokens_are_the_same(tiny_gguf: Path) -> None:
+    """Of the log-probabilities the last bits may differ, as rows are summed with others."""
+    made = (tiny_gguf, WAYS["ngram"])
+    undisturbed, _, _ = play(made, 0.0, 0, None, "torch")
+    disturbed, ended, faults = play(made, 0.2, 1, None, "torch")
+    assert tokens(disturbed) == tokens(undisturbed)
+    assert ended[0].error == "the step failed: poison"
+    assert faults.retried > 8
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------------
+
+
+def keep_what_the_step_computed(engine: Engine) -> None:
+    """What a failed step was to compute is taken for computed, and found again."""
+    fail, computed = engine.scheduler.fail, engine.scheduler._computed
+
+    def failing(flight: Flight) -> None:
+        for work in flight.works:
+            computed(work.seq, work.feed.start + work.feed.count)
+            engine.blocks.publish(work.seq)
+        fail(flight)
+
+    engine.scheduler.fail = failing  # type: ignore[method-assign]
+
+
+def test_what_is_not_begun_again_is_noticed(tiny_gguf: Path) -> None:
+    made = (tiny_gguf, WAYS["plain"])
+    undisturbed, _, _ = play(made, 0.0, 0, None)
+    disturbed, _, _ = play(made, 0.3, 0, keep_what_the_step_computed)
+    assert disturbed != undisturbed
