@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,10 +15,10 @@ from headrace.server.structured import asked_form
 from headrace.server.tickets import Ticket, deltas
 
 
-class LinesRequest(Sampling):
+class LinesRequest(Sampling, kw_only=True):
     """POST /v1/lines."""
 
-    prompt: Annotated[str, Field(max_length=10_000)]
+    prompt: Annotated[str, Meta(max_length=10_000)]
 
 
 async def lines(service: Service, request: LinesRequest, http: Request, salt: bytes) -> Response:

@@ -120,12 +120,12 @@ def _params(service: Service, request: CompletionRequest) -> SamplingParams:
 
 async def _prompts(service: Service, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
     """Token ids of every prompt, and the texts to echo."""
-    given = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+    given: list[Any] = request.prompt if isinstance(request.prompt, list) else [request.prompt]
     if given and isinstance(given[0], int):
         given = [given]
     if not given:
         raise bad("prompt is empty; give a text, token ids, or a list of those", "prompt")
-    prompts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given  # type: ignore[assignment]
+    prompts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given
     if not all(prompts):
         raise bad("a prompt is empty; give at least one token", "prompt")
     if not request.echo:

@@ -35,14 +35,14 @@ async def embed(service: Service, request: EmbeddingRequest, http: Request, salt
 
 async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]:
     """Token ids of every input."""
-    given = request.input if isinstance(request.input, list) else [request.input]
+    given: list[Any] = request.input if isinstance(request.input, list) else [request.input]
     if given and isinstance(given[0], int):
         given = [given]
     if not given:
         raise bad("input is empty; give a text, token ids, or a list of those", "input")
     if len(given) > service.limits.inputs:
         raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
-    texts: list[list[int]] = given  # type: ignore[assignment]
+    texts: list[list[int]] = given
     if isinstance(given[0], str):
         texts = await service.llm.encode_all(given, parse_special=False)
     if not all(texts) or "" in given:

@@ -69,7 +69,7 @@ def blamed(message: str, fields: Collection[str], said: str | None) -> str | Non
     """The field that a message is about: the first one it names, else, where it tells of what was said, `said`."""
     words = [OTHER_NAMES.get(word, word) for word in re.findall(r"[a-z_]+", message)]
     of_text = bool({"prompt", "text", "message", "messages", "template"} & set(words[:4]))
-    named = next((word for word in words if word in fields and word not in Meaningless.model_fields), None)
+    named = next((word for word in words if word in fields and word not in Meaningless.__struct_fields__), None)
     return said if of_text else named
 
 

@@ -6,19 +6,18 @@ Every field may be null, which means that it was not given. Fields in `MEANINGLE
 from itertools import chain
 from typing import Annotated, Any, Literal, get_origin
 
-from msgspec import Struct
-from pydantic import Field, create_model
+from msgspec import Meta, Struct, defstruct
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.server.bounds import (
-    AtMost,
     Choices,
     Deadline,
     Int32,
     Int64,
     Items,
     Marks,
+    Name,
     Prompt,
     Prompts,
     Salt,
@@ -27,18 +26,18 @@ from headrace.server.bounds import (
     Source,
     StopText,
     Strict,
-    Texts,
     TokenId,
     ToolItems,
     Tools,
     Word,
     Words,
+    alike,
 )
 
 Object = dict[str, Any]  # looked at elsewhere, as a whole
 
 
-class Meaningless(Strict):
+class Meaningless(Strict, kw_only=True):
     """Accepted for clients that send them; they change nothing here."""
 
     user: Word | None = None
@@ -53,13 +52,17 @@ class Meaningless(Strict):
     prediction: Settings | None = None
 
 
-class Disguise(Strict):
+class Disguise(Strict, kw_only=True):
     """Stream options of /v1/responses. Sizes of events are not disguised here, so it may only be declined."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
+
+    def __post_init__(self) -> None:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation: must be false; the sizes of events are not disguised here")
 
 
-class StreamOptions(Disguise):
+class StreamOptions(Disguise, kw_only=True):
     """Those of the others."""
 
     include_usage: bool | None = None
@@ -67,7 +70,7 @@ class StreamOptions(Disguise):
 
 def http_type(one: Declared) -> Any:
     """What a body may hold for a declared field; its bounds are looked at later, but for those of lists."""
-    most = AtMost(one.field.most)
+    most, each = Meta(max_length=one.field.most), Meta(max_length=one.field.each)
     kinds = {
         int: Int32,
         float: float,
@@ -75,29 +78,34 @@ def http_type(one: Declared) -> Any:
         bool | Literal["never"]: bool | Word,
         TEXTS: StopText | Annotated[list[StopText], most],
         IDS: Annotated[list[TokenId], most],
-        ID_LISTS: Annotated[list[Annotated[list[TokenId], AtMost(one.field.each)]], most],
+        ID_LISTS: Annotated[list[Annotated[list[TokenId], each]], most],
         BIASES: Annotated[dict[Word, float], most],
     }
     return Word if get_origin(one.kind) is Literal else kinds[one.kind]
 
 
 def http_fields(*structs: type[Struct]) -> dict[str, Any]:
-    """What a protocol has under the names of our own parameters, all of which may be left out: name -> type and default."""
+    """What a protocol has under the names of our own parameters, all of which may be left out: name -> type."""
     return {
-        one.flat: (http_type(one) | None, None)
+        one.flat: http_type(one) | None
         for one in chain.from_iterable(map(declared, structs))
         if one.field.doc and one.field.http
     }
 
 
+def made_of(name: str, fields: dict[str, Any], base: type[Strict]) -> Any:
+    """A base of requests with these fields, None where they are not given."""
+    return defstruct(name, [(field, kind, None) for field, kind in fields.items()], bases=(base,), kw_only=True)
+
+
 DRAWING = http_fields(SamplingParams, BeamSearchParams)
-Drawing: Any = create_model("Drawing", __base__=Meaningless, **DRAWING)
+Drawing: Any = made_of("Drawing", DRAWING, Meaningless)
 # Those of /v1/responses.
 BRIEFLY = "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty priority".split()
-Briefly: Any = create_model("Briefly", __base__=Strict, **{name: DRAWING[name] for name in BRIEFLY})
+Briefly: Any = made_of("Briefly", {name: DRAWING[name] for name in BRIEFLY}, Strict)
 
 
-class Sampling(Drawing):
+class Sampling(Drawing, kw_only=True):  # type: ignore[call-arg]
     """How tokens are drawn, in both kinds of completion; what is not given is the model's own setting."""
 
     model: Word
@@ -115,22 +123,25 @@ class Sampling(Drawing):
     deadline: Deadline | None = None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Sampling, kw_only=True):  # type: ignore[call-arg]
     """POST /v1/completions."""
 
-    prompt: str | Texts | Prompt | Prompts
+    prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Int32 | None = None
     suffix: str | None = None
 
+    def __post_init__(self) -> None:
+        alike("prompt", self.prompt)
 
-class ChatRequest(Sampling):
+
+class ChatRequest(Sampling, kw_only=True):  # type: ignore[call-arg]
     """POST /v1/chat/completions."""
 
     messages: Items
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int32 | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Settings | None = None
@@ -148,11 +159,11 @@ class ChatRequest(Sampling):
     moderation: Any = None
 
 
-class EmbeddingRequest(Meaningless):
+class EmbeddingRequest(Meaningless, kw_only=True):
     """POST /v1/embeddings: texts or token ids, one or many."""
 
     model: Word
-    input: str | Texts | Prompt | Prompts
+    input: Prompts
     encoding_format: Word | None = None
     dimensions: Int64 | None = None
     pooling: Word | None = None
@@ -160,19 +171,22 @@ class EmbeddingRequest(Meaningless):
     cache_salt: Salt | None = None
     deadline: Deadline | None = None
 
+    def __post_init__(self) -> None:
+        alike("input", self.input)
 
-class ResponseRequest(Briefly):
+
+class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
     """POST /v1/responses."""
 
     model: Word
     input: str | Items
     instructions: str | None = None
-    previous_response_id: Annotated[str, Field(max_length=200)] | None = None
+    previous_response_id: Name | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: Disguise | None = None
     max_output_tokens: Int64 | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int32 | None = None
     text: Settings | None = None
     tools: ToolItems | None = None
     tool_choice: Any = None
@@ -190,7 +204,7 @@ class ResponseRequest(Briefly):
     prompt: Any = None
     moderation: Any = None
     truncation: Word | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Int32 | None = None
     # accepted for clients that send them; they change nothing here
     user: Word | None = None
     reasoning: Settings | None = None
@@ -201,17 +215,17 @@ class ResponseRequest(Briefly):
     prompt_cache_options: Settings | None = None
 
 
-class BatchRequest(Strict):
+class BatchRequest(Strict, kw_only=True):
     """POST /v1/batches."""
 
-    input_file_id: Annotated[str, Field(max_length=200)]
-    endpoint: Annotated[str, Field(max_length=200)]
-    completion_window: Annotated[str, Field(max_length=20)]
+    input_file_id: Name
+    endpoint: Name
+    completion_window: Word
     metadata: Marks | None = None
     output_expires_after: Settings | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Strict, kw_only=True):
     """POST /tokenize: a text, or a conversation."""
 
     model: Word | None = None
@@ -222,7 +236,7 @@ class TokenizeRequest(Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Strict, kw_only=True):
     """POST /detokenize."""
 
     model: Word | None = None

@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from headrace.server import chat
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, as_api_error, bad
-from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest
+from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest, StreamOptions
 from headrace.server.response_events import Events, chunks, ending, usage
 from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
 from headrace.server.sampling import not_built
@@ -89,7 +88,7 @@ def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
         messages=talk,
         max_completion_tokens=request.max_output_tokens,
         stream=request.stream,
-        stream_options={"include_usage": True} if request.stream else None,
+        stream_options=StreamOptions(include_usage=True) if request.stream else None,
         logprobs=wants or None,
         top_logprobs=request.top_logprobs,
         tools=chat_tools(request.tools),
@@ -200,7 +199,3 @@ async def delete(store: Store, name: str) -> dict[str, Any]:
     await _load(store, name)
     await store.run(lambda db: db.execute("DELETE FROM responses WHERE id = ?", (name,)))
     return {"id": name, "object": "response", "deleted": True}
-
-
-def as_response(data: Any) -> Response:
-    return data if isinstance(data, Response) else Response(msgspec.json.encode(data), media_type="application/json")

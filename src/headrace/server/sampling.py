@@ -17,6 +17,8 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
     if request.top_k is not None:
         given["top_k"] = max(request.top_k, 0) if request.top_k >= -1 else request.top_k  # other servers switch it off with -1
     if request.seed is not None:
+        if request.seed >= 2**64:
+            raise bad(f"seed: must be an integer, at most {2**64 - 1}", "seed")
         given["seed"] = request.seed % 2**64  # the protocol's seeds are signed
     if request.logit_bias is not None:
         given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
@@ -28,7 +30,7 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
     try:
         params = params_of(asked, own)
     except ParamError as error:
-        raise bad(str(error), blamed(str(error), type(request).model_fields, None)) from None
+        raise bad(str(error), blamed(str(error), request.__struct_fields__, None)) from None
     if request.stream and (params.beam or params.best_of):
         name = "beam_width" if params.beam else "best_of"
         raise bad(f"{name} and stream do not go together: which answer is the best is known at the end", "stream")

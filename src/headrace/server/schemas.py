@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import msgspec
-from fastapi import FastAPI
-
+from headrace.server import files
 from headrace.server.answers import Chat, Completion, Model
 
 REF = "#/components/schemas/{name}"
@@ -74,69 +72,48 @@ def _list(item: dict[str, Any]) -> dict[str, Any]:
     return _object("list", {"data": _array(item)})
 
 
-def _deleted(kind: str) -> dict[str, Any]:
-    return _object(kind, {"id": TEXT, "deleted": TRUTH})
+def deleted(kind: str) -> dict[str, Any]:
+    """What says that something is gone."""
+    return content(_object(kind, {"id": TEXT, "deleted": TRUTH}))
 
 
-def _ref(kind: type) -> dict[str, Any]:
+def ref(kind: type) -> dict[str, Any]:
+    """A struct's schema, which is among the document's components."""
     return {"$ref": REF.format(name=kind.__name__)}
 
 
-def _content(schema: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
+def content(schema: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
     """Of an answer in JSON, and in events where it may be streamed."""
-    content: dict[str, Any] = {"application/json": {"schema": schema}}
-    return content | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
+    made: dict[str, Any] = {"application/json": {"schema": schema}}
+    return made | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
 
 
-COMPLETION, CHAT = _content(_ref(Completion), streams=True), _content(_ref(Chat), streams=True)
-EMBEDDINGS = _content(_object("list", {"data": _array(EMBEDDING), "model": TEXT, "usage": {"type": "object"}}))
-# Method and path -> what a 200 holds.
-ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
-    ("get", "/v1/models"): _list(_ref(Model)),
-    ("get", "/v1/models/{name}"): _ref(Model),
-    ("post", "/v1/responses"): RESPONSE,
-    ("get", "/v1/responses/{name}"): RESPONSE,
-    ("delete", "/v1/responses/{name}"): _deleted("response"),
-    ("get", "/v1/responses/{name}/input_items"): _list({"type": "object"}),
-    ("post", "/v1/files"): FILE,
-    ("get", "/v1/files"): _list(FILE),
-    ("get", "/v1/files/{name}"): FILE,
-    ("delete", "/v1/files/{name}"): _deleted("file"),
-    ("post", "/v1/batches"): BATCH,
-    ("get", "/v1/batches"): _list(BATCH),
-    ("get", "/v1/batches/{name}"): BATCH,
-    ("post", "/v1/batches/{name}/cancel"): BATCH,
-    ("post", "/tokenize"): _object(None, {"tokens": _array(NUMBER), "count": NUMBER, "max_model_len": MAYBE_NUMBER}),
-    ("post", "/detokenize"): _object(None, {"prompt": TEXT}),
-    ("post", "/page/render"): _object(None, {"html": TEXT}),
-    ("get", "/live"): _object(None, {"status": TEXT}),
-    ("get", "/ready"): _object(None, {"status": TEXT}),
-    ("get", "/version"): _object(None, {"version": TEXT}),
-    ("get", "/health"): _object(None, {"status": TEXT, "detail": TEXT, "restarts": NUMBER}),
+def plain(kind: str) -> dict[str, Any]:
+    """Of an answer of another type."""
+    return {kind: {"schema": {"type": "string"}}}
+
+
+COMPLETION, CHAT = content(ref(Completion), streams=True), content(ref(Chat), streams=True)
+EMBEDDINGS = content(_object("list", {"data": _array(EMBEDDING), "model": TEXT, "usage": {"type": "object"}}))
+MODEL, MODELS = content(ref(Model)), content(_list(ref(Model)))
+TOKENS = content(_object(None, {"tokens": _array(NUMBER), "count": NUMBER, "max_model_len": MAYBE_NUMBER}))
+PROMPT, HTML = content(_object(None, {"prompt": TEXT})), content(_object(None, {"html": TEXT}))
+STATUS, VERSION = content(_object(None, {"status": TEXT})), content(_object(None, {"version": TEXT}))
+HEALTH = content(_object(None, {"status": TEXT, "detail": TEXT, "restarts": NUMBER}))
+RESPONSES, ITEMS = content(RESPONSE, streams=True), content(_list({"type": "object"}))
+FILES, BATCHES = content(_list(FILE)), content(_list(BATCH))
+UPLOAD = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["purpose", "file"],
+            "additionalProperties": False,
+            "properties": {
+                "purpose": {"type": "string", "enum": list(files.PURPOSES)},
+                "file": {"type": "string", "format": "binary"},
+                "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                "expires_after[seconds]": {"type": "integer", "minimum": files.SECONDS[0], "maximum": files.SECONDS[1]},
+            },
+        }
+    }
 }
-STREAMS = {("post", "/v1/responses")}
-OTHER = {("get", "/metrics"): "text/plain", ("get", "/v1/files/{name}/content"): "application/octet-stream"}
-
-
-def describe(app: FastAPI, protocols: dict[str, dict[str, Any]]) -> None:
-    """Complete the document: what answers and errors look like, and the key. `protocols`: what answers on their paths hold."""
-    document = app.openapi()
-    _, components = msgspec.json.schema_components((Completion, Chat, Model), ref_template=REF)
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas |= {**components, "Error": ERROR}
-    for unused in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(unused, None)
-    error = {"content": {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}}
-    contents = {("post", path): content for path, content in protocols.items()}
-    contents |= {place: _content(schema, streams=place in STREAMS) for place, schema in ANSWERS.items()}
-    contents |= {place: {kind: {"schema": {"type": "string"}}} for place, kind in OTHER.items()}
-    nothing = _content({"type": "object"})
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            operation["responses"] = {
-                "200": {"description": "The answer.", "content": contents.get((method, path), nothing)},
-                "4XX": {"description": "What is wrong with the request, and what to change.", **error},
-                "503": {"description": "Not now: Retry-After says when to come back.", **error},
-            }
-    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{"key": []}]

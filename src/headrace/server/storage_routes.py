@@ -2,126 +2,117 @@
 
 from typing import Annotated, Any, Literal
 
-import msgspec
-from fastapi import FastAPI, Query, Request
-from starlette.responses import Response, StreamingResponse
+from msgspec import Meta
+from starlette.responses import StreamingResponse
 
 from headrace.server import batches, files, responses, uploads
+from headrace.server.api import Api, Call
 from headrace.server.batch_worker import BatchWorker
+from headrace.server.bounds import Name, Strict
 from headrace.server.fields import BatchRequest, ResponseRequest
 from headrace.server.models import Models
+from headrace.server.schemas import BATCH, BATCHES, FILE, FILES, ITEMS, RESPONSE, RESPONSES, UPLOAD, content, deleted, plain
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 
-Limit = Annotated[int, Query(ge=1, le=10_000)]
-After = Annotated[str | None, Query(max_length=200)]
-UPLOAD = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["purpose", "file"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "purpose": {"type": "string", "enum": list(files.PURPOSES)},
-                        "file": {"type": "string", "format": "binary"},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {
-                            "type": "integer",
-                            "minimum": files.SECONDS[0],
-                            "maximum": files.SECONDS[1],
-                        },
-                    },
-                }
-            }
-        },
-    }
-}
+OCTETS = "application/octet-stream"
+Few = Annotated[int, Meta(ge=1, le=100)]
 
 
-def add_files(app: FastAPI, store: Store, limits: Limits) -> None:
+class FilesQuery(Strict, kw_only=True):
+    """GET /v1/files."""
+
+    purpose: Annotated[str, Meta(max_length=64)] | None = None
+    after: Name | None = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+
+
+class BatchesQuery(Strict, kw_only=True):
+    """GET /v1/batches."""
+
+    after: Name | None = None
+    limit: Few = 20
+
+
+class ItemsQuery(Strict, kw_only=True):
+    """GET /v1/responses/{name}/input_items."""
+
+    after: Name | None = None
+    limit: Few = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
+def add_files(api: Api, store: Store, limits: Limits) -> None:
     """/v1/files."""
 
-    @app.post("/v1/files", openapi_extra=UPLOAD)
-    async def upload(request: Request) -> Response:
-        return _json(await uploads.upload(store, request, limits))
+    @api.post("/v1/files", content(FILE), form=UPLOAD)
+    async def upload(call: Call) -> Any:
+        return await uploads.upload(store, call.http, limits)
 
-    @app.get("/v1/files")
-    async def listed(
-        purpose: Annotated[str | None, Query(max_length=64)] = None,
-        after: After = None,
-        limit: Limit = 10_000,
-        order: Literal["asc", "desc"] = "desc",
-    ) -> Response:
-        return _json(await files.listed(store, purpose, after, limit, order))
+    @api.get("/v1/files", FILES, FilesQuery)
+    async def listed(call: Call) -> Any:
+        query: FilesQuery = call.query
+        return await files.listed(store, query.purpose, query.after, query.limit, query.order)
 
-    @app.get("/v1/files/{name}")
-    async def one(name: str) -> Response:
-        return _json(await files.one(store, name))
+    @api.get("/v1/files/{name}", content(FILE))
+    async def one(call: Call) -> Any:
+        return await files.one(store, call.name)
 
-    @app.delete("/v1/files/{name}")
-    async def delete(name: str) -> Response:
-        return _json(await files.delete(store, name))
+    @api.delete("/v1/files/{name}", deleted("file"))
+    async def delete(call: Call) -> Any:
+        return await files.delete(store, call.name)
 
-    @app.get("/v1/files/{name}/content")
-    async def content(name: str) -> Response:
-        size, pieces = await files.content(store, name)
+    @api.get("/v1/files/{name}/content", plain(OCTETS))
+    async def read(call: Call) -> Any:
+        size, pieces = await files.content(store, call.name)
         headers = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment", "Content-Length": str(size)}
-        return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+        return StreamingResponse(pieces, headers=headers, media_type=OCTETS)
 
 
-def add_batches(app: FastAPI, store: Store, limits: Limits, worker: BatchWorker) -> None:
+def add_batches(api: Api, store: Store, limits: Limits, worker: BatchWorker) -> None:
     """/v1/batches."""
 
-    @app.post("/v1/batches")
-    async def create(body: BatchRequest) -> Response:
-        made = await batches.create(store, body, limits)
+    @api.post("/v1/batches", content(BATCH), BatchRequest)
+    async def create(call: Call) -> Any:
+        made = await batches.create(store, call.body, limits)
         worker.poke()
-        return _json(made)
+        return made
 
-    @app.get("/v1/batches")
-    async def listed(after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Response:
-        return _json(await batches.listed(store, after, limit))
+    @api.get("/v1/batches", BATCHES, BatchesQuery)
+    async def listed(call: Call) -> Any:
+        return await batches.listed(store, call.query.after, call.query.limit)
 
-    @app.get("/v1/batches/{name}")
-    async def one(name: str) -> Response:
-        return _json(await batches.find(store, name))
+    @api.get("/v1/batches/{name}", content(BATCH))
+    async def one(call: Call) -> Any:
+        return await batches.find(store, call.name)
 
-    @app.post("/v1/batches/{name}/cancel")
-    async def cancel(name: str) -> Response:
-        made = await batches.cancel(store, name)
+    @api.post("/v1/batches/{name}/cancel", content(BATCH))
+    async def cancel(call: Call) -> Any:
+        made = await batches.cancel(store, call.name)
         worker.poke()
-        return _json(made)
+        return made
 
 
-def add_responses(app: FastAPI, models: Models, store: Store) -> None:
+def add_responses(api: Api, models: Models, store: Store) -> None:
     """/v1/responses."""
 
-    @app.post("/v1/responses")
-    async def respond(body: ResponseRequest, request: Request) -> Response:
+    @api.post("/v1/responses", RESPONSES, ResponseRequest)
+    async def respond(call: Call) -> Any:
+        body: ResponseRequest = call.body
         salt = b"" if body.cache_salt is None else body.cache_salt.encode()
         async with models.use(body.model) as service:
-            return responses.as_response(await responses.respond(service, store, body, request, salt))
+            return await responses.respond(service, store, body, call.http, salt)
 
-    @app.get("/v1/responses/{name}")
-    async def one(name: str) -> Response:
-        return _json(await responses.find(store, name))
+    @api.get("/v1/responses/{name}", content(RESPONSE))
+    async def one(call: Call) -> Any:
+        return await responses.find(store, call.name)
 
-    @app.delete("/v1/responses/{name}")
-    async def delete(name: str) -> Response:
-        return _json(await responses.delete(store, name))
+    @api.delete("/v1/responses/{name}", deleted("response"))
+    async def delete(call: Call) -> Any:
+        return await responses.delete(store, call.name)
 
-    @app.get("/v1/responses/{name}/input_items")
-    async def heard(
-        name: str,
-        after: After = None,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
-    ) -> Response:
-        return _json(await responses.input_items(store, name, after, limit, order))
-
-
-def _json(data: Any) -> Response:
-    return Response(msgspec.json.encode(data), media_type="application/json")
+    @api.get("/v1/responses/{name}/input_items", ITEMS, ItemsQuery)
+    async def heard(call: Call) -> Any:
+        query: ItemsQuery = call.query
+        return await responses.input_items(store, call.name, query.after, query.limit, query.order)

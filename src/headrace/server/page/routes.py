@@ -1,32 +1,37 @@
 """The page's routes."""
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from typing import Annotated, Any
 
-import msgspec
-from fastapi import FastAPI, Request
-from pydantic import Field
+from msgspec import Meta
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
+from headrace.server.api import Api, Call
 from headrace.server.bounds import Strict
 from headrace.server.page import files
 from headrace.server.page.markdown import MAX_TEXT, rendered
+from headrace.server.schemas import HTML
 
 
-class RenderRequest(Strict):
+class RenderRequest(Strict, kw_only=True):
     """POST /page/render."""
 
-    text: Annotated[str, Field(max_length=MAX_TEXT)]
+    text: Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
-def add_page(app: FastAPI) -> None:
-    """GET / and what it loads, and POST /page/render."""
-    for path, file in files.load().items():
-        app.add_api_route(path, _sender(file), methods=["GET"], include_in_schema=False)
+def add_page(api: Api) -> None:
+    """POST /page/render."""
 
-    @app.post("/page/render")
-    async def html(body: RenderRequest) -> Response:
-        return Response(msgspec.json.encode({"html": await rendered(body.text)}), media_type="application/json")
+    @api.post("/page/render", HTML, RenderRequest)
+    async def html(call: Call) -> Any:
+        return {"html": await rendered(call.body.text)}
+
+
+def file_routes() -> list[Route]:
+    """GET / and what it loads."""
+    return [Route(path, _sender(file), methods=["GET"]) for path, file in files.load().items()]
 
 
 def _sender(file: files.StaticFile) -> Callable[[Request], Awaitable[Response]]:
