@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.confined.pool import BusyError
+from headrace.data.near import did_you_mean
 from headrace.data.params import ParamError
 from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
@@ -47,6 +48,7 @@ from headrace.server.store import Store
 from headrace.server.stream import ClientGoneError
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
+from headrace.weights.defaults import plain
 
 log = logging.getLogger("headrace.server")
 
@@ -215,7 +217,8 @@ def _add_errors(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _error(_as_bad_field(error))
+        body = text_fields.get(request.url.path)
+        return _error(_as_bad_field(error, list(body[0].model_fields) if body is not None else []))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -240,14 +243,15 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, mistake)
 
 
-def _as_bad_field(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and where. What was sent is not repeated."""
+def _as_bad_field(error: RequestValidationError, fields: list[str]) -> ApiError:
+    """The first thing that is wrong with a body of these fields, and where. What was sent is not repeated."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     param = path[0][:100] if path else None
     where = ".".join(path)[:200]
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {where!r}; remove it", param=param, code="unknown_field")
+        question = did_you_mean(where, fields, "remove it")
+        return ApiError(400, f"unknown field {where!r}; {question}", param=param, code="unknown_field")
     if first["type"] == "missing":
         return ApiError(400, f"{where or 'the body'} is missing; give it", param=param, code="missing_field")
     return ApiError(400, f"{where or 'the body'}: {str(first['msg'])[:300]}", param=param, code="invalid_value")
@@ -267,7 +271,9 @@ def _json(data: Any) -> Response:
 
 def _model(service: Service) -> Model:
     loaded = service.llm.loaded
-    return Model(service.name, service.created, loaded.max_model_len if loaded is not None else None)
+    if loaded is None:
+        return Model(service.name, service.created, None)
+    return Model(service.name, service.created, loaded.max_model_len, plain(service.llm.opened.defaults))
 
 
 def _salt(salt: str | None) -> bytes:
