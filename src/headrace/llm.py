@@ -1,25 +1,21 @@
 """`LLM`: the offline face. It opens a model, plans memory, owns an engine, and turns prompts into outputs."""
 
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import msgspec
-
-from headrace.confined.pool import shared
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
-from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.structured import ConstraintError, StructuredOutputs
+from headrace.data.given import SETTINGS, Messages, Params, Prompt, as_batch, as_talks, settings_of, spread
+from headrace.data.near import did_you_mean, near
+from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit
+from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
-from headrace.decoding.json_schema.validate import late_keywords
-from headrace.decoding.looking import CHECK, asked, found
+from headrace.decoding.looking import look_again
 from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Pooling, Scoring
 from headrace.drafting.methods import speculation
@@ -31,32 +27,14 @@ from headrace.runner.executor import InProcess
 from headrace.startup.backend import Started, start
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
+from headrace.weights.defaults import values
 from headrace.weights.progress import Progress
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 
 log = logging.getLogger("headrace")
 
-Prompt = str | Sequence[int]
-Params = SamplingParams | BeamSearchParams
-Messages = Sequence[Mapping[str, Any]]
 Inbox = deque[Delta]  # where a caller finds what steps, its own or another thread's, have brought it
-
-
-@dataclass(slots=True)
-class Score:
-    """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.logprobs)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else math.nan
 
 
 class LLM:
@@ -122,7 +100,7 @@ class LLM:
         self.exactness = started.exactness
         log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, str(self.dtype)[6:])
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
-        scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder)
+        scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder, self.memory_plan.longer)
         self.engine = Engine(
             InProcess(self.runner),
             EngineConfig(scheduler, CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)),
@@ -141,21 +119,24 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
         *,
+        sampling_params: Params | Sequence[Params] | None = None,
         processors: Sequence[Processor] = (),
         strategy: Strategy | None = None,
+        **settings: Any,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts (texts or token ids); `params`: one for all or one each.
+        """Outputs in the order of the prompts (texts or token ids); `params` (or `sampling_params`): one for all or one each,
+        `SamplingParams()` where none are given; single `settings` (max_tokens=48) go over them.
 
-        No chat template is applied. A request that fails while running has `error` set and finish_reason "error"; one that
-        could never run raises AdmissionError before anything runs. Threads may call at once: their requests run together, and
-        each gets its own. One `strategy` object serves the whole batch: what it remembers belongs in `request.state` and
-        `seq.decode.state`.
+        No chat template is applied, and nothing is taken from the model's own settings. A request that fails while running has
+        `error` set and finish_reason "error"; one that could never run raises AdmissionError before anything runs. Threads may
+        call at once: their requests run together, and each gets its own. One `strategy` object serves the whole batch: what it
+        remembers belongs in `request.state` and `seq.decode.state`.
         """
-        batch = _as_batch(prompts)
-        settings = _spread(params or SamplingParams(), len(batch))
+        batch = as_batch(prompts)
+        each = spread(settings_of(params, sampling_params, settings), len(batch))
         inbox: Inbox = deque()
         try:
-            outputs = self._add_all(batch, settings, tuple(processors), strategy, inbox=inbox)
+            outputs = self._add_all(batch, each, tuple(processors), strategy, inbox=inbox)
             for _ in self._drain(outputs, inbox):
                 pass
         except BaseException:  # a Ctrl-C may come between the two
@@ -165,28 +146,46 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: str | Messages | Sequence[str | Messages],
         params: Params | Sequence[Params] | None = None,
-        **template: Any,
+        *,
+        sampling_params: Params | Sequence[Params] | None = None,
+        **more: Any,
     ) -> list[RequestOutput]:
-        """Like `generate`, for conversations ([{"role": …, "content": …}, …]) put through the model's chat template."""
-        talks = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.render(talk, **template) for talk in talks], params)  # type: ignore[arg-type]
+        """Like `generate`, for conversations ([{"role": …, "content": …}, …], or a text: what the user says) put through the
+        model's chat template. Without `params` they are `default_params()`. `more`: single settings (max_tokens=48), and
+        variables of the template (enable_thinking=False)."""
+        template = self._variables(more)
+        settings = {name: value for name, value in more.items() if name not in template}
+        chosen = settings_of(params, sampling_params, settings, self._own())
+        return self.generate([self.render(talk, **template) for talk in as_talks(messages)], chosen)
+
+    def _variables(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that are the template's. Raises TypeError for one that looks like a setting and that no template reads."""
+        found = {name: value for name, value in more.items() if name not in SETTINGS}
+        source = self.opened.template.source or ""
+        for name in found:
+            if name not in source and near(name, SETTINGS):
+                raise TypeError(f"{name!r} is no setting and no variable of the template; {did_you_mean(name, SETTINGS)}")
+        return found
 
     def stream(
         self,
         prompt: Prompt,
         params: Params | None = None,
         *,
+        sampling_params: Params | None = None,
         processors: Sequence[Processor] = (),
         output: list[RequestOutput] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        **settings: Any,
     ) -> Iterator[Delta]:
-        """Deltas of one prompt as they come. Closing the iterator aborts the request. `output`, if given, receives the
-        RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked between steps, also where a step
-        gives no delta; once it says yes the request ends with finish_reason "abort"."""
+        """Deltas of one prompt as they come; parameters as `generate` takes them. Closing the iterator aborts the request.
+        `output`, if given, receives the RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked
+        between steps, also where a step gives no delta; once it says yes the request ends with finish_reason "abort"."""
         inbox: Inbox = deque()
-        (made,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), None, inbox=inbox)
+        each = spread(settings_of(params, sampling_params, settings), 1)
+        (made,) = self._add_all([prompt], each, tuple(processors), None, inbox=inbox)
         if output is not None:
             output.append(made)
         yield from self._drain([made], inbox, cancelled)
@@ -196,11 +195,14 @@ class LLM:
         prompt: Prompt,
         params: Params | None = None,
         *,
+        sampling_params: Params | None = None,
         processors: Sequence[Processor] = (),
         strategy: Strategy | None = None,
+        **settings: Any,
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
-        (output,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), strategy)
+        each = spread(settings_of(params, sampling_params, settings), 1)
+        (output,) = self._add_all([prompt], each, tuple(processors), strategy)
         return output
 
     def step(self) -> list[RequestOutput]:
@@ -218,7 +220,7 @@ class LLM:
                 output.add(delta)
                 inbox.append(delta)
                 if output.finished:
-                    _look_again(output)
+                    look_again(output)
                     del self._open[delta.request_id]
                     ended.append(output)
         return ended
@@ -259,12 +261,30 @@ class LLM:
         return self.tokenizer.encode(text, add_special=False)
 
     def default_params(self, **changes: Any) -> SamplingParams:
-        """The catalog's or the model's own sampling settings, with changes."""
-        return SamplingParams(**{"max_tokens": None, **self.opened.sampling, **changes})
+        """The settings in force where a conversation asks for none, with changes: what is known of the model, and else of its
+        family, and else temperature 0.8, top_k 40, top_p 0.95, min_p 0.05; an answer as long as the model makes it. Raises
+        TypeError and ParamError."""
+        (made,) = spread(settings_of(None, None, changes, self._own()), 1)
+        return made
+
+    def _own(self) -> dict[str, Any]:
+        return {"max_tokens": None, **values(self.opened.defaults)}
 
     def close(self) -> None:
+        """Let the model go. `with LLM(…) as llm:` does so at its end."""
         with self._turns:
             self.engine.executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        config, plan = self.model_config, self.memory_plan
+        number = str(self.dtype).removeprefix("torch.")
+        return f"LLM({self.opened.name!r}, {config.architecture}, {self.backend} in {number}, context {plan.max_model_len})"
 
     # -- driving the engine --------------------------------------------------------------------------------------------
     def _add_all(
@@ -300,7 +320,7 @@ class LLM:
     def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         """Running text is no conversation: what looks like a control token in it is text."""
         read = self.tokenizer.encode
-        return [read(text, parse_special=False) if isinstance(text, str) else text for text in _as_batch(texts)]
+        return [read(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -352,48 +372,11 @@ class LLM:
                     output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))
 
 
-def _adapted(scheduler: SchedulerConfig, tokens: int | None, encoder: bool) -> SchedulerConfig:
-    """A preset with another budget of tokens, or as an encoder's texts need it."""
-    scheduler = scheduler if tokens is None else scheduler.with_budget(tokens)
+def _adapted(scheduler: SchedulerConfig, tokens: int | None, encoder: bool, longer: str) -> SchedulerConfig:
+    """A preset with another budget of tokens, or as an encoder's texts need it; `longer`: what allows longer ones."""
+    scheduler = replace(scheduler if tokens is None else scheduler.with_budget(tokens), longer=longer)
     return scheduler.for_encoder() if encoder else scheduler
 
 
 def _speculation(method: str | None, started: Started, draft_tokens: int | None, recipe: Recipe) -> Speculation | None:
     return speculation(method, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a text, a list of texts, token ids, or a list of those."""
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    return batch  # type: ignore[return-value]
-
-
-def _look_again(output: RequestOutput) -> None:
-    """Finished texts are checked against what no mask could hold them to."""
-    spec = output.structured
-    if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
-        return
-    for one in output.outputs:
-        if one.finish_reason == "stop" and (broken := _why_broken(spec, one.text)):
-            one.finish_reason, output.error = "error", broken
-
-
-def _why_broken(spec: StructuredOutputs, text: str) -> str:
-    """What is wrong with a finished text; a pattern may be one that is searched for ever, so that can be ended."""
-    try:
-        with asked():
-            return str(found(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
-    except ConstraintError as error:
-        return str(error)
-
-
-def _spread(params: Params | Sequence[Params], count: int) -> list[SamplingParams]:
-    if isinstance(params, Params):
-        params = [params] * count
-    if len(params) != count:
-        raise ValueError(f"{count} prompts and {len(params)} params; give one for all or one each")
-    return [one.sampling() if isinstance(one, BeamSearchParams) else one for one in params]

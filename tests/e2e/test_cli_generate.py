@@ -56,7 +56,7 @@ def test_lines_of_beams_and_best_of(shell: Shell, tiny_gguf: Path, tiny_llm: LLM
     assert "length_penalty goes with beam_width" in found["wrong"]["error"]
     wanted = {
         "beams": BeamSearchParams(beam_width=3, n=2, max_tokens=6, length_penalty=0.5),
-        "best": tiny_llm.default_params(best_of=3, max_tokens=6, seed=1),
+        "best": SamplingParams(best_of=3, max_tokens=6, seed=1),
     }
     for name, params in wanted.items():
         (expected,) = tiny_llm.generate("The wheel", params)

@@ -13,6 +13,7 @@ from headrace.cli import inputs
 from headrace.cli import run as run_module
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
+from headrace.weights.defaults import FALLBACK
 from tests.cli_shell import SECONDS, Shell
 from tests.hub_server import HubServer, sha256
 from tests.places import model_file
@@ -30,7 +31,7 @@ def test_answer_on_stdout_figures_on_stderr(shell: Shell, tiny_gguf: Path, tiny_
     expected = greedy(tiny_llm, tiny_llm.render([{"role": "user", "content": "水轮怎么转？"}]), 20)
     code, out, err = shell("run", tiny_gguf, "水轮怎么转？", "-t", "0", "-m", "20", *EXACT)
     assert (code, out) == (0, expected + "\n")
-    said, figures = err.splitlines()
+    _, said, figures = err.splitlines()
     assert "float64 on cpu (torch, near-tie-exact)" in said
     assert "KV cache" in said
     assert "prompt tokens, TTFT" in figures
@@ -109,7 +110,8 @@ def test_sampling_flags(
     used: list[SamplingParams] = []
     monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, params, *_: used.append(params) or 0)
     assert shell("run", "--raw", tiny_gguf, "hi", *flags.split())[0] == 0
-    assert used == [SamplingParams(**{"max_tokens": None, **expected})]
+    own = {} if "--preset" in flags else {"temperature": 0.8} if "--mirostat" in flags else FALLBACK
+    assert used == [SamplingParams(**{"max_tokens": None, **own, **expected})]
 
 
 def test_beam_flags(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:

@@ -206,7 +206,10 @@ def test_divisors_of_another_head_size_are_refused() -> None:
             {**LLAMA31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rotary scaling 'yarn'; known are default",
         ),
-        ({**LLAMA31_8B, "quantization_config": {"quant_method": "gptq"}}, "asks for quantization_config, which is not built"),
+        (
+            {**LLAMA31_8B, "quantization_config": {"quant_method": "gptq"}},
+            "the weights are quantised by 'gptq', which is not read",
+        ),
         ({**LLAMA31_8B, "hidden_act": "relu"}, "has the activation 'relu'; llama is built with silu"),
         ({**LLAMA31_8B, "hidden_size": None}, "must have hidden_size as an integer from 1 to 2147483648, not None"),
         ({**LLAMA31_8B, "num_hidden_layers": -1}, "must have num_hidden_layers as an integer from 1 to 1024, not -1"),

@@ -36,7 +36,7 @@ def test_models(server: Running) -> None:
 
 
 def test_a_completion_is_what_generate_gives_streamed_or_not(server: Running, offline: LLM) -> None:
-    (expected,) = offline.generate("The mill", SamplingParams(**DRAWN))
+    (expected,) = offline.generate("The mill", offline.default_params(**DRAWN))
     whole = server.complete(**DRAWN)
     assert [choice.text for choice in whole.choices] == [output.text for output in expected.outputs]
     assert [choice.finish_reason for choice in whole.choices] == ["length", "length"]
@@ -58,7 +58,7 @@ def test_beams_and_best_of_are_what_generate_gives(server: Running, offline: LLM
     twin = server.complete(max_tokens=9, n=3, extra_body={"use_beam_search": True, "length_penalty": 0.5})
     assert [choice.text for choice in twin.choices] == [choice.text for choice in whole.choices]
     drawn = {"temperature": 0.9, "seed": 7, "max_tokens": 12, "logprobs": 1}
-    (best,) = offline.generate("The mill", SamplingParams(**drawn, n=2, best_of=5))
+    (best,) = offline.generate("The mill", offline.default_params(**drawn, n=2, best_of=5))
     found = server.complete(**drawn, n=2, best_of=5).choices
     assert [choice.text for choice in found] == [output.text for output in best.outputs]
     assert [c.logprobs.token_logprobs for c in found] == [[e.logprob for e in o.logprobs or []] for o in best.outputs]
@@ -95,7 +95,7 @@ def test_echo_and_logprobs_score_a_prompt(server: Running, offline: LLM) -> None
 
 
 def test_a_chat_is_what_chat_gives_streamed_or_not(server: Running, offline: LLM) -> None:
-    (expected,) = offline.chat(TALK, SamplingParams(**DRAWN))
+    (expected,) = offline.chat(TALK, **DRAWN)
     whole = server.openai.chat.completions.create(model="tiny", messages=TALK, **DRAWN)
     assert [choice.message.content for choice in whole.choices] == [output.text for output in expected.outputs]
     assert whole.choices[0].message.role == "assistant"
@@ -164,7 +164,8 @@ def test_fields_of_other_servers_work(server: Running, offline: LLM) -> None:
     assert wild != greedy
     for field in ({"top_k": 1}, {"min_p": 1.0}, {"typical_p": 1e-9, "top_k": 1}):
         assert server.complete(**hot, extra_body=field).choices[0].text == greedy
-    assert server.complete(**hot, extra_body={"top_k": -1}).choices[0].text == wild
+    every = server.complete(**hot, extra_body={"top_k": 0}).choices[0].text
+    assert server.complete(**hot, extra_body={"top_k": -1}).choices[0].text == every != wild
     fields = {"repetition_penalty": 1.8, "no_repeat_ngram": 2, "min_tokens": 4}
     (expected,) = offline.generate("The mill mill mill", SamplingParams(temperature=0, max_tokens=20, **fields))
     given = server.complete(prompt="The mill mill mill", max_tokens=20, extra_body=fields)
@@ -191,7 +192,7 @@ def test_fields_without_a_meaning_change_nothing(server: Running) -> None:
 def test_choices_of_several_prompts_with_several_answers_have_indexes_of_their_own(server: Running, offline: LLM) -> None:
     """Choice i of prompt p is number p * n + i, streamed or not."""
     prompts = ["The mill", "A river"]
-    expected = [output.text for whole in offline.generate(prompts, SamplingParams(**DRAWN)) for output in whole.outputs]
+    expected = [output.text for whole in offline.generate(prompts, offline.default_params(**DRAWN)) for output in whole.outputs]
     assert len(set(expected)) == 4  # else an exchange would not be seen
     whole = server.complete(prompt=prompts, **DRAWN)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
@@ -204,7 +205,7 @@ def test_a_negative_seed_is_a_seed_of_its_own(server: Running, offline: LLM) -> 
     drawn = {**DRAWN, "n": 1}
     said = {seed: server.complete(**{**drawn, "seed": seed}).choices[0].text for seed in (-7, 7, 2**64 - 7)}
     assert said[-7] == said[2**64 - 7] != said[7]
-    (expected,) = offline.generate("The mill", SamplingParams(**{**drawn, "seed": 2**64 - 7}))
+    (expected,) = offline.generate("The mill", offline.default_params(**{**drawn, "seed": 2**64 - 7}))
     assert said[-7] == expected.outputs[0].text
 
 

@@ -52,7 +52,8 @@ ROOMS = {
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "startup.encoding": "startup.opening text confined",
-    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights confined data",
+    "startup.runnable": "startup.opening startup.memory native weights",
+    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
@@ -63,7 +64,8 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench.cascade bench workflows training llm startup text weights data",
+    "cli": "server bench.tools bench.cascade bench workflows training llm startup startup.opening startup.runnable decoding "
+    "text weights data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -76,7 +78,7 @@ STOREYS = (
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
     "native.live native.step native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
-    "startup startup.memory startup.opening startup.encoding",
+    "startup startup.memory startup.opening startup.encoding startup.runnable",
     "llm",
     "training workflows",
     "server bench bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
@@ -126,6 +128,7 @@ QUICK = (
     *("headrace", "headrace.cli.app", "headrace.data.params", "headrace.text", "headrace.native"),
     # the web process: what computes is in the engine's
     *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
+    *("headrace.startup.runnable", "headrace.decoding.looking"),  # what is wrong is said before anything heavy is loaded
     *("headrace.models.families", "headrace.kv.layout", "headrace.weights.catalog", "headrace.weights.describe"),
     "headrace.weights.hub",
 )

@@ -1,4 +1,4 @@
-"""Static against continuous batching on one trace, and what paging saves: steps, tokens/s, KV memory (cards C1, C2, D1)."""
+"""Static against continuous batching on one trace, and what paging saves: steps, tokens/s, KV memory."""
 
 import math
 import random

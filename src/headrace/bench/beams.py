@@ -1,4 +1,4 @@
-"""Beam search beside independent sequences and beside OpenVINO GenAI's, in turns, in one run (W8)."""
+"""Beam search beside independent sequences and beside OpenVINO GenAI's, in turns, in one run."""
 
 import sys
 from contextlib import ExitStack

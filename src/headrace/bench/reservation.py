@@ -1,4 +1,4 @@
-"""How much KV memory holds tokens: paging against contiguous reservation (card D1; the schemes of the PagedAttention paper).
+"""How much KV memory holds tokens: paging against contiguous reservation (the schemes of the PagedAttention paper).
 
 All schemes serve one trace, first come first served, in the same memory. Every step each running request gains one token.
 Memory that holds no token is split as the paper does: `reserved` will be used later by the same request, `internal` never

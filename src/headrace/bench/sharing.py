@@ -1,4 +1,4 @@
-"""Blocks of KV memory with and without sharing: parallel samples and beams on the same prompts (card D2).
+"""Blocks of KV memory with and without sharing: parallel samples and beams on the same prompts.
 
 Published, on Alpaca lengths: 6 to 10 % saved by parallel samples, 38 to 55 % by beams; on ShareGPT 16 to 30 % and 44 to 66 %
 (Kwon et al., 2023, figure 15).

@@ -170,7 +170,7 @@ def _counts(requests: Sequence[Request], outputs: dict[str, list[int]]) -> tuple
 
 
 def theory(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """What card F2 promises of one task at one batch size: gamma and speed-up, for each gamma from 0 to the largest measured.
+    """What drafts should pay of one task at one batch size: gamma and speed-up, for each gamma from 0 to the largest measured.
 
     A share s of the steps has a draft, whose tokens are accepted with probability alpha: both are those of the least gamma that
     was measured. A step then gives 1 + s (E(alpha, gamma) - 1) tokens and costs s gamma c + v; v as measured, and on a straight

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.data.near import did_you_mean
 from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, SamplingParams
 
 PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam"} | {"beam_width", *BEAM_FIELDS, *BEAM_NAMES}
@@ -187,7 +188,8 @@ def _job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:
         raise LineError(f"a line needs exactly one of {', '.join(PROMPTS)}; this one has {found}")
     unknown = [name for name in fields if name not in PARAMS and name not in PROMPTS]
     if unknown:
-        raise LineError(f"unknown field {unknown[0]!r}; known: {', '.join(PROMPTS)}, {', '.join(sorted(PARAMS))}")
+        known = "a line has id, prompt (or messages, prompt_token_ids) and sampling parameters"
+        raise LineError(f"unknown field {unknown[0]!r}; {did_you_mean(unknown[0], [*PROMPTS, *PARAMS], known)}")
     _check_prompt(given)
     params = {name: value for name, value in fields.items() if value is not None and name in PARAMS}
     if "logit_bias" in params:

@@ -72,9 +72,14 @@ class BatchOutput:
                 self._take_in(line, number)
                 self._size += len(line)
 
-    def begin(self) -> None:
-        """Open the file for the lines to come; a torn last line goes. Raises OutputError."""
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    def claim(self) -> None:
+        """Open the file for the lines to come, for this process alone; nothing in it changes. Raises OutputError."""
+        if not os.access(self._state if self._state.exists() else self.path.parent, os.W_OK):
+            raise OutputError(f"{self._state} cannot be written; name an output elsewhere")
+        try:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise self._clear(error) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             busy = os.fstat(self._file).st_size != self._seen
@@ -83,6 +88,9 @@ class BatchOutput:
         if busy:
             self.close()
             raise OutputError(f"another process is writing {self.path}; wait for it, or name another output")
+
+    def begin(self) -> None:
+        """Make the file ready for the lines to come: a torn last line goes. Raises OutputError."""
         try:
             os.ftruncate(self._file, self._size)
             self._write_state()
@@ -91,6 +99,12 @@ class BatchOutput:
             if not self._size:
                 self.path.unlink(missing_ok=True)
             raise self._clear(error) from None
+
+    def drop_unused(self) -> None:
+        """A file that was not there before and has no line goes, with its state."""
+        if self._file >= 0 and not self._size and not self._seen:
+            self.path.unlink(missing_ok=True)
+            self._state.unlink(missing_ok=True)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line, whole or not at all. Raises OutputError when the disk is full."""
@@ -107,6 +121,7 @@ class BatchOutput:
         self.failed += record["error"] is not None
 
     def close(self) -> None:
+        """Let the file go. Raises nothing."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

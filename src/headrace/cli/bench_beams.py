@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table, say, writable
 
 
 def beams(
@@ -16,7 +16,7 @@ def beams(
     install: Annotated[bool, typer.Option("--install", help="Install it, in its own environment.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements, after one to warm up.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; every core where not given.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """One and eight requests of beam search: tokens/s of the best hypotheses, beside a peer and beside as many independent
     sequences, in turns."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table, say, writable
 
 
 def local(
@@ -20,7 +20,7 @@ def local(
     beside: Annotated[
         Path | None, typer.Option(metavar="OTHER_VENV", help="A virtual environment with another build: is this one slower?")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 tokens, load time,
     memory. --beside: the same of two builds, in turns, and their ratios."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table, say, writable
 
 QUIET = 0.05  # share of the cores that other processes may use before a cell is called disturbed
 
@@ -25,7 +25,7 @@ def peers(
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of every engine in every cell.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of every engine; every core where not given.")] = None,
     backend: Annotated[str, typer.Option(help="Our back end.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth."""
     from headrace.bench import cells as cells_of

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table, say, writable
 
 
 def peers_speculate(
@@ -21,7 +21,7 @@ def peers_speculate(
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of every engine in every cell, a prompt each.")] = 5,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of each answer at most.")] = 64,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of every engine; every core where not given.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """Speculation with a draft model and by prompt lookup beside OpenVINO GenAI's and llama.cpp's, in turns, in one run.
 

@@ -93,7 +93,7 @@ def latency(
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """Time to the first token against prompt length, and greedy decoding against sampling (claims W1 and W6)."""
+    """Time to the first token against prompt length, and greedy decoding against sampling."""
     from headrace.bench.load import claims, drive
     from headrace.bench.load.workload import Lengths, steady
 
@@ -102,9 +102,9 @@ def latency(
     first = claims.first_tokens(target, [int(number) for number in _numbers(lengths)], rounds, say)
     both = [claims.greedy_and_sampling(target, int(number), output_len, rounds) for number in _numbers(at_once)]
     rows = [(str(one.length), _ms(one.ttft), _ms(one.ttft / one.length), f"{one.steps:.1f}") for one in first]
-    print_table(("W1: prompt tokens", "first token ms", "ms a prompt token", "in tokens of the answer"), rows)
+    print_table(("prompt tokens", "first token ms", "ms a prompt token", "in tokens of the answer"), rows)
     print()
-    columns = ("W6: at once", "greedy ms a token", "sampled ms a token", "ratio", "least", "most")
+    columns = ("at once", "greedy ms a token", "sampled ms a token", "ratio", "least", "most")
     print_table(columns, [_compared(one) for one in both])
     if json_file is not None:
         told = {"ttft": {one.length: one.ttft for one in first}, "step": {one.length: one.step for one in first}}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import ModelName, ModelOptions, with_groups
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table, say, writable
 
 COLUMNS = ("task", "batch", "gamma", "accepted", "tokens/step", "c", "v", "predicted", "measured", "worst")
 GRID_COLUMNS = ("cell", "plain tokens/s", "auto tokens/s", "ratio", "interval", "pairs", "accepted", "of drafted", "other load")
@@ -39,7 +39,7 @@ def speculate(
     ] = False,
     cells: Annotated[str, typer.Option(help="Cells of the grid: b1-*,b4-chat-none; all where not given.")] = "",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of a cell of the grid that is close to the limit.")] = 15,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """Plain and speculative decoding in turns: acceptance, tokens per step, costs, predicted and measured speed-up.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import ModelName, ModelOptions, with_groups
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table, say, writable
 
 SHOWN = 10  # names of cases that are not valid; the JSON file has all
 
@@ -28,7 +28,7 @@ def tools(
     at_once: Annotated[int, typer.Option(min=1, max=256, help="Cases in the batching loop at a time.")] = 32,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of each answer at most.")] = 1024,
     penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 ends lists that repeat for ever.")] = 1.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """How many tool calls fit their schema, and how many are right, with the calls' grammar and without.
 

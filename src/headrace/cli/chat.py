@@ -13,6 +13,7 @@ from headrace.cli.lines import Lines, Typed
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, check, with_groups
 from headrace.cli.terminal import AnswerWriter, note
+from headrace.data.near import did_you_mean
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 
@@ -56,7 +57,7 @@ def chat(
     """
     check(options, sampling)
     conversation = Conversation() if resume is None else load(resume)
-    llm = open_llm(model, options, max_num_seqs=1, preset="online")
+    llm = open_llm(model, options, sampling=sampling, max_num_seqs=1, preset="online")
     if llm.opened.template is None or llm.opened.template.source is None:
         raise ValueError(f"{model} has no chat template, so it cannot chat; headrace run --raw continues a text")
     if system is not None or resume is None:
@@ -180,7 +181,8 @@ class Chat:
             self.params = self.params.replace(**_preset(value.strip()))
             note(f"settings: {value.strip()}")
         elif name not in SETTINGS:
-            raise ValueError(f"unknown setting {name}; known: preset, {', '.join(SETTINGS)}")
+            known = f"known: preset, {', '.join(SETTINGS)}"
+            raise ValueError(f"unknown setting {name}; {did_you_mean(name, ['preset', *SETTINGS], known)}")
         else:
             self.params = self.params.replace(**{name: _value(value.strip())})
             note(f"{name}: {_shown(getattr(self.params, name))}")

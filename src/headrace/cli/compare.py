@@ -7,7 +7,7 @@ import typer
 
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, with_groups
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table, say, writable
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +25,9 @@ def compare(
     modes: Annotated[
         str, typer.Option(help="Methods, as greedy,sample,beam4,best4,contrastive; an unknown one lists them all.")
     ] = "greedy,sample,beam4",
-    csv: Annotated[Path | None, typer.Option("--csv", "-o", help="Write every answer with its figures to this file.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", "-o", help="Write every answer with its figures to this file.", callback=writable)
+    ] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Take so many prompts (default: all).")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the methods that draw.")] = 0,
@@ -43,8 +45,6 @@ def compare(
 
     options.check()
     names = _names(modes, options.amateur, max_tokens, seed)
-    if csv is not None and not csv.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--csv: there is no folder {csv.parent}; make it first")
     texts = read_prompts(source, prompts)
     llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline", enable_prefix_caching=False)
     chat = not raw and llm.opened.template is not None and llm.opened.template.source is not None

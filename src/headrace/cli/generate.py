@@ -18,6 +18,7 @@ from headrace.cli.opening import fetch, open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
 from headrace.data.params import SamplingParams
+from headrace.weights.defaults import stated
 
 INTERRUPTED = 130
 AHEAD = 4  # requests read ahead, for each that can run: the engine never waits for the file, memory stays bounded
@@ -64,11 +65,13 @@ def generate(
     )
     output.look(overwrite)
     if len(output.done) < found.lines:
-        llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
-        output.begin()
+        output.claim()
         try:
-            _answer_all(llm, read_jobs(source), output, partial(sampling.bind(llm), **more), found)
+            llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
+            output.begin()
+            _answer_all(llm, read_jobs(source), output, partial(sampling.bind(llm, stated), **more), found)
         finally:
+            output.drop_unused()
             output.close()
     return _conclude(output, found)
 

@@ -26,9 +26,11 @@ def inspect(
     from headrace.weights.hub import resolve
 
     path = resolve(name, download=False)
+    from headrace.startup.runnable import missing
     from headrace.weights.describe import describe
 
     found = describe(path)
+    found["missing"] = "" if template else missing(name)
     if template:
         if found["chat_template"] is None:
             raise ValueError(f"{found['path']} has no chat template")
@@ -42,10 +44,6 @@ def inspect(
                 (one["name"], one["type"], " × ".join(map(str, one["shape"])), str(one["bytes"])) for one in found["tensors"]
             ]
             print_table(("TENSOR", "TYPE", "SHAPE", "BYTES"), rows)
-
-
-def _tensor_row(tensor: dict[str, Any]) -> tuple[str, ...]:
-    return tensor["name"], tensor["type"], " × ".join(map(str, tensor["shape"])), str(tensor["bytes"])
 
 
 def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -71,6 +69,7 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["sliding_window"]:
         window = number(found["sliding_window"], " tokens in some or all layers; K and V are kept for the whole context")
         fields.append(("window", window))
+    fields.append(("runs here", f"no: {found['missing']}" if found["missing"] else "yes"))
     text = found["chat_template"]
     fields.append(("chat template", "none" if text is None else f"{len(text):,} characters (--template prints it)"))
     return fields

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from headrace.cli.output import print_fields, print_table, say
-from headrace.weights import catalog
+from headrace.weights import catalog, names
+from headrace.weights.defaults import summary
 from headrace.weights.progress import for_stream, human_size
-from headrace.weights.store import Record, Store, StoreError, folder_name
+from headrace.weights.store import Record, Store, StoreError, folder_name, folder_size
 
 
 def register(app: typer.Typer) -> None:
@@ -22,11 +23,14 @@ def register(app: typer.Typer) -> None:
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of the catalog and of what is installed, for the shell."""
-    names = {*catalog.load(), *(record.name for record in Store().installed())}
-    return sorted(name for name in names if name.startswith(incomplete))
+    known = {*catalog.load(), *(record.name for record in Store().installed()), *(one.name for one in names.given())}
+    return sorted(name for name in known if name.startswith(incomplete))
 
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name that `headrace list` shows.", autocompletion=complete_model)]
+NameOrPath = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A name that `headrace list` shows, or a path.", autocompletion=complete_model)
+]
 Catalogs = Annotated[
     list[Path] | None,
     typer.Option("--catalog", exists=True, dir_okay=False, help="A further catalog file; may be repeated."),
@@ -34,7 +38,7 @@ Catalogs = Annotated[
 
 
 def pull(
-    names: Annotated[
+    models: Annotated[
         list[str],
         typer.Argument(
             metavar="MODEL...",
@@ -52,7 +56,7 @@ def pull(
 
     entries = catalog.load(catalogs or ())
     store, progress = Store(), for_stream()
-    for name in names:
+    for name in models:
         if name in entries and store.find(name) is None:
             say(f"{name}: {human_size(entries[name].size)}, licence {entries[name].licence}")
         try:
@@ -64,8 +68,46 @@ def pull(
         typer.echo(store.path(record))
 
 
-def list_models(catalogs: Catalogs = None) -> None:
-    """List the models that are installed and those of the catalog."""
+def list_models(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Show the models in these folders.", exists=True)
+    ] = None,
+    catalogs: Catalogs = None,
+) -> None:
+    """List the models that are here, by name and where they lie, and those of the catalog; or those in folders."""
+    if folders:
+        from headrace.startup.runnable import said
+
+        found = [path for folder in folders for path in _models_in(folder)]
+        print_table(("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), said(one)) for one in found])
+        return
+    named = [(one.name, human_size(_size_of(one.model)), "", "named", one.model) for one in names.given()]
+    print_table(("NAME", "SIZE", "LICENCE", "STATE", "DESCRIPTION"), [*named, *_stored_rows(catalogs)])
+    store = Store()
+    installed = store.installed()
+    what = "1 model" if len(installed) == 1 else f"{len(installed)} models"
+    say(f"{what} installed, {human_size(folder_size(store.root))} in {store.root}")
+
+
+def _models_in(folder: Path) -> list[Path]:
+    """GGUF files and folders with weights, `folder` itself or what lies in it."""
+    if folder.suffix == ".gguf" or any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+        return [folder]
+    found = [*folder.glob("*.gguf"), *(file.parent for file in folder.glob("*/config.json"))]
+    return sorted({*found, *(file.parent for file in folder.glob("*/adapter_config.json"))})
+
+
+def _size_of(model: str) -> int | None:
+    """Bytes of a model that is here, None where it is not."""
+    from headrace.weights.hub import resolve
+
+    try:
+        return folder_size(resolve(model, download=False))
+    except ValueError:
+        return None
+
+
+def _stored_rows(catalogs: list[Path] | None) -> list[tuple[str, ...]]:
     entries, store = catalog.load(catalogs or ()), Store()
     installed = {record.name: record for record in store.installed()}
     partials = store.partials()
@@ -79,27 +121,52 @@ def list_models(catalogs: Catalogs = None) -> None:
         description = entry.description if entry else ""
         rows.append((name, human_size(size), licence, state, description + (" (default)" if name == catalog.DEFAULT else "")))
     rows += [(folder, "unknown size", "unknown", f"{human_size(size)} so far", "") for folder, size in partials.items()]
-    print_table(("NAME", "SIZE", "LICENCE", "STATE", "DESCRIPTION"), sorted(rows, key=lambda row: row[3] != "installed"))
+    return sorted(rows, key=lambda row: row[3] != "installed")
 
 
-def show(name: Name, catalogs: Catalogs = None) -> None:
-    """Show what the catalog says of a model and what of it is on this machine."""
-    if name.endswith(".gguf") or Path(name).expanduser().is_dir():
-        raise StoreError(f"{name} is a path; headrace inspect {name} shows what it holds")
-    entry, store = catalog.load(catalogs or ()).get(name), Store()
-    record = store.find(name)
-    if entry is None and record is None:
-        raise StoreError(f"{name} is neither in the catalog nor installed; headrace list shows what is")
-    fields = [("name", name)]
+def show(name: NameOrPath, catalogs: Catalogs = None) -> None:
+    """Show what is known of a model: where it lies, whether it runs here, and the settings in force."""
+    from headrace.weights.hub import resolve
+
+    entries, store, named = catalog.load(catalogs or ()), Store(), names.find(name)
+    target = name if named is None else named.model
+    entry, record = entries.get(target), _record(store, target)
+    path = resolve(target, entries=entries, download=False) if record is None and entry is None else None
+    fields = [("name", name)] if named is None else [("name", name), ("model", target)]
+    if named is not None and named.template is not None:
+        fields.append(("template", f"of its own, {len(named.template):,} characters"))
+    if path is not None:
+        fields += [] if named is not None else [("path", str(path.absolute()))]
+        fields.append(("size", human_size(folder_size(path))))
+        print_fields([*fields, *_running(name)])
+        return
     if entry:
         fields += _catalog_fields(entry)
     if record:
-        fields += _local_fields(record, store)
+        fields += [*_local_fields(record, store), *_running(name)]
     else:
         fields.append(("installed", f"no (headrace pull {name})"))
         if unfinished := store.bytes_of(name):
             fields.append(("unfinished", human_size(unfinished)))
     print_fields(fields)
+
+
+def _record(store: Store, name: str) -> Record | None:
+    """What the store knows of a model; nothing of a path."""
+    try:
+        return store.find(name)
+    except StoreError:
+        return None
+
+
+def _running(name: str) -> list[tuple[str, str]]:
+    """Whether a model that is here runs, and how its tokens are drawn where nothing is asked for."""
+    from headrace.startup.opening import open_files
+    from headrace.startup.runnable import said
+
+    runs = said(name)
+    fields = [("runs here", runs)]
+    return fields if runs.startswith("no") else [*fields, ("settings", summary(open_files(name).defaults))]
 
 
 def _catalog_fields(entry: catalog.Entry) -> list[tuple[str, str]]:
@@ -124,7 +191,11 @@ def remove(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a model from this machine."""
+    """Delete a model from this machine; of a name that was given to one (headrace add) only the name."""
+    if (named := names.find(name)) is not None:
+        names.remove(name)
+        say(f"{name}: the name is gone, {named.model} stays")
+        return
     store = Store()
     size = store.bytes_of(name)
     if not size:

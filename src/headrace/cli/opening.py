@@ -1,12 +1,13 @@
 """Opening a model for a command: pulled where it is missing; what happens is said on stderr."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from headrace.cli.options import WeightOptions
+from headrace.cli.options import SamplingOptions, WeightOptions
 from headrace.cli.output import say
 from headrace.cli.terminal import note
 from headrace.weights import catalog
@@ -30,10 +31,31 @@ def fetch(model: str) -> Path:
         raise
 
 
-def open_llm(model: str, options: WeightOptions, *, quiet: bool = False, **more: Any) -> Any:
-    """The opened `headrace.llm.LLM`. `more`: further arguments of it."""
-    for each in (model, *options.companions()):
-        fetch(each)
+def look_at(model: str) -> Any:
+    """A model's open files, on this machine, so that what is wrong with them is said before anything heavy is loaded; None of
+    trained heads. Raises ValueErrors of one line."""
+    path = fetch(model)
+    if (path / "heads.json").is_file():
+        return None
+    from headrace.startup.opening import open_files
+
+    return open_files(model)
+
+
+def open_llm(
+    model: str,
+    options: WeightOptions,
+    *,
+    quiet: bool = False,
+    sampling: SamplingOptions | None = None,
+    given: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """The opened `headrace.llm.LLM`. `sampling`, with what else was `given`: the settings in force are said first. `more`:
+    further arguments of it."""
+    opened, *_ = [look_at(each) for each in (model, *options.companions())]
+    if sampling is not None and not quiet and opened is not None:
+        note(f"{model}: {sampling.said(opened.defaults, **given or {})}")
     with Console(stderr=True).status(f"loading {model}"):  # shown on a terminal only
         from headrace.llm import LLM
 

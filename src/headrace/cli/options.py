@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 import typer
+from msgspec import to_builtins
 
+from headrace.bench import machine
 from headrace.cli.models import complete_model
-from headrace.data.fields import Declared, declared
-from headrace.data.params import PRESETS, BeamSearchParams, ParamError, SamplingParams, params_of
+from headrace.cli.output import say
+from headrace.data.fields import Declared, Use, declared
+from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, SamplingParams, heeded, params_of
+from headrace.data.structured import StructuredOutputs
+from headrace.weights.defaults import Defaults, Setting, summary, values
 
 MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several"
 FORM_PANEL = "Form of the answer"
@@ -124,6 +129,8 @@ class WeightOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise typer.BadParameter(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+        if self.threads is not None and self.threads > (cores := machine.cores()):
+            say(f"headrace: {self.threads} threads on {cores} cores wait for each other; --threads {cores} is faster")
 
     def companions(self) -> list[str]:
         """The other models that are opened with it."""
@@ -173,6 +180,7 @@ def option_fields(fields: Iterable[Declared], panel: str) -> list[tuple[str, Any
 
 PRESET = _sampling("precise (greedy), balanced or creative, in place of the model's own.")
 DRAWS = [one for one in declared(SamplingParams) if one.name != "best_of"]
+SHOWN = {one.name for one in DRAWS if Use.CORE in one.field.use} | {"beam_width", "penalty_alpha", "contrastive_beta"}
 CHOOSES = [*(one for one in declared(SamplingParams) if one.name == "best_of"), *declared(BeamSearchParams)]
 Drawing: Any = make_dataclass(
     "Drawing", [("preset", Annotated[Preset | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
@@ -223,19 +231,33 @@ class SamplingOptions(Drawing):
         """All that was given, as plain data."""
         return self.changes() | ({"preset": str(self.preset)} if self.preset else {})
 
-    def bind(self, llm: Any) -> Callable[..., SamplingParams]:
-        """Makes parameters for an opened `LLM`: its own settings or the preset's, what was given, then the call's changes."""
+    def bind(self, llm: Any, own_of: Callable[[Defaults], dict[str, Any]] = values) -> Callable[..., SamplingParams]:
+        """Makes parameters for an opened `LLM`: its own settings or the preset's, what was given, then the call's changes.
+        `own_of`: which of the model's settings count."""
         given = self.changes()
         if words := given.pop("bad_words", None):
             given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
         if words := given.pop("dry_breakers", None):
             given["dry_breakers"] = [ids[-1] for word in words for ids in _spellings(llm.tokenizer, word)]
-        own = {"max_tokens": None, **(llm.opened.sampling if self.preset is None else PRESETS[self.preset])}
+        own = {"max_tokens": None, **(own_of(llm.opened.defaults) if self.preset is None else PRESETS[self.preset])}
 
         def made(**changes: Any) -> SamplingParams:
             return params_of({**given, **changes}, own)
 
         return made
+
+    def said(self, defaults: Defaults, **more: Any) -> str:
+        """The settings in force and where each comes from, in a line. `more`: what else was given."""
+        given = {**self.changes(), **{name: value for name, value in more.items() if value is not None}}
+        if self.preset is not None:
+            defaults = {name: Setting(value, "preset", str(self.preset)) for name, value in PRESETS[self.preset].items()}
+        heeds = SHOWN & set(heeded(values(defaults), given))
+        defaults = {name: one for name, one in defaults.items() if name in heeds}
+        shown = {name: value for name, value in given.items() if name in SHOWN}
+        temperature = shown.get("temperature", values(defaults).get("temperature", 1.0))
+        if temperature < 0.01 or "beam_width" in given:  # nothing is drawn
+            defaults = {name: one for name, one in defaults.items() if name not in FILTERS}
+        return summary(defaults, shown)
 
 
 class ChoiceOptions(Choosing):
@@ -265,9 +287,19 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
     stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}
     given |= {name: tokens for name, tokens in stand_in.items() if name in given}
     try:
-        params_of({"max_tokens": None, **given})
+        params = params_of({"max_tokens": None, **given})
     except ParamError as error:
         raise typer.BadParameter(str(error)) from None
+    if params.structured_outputs is not None:
+        _check_form(params.structured_outputs)
+
+
+def _check_form(form: StructuredOutputs) -> None:
+    """Raises typer.BadParameter for a form that no answer can be held to."""
+    from headrace.decoding.looking import look
+
+    if problem := look({"spec": to_builtins(form)}).get("error"):
+        raise typer.BadParameter(problem)
 
 
 def _content(path: Path) -> str:

@@ -59,7 +59,7 @@ def run(
     more = {**choice.changes(), "n": n, "logprobs": logprobs}
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
-    llm = open_llm(model, options, quiet=quiet, max_num_seqs=widest, preset="online")
+    llm = open_llm(model, options, quiet=quiet, sampling=sampling, given=choice.changes(), max_num_seqs=widest, preset="online")
     params = sampling.bind(llm)(**more)
     origins = Origins(llm.tokenizer) if show_speculation else None
     return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, origins)

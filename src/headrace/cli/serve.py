@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from headrace.cli.opening import fetch
+from headrace.cli.opening import look_at
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import say
 from headrace.cli.serve_options import MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
@@ -67,7 +67,7 @@ def serve(
     for _, entry, arguments in entries:
         for each in (entry.model, arguments.get("draft"), arguments.get("amateur")):
             if each is not None:
-                fetch(each)
+                look_at(each)
     return _run(settings, entries, queue.arguments(), server.model_memory)
 
 

@@ -90,6 +90,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int = 2048
     policy: str = "continuous"  # continuous | static
+    longer: str = ""  # the setting that allows a longer context, where one does
     whole: bool = False  # encoders: a prompt is fed in one step, and nothing is matched
 
     def __post_init__(self) -> None:

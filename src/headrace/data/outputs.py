@@ -3,6 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from headrace.data.plan import TokenLogprob
 from headrace.data.structured import StructuredOutputs
@@ -24,6 +27,13 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     score: float | None = None
 
+    def __repr__(self) -> str:
+        return f"CompletionOutput({self.text!r}, {_tokens(self.token_ids)}, finish_reason={self.finish_reason!r})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return _plain(self)
+
 
 @dataclass(slots=True)
 class Embedding:
@@ -31,6 +41,36 @@ class Embedding:
 
     token_ids: list[int]
     values: list[float]
+
+    def __repr__(self) -> str:
+        return f"Embedding({len(self.values)} numbers of {_tokens(self.token_ids)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return _plain(self)
+
+
+@dataclass(slots=True)
+class Score:
+    """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    def __repr__(self) -> str:
+        return f"Score({_tokens(self.token_ids)}, total={self.total:.2f}, perplexity={self.perplexity:.2f})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return _plain(self)
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else math.nan
 
 
 @dataclass(slots=True)
@@ -47,6 +87,15 @@ class RequestOutput:
     error: str | None = None
     structured: StructuredOutputs | None = None  # what its outputs are held to
     pooled: list[float] = field(default_factory=list)  # what an embedding is made of, where one was asked for
+
+    def __repr__(self) -> str:
+        state = f", error={self.error!r}" if self.error else "" if self.finished else ", not finished"
+        return f"RequestOutput({self.request_id}, {_tokens(self.prompt_token_ids)} of prompt, {self.outputs}{state})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON data: what was asked, the outputs, what it took."""
+        found = _plain(self)
+        return {name: value for name, value in found.items() if name not in ("structured", "pooled")}
 
     def add(self, delta: Delta) -> None:
         """Take in what one step added."""
@@ -102,3 +151,19 @@ def unit(values: Sequence[float], dimensions: int | None = None) -> list[float]:
     if not 0 < length < math.inf:
         raise ValueError("the model's hidden states are broken: an embedding has no length; check the weights")
     return [value / length for value in kept]
+
+
+def _tokens(ids: Sequence[int]) -> str:
+    return "1 token" if len(ids) == 1 else f"{len(ids)} tokens"
+
+
+def _plain(output: Any) -> dict[str, Any]:
+    """A record by the names of its fields; log-probabilities as objects, too."""
+    found: dict[str, Any] = msgspec.to_builtins(output)
+    for name in ("logprobs", "prompt_logprobs"):
+        entries = getattr(output, name, None)
+        if entries and isinstance(next((one for one in entries if one is not None), None), TokenLogprob):
+            found[name] = [one and msgspec.structs.asdict(one) for one in entries]
+    if "outputs" in found:
+        found["outputs"] = [one.to_dict() for one in output.outputs]
+    return found

@@ -25,12 +25,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True):
     """How beams are kept, ended and ranked. Raises ParamError (a ValueError) for what cannot be meant.
 
     Finished hypotheses rank by score / length ** length_penalty ("hf", as transformers does) or by
     score / ((5 + length) / 6) ** length_penalty ("gnmt", Wu et al. 2016); length counts generated tokens, the end token
-    included. Above 0 the penalty favours long answers, below 0 short ones, since scores are negative (W46).
+    included. Above 0 the penalty favours long answers, below 0 short ones, since scores are negative.
     `early_stopping`: True ends with `beam_width` finished hypotheses; False when no live one can win at its present length;
     "never" when none can win at any length it may still reach, which is exact.
     `groups` > 1 is diverse beam search (Vijayakumar et al. 2018): each group pays `diversity_penalty` for each time an earlier
@@ -83,10 +83,12 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return float(score / base**self.length_penalty)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True, forbid_unknown_fields=True
+):
     """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
 
-    Logits are processed in the order of card B1: contrast with the amateur -> bias, bad words, min_tokens -> no-repeat-ngram
+    Logits are processed in this order: contrast with the amateur -> bias, bad words, min_tokens -> no-repeat-ngram
     -> repetition -> frequency and presence -> DRY -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC
     or mirostat -> draw. `temperature` below 0.01 is greedy.
     Raises ParamError (a ValueError) when a value cannot be meant.
@@ -200,7 +202,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        """Whether the draw is an argmax: temperatures below 0.01 are (W12: T = 0 is a case of its own)."""
+        """Whether the draw is an argmax: temperatures below 0.01 are, as T = 0 is a case of its own."""
         return self.temperature < 0.01
 
     @property
@@ -212,6 +214,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def widest(self) -> int:
         """The most outputs it grows at once."""
         return max(self.n, self.best_of or 0, self.beam.beam_width if self.beam else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as plain JSON data; `SamplingParams(**…)` makes the same again."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     def replace(self, **changes: object) -> Self:
         """A copy with some fields changed, checked again."""
@@ -287,11 +294,20 @@ def check_contrast(params: SamplingParams) -> None:
         )
 
 
+def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model's own settings those that go with what was given: some methods choose the tokens themselves."""
+    if given.get("beam_width") is not None or given.get("penalty_alpha"):
+        return {name: value for name, value in own.items() if name in COMMON}
+    if given.get("mirostat_tau"):
+        return {name: value for name, value in own.items() if name not in FILTERS}
+    return dict(own)
+
+
 def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> SamplingParams:
     """Parameters from flat fields, as requests and command lines have them; `own`: the model's, where nothing is given.
 
-    With `beam_width` it is beam search, to which what the model's own settings say about drawing does not apply; the fields of
-    BeamSearchParams go without their class (`beam_groups` is `groups`). Raises ParamError.
+    With `beam_width` it is beam search, to which what the model's own settings say about drawing does not apply, nor to
+    contrastive search; the fields of BeamSearchParams go without their class (`beam_groups` is `groups`). Raises ParamError.
     """
     fields = {BEAM_NAMES.get(name, name): value for name, value in given.items()}
     width = fields.get("beam_width")
@@ -300,10 +316,7 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
             if fields.pop(name, None) is not None:
                 raise ParamError(f"{name} goes with beam_width; give that too, or leave it out")
         fields.pop("beam_width", None)
-        own = dict(own or {})
-        if fields.get("mirostat_tau"):
-            own = {name: value for name, value in own.items() if name not in FILTERS}  # it chooses the tokens itself
-        return SamplingParams(**{**own, **fields})
+        return SamplingParams(**{**heeded(own or {}, fields), **fields})
     names = set(BeamSearchParams.__struct_fields__)
     beam = {name: value for name, value in fields.items() if name in names and not (name == "max_tokens" and value is None)}
     rest = {name: value for name, value in fields.items() if name not in names}

@@ -14,7 +14,9 @@ class ConstraintError(ValueError):
     """A constraint nothing can be held to: not well formed, too large, or beyond what is understood; says what to change."""
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True, forbid_unknown_fields=True
+):
     """What an output must be, exactly one of: `json` (a JSON schema, as text or as an object), `json_object` (any JSON
     object), `regex` (Rust's syntax, over the whole output), `choice` (one of these texts), `grammar` (Lark, or GBNF/EBNF
     with `::=`). `disable_any_whitespace`: JSON is written without any.

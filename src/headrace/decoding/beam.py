@@ -1,8 +1,8 @@
-"""Beam search and diverse beam search: hypotheses that share their blocks, in the same loop as everything else (cards B8, B9).
+"""Beam search and diverse beam search: hypotheses that share their blocks, in the same loop as everything else.
 
 Exactness: greedy-exact for width 1; for widths of V**(T-1) and more the best of all V**T sequences. It looks one token ahead,
-keeps the `beam_width` likeliest prefixes, and is no exact MAP search otherwise (W7). Scores are sums of raw log-probabilities
-in float64: a temperature would change which hypothesis wins (W14).
+keeps the `beam_width` likeliest prefixes, and is no exact MAP search otherwise. Scores are sums of raw log-probabilities
+in float64: a temperature would change which hypothesis wins.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""When an output ends, and what of it is shown: stop ids, stop strings, length limits, text that is final (card A3)."""
+"""When an output ends, and what of it is shown: stop ids, stop strings, length limits, text that is final."""
 
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, Request, Sequence

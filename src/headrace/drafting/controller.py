@@ -1,4 +1,4 @@
-"""Whether to speculate, and how far: what pays is decided by what was measured (card F2).
+"""Whether to speculate, and how far: what pays is decided by what was measured.
 
 A step over R rows takes T(R) seconds, a model's draft step c, and a chain of gamma tokens that are each accepted with
 probability alpha yields E = (1 - alpha^(gamma + 1)) / (1 - alpha) tokens. Of all gammas, 0 included, the one is taken that

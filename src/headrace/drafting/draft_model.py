@@ -1,4 +1,4 @@
-"""Drafts by a model: a smaller companion with K and V of its own, or a part of the target (Leviathan et al. 2022; card F1).
+"""Drafts by a model: a smaller companion with K and V of its own, or a part of the target (Leviathan et al. 2022).
 
 The chain's tokens are drawn with the target's own parameters and noise, so that a draft that thinks like the target also
 draws like it. All sequences draft together: one step of the model for each token of the longest chain.

@@ -1,4 +1,4 @@
-"""Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target (cards F4, F10)."""
+"""Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target."""
 
 from headrace.data.plan import Answer, Each, Feed, LogitRow, Logits, Sample, Where
 from headrace.data.types import Draft, Request, Sequence

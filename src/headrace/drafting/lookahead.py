@@ -1,4 +1,4 @@
-"""Jacobi and lookahead decoding: the target drafts for itself, in the same step that verifies (cards F7, F8).
+"""Jacobi and lookahead decoding: the target drafts for itself, in the same step that verifies.
 
 Jacobi (Santilli et al. 2023): guess n tokens, and let every step's own answers be the next guess. Lookahead (Fu et al. 2024):
 keep several such trajectories, collect the n-grams they pass through, and verify those that begin with the last token. Under
@@ -50,7 +50,7 @@ class Lookahead:
 
     A node of the window descends from the first level up to its column and then along its own trajectory; guesses descend
     from the last known token. A draft's memo has a column at the node whose answer extends that trajectory. `from_prompt`
-    takes n-grams from the text itself too (the authors' POOL_FROM_PROMPT), which is prompt lookup by another name (W24).
+    takes n-grams from the text itself too (the authors' POOL_FROM_PROMPT), which is prompt lookup by another name.
     """
 
     name = "lookahead"

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same few tokens before (card F5; Saxena 2023). It pays where text is copied."""
+"""Prompt lookup: what followed the same few tokens before (Saxena 2023). It pays where text is copied."""
 
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import READ, SHORT

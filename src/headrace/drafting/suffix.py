@@ -1,4 +1,4 @@
-"""Suffix decoding: the longest end of a text that came before, in itself or in earlier outputs, and what followed (card F11).
+"""Suffix decoding: the longest end of a text that came before, in itself or in earlier outputs, and what followed.
 
 Texts are held in suffix automata (Blumer et al. 1985): online, and linear in their length. After SuffixDecoding (Oliaro et
 al. 2024): the longer the match, the further it is trusted.

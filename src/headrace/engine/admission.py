@@ -47,8 +47,8 @@ def _check_prompt(request: Request, limits: Limits) -> None:
         raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings")
     elif length + _least_answer(request) > context:
         raise AdmissionError(
-            f"the prompt has {length} tokens and the context holds {context}, the answer included; "
-            "shorten the prompt or raise max_model_len"
+            f"the prompt has {length} tokens and the context holds {context}, the answer included; shorten the prompt"
+            + (f", or raise {limits.scheduler.longer}" if limits.scheduler.longer else "")
         )
     for token in request.prompt:
         if not isinstance(token, int) or not 0 <= token < limits.vocab_size:

@@ -385,7 +385,7 @@ class Engine:
         mine[-1].finished = True
 
     def _deliver(self) -> list[Delta]:
-        """Hand over the deltas; static batching delivers a batch when its last request is done (card C1)."""
+        """Hand over the deltas; static batching delivers a batch when its last request is done."""
         if self.config.scheduler.policy == "static" and self.scheduler.running:
             return []
         deltas, self._outbox = self._outbox, []

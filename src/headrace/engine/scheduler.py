@@ -1,7 +1,7 @@
 """Who is fed what in the next step: queues, token budget, blocks, preemption. Knows no strategy and no tensor.
 
-Work is known tokens + draft - computed (Orca's iteration-level scheduling, Sarathi-Serve's chunked prefill; cards C2, C3);
-preemption recomputes (card C4).
+Work is known tokens + draft - computed (Orca's iteration-level scheduling, Sarathi-Serve's chunked prefill);
+preemption recomputes.
 """
 
 from bisect import insort
@@ -314,7 +314,7 @@ def _order(request: Request) -> tuple[int, int]:
 
 
 def _in_prefill(request: Request) -> bool:
-    """Sorts requests that only need their next token first, since a long prompt must not delay them (card C3)."""
+    """Sorts requests that only need their next token first, since a long prompt must not delay them."""
     for seq in request.seqs:  # noqa: SIM110 - any() takes twice as long
         if len(seq.tokens) - seq.kv.computed[0] > 1:
             return True

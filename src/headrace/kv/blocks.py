@@ -1,7 +1,7 @@
 """Host side of the paged KV cache: which block holds which tokens, who shares it, and what may be reused.
 
 Paging and copy-on-write follow PagedAttention (Kwon et al., SOSP'23); a full block is known by the SHA-256 chain over the
-tokens up to its end, rooted in `Holding.root`, so two sequences with one prefix find the same blocks (card D3).
+tokens up to its end, rooted in `Holding.root`, so two sequences with one prefix find the same blocks.
 """
 
 from collections import Counter, OrderedDict, deque

@@ -9,7 +9,7 @@ from headrace.models.families import FAMILIES
 from headrace.models.family import Family
 from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap
-from headrace.weights.source import WeightError, WeightSource
+from headrace.weights.source import WeightError, WeightSource, adapter_of
 
 
 class _WithConfig(Protocol):
@@ -26,6 +26,9 @@ def read_config(source: WeightSource) -> ModelConfig:
         metadata = cast(_WithMetadata, source).metadata
         if not source.names():
             raise WeightError(f"{source.path}: holds a vocabulary and no weights; take the model's own .gguf file")
+        if metadata.get("general.type") == "adapter":
+            base = metadata.get("general.base_model.0.name")
+            raise WeightError(f"{source.path}: {adapter_of(str(metadata.get('adapter.type') or 'LoRA'), base)}")
         name = str(metadata.get("general.architecture", ""))
         family = _family(name, source)
         if isinstance(family.gguf, str):

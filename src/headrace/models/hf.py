@@ -8,6 +8,7 @@ from typing import Any
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.models.reader import MAX_LAYERS, Reader, check_rope
 
+UNQUANTISED = "take the model's own safetensors (bfloat16 or float16; --quantize int4 makes integers of them), or a GGUF file"
 # Settings that change the mathematics and are not built: the value that means "off" for each.
 OFF: dict[str, object] = {
     "quantization_config": None,
@@ -21,6 +22,10 @@ OFF: dict[str, object] = {
 
 def refuse_not_built(read: Reader) -> None:
     """Raises WeightError on a setting that no family is built with."""
+    quantised = read.values.get("quantization_config")
+    if isinstance(quantised, Mapping):
+        scheme = str(quantised.get("quant_method") or "unknown")
+        raise read.error(f"says that the weights are quantised by {scheme!r}, which is not read; {UNQUANTISED}")
     for key, off in OFF.items():
         if key in read.values and read.values[key] not in (off, None):
             raise read.error(f"asks for {key}, which is not built; use a checkpoint without it")

@@ -1,4 +1,4 @@
-"""Contrastive decoding: what an amateur makes of an expert's logits, in torch (card B10)."""
+"""Contrastive decoding: what an amateur makes of an expert's logits, in torch."""
 
 import math
 

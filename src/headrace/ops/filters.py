@@ -23,7 +23,7 @@ LN2 = math.log(2)
 
 
 def temperature(z: torch.Tensor, t: Setting) -> torch.Tensor:
-    """z / T, T > 0 (T = 0 is no temperature but the argmax: W12). A transform of its own, not a part of top-p (W11)."""
+    """z / T, T > 0 (T = 0 is no temperature but the argmax). A transform of its own, not a part of top-p."""
     return z / _column(z, t, torch.float32)
 
 

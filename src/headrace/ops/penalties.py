@@ -105,7 +105,7 @@ def dry(history: Sequence[int], params: SamplingParams) -> dict[int, float]:
 
 
 def repetition(z: torch.Tensor, seen: torch.Tensor, penalty: Setting) -> torch.Tensor:
-    """Divide positive and multiply negative logits by `penalty`, once for each id that was seen, however often (W47).
+    """Divide positive and multiply negative logits by `penalty`, once for each id that was seen, however often.
 
     seen: bool [r, V], ids in prompt or output. 1 is neutral. Not invariant to a shift of all logits. CTRL (Keskar et
     al., 2019) divides always, which would favour repeated ids with negative logits; the sign is respected here.

@@ -1,4 +1,4 @@
-"""What is done to logits before a token is drawn: the stages of card B1, in its order.
+"""What is done to logits before a token is drawn: the stages, in their order.
 
 bias -> allowed ids -> mask -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY ->
 temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before temperature.
@@ -126,7 +126,7 @@ PERMITTING = (
     Stage(lambda p: p.structured_outputs is not None, lambda z, rows: penalties.mask(z, [r.mask for r in rows])),
     Stage(lambda p: bool(p.bad_words or p.min_tokens or p.no_repeat_ngram), _ban),
 )
-# the order of card B1: changing it changes distributions
+# an order that is part of what is promised: changing it changes distributions
 STAGES = (
     Stage(lambda p: bool(p.logit_bias), lambda z, rows: penalties.bias(z, [r.params.logit_bias for r in rows])),
     *PERMITTING,

@@ -1,6 +1,6 @@
 """The second rule of verification: accept a drafted token with probability min(1, p/q), else draw from what is left of p.
 
-The output follows p exactly, whatever q is (Leviathan et al. 2022, Chen et al. 2023; card F1); unlike the walk it is another
+The output follows p exactly, whatever q is (Leviathan et al. 2022, Chen et al. 2023); unlike the walk it is another
 sample than plain decoding would give. p and q must have been processed alike: temperature, filters, penalties. The block
 rule (Sun et al. 2024) judges a chain as a whole: the same distribution, and never fewer tokens on average.
 

@@ -48,6 +48,7 @@ from headrace.server.store import Store
 from headrace.server.stream import ClientGoneError
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
+from headrace.weights.defaults import as_json
 
 log = logging.getLogger("headrace.server")
 
@@ -227,7 +228,9 @@ def _unready(said: dict[str, Any]) -> Response:
 
 def _model(service: Service) -> Model:
     loaded = service.llm.loaded
-    return Model(service.name, service.created, loaded.max_model_len if loaded is not None else None)
+    if loaded is None:
+        return Model(service.name, service.created, None)
+    return Model(service.name, service.created, loaded.max_model_len, as_json(service.llm.opened.defaults))
 
 
 def _salt(salt: str | None) -> bytes:

@@ -36,6 +36,7 @@ from headrace.server.structured import asked_form, check_form, check_text, prepa
 from headrace.server.tickets import Ticket, deltas
 from headrace.server.tool_text import Piece, ToolText
 from headrace.server.tools import Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
+from headrace.weights.defaults import values
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTINUE = "continue_final_message"
@@ -226,7 +227,7 @@ def _params(service: Service, request: ChatRequest, spec: StructuredOutputs | No
 def _sampled(service: Service, request: ChatRequest, spec: StructuredOutputs | None, most: int | None) -> SamplingParams:
     return sampling_params(
         request,
-        service.llm.opened.sampling,
+        values(service.llm.opened.defaults),
         service.limits,
         max_tokens=most,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,

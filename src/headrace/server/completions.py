@@ -19,6 +19,7 @@ from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
+from headrace.weights.defaults import values
 
 DEFAULT_MAX_TOKENS = 16  # the protocol's
 
@@ -110,7 +111,7 @@ def _params(service: Service, request: CompletionRequest) -> SamplingParams:
         most = 1
     return sampling_params(
         request,
-        service.llm.opened.sampling,
+        values(service.llm.opened.defaults),
         service.limits,
         max_tokens=most,
         logprobs=request.logprobs,

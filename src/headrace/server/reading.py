@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
+from headrace.data.near import did_you_mean
 from headrace.server.bounds import Strict
 from headrace.server.errors import ApiError
 
@@ -120,7 +121,8 @@ def _wrong_field(said: str, kind: type[Strict]) -> ApiError:
         what = what[own.end() :]
     where, param = ".".join(path)[:200], path[0][:100] if path else None
     if UNKNOWN.fullmatch(what):
-        return ApiError(400, f"unknown field {where!r}; remove it", param=param, code="unknown_field")
+        question = did_you_mean(where, kind.__struct_fields__, "remove it")
+        return ApiError(400, f"unknown field {where!r}; {question}", param=param, code="unknown_field")
     if MISSING.fullmatch(what):
         return ApiError(400, f"{where} is missing; give it", param=param, code="missing_field")
     return ApiError(400, f"{where or 'the body'}: {_words(what, kind, param)}", param=param, code="invalid_value")

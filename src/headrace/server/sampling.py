@@ -27,6 +27,10 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
     given |= _beams(request)
     asked = {**given, **more}
     _check(asked, limits)
+    if asked.get("max_tokens") is None:
+        asked["max_tokens"] = min(
+            (most for most in (own.get("max_tokens"), limits.max_tokens) if most is not None), default=None
+        )
     try:
         params = params_of(asked, own)
     except ParamError as error:
@@ -56,8 +60,6 @@ def _check(settings: dict[str, Any], limits: Limits) -> None:
         if value is not None and most is not None and value > most:
             raise bad(f"{name} must be {most} or less on this server, not {value}", name)
     check_priority(settings.get("priority"), limits)
-    if limits.max_tokens is not None and settings.get("max_tokens") is None:
-        settings["max_tokens"] = limits.max_tokens
 
 
 def check_priority(given: int | None, limits: Limits) -> None:

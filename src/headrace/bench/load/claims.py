@@ -1,4 +1,4 @@
-"""Two claims about latency, measured on a server: prompts cost little time (W1), greedy decoding is the fastest (W6)."""
+"""Two claims about latency, measured on a server: prompts cost little time, greedy decoding is the fastest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

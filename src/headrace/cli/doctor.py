@@ -1,0 +1,104 @@
+"""doctor: what a bug report needs to say of this installation."""
+
+import json
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from headrace import __version__
+from headrace.bench import machine
+from headrace.cli.output import print_fields
+from headrace.weights import names
+from headrace.weights.progress import human_size
+from headrace.weights.store import Store, home
+
+LIBRARIES = tuple("torch numpy tokenizers safetensors huggingface_hub llguidance jinja2 msgspec rich typer".split())
+EXTRAS = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "ground": ("bm25s",)}
+OURS = ("HEADRACE_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES")  # variables that change a run
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Models")(doctor)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> int:
+    """Show what a bug report should say of this installation, and what is wrong with it (exit code 1).
+
+    Nothing is sent anywhere, and no keys are shown.
+    """
+    found, problems = _facts(), _problems()
+    if as_json:
+        print(json.dumps({**found, "problems": problems}, indent=2, ensure_ascii=False))
+    else:
+        print_fields([*found.items(), *(("problem", one) for one in problems or ["none found"])])
+    return 1 if problems else 0
+
+
+def _facts() -> dict[str, str]:
+    here = machine.machine()
+    commit = machine.commit()
+    return {
+        "headrace": __version__ + (f", commit {commit}" if commit else ""),
+        "python": str(here["python"]),
+        "system": str(here["system"]),
+        "cpu": f"{here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB",
+        "core": _core(),
+        "libraries": ", ".join(f"{name} {_version(name)}" for name in LIBRARIES),
+        "extras": ", ".join(f"{name} {'yes' if _has(name) else 'no'}" for name in EXTRAS),
+        "home": f"{home()}, {_free()} free",
+        "models": f"{len(Store().installed())} installed, {len(names.given())} named",
+        "environment": ", ".join(_environment()) or "nothing that changes a run",
+    }
+
+
+def _problems() -> list[str]:
+    """What would make a command fail or be slow here, each with what to do."""
+    from headrace import native
+
+    found = [native.reason()] if native.reason() else []
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        found.append(f"{', '.join(missing)} not installed; install headrace again")
+    nearest = next(path for path in (home(), *home().absolute().parents) if path.exists())
+    if not os.access(nearest, os.W_OK):
+        found.append(f"{home()} cannot be written; set HEADRACE_HOME to a folder of yours")
+    return found
+
+
+def _core() -> str:
+    from headrace import native
+
+    if native.reason():
+        return "not built"
+    info = native.core().cpu_info()
+    return f"{info['isa']} (of {', '.join(info['isas'])}), {info['threads']} threads"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _has(extra: str) -> bool:
+    return all(find_spec(name) is not None for name in EXTRAS[extra])
+
+
+def _free() -> str:
+    nearest = next(path for path in (home(), *home().absolute().parents) if path.exists())
+    return human_size(shutil.disk_usage(nearest).free)
+
+
+def _environment() -> list[str]:
+    """Variables that change a run; of what may be a secret only that it is set."""
+    chosen = sorted((name, value) for name, value in os.environ.items() if name.startswith(OURS))
+    return [f"{name}={'(set)' if any(word in name for word in SECRET) else value}" for name, value in chosen]

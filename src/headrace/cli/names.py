@@ -1,0 +1,90 @@
+"""add, cp: names for models, with settings and a chat template of their own."""
+
+from dataclasses import asdict, dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.options import DRAWS, SAMPLING_PANEL, ModelName, option_fields, with_groups
+from headrace.cli.output import say
+from headrace.data.params import ParamError
+from headrace.weights import catalog, names
+from headrace.weights.defaults import summary
+from headrace.weights.names import Name
+from headrace.weights.store import StoreError
+
+Settings: Any = make_dataclass("Settings", option_fields(DRAWS, SAMPLING_PANEL))
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="What the model will be called.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(rich_help_panel="Models")(with_groups(add))
+    app.command("cp", rich_help_panel="Models")(with_groups(copy))
+
+
+@dataclass
+class OwnSettings(Settings):
+    """Settings that go with a name."""
+
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=SAMPLING_PANEL)
+    ] = None
+    template: Annotated[
+        Path | None, typer.Option(help="A file with a chat template, in place of the model's.", exists=True, dir_okay=False)
+    ] = None
+
+    def on(self, name: Name) -> Name:
+        """The same name with what was given. Raises typer.BadParameter."""
+        sampling = {key: value for key, value in asdict(self).items() if value not in (None, []) and key != "template"}
+        template = self.template.read_text("utf-8") if self.template is not None else name.template
+        try:
+            return Name(name.name, name.model, {**name.sampling, **sampling}, template)
+        except ParamError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+def add(name: NewName, model: ModelName, settings: OwnSettings) -> None:
+    """Give a model a name, with settings and a chat template of its own.
+
+    Every command, the server and Python then take the name. Added again it is given anew. The files stay where they are.
+    """
+    path = Path(model).expanduser()
+    local = path.exists() and model not in catalog.load()
+    _keep(settings.on(Name(name, str(path.absolute()) if local else model)))
+
+
+def copy(
+    source: ModelName,
+    name: NewName,
+    settings: OwnSettings,
+) -> None:
+    """Give what is known by one name another, to change settings in; no file is copied."""
+    known = names.find(source)
+    if known is None:
+        add(name, source, settings)
+    else:
+        _keep(settings.on(Name(name, known.model, known.sampling, known.template)))
+
+
+def _keep(name: Name) -> None:
+    """Write a name down once the model and its template can be read. Raises StoreError, and what opening raises."""
+    from headrace.startup.opening import open_model
+    from headrace.weights.hub import resolve
+
+    if name.name in catalog.load():
+        raise StoreError(f"{name.name} is a name of the catalog; choose another")
+    if names.find(name.model) is not None:
+        raise StoreError(f"{name.model} is a name itself; headrace cp {name.model} {name.name} gives it another")
+    resolve(name.model, download=False)
+    before = names.find(name.name)
+    names.save(name)
+    try:
+        opened = open_model(name.name, download=False)
+        if name.template is not None:
+            opened.template.render([{"role": "user", "content": "hi"}])
+    except Exception:
+        names.remove(name.name) if before is None else names.save(before)
+        raise
+    say(f"{name.name}: {opened.path}, {summary(opened.defaults)}")

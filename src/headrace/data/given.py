@@ -1,0 +1,63 @@
+"""What callers hand over, in the forms they may have: one prompt or many, one set of parameters or one each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.data.near import did_you_mean
+from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, BeamSearchParams, SamplingParams, params_of
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | BeamSearchParams
+Messages = Sequence[Mapping[str, Any]]
+SETTINGS = frozenset({*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES})  # names of flat fields
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a text, a list of texts, token ids, or a list of those."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, int) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    return batch  # type: ignore[return-value]
+
+
+def as_talks(messages: str | Messages | Sequence[str | Messages]) -> list[Messages]:
+    """One conversation or many: a text is what the user says."""
+    talks: Any = [messages] if isinstance(messages, str) or (messages and isinstance(messages[0], Mapping)) else messages
+    return [[{"role": "user", "content": talk}] if isinstance(talk, str) else talk for talk in talks]
+
+
+def spread(params: Params | Sequence[Params], count: int) -> list[SamplingParams]:
+    """Parameters for `count` prompts. Raises ValueError."""
+    if isinstance(params, Params):
+        params = [params] * count
+    if len(params) != count:
+        raise ValueError(f"{count} prompts and {len(params)} params; give one for all or one each")
+    return [one.sampling() if isinstance(one, BeamSearchParams) else one for one in params]
+
+
+def settings_of(
+    params: Params | Sequence[Params] | None,
+    sampling_params: Params | Sequence[Params] | None,
+    changes: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+) -> Params | Sequence[Params]:
+    """The parameters of a call, under either name, with single settings over them; where there are none the `own` of a model,
+    and else neutral ones. Raises TypeError for a setting that is not known, ValueError (ParamError) for what cannot be meant.
+    """
+    if params is not None and sampling_params is not None:
+        raise TypeError("params and sampling_params are two names of one argument; give one of them")
+    params = sampling_params if params is None else params
+    if unknown := [name for name in changes if name not in SETTINGS]:
+        question = did_you_mean(unknown[0], SETTINGS, "help(headrace.SamplingParams) has them all")
+        raise TypeError(f"there is no setting {unknown[0]!r}; {question}")
+    if params is None:
+        return params_of(changes, own)
+    if not changes:
+        return params
+    if isinstance(params, Params):
+        return msgspec.structs.replace(params, **changes)
+    return [msgspec.structs.replace(one, **changes) for one in params]

@@ -1,0 +1,33 @@
+"""Whether a model can be run here, from its headers, without loading it. Needs no torch."""
+
+from pathlib import Path
+
+from headrace import native
+from headrace.startup.memory import free_memory, gib
+from headrace.startup.opening import open_files
+from headrace.weights.kinds import FLOATS
+
+
+def missing(model: str | Path) -> str:
+    """Why a model on this machine cannot be run here, one line; empty where it can."""
+    try:
+        opened = open_files(model, download=False)
+        opened.read_words().result()
+    except (ValueError, OSError) as error:
+        return " ".join(str(error).split())
+    infos = [opened.source.info(name) for name in opened.source.names()]
+    if opened.source.format == "safetensors":
+        strange = [one for one in infos if one.kind not in FLOATS and len(one.shape) > 1 and one.name.endswith("weight")]
+        if strange:
+            return f"tensor {strange[0].name!r} has the type {strange[0].kind}; only {', '.join(FLOATS)} are read"
+    need, free = sum(one.nbytes for one in infos), free_memory()
+    if need > free:
+        return f"the weights are {gib(need)} and {gib(free)} of memory are free"
+    return ""
+
+
+def said(model: str | Path) -> str:
+    """ "yes", with what runs it, or "no", with what is missing."""
+    if problem := missing(model):
+        return f"no: {problem}"
+    return f"yes, in torch ({native.reason()})" if native.reason() else "yes"

@@ -1,0 +1,121 @@
+"""How a model's tokens are drawn where nothing is asked for: each setting, and where it comes from.
+
+What is known of a model comes first: the name it was given (`headrace add`), the catalog (by name, or by the SHA-256 of the
+file), its own files (generation_config.json, general.sampling.* of a GGUF file). Of a model that states nothing the settings of
+its family in the catalog are taken, and else `FALLBACK`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from headrace.weights.catalog import Entry, Family
+
+# Enough variety for a conversation, without the tail that makes a small model wander into other languages.
+FALLBACK = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+FROM_NAME, FROM_CATALOG, FROM_MODEL, FROM_FAMILY, FROM_US = "name", "catalog", "model", "family", "default"
+STATED = (FROM_NAME, FROM_CATALOG, FROM_MODEL)
+FOLDER_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+GGUF_FIELDS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value and its `origin`: name | catalog | model | family | default. `of`: which entry or family, where that is no
+    other word for the model."""
+
+    value: Any
+    origin: str
+    of: str = ""
+
+
+Defaults = Mapping[str, Setting]
+
+
+def defaults_of(entry: Entry | None, called: str, own: Mapping[str, Any], family: Family | None) -> dict[str, Setting]:
+    """The settings of a model that is `called` so. `own`: what its files state."""
+    if entry is not None and entry.sampling:
+        return _from(entry.sampling, FROM_CATALOG, "" if entry.name == called else entry.name)
+    if own:
+        return _from(own, FROM_MODEL)
+    if family is not None:
+        return _from(family.sampling, FROM_FAMILY, family.name)
+    return _from(FALLBACK, FROM_US)
+
+
+def from_name(sampling: Mapping[str, Any]) -> dict[str, Setting]:
+    """Settings that go with a name a person gave."""
+    return _from(sampling, FROM_NAME)
+
+
+def values(defaults: Defaults) -> dict[str, Any]:
+    """The settings without their origins."""
+    return {name: one.value for name, one in defaults.items()}
+
+
+def stated(defaults: Defaults) -> dict[str, Any]:
+    """What is known of the model itself, and is no guess by its family."""
+    return {name: one.value for name, one in defaults.items() if one.origin in STATED}
+
+
+def as_json(defaults: Defaults) -> dict[str, dict[str, Any]]:
+    """As JSON data: {"temperature": {"value": 0.2, "origin": "catalog", "of": ""}, …}."""
+    return {name: asdict(one) for name, one in defaults.items()}
+
+
+def summary(defaults: Defaults, given: Mapping[str, Any] | None = None) -> str:
+    """One line: "temperature 0.5 (given), top_p 0.9, top_k 20 (catalog)". `given` goes before the defaults."""
+    given = given or {}
+    parts = [(name, value, "given") for name, value in given.items()]
+    parts += [(name, one.value, _origin(one)) for name, one in defaults.items() if name not in given]
+    found = []
+    for origin, group in groupby(parts, key=lambda part: part[2]):
+        found.append(", ".join(f"{name} {_shown(value)}" for name, value, _ in group) + f" ({origin})")
+    return ", ".join(found) or "nothing is filtered"
+
+
+def own_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says of sampling; greedy where it says do_sample false."""
+    settings = {name: generation[name] for name in FOLDER_FIELDS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    return settings
+
+
+def gguf_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GGUF file says of sampling."""
+    stated = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in GGUF_FIELDS.items()}
+    # numbers are stored in 32 bits: as many digits as those hold
+    numbers = {name: value for name, value in stated.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {name: value if isinstance(value, int) else float(f"{value:.7g}") for name, value in numbers.items()}
+
+
+def family_of(families: Iterable[Family], architecture: str, names: Iterable[str]) -> Family | None:
+    """The family that a model of this architecture belongs to by one of its names."""
+    words = ["".join(char for char in name.lower() if char.isalnum()) for name in names]
+    alike = [one for one in families if one.architecture == architecture and any(one.key in word for word in words)]
+    return max(alike, key=lambda one: len(one.key), default=None)
+
+
+def _from(sampling: Mapping[str, Any], origin: str, of: str = "") -> dict[str, Setting]:
+    return {name: Setting(value, origin, of) for name, value in sampling.items()}
+
+
+def _origin(one: Setting) -> str:
+    said = {FROM_MODEL: "the model's own", FROM_US: "default"}.get(one.origin, one.origin)
+    return f"{said}: {one.of}" if one.of else said
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

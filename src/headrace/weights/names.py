@@ -1,0 +1,71 @@
+"""Names that a person gave to models: one file a name under `$HEADRACE_HOME/names`, with settings and template of its own."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.data.params import SamplingParams
+from headrace.weights.catalog import is_name
+from headrace.weights.store import StoreError, home
+
+
+class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`model`: an absolute path, or what else a model is called. `sampling`: fields of SamplingParams that go before the
+    model's own settings. `template`: the source of a chat template in place of its own. Raises ValueError."""
+
+    name: str
+    model: str
+    sampling: dict[str, Any] = {}
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name):
+            raise ValueError(f"a name is letters and digits joined by single . _ or -, not {self.name!r}")
+        SamplingParams(**self.sampling)
+
+
+def find(name: str) -> Name | None:
+    """The name, None where nobody gave it. Raises StoreError where its file cannot be read."""
+    if not is_name(name):
+        return None
+    path = _path(name)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); give the name again with: headrace add {name} PATH") from None
+
+
+def given() -> list[Name]:
+    """All names, in order."""
+    found = (find(path.stem) for path in sorted(_folder().glob("*.json")))
+    return [name for name in found if name is not None]
+
+
+def save(name: Name) -> None:
+    """Write it, whole or not at all. Raises StoreError."""
+    draft = _folder() / f".{name.name}.{os.getpid()}"
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(name)))
+        draft.replace(_path(name.name))
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to {_folder()} ({error.strerror or error}): set HEADRACE_HOME to a folder of yours"
+        ) from None
+
+
+def remove(name: str) -> None:
+    """The name goes; the model it is of stays."""
+    _path(name).unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    return home() / "names"
+
+
+def _path(name: str) -> Path:
+    return _folder() / f"{name}.json"

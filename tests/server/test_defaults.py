@@ -1,0 +1,17 @@
+"""Settings in force on the server where a request names none."""
+
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.weights.defaults import FALLBACK
+from tests.server.harness import Running
+
+
+def test_the_server_tells_them_and_draws_by_them(server: Running, offline: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert model["defaults"] == {name: {"value": value, "origin": "default", "of": ""} for name, value in FALLBACK.items()}
+    body = {"model": "tiny", "messages": talk, "seed": 4, "max_tokens": 12}
+    said = server.http.post("/v1/chat/completions", json=body).json()
+    (expected,) = offline.chat(talk, seed=4, max_tokens=12)
+    (neutral,) = offline.generate(offline.render(talk), SamplingParams(seed=4, max_tokens=12))
+    assert said["choices"][0]["message"]["content"] == expected.outputs[0].text != neutral.outputs[0].text
