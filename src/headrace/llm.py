@@ -120,7 +120,7 @@ class LLM:
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype = started.runner, started.name, started.dtype
         self.exactness = started.exactness
-        log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, str(self.dtype)[6:])
+        log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, self.dtype)
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
         scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder)
         self.engine = Engine(

@@ -39,6 +39,5 @@ def open_llm(model: str, options: WeightOptions, *, quiet: bool = False, **more:
 
         llm = LLM(model, **asdict(options), **more)
     if not quiet:
-        number = str(llm.dtype).removeprefix("torch.")
-        note(f"{model}: {number} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
+        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
     return llm
