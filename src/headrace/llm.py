@@ -31,7 +31,7 @@ from headrace.runner.executor import InProcess
 from headrace.startup.backend import Started, start
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
-from headrace.weights.progress import Progress
+from headrace.weights.progress import Moving, Progress, Silent, on_terminal, waiting
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 
@@ -100,23 +100,26 @@ class LLM:
         draft_vocab: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.device, self.opened = pick_device(device), open_files(model, progress)
-        recipe = Recipe(
-            open_roles(self.opened, draft, amateur, speculate == "self", progress),
-            Settings(
-                str(self.device),
-                backend=backend,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                quantize=quantize,
-                threads=threads,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                kv_cache_memory=kv_cache_memory,
-                draft_vocab=draft_vocab,
-            ),
-        )
-        started = start(recipe)
+        self.progress = on_terminal() if progress is None else progress
+        with waiting(self.progress, f"loading {Path(model).name}"):
+            self.device, self.opened = pick_device(device), open_files(model, progress)
+            recipe = Recipe(
+                open_roles(self.opened, draft, amateur, speculate == "self", progress),
+                Settings(
+                    str(self.device),
+                    backend=backend,
+                    dtype=dtype,
+                    kv_dtype=kv_dtype,
+                    quantize=quantize,
+                    threads=threads,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len,
+                    kv_cache_memory=kv_cache_memory,
+                    draft_vocab=draft_vocab,
+                ),
+                self.progress,
+            )
+            started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype = started.runner, started.name, started.dtype
         self.exactness = started.exactness
@@ -153,15 +156,8 @@ class LLM:
         """
         batch = _as_batch(prompts)
         settings = _spread(params or SamplingParams(), len(batch))
-        inbox: Inbox = deque()
-        try:
-            outputs = self._add_all(batch, settings, tuple(processors), strategy, inbox=inbox)
-            for _ in self._drain(outputs, inbox):
-                pass
-        except BaseException:  # a Ctrl-C may come between the two
-            self._abort(inbox)
-            raise
-        return outputs
+        told = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
+        return self._run(batch, settings, tuple(processors), strategy, told)
 
     def chat(
         self,
@@ -226,7 +222,8 @@ class LLM:
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
         """Log-probability of every token of each text given those before it."""
         prompts = self._encode_running(texts)
-        outputs = self.generate(prompts, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
+        params = [SamplingParams(prompt_logprobs=0, max_tokens=1)] * len(prompts)
+        outputs = self._run(prompts, params, (), Scoring(), Silent())
         for output in outputs:
             if output.error is not None:
                 raise ValueError(output.error)
@@ -266,7 +263,36 @@ class LLM:
         with self._turns:
             self.engine.executor.close()
 
+    def tokens_read(self, output: RequestOutput) -> int:
+        """How many tokens of an output's prompt have been computed, or found in the prefix cache, so far."""
+        request = self.engine.requests.get(output.request_id)
+        if request is None:
+            return len(output.prompt_token_ids)
+        return max((seq.kv.computed[0] for seq in request.seqs), default=0)
+
     # -- driving the engine --------------------------------------------------------------------------------------------
+    def _run(
+        self,
+        batch: Sequence[Prompt],
+        settings: Sequence[SamplingParams],
+        processors: tuple[Processor, ...],
+        strategy: Strategy | None,
+        told: Progress,
+    ) -> list[RequestOutput]:
+        """The outputs of a batch, once all of them are complete."""
+        inbox: Inbox = deque()
+        try:
+            outputs = self._add_all(batch, settings, processors, strategy, inbox=inbox)
+            told.start("generating", len(batch), unit="prompts")
+            for delta in self._drain(outputs, inbox):
+                told.advance(int(delta.finished))
+        except BaseException:  # a Ctrl-C may come between the two
+            self._abort(inbox)
+            raise
+        finally:
+            told.finish()
+        return outputs
+
     def _add_all(
         self,
         prompts: Sequence[Prompt],

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.commands import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 
@@ -41,7 +43,8 @@ ROOMS = {
     "native.lowering": "native.centring native.weights native runner kv.layout data",
     "native.live": "native ops data",
     "native.step": "native.live native runner ops data",
-    "native.program": "native.kept native.step native.live native.lowering native.weights native runner kv.layout models weights data",
+    "native.program": "native.kept native.step native.live native.lowering native.weights native runner kv.layout models "
+    "weights data",
     "native.heads": "native.lowering native.program native runner.heads runner models weights data",
     "engine": "engine.admission engine.scheduler engine.feeding kv.blocks decoding drafting runner.executor text data",
     "engine.feeding": "kv.blocks data",
@@ -126,6 +129,7 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "lla
 # `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
 QUICK = (
     *("headrace", "headrace.cli.app", "headrace.data.params", "headrace.text", "headrace.native"),
+    *(f"headrace.cli.{name}" for name in COMMANDS),
     # the web process: what computes is in the engine's
     *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
     *("headrace.models.families", "headrace.kv.layout", "headrace.weights.catalog", "headrace.weights.describe"),

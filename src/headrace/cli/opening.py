@@ -4,13 +4,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from headrace.cli.options import WeightOptions
 from headrace.cli.output import say
+from headrace.cli.status import moving, status
 from headrace.cli.terminal import note
 from headrace.weights import catalog
-from headrace.weights.progress import for_stream, human_size
+from headrace.weights.progress import Moving, human_size
 from headrace.weights.store import Store
 
 
@@ -24,7 +23,7 @@ def fetch(model: str) -> Path:
     if model in entries and Store().find(model) is None:
         say(f"{model}: {human_size(entries[model].size)}, licence {entries[model].licence}")
     try:
-        return resolve(model, entries=entries, progress=for_stream())
+        return resolve(model, entries=entries, progress=status())
     except KeyboardInterrupt:
         say(f"{model}: stopped; the same command goes on where it was")
         raise
@@ -34,10 +33,13 @@ def open_llm(model: str, options: WeightOptions, *, quiet: bool = False, **more:
     """The opened `headrace.llm.LLM`. `more`: further arguments of it."""
     for each in (model, *options.companions()):
         fetch(each)
-    with Console(stderr=True).status(f"loading {model}"):  # shown on a terminal only
-        from headrace.llm import LLM
+    told, name = moving(quiet), Path(model).name
+    told.start(f"loading {name}")
+    if not quiet and not isinstance(status(), Moving):
+        say(f"loading {name}")
+    from headrace.llm import LLM
 
-        llm = LLM(model, **asdict(options), **more)
+    llm = LLM(model, **asdict(options), **more, progress=told)
     if not quiet:
         note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
     return llm

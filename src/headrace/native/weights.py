@@ -20,12 +20,13 @@ from headrace.native import core
 from headrace.weights.dequant import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
 from headrace.weights.parts import WeightPart, plan
+from headrace.weights.progress import Progress, Silent
 from headrace.weights.source import WeightError, WeightSource
 
 log = logging.getLogger("headrace")
 
 QUANTIZE = ("", "int8", "int4")
-PACKED_AT_ONCE = 512 << 20  # bytes: about half a second, in which Python does not see a Ctrl-C
+PACKED_AT_ONCE = 64 << 20  # bytes: a moment in which Python does not see a Ctrl-C, and nobody is told anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,15 @@ class PackedWeights:
         """Memory of everything laid out so far."""
         return int(self.arena.used)
 
-    def pack(self) -> None:
-        """Fill what was laid out since the last call, on all threads and mostly without Python's lock. Raises WeightError on
-        values that are not finite."""
+    def pack(self, progress: Progress | None = None) -> None:
+        """Fill what was laid out since the last call, on all threads and mostly without Python's lock; `progress` is told of
+        tensors. Raises WeightError on values that are not finite."""
+        told, left = progress or Silent(), self._packer.waiting
+        if left:
+            told.start(f"packing {self.source.path.name}", left, unit="tensors")
         while self._packer.waiting:
+            told.advance(left - self._packer.waiting)
+            left = self._packer.waiting
             for number in self._packer.run(self._pool, PACKED_AT_ONCE):
                 raise WeightError(
                     f"{self.source.path}: tensor {self._packed[number].source!r} has values that are NaN or infinite; "

@@ -57,7 +57,7 @@ class Native:
         }
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
         for program in programs.values():
-            program.weights.pack()
+            program.weights.pack(recipe.progress)
         if recipe.heads is not None:
             heads_of = late("headrace.native.heads", "NativeHeads")  # torch: it makes their first products
             programs[HEADS] = heads_of(recipe.heads, programs[TARGET.name], recipe.target.source, **shared)

@@ -40,7 +40,7 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     def kv_bytes(config: ModelConfig) -> int:
         return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
 
-    models = {role: _model(each, dtype, device, free_memory(recipe)) for role, each in recipe.models.items()}
+    models = {role: _model(recipe, each, dtype, device, free_memory(recipe)) for role, each in recipe.models.items()}
     plan = recipe.plan(kv_bytes, dtype.itemsize, free_memory(recipe))
     heads = recipe.head_ids()
     programs: dict[str, EagerProgram] = {}
@@ -52,12 +52,21 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     return Loaded(programs, plan, str(dtype).removeprefix("torch."))
 
 
-def _model(opened: Opened, dtype: torch.dtype, device: torch.device, free: int) -> Model:
+def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device, free: int) -> Model:
     """The torch model, in memory of which `free` bytes are free. Raises DoesNotFit, WeightError."""
     source = opened.source
     elements = sum(_elements(source.info(name).shape) for name in source.names())
     check_weights_fit(elements * dtype.itemsize, free, opened.name)
-    return load_model(source, dtype, device)
+    before = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal before
+        if not before:
+            recipe.progress.start(f"reading {opened.path.name}", total)
+        recipe.progress.advance(done - before)
+        before = done
+
+    return load_model(source, dtype, device, progress=tell)
 
 
 def device(name: str) -> torch.device:
