@@ -13,7 +13,8 @@ from headrace import LLM, SamplingParams
 from headrace.data.plan import Feed, Ranked, Top
 from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
-from headrace.ops.noise import Purpose, gumbel_at, key
+from headrace.ops.keys import Purpose, key
+from headrace.ops.noise import gumbel_at
 
 
 class Mirostat(Strategy):

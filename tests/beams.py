@@ -21,7 +21,7 @@ EOS = 3
 def log_probs(model: Model, tokens: list[int]) -> list[float]:
     """Next-token log-probabilities, computed with no cache."""
     pool = KVPool(model.config, 1, len(tokens), torch.float64)
-    return model.forward(build(pool, [FeedRows(tokens, [0])]))[-1].log_softmax(-1).tolist()
+    return model(build(pool, [FeedRows(tokens, [0])]))[-1].log_softmax(-1).tolist()
 
 
 def score_of(model: Model, prompt: list[int], output: list[int]) -> float:

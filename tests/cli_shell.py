@@ -16,6 +16,7 @@ import pytest
 from headrace.cli.app import main
 
 ROOT = Path(__file__).parents[1]
+ERASE = "\x1b[2K"  # what the line that says how far it is begins with
 SECONDS = 600  # after which a child that should have answered has not
 
 
@@ -56,12 +57,12 @@ def environment() -> dict[str, str]:
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command on a terminal of its own. `before`: Python that is run in it first."""
 
-    def __init__(self, *arguments: object, columns: int = 60) -> None:
+    def __init__(self, *arguments: object, columns: int = 60, before: str = "") -> None:
         self.seen, self._read = "", 0  # since the last `send`; how much of it the last `wait_for` was content with
         self._fd, inner = pty.openpty()
-        script = f"import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{MAIN}"
+        script = f"import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{before}\n{MAIN}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", script, *map(str, arguments)],
             stdin=inner,

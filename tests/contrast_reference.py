@@ -8,7 +8,7 @@ from headrace.data.params import SamplingParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
-from headrace.ops.noise import key
+from headrace.ops.keys import key
 from headrace.ops.sampling import RowSpec, sample
 
 

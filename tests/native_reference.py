@@ -21,6 +21,7 @@ from headrace.ops.context import Context
 from headrace.ops.elementwise import normalise
 from headrace.ops.paging import groups
 from headrace.ops.registry import OPS
+from headrace.weights.loader import Allocator
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -59,13 +60,13 @@ def reference_of(model: Model, weights: PackedWeights, dtype: torch.dtype = torc
     holders = dict(model.holders())
     for path, holder in made.holders():
         for name in holder.params():
-            setattr(holder, name, torch.nn.Parameter(getattr(holders[path], name), requires_grad=False))
+            setattr(holder, name, getattr(holders[path], name))
         narrow(holder, holders[path], weights, dtype)
         if not holder.params():
-            holder.create(dtype)
+            holder.create(Allocator(dtype))
     for number in range(made.config.num_layers):
         centre(made, number)
-    return made.eval()
+    return made
 
 
 def centre(model: Model, number: int) -> None:
@@ -85,7 +86,7 @@ def narrow(holder: Holder, packed: Holder, weights: PackedWeights, dtype: torch.
     """Give a linear layer, or a table, what the core multiplies in place of it: the weights packed for `packed`."""
     if isinstance(holder, Linear | Embedding):
         rows = torch.cat([torch.from_numpy(tensor.unpack()) for tensor in _tensors(weights, packed)])
-        holder.weight = torch.nn.Parameter(rows.to(dtype), requires_grad=False)
+        holder.weight = rows.to(dtype)
         (form,) = weights.form(packed)
         holder.method = Faked(form)
 

@@ -16,6 +16,7 @@ from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
+from headrace.weights.loader import Allocator
 
 VOCAB = 97
 
@@ -49,13 +50,13 @@ def tiny_model(config: ModelConfig | None = None, dtype: torch.dtype = torch.flo
     model = describe(config or tiny_config())
     generator = torch.Generator().manual_seed(seed)
     for _, holder in model.holders():
-        holder.create(dtype)
+        holder.create(Allocator(dtype))
         for name in holder.params():
             parameter = getattr(holder, name)
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(1 + values * 0.1 if values.dim() == 1 and name == "weight" else values * 0.3)
         holder.finish()
-    return model.eval()
+    return model
 
 
 def tiny_engine(

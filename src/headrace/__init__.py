@@ -1,13 +1,7 @@
 """Headrace: an LLM inference engine. `from headrace import LLM, SamplingParams`; the names load when first used."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-try:
-    __version__ = version("headrace")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
 
 # Where each public name lives. Not imported here: `import headrace` and the quick commands must not wait for torch.
 _HOME = {
@@ -23,9 +17,19 @@ __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "RequestOu
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def _version() -> str:
+    metadata = import_module("importlib.metadata")  # slow to import, and seldom asked for
+    try:
+        return str(metadata.version("headrace"))
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

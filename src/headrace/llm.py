@@ -28,7 +28,7 @@ from headrace.startup.backend import Started, start
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
 from headrace.weights.defaults import values
-from headrace.weights.progress import Progress
+from headrace.weights.progress import Moving, Progress, Silent, on_terminal, waiting
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 
@@ -78,27 +78,30 @@ class LLM:
         draft_vocab: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.device, self.opened = pick_device(device), open_files(model, progress)
-        recipe = Recipe(
-            open_roles(self.opened, draft, amateur, speculate == "self", progress),
-            Settings(
-                str(self.device),
-                backend=backend,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                quantize=quantize,
-                threads=threads,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                kv_cache_memory=kv_cache_memory,
-                draft_vocab=draft_vocab,
-            ),
-        )
-        started = start(recipe)
+        self.progress = on_terminal() if progress is None else progress
+        with waiting(self.progress, f"loading {Path(model).name}"):
+            self.device, self.opened = pick_device(device), open_files(model, progress)
+            recipe = Recipe(
+                open_roles(self.opened, draft, amateur, speculate == "self", progress),
+                Settings(
+                    str(self.device),
+                    backend=backend,
+                    dtype=dtype,
+                    kv_dtype=kv_dtype,
+                    quantize=quantize,
+                    threads=threads,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len,
+                    kv_cache_memory=kv_cache_memory,
+                    draft_vocab=draft_vocab,
+                ),
+                self.progress,
+            )
+            started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype = started.runner, started.name, started.dtype
         self.exactness = started.exactness
-        log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, str(self.dtype)[6:])
+        log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, self.dtype)
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
         scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder, self.memory_plan.longer)
         self.engine = Engine(
@@ -134,15 +137,8 @@ class LLM:
         """
         batch = as_batch(prompts)
         each = spread(settings_of(params, sampling_params, settings), len(batch))
-        inbox: Inbox = deque()
-        try:
-            outputs = self._add_all(batch, each, tuple(processors), strategy, inbox=inbox)
-            for _ in self._drain(outputs, inbox):
-                pass
-        except BaseException:  # a Ctrl-C may come between the two
-            self._abort(inbox)
-            raise
-        return outputs
+        told = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
+        return self._run(batch, each, tuple(processors), strategy, told)
 
     def chat(
         self,
@@ -228,7 +224,8 @@ class LLM:
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
         """Log-probability of every token of each text given those before it."""
         prompts = self._encode_running(texts)
-        outputs = self.generate(prompts, SamplingParams(prompt_logprobs=0, max_tokens=1), strategy=Scoring())
+        params = [SamplingParams(prompt_logprobs=0, max_tokens=1)] * len(prompts)
+        outputs = self._run(prompts, params, (), Scoring(), Silent())
         for output in outputs:
             if output.error is not None:
                 raise ValueError(output.error)
@@ -283,10 +280,38 @@ class LLM:
 
     def __repr__(self) -> str:
         config, plan = self.model_config, self.memory_plan
-        number = str(self.dtype).removeprefix("torch.")
-        return f"LLM({self.opened.name!r}, {config.architecture}, {self.backend} in {number}, context {plan.max_model_len})"
+        return f"LLM({self.opened.name!r}, {config.architecture}, {self.backend} in {self.dtype}, context {plan.max_model_len})"
+
+    def tokens_read(self, output: RequestOutput) -> int:
+        """How many tokens of an output's prompt have been computed, or found in the prefix cache, so far."""
+        request = self.engine.requests.get(output.request_id)
+        if request is None:
+            return len(output.prompt_token_ids)
+        return max((seq.kv.computed[0] for seq in request.seqs), default=0)
 
     # -- driving the engine --------------------------------------------------------------------------------------------
+    def _run(
+        self,
+        batch: Sequence[Prompt],
+        settings: Sequence[SamplingParams],
+        processors: tuple[Processor, ...],
+        strategy: Strategy | None,
+        told: Progress,
+    ) -> list[RequestOutput]:
+        """The outputs of a batch, once all of them are complete."""
+        inbox: Inbox = deque()
+        try:
+            outputs = self._add_all(batch, settings, processors, strategy, inbox=inbox)
+            told.start("generating", len(batch), unit="prompts")
+            for delta in self._drain(outputs, inbox):
+                told.advance(int(delta.finished))
+        except BaseException:  # a Ctrl-C may come between the two
+            self._abort(inbox)
+            raise
+        finally:
+            told.finish()
+        return outputs
+
     def _add_all(
         self,
         prompts: Sequence[Prompt],

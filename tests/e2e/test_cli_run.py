@@ -31,7 +31,8 @@ def test_answer_on_stdout_figures_on_stderr(shell: Shell, tiny_gguf: Path, tiny_
     expected = greedy(tiny_llm, tiny_llm.render([{"role": "user", "content": "水轮怎么转？"}]), 20)
     code, out, err = shell("run", tiny_gguf, "水轮怎么转？", "-t", "0", "-m", "20", *EXACT)
     assert (code, out) == (0, expected + "\n")
-    _, said, figures = err.splitlines()
+    _, begun, said, figures = err.splitlines()
+    assert begun == f"loading {tiny_gguf.name}"
     assert "float64 on cpu (torch, near-tie-exact)" in said
     assert "KV cache" in said
     assert "prompt tokens, TTFT" in figures

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace import native
 from headrace.data.params import SamplingParams
@@ -113,7 +114,7 @@ def test_the_memory_of_hidden_states_is_taken_when_it_is_needed_and_must_fit(
         assert llm.engine.executor.kv_bytes() == before
     (output,) = llm.generate("The mill", params)
     assert len(output.outputs[0].token_ids) == 4
-    width = 4 if backend == "native" else llm.dtype.itemsize
+    width = 4 if backend == "native" else getattr(torch, llm.dtype).itemsize
     tokens = llm.memory_plan.num_blocks * 16
     assert llm.engine.executor.kv_bytes() - before == tokens * llm.model_config.hidden_size * width
     llm.close()

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.models.base import Model
-from headrace.ops.noise import key
+from headrace.ops.keys import key
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_engine, tiny_model, tokens_of
 from tests.ulps import rounded_once
 

@@ -159,10 +159,10 @@ def read_positions(table: list[int], context: int) -> set[int]:
 
     def output(disturbed: int | None) -> torch.Tensor:
         pool = KVPool(config, 8, 4, torch.float64)
-        model.forward(build(pool, [FeedRows(list(range(context)), table)]))
+        model(build(pool, [FeedRows(list(range(context)), table)]))
         if disturbed is not None:
             pool.kv(0)[1].flatten(0, 1)[disturbed] += 1.0
-        return model.forward(build(pool, [FeedRows([50], table, start=context)]))
+        return model(build(pool, [FeedRows([50], table, start=context)]))
 
     plain = output(None)
     return {at for at in range(32) if not torch.equal(output(at), plain)}

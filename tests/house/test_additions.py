@@ -21,7 +21,8 @@ from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError
 from headrace.models.registry import MODELS
-from headrace.ops.registry import OPS, Op, op
+from headrace.ops.dtypes import TOLERANCE
+from headrace.ops.registry import OPS, Op, declare
 from headrace.runner.record import RecordError, record
 from headrace.server.bounds import Strict
 from headrace.server.fields import http_fields, made_of
@@ -159,7 +160,7 @@ def test_a_drafter_that_drafts_nonsense_is_left_alone(make: Make) -> None:
 @pytest.fixture
 def scaling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op[..., Any]]:
     monkeypatch.delitem(OPS, "scale", raising=False)
-    yield op(inputs=scale_cases)(scale)
+    yield declare("tests.house.scale")(scale).body(scale_cases, TOLERANCE)(scale)
     OPS.pop("scale", None)
 
 
@@ -189,7 +190,7 @@ def test_an_op_is_held_to_its_cases(scaling: Op[..., Any]) -> None:
     for case in scaling.inputs(torch.float32, torch.device("cpu")):
         torch.testing.assert_close(scaling(*case.args, **case.kwargs), case.args[0] * 0.5)
     with pytest.raises(ValueError, match="defined twice"):
-        op(inputs=scale_cases)(scale)
+        scaling.body(scale_cases, TOLERANCE)(scale)
 
 
 # -- a sampling field: its declaration; beside it a stage in torch, one in C++ with its parameter and binding ----------------

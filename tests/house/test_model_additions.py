@@ -19,10 +19,10 @@ from headrace.ops.context import FeedRows, build
 from headrace.ops.registry import OPS
 from headrace.runner.record import record
 from headrace.weights import dequant
-from headrace.weights.dequant import DECODERS, read_tensor
+from headrace.weights.dequant import DECODERS
 from headrace.weights.gguf import TYPE_NAMES, GGUFFile
 from headrace.weights.kinds import KINDS
-from headrace.weights.loader import load_model
+from headrace.weights.loader import load_model, read_tensor
 from headrace.weights.source import WeightError
 from tests.house.adapter import adapted
 from tests.house.loud_llama import FAMILY as LOUD

@@ -6,8 +6,8 @@ import gguf
 import torch
 import transformers
 
-from headrace.weights.dequant import read_tensor
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.loader import read_tensor
 
 PROMPTS = [
     "The capital of France is",

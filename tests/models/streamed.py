@@ -15,7 +15,8 @@ from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
 from headrace.native.weights import PackedWeights
 from headrace.ops.context import Context, FeedRows, build
-from headrace.weights.loader import fill, plan
+from headrace.weights.loader import Allocator, fill
+from headrace.weights.parts import plan
 from headrace.weights.source import WeightSource
 from tests.native_reference import centre, narrow
 
@@ -43,7 +44,7 @@ class Streamed:
     """The dequantised weights of an open file in torch: of the table of tokens, a layer or the head while it is held."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype = torch.float32) -> None:
-        self.model = describe(read_config(source)).eval()
+        self.model = describe(read_config(source))
         self.dtype = dtype
         self._source = source
         self._plans = plan(self.model, source)
@@ -81,7 +82,7 @@ class Streamed:
     def _make(self, paths: Iterable[str]) -> None:
         for path in paths:
             holder = self._holders[path]
-            holder.create(self.dtype)
+            holder.create(Allocator(self.dtype))
             for field in holder.params():
                 self._read(path, holder, field)
             holder.finish()
@@ -107,6 +108,6 @@ class Narrowed(Streamed):
                     self._read(path, holder, field)
             narrow(holder, self._packed[path], self._weights, self.dtype)
             if not holder.params():
-                holder.create(self.dtype)
+                holder.create(Allocator(self.dtype))
             if path.endswith(".qkv"):
                 centre(self.model, int(path.split(".")[1]))

@@ -10,7 +10,8 @@ import transformers
 
 from headrace.models.registry import describe, read_config
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.loader import WeightPart, load_model, plan, unpaired
+from headrace.weights.loader import load_model
+from headrace.weights.parts import WeightPart, plan, unpaired
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed

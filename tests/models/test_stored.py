@@ -11,7 +11,8 @@ from headrace.layers.holder import ParamSpec
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.loader import WeightPart, cut, load_model, plan, read_part, stored_as, write_parts
+from headrace.weights.loader import load_model, read_part, write_parts
+from headrace.weights.parts import WeightPart, cut, plan, stored_as
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
 from tests.models.gguf_writer import write_gguf

@@ -15,6 +15,7 @@ from headrace.models.reader import windowed
 from headrace.models.registry import describe
 from headrace.ops.context import FeedRows, build
 from headrace.ops.vocabulary import attention, linear
+from headrace.weights.loader import Allocator
 
 LLAMA2_7B = ModelConfig(
     architecture="llama",
@@ -99,7 +100,7 @@ def _attention_weights(hidden: int, heads: int, kv_heads: int) -> tuple[ModelCon
     qkv = Linear(hidden, config.each_layer.qkv, split=True)
     out = Linear(config.each_layer.q_size, hidden)
     for holder in (qkv, out):
-        holder.create(torch.float32)
+        holder.create(Allocator(torch.float32))
         torch.nn.init.normal_(holder.weight)
     return config, qkv, out
 

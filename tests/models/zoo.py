@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from headrace.models.base import Model
-from headrace.weights.loader import load_model, stored_as, write_parts
+from headrace.weights.loader import load_model, write_parts
+from headrace.weights.parts import stored_as
 from headrace.weights.source import TensorInfo, WeightError
 
 VOCAB = 96

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.ops.noise import key
+from headrace.ops.keys import key
 from tests.ops.sampling_reference import SEEDS, N
 
 

@@ -11,7 +11,7 @@ from scipy.stats import chi2
 from headrace.data.params import SamplingParams
 from headrace.native import core
 from headrace.native.sampling import sample_params
-from headrace.ops.noise import Purpose, key
+from headrace.ops.keys import Purpose, key
 from headrace.ops.processing import RowSpec
 from headrace.ops.rejection import draw_draft, verify
 from tests.ulps import rounded_once

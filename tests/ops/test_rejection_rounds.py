@@ -6,9 +6,10 @@ import torch
 
 from headrace.data.params import SamplingParams
 from headrace.data.types import Decode, Request, Sequence
-from headrace.ops.noise import Purpose, coins, gumbel_at, key
+from headrace.ops.keys import Purpose, key, round_key
+from headrace.ops.noise import coins, gumbel_at
 from headrace.ops.processing import RowSpec
-from headrace.ops.rejection import draw_draft, round_key, row_spec, verify, verify_block, verify_tokens
+from headrace.ops.rejection import draw_draft, row_spec, verify, verify_block, verify_tokens
 
 SIZE = 6
 RULES = {"rejection": verify_tokens, "block": verify_block}

@@ -8,7 +8,8 @@ import torch
 
 from headrace.data.params import ParamError, SamplingParams
 from headrace.ops import filters
-from headrace.ops.noise import Purpose, coins, key, reference_philox
+from headrace.ops.keys import Purpose, key
+from headrace.ops.noise import coins, reference_philox
 from headrace.ops.penalties import dry
 from headrace.ops.sampling import RowSpec, process, sample
 from tests.ops.sampling_reference import (

@@ -8,8 +8,9 @@ import torch
 
 from headrace.data.params import SamplingParams
 from headrace.ops import filters
+from headrace.ops.keys import Purpose, key
 from headrace.ops.logprobs import token_logprobs
-from headrace.ops.noise import REACH, Purpose, gumbel_at, key, reference_gumbel_at
+from headrace.ops.noise import REACH, gumbel_at, reference_gumbel_at
 from headrace.ops.penalties import TokenCounts
 from headrace.ops.sampling import RowSpec, draw, process, sample
 from tests.ops.sampling_reference import edited, filtered

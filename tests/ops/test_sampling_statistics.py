@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headrace.data.params import SamplingParams
-from headrace.ops.noise import key
+from headrace.ops.keys import key
 from headrace.ops.sampling import RowSpec, draw, sample
 from tests.ops.sampling_reference import ALPHA, LOGITS, SEEDS, N, distribution, keep, p_value, prefix, softmax
 

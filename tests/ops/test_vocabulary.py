@@ -9,7 +9,8 @@ import torch
 from headrace.ops import vocabulary
 from headrace.ops.attention import rotate
 from headrace.ops.context import Context
-from headrace.ops.registry import OPS, Op, op
+from headrace.ops.dtypes import TOLERANCE
+from headrace.ops.registry import OPS, Op, declare
 from headrace.ops.vocabulary import embed, linear, norm, residual, tap
 from tests.ops.naive import turned
 
@@ -43,7 +44,11 @@ def test_the_vocabulary_is_what_is_registered() -> None:
     assert set(NAMES) <= set(OPS)
     assert all(OPS[name].__doc__ for name in NAMES)
     with pytest.raises(ValueError, match="op 'norm' is defined twice"):
-        op(inputs=OPS["norm"].inputs)(norm.reference)
+        norm.body(norm.inputs, TOLERANCE)(norm.reference)
+    with pytest.raises(ValueError, match="op 'norm' is declared twice"):
+        declare("headrace.ops.elementwise")(norm.reference)
+    with pytest.raises(ValueError, match="op 'norm' takes"):
+        norm.body(norm.inputs, TOLERANCE)(residual.reference)
 
 
 class Recorded:
@@ -70,7 +75,10 @@ def test_a_first_value_that_is_nothing_is_refused() -> None:
 
 
 def test_an_implementation_serves_its_device_and_the_reference_stays() -> None:
-    made: Op[..., Any] = Op(lambda x: x + 1, OPS["norm"].inputs, {})
+    def more(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    made: Op[..., Any] = Op(more, __name__).body(OPS["norm"].inputs, TOLERANCE)(more)
     made.on("cpu")(lambda x: x + 2)
     made.on("cuda")(lambda x: x + 3)
     assert float(made(torch.zeros(1))) == 2.0

@@ -10,7 +10,7 @@ import pytest
 from typer import TyperException
 from typer.main import get_command
 
-from headrace.cli.app import build
+from headrace.cli.commands import build
 from headrace.cli.serve_options import read_config
 from headrace.weights import catalog, hub
 from tests.server.harness import Running

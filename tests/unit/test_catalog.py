@@ -117,7 +117,7 @@ def test_a_bad_file_is_refused_in_one_line_that_names_it(case: str, config: Path
 
 def test_catalog_and_commands_import_neither_torch_nor_the_hubs_library() -> None:
     code = (
-        "import sys, headrace.weights.catalog, headrace.cli.app as app; app.build();"
+        "import sys, headrace.weights.catalog, headrace.cli.commands as app; app.build();"
         "print([name for name in ('torch', 'huggingface_hub', 'numpy', 'transformers') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -7,8 +7,9 @@ import torch
 
 from headrace import native
 from headrace.weights import dequant
-from headrace.weights.dequant import dequantize, dequantize_numpy, to_torch
+from headrace.weights.dequant import dequantize, dequantize_numpy
 from headrace.weights.kinds import KINDS
+from headrace.weights.loader import to_torch
 from headrace.weights.source import WeightError
 
 needs_core = pytest.mark.skipif(not native.available(), reason=native.reason())

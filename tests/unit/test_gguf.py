@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.weights.dequant import read_tensor
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.gguf_metadata import StringArray
 from headrace.weights.kinds import KINDS
+from headrace.weights.loader import read_tensor
 from headrace.weights.source import TensorInfo, WeightError
 from tests.unit import gguf_bytes as raw
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.weights.dequant import read_tensor
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.gguf_metadata import Cursor
+from headrace.weights.loader import read_tensor
 from headrace.weights.source import WeightError
 from tests.unit.gguf_bytes import (
     ARRAY,

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.weights.dequant import dequantize, dequantize_numpy, read_tensor
+from headrace.weights.dequant import dequantize, dequantize_numpy
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.loader import read_tensor
 
 MODELS = Path(os.environ.get("HEADRACE_TEST_MODELS", Path.home() / ".cache/headrace-test-models"))
 SMOL = "SmolLM2-135M-Instruct.Q4_1.gguf"

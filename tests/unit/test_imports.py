@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.commands import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 
@@ -25,22 +27,25 @@ ROOMS = {
     "ops": "kv.pool data",
     "layers": "data",
     "models": "layers ops weights data",
-    "weights.loader": "models layers weights data",
+    "weights.parts": "models layers weights data",
+    "weights.loader": "weights.parts models weights data",
     "text": "confined",
     "decoding": "text ops confined data",
     "drafting": "ops data",
     "runner": "models ops data",
     "runner.executor": "data",
-    "runner.heads": "runner weights.loader models weights data",
+    "runner.heads": "runner weights.parts models weights data",
     "eager": "runner models ops kv.pool data",
     "eager.heads": "eager runner.heads weights.loader ops weights kv.pool",
-    "native.weights": "native weights.loader weights models layers",
-    "native.centring": "native.weights runner layers data",
+    "native.weights": "native weights.parts weights models layers",
+    "native.kept": "runner",
+    "native.centring": "native.weights runner data",
     "native.lowering": "native.centring native.weights native runner kv.layout data",
     "native.live": "native ops data",
     "native.step": "native.live native runner ops data",
-    "native.program": "native.step native.live native.lowering native.weights native runner kv.layout models weights data",
-    "native.heads": "native.lowering native.program native runner.heads runner models weights",
+    "native.program": "native.kept native.step native.live native.lowering native.weights native runner kv.layout models "
+    "weights data",
+    "native.heads": "native.lowering native.program native runner.heads runner models weights data",
     "engine": "engine.admission engine.scheduler engine.feeding kv.blocks decoding drafting runner.executor text data",
     "engine.feeding": "kv.blocks data",
     "engine.scheduler": "engine.feeding kv.blocks data",
@@ -54,9 +59,10 @@ ROOMS = {
     "startup.encoding": "startup.opening text confined",
     "startup.runnable": "startup.opening startup.memory native weights",
     "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
-    "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
+    "training": "llm startup.opening startup drafting runner.heads runner weights.loader weights.parts models layers text data",
     "workflows": "llm data",
-    "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
+    "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
+    "weights data",
     "bench.tools": "bench server llm data",  # asks as the server asks
     "bench.cascade": "bench llm workflows training data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
@@ -74,9 +80,9 @@ STOREYS = (
     "data bench.workers",
     "kv.layout kv.pool kv.blocks weights native confined",
     "ops layers models",
-    "weights.loader text",
+    "weights.loader weights.parts text",
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
-    "native.live native.step native.program native.heads",
+    "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening startup.encoding startup.runnable",
     "llm",
@@ -89,7 +95,7 @@ FLOORS = {"": 0} | {name: floor for floor, names in enumerate(STOREYS) for name 
 ARROWS = {
     *(("models", "layers"), ("models", "ops")),
     ("weights", "native"),  # files are dequantised by the core
-    *((f"native.{name}", "runner") for name in ("centring", "lowering", "step", "program", "heads")),
+    *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "step", "program", "heads")),
     ("eager", "runner"),
     *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
     ("bench.tools", "server"),
@@ -126,13 +132,15 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "lla
 # `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
 QUICK = (
     *("headrace", "headrace.cli.app", "headrace.data.params", "headrace.text", "headrace.native"),
+    *(f"headrace.cli.{name}" for name in COMMANDS),
     # the web process: what computes is in the engine's
     *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
     *("headrace.startup.runnable", "headrace.decoding.looking"),  # what is wrong is said before anything heavy is loaded
     *("headrace.models.families", "headrace.kv.layout", "headrace.weights.catalog", "headrace.weights.describe"),
     "headrace.weights.hub",
+    "headrace.llm",  # the native core computes without torch, whose import would be most of a start
 )
-HEAVY = {"torch", "transformers", "scipy", "pandas"}
+HEAVY = {"torch", "transformers", "scipy", "pandas", "huggingface_hub"}
 MAX_LINES = {".py": 400, ".cpp": 500, ".h": 500, ".inl": 500}
 LONGER = {"src/headrace/engine/engine.py": 500, "src/headrace/engine/scheduler.py": 500}  # the loop, read as one
 MAX_FUNCTION = 60
@@ -157,6 +165,14 @@ def imports(tree: ast.AST, modules: Set[str] = frozenset()) -> Iterator[tuple[in
             yield from ((node.lineno, name if name in modules else base) for name in names)
 
 
+def late_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and module of what loads when it is used: `late` and `declare` say where it is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("late", "declare"):
+            first = node.args[0]
+            yield node.lineno, first.value if isinstance(first, ast.Constant) else ast.unparse(first)
+
+
 def room(module: str) -> str:
     """The room of a module of Headrace: the longest name in ROOMS that it lies in."""
     parts = module.split(".")[1:]
@@ -168,7 +184,8 @@ def wrong_imports(module: str, source: str, modules: Set[str]) -> list[str]:
     """Imports of `module` that do not point downward."""
     here = room(module)
     wrong = []
-    for line, name in imports(ast.parse(source), modules):
+    tree = ast.parse(source)
+    for line, name in [*imports(tree, modules), *late_names(tree)]:
         if name.startswith("."):
             wrong.append(f"{module}:{line} imports {name}; write the whole name")
         elif name.startswith("headrace.") and room(name) not in {here, *ROOMS[here].split()}:
@@ -223,7 +240,8 @@ def test_rooms_stand_on_floors() -> None:
 
 def named(source: str) -> list[str]:
     """The modules of Headrace that a source imports."""
-    return [name for _, name in imports(ast.parse(source), set(SOURCES)) if name.startswith("headrace")]
+    tree = ast.parse(source)
+    return [name for _, name in (*imports(tree, set(SOURCES)), *late_names(tree)) if name.startswith("headrace")]
 
 
 def test_nothing_new_stands_at_the_top() -> None:
@@ -265,6 +283,7 @@ def test_nothing_forbidden_is_imported() -> None:
         ("headrace.engine.engine", "from . import llm"),
         ("headrace.engine.engine", "from headrace.startup.loading import load"),
         ("headrace.startup.loading", "from headrace.engine.engine import Engine"),
+        ("headrace.engine.engine", "def run():\n    late('headrace.startup.tensors', 'load')"),
         ("headrace.text.chat", "def render():\n    from headrace.engine.engine import Engine"),
     ],
 )
@@ -278,12 +297,31 @@ def test_a_late_import_and_a_circle_are_found() -> None:
     assert cycle({"a": {"b"}, "b": {"a"}})
 
 
+def test_what_loads_late_is_there_and_heavy() -> None:
+    """Nothing else has a reason to: what needs nothing heavy is imported at the top."""
+    found = {name for source in SOURCES.values() for _, name in late_names(ast.parse(source))}
+    assert len(found) > 5
+    assert {name for name in found if not HEAVY & reached(name)} == set()
+
+
+def reached(module: str) -> set[str]:
+    """What a module imports, and what that does."""
+    seen: set[str] = set()
+    rest = [module]
+    while rest:
+        for _, name in imports(ast.parse(SOURCES.get(rest.pop(), "")), set(SOURCES)):
+            if name not in seen:
+                seen.add(name.split(".")[0] if name not in SOURCES else name)
+                rest.append(name)
+    return seen
+
+
 def test_the_quick_modules_do_not_load_torch() -> None:
     assert loaded_by(*QUICK) & HEAVY == set()
 
 
 def test_the_whole_engine_never_loads_transformers() -> None:
-    loaded = loaded_by("headrace.llm", *QUICK)
+    loaded = loaded_by("headrace.startup.tensors", *QUICK)
     assert "torch" in loaded  # else this test would prove nothing
     assert loaded & FORBIDDEN & {"transformers", "gguf", "llama_cpp"} == set()
 

@@ -8,7 +8,8 @@ import torch
 from scipy import stats
 
 from headrace.ops import noise
-from headrace.ops.noise import GUMBEL_MAX, GUMBEL_MIN, REACH, Purpose, coins
+from headrace.ops.keys import Purpose, key
+from headrace.ops.noise import GUMBEL_MAX, GUMBEL_MIN, REACH, coins
 
 
 def bits(x) -> list[str]:
@@ -25,13 +26,13 @@ def bits(x) -> list[str]:
     ],
 )
 def test_key_vectors(seed, child, words):
-    assert noise.key(seed, child) == words
+    assert key(seed, child) == words
 
 
 @pytest.mark.parametrize(("seed", "child"), [(-1, 0), (2**64, 0), (0, -1), (0, 2**32)])
 def test_a_key_outside_its_range_is_refused(seed, child):
     with pytest.raises(ValueError, match="must be between 0 and"):
-        noise.key(seed, child)
+        key(seed, child)
 
 
 PHILOX = [
@@ -71,12 +72,12 @@ def test_a_token_reads_the_lane_of_its_own_counter():
 
 def test_torch_and_numpy_agree_to_the_bit():
     """On 1.2 million draws, at both ends of the counter's range."""
-    draws = [(noise.key(s, c), p, u) for s, c, p, u in [(0, 0, 0, 0), (7, 3, 131071, 1), (2**64 - 1, 9, 2**32 - 1, 4)]]
+    draws = [(key(s, c), p, u) for s, c, p, u in [(0, 0, 0, 0), (7, 3, 131071, 1), (2**64 - 1, 9, 2**32 - 1, 4)]]
     vocab = 400_003  # not a multiple of the four lanes
     keys, positions = torch.tensor([d[0] for d in draws]), torch.tensor([d[1] for d in draws])
     ours = noise.gumbel_at(keys, positions, vocab, torch.tensor([d[2] for d in draws])).numpy()
-    for row, (key, position, purpose) in zip(ours, draws, strict=True):
-        oracle = noise.reference_gumbel_at(key, position, vocab, purpose)
+    for row, (drawn, position, purpose) in zip(ours, draws, strict=True):
+        oracle = noise.reference_gumbel_at(drawn, position, vocab, purpose)
         assert np.array_equal(row.view(np.int32), oracle.view(np.int32))
 
 
@@ -95,12 +96,12 @@ def test_every_purpose_has_the_number_that_seeded_outputs_were_drawn_with():
         "RESIDUAL": 3,
         "COIN": 4,
     }
-    assert noise.key(7) == noise.key(7, 0)
+    assert key(7) == key(7, 0)
 
 
 def test_coins_are_the_first_words_of_their_purpose():
     """Against the oracle, several draws at a time."""
-    keys, positions = [noise.key(seed, seed) for seed in range(5)], [0, 1, 7, 2**31, 2**32 - 1]
+    keys, positions = [key(seed, seed) for seed in range(5)], [0, 1, 7, 2**31, 2**32 - 1]
     for purpose in Purpose:
         ours = coins(torch.tensor(keys), torch.tensor(positions), purpose)
         counter = np.array([[position, 0, purpose, 0] for position in positions], np.uint32)
@@ -110,7 +111,7 @@ def test_coins_are_the_first_words_of_their_purpose():
 
 
 def test_all_of_the_vocabulary_is_the_chosen_ids():
-    keys, positions = torch.tensor([noise.key(1, 0), noise.key(1, 1)]), torch.tensor([5, 9])
+    keys, positions = torch.tensor([key(1, 0), key(1, 1)]), torch.tensor([5, 9])
     ids = torch.tensor([[0, 3, 4, 50_256], [7, 7, 1, 50_255]])
     everything = noise.gumbel_at(keys, positions, 50_257)
     assert torch.equal(noise.gumbel_at(keys, positions, ids), everything.gather(-1, ids))
@@ -118,7 +119,7 @@ def test_all_of_the_vocabulary_is_the_chosen_ids():
 
 def test_seed_child_position_and_purpose_each_change_the_noise():
     def at(seed=1, child=0, position=2, purpose=Purpose.TARGET):
-        return noise.gumbel_at(torch.tensor([noise.key(seed, child)]), torch.tensor([position]), 1000, purpose)
+        return noise.gumbel_at(torch.tensor([key(seed, child)]), torch.tensor([position]), 1000, purpose)
 
     others = [at(seed=2), at(child=1), at(position=3), *(at(purpose=p) for p in Purpose if p != Purpose.TARGET)]
     for other in others:
@@ -129,7 +130,7 @@ def test_seed_child_position_and_purpose_each_change_the_noise():
 
 def test_the_values_are_gumbel():
     """Mean and variance on four million draws, and the whole shape on 200,000."""
-    keys = torch.tensor([noise.key(11, child) for child in range(8)])
+    keys = torch.tensor([key(11, child) for child in range(8)])
     values = noise.gumbel_at(keys, torch.arange(8), 500_000).numpy().astype(np.float64)
     assert abs(values.mean() - 0.5772157) < 5 * math.sqrt(math.pi**2 / 6 / values.size)
     assert abs(values.var() - math.pi**2 / 6) < 0.01

@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.decoding.processors import (
-    History,
-    LengthNudge,
-    ProcessorError,
-    apply_processors,
-    check_processors,
-)
+from headrace.decoding.host import apply_processors
+from headrace.decoding.processors import History, LengthNudge, ProcessorError, check_processors
 
 
 class Recorder:

@@ -1,12 +1,13 @@
 """What a person sees: plain lines without a terminal, a bar on one; tables that fit."""
 
 import io
+import time
 
 import pytest
 from rich.cells import cell_len
 
 from headrace.cli.output import print_table
-from headrace.weights.progress import Bar, Lines, for_stream, human_size
+from headrace.weights.progress import Lines, Moving, counted, for_stream, human_size
 
 
 class Terminal(io.StringIO):
@@ -33,13 +34,78 @@ def test_plain_lines_say_the_size_and_every_quarter() -> None:
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     out = Terminal()
     progress = for_stream(out)
-    assert isinstance(progress, Bar)
+    assert isinstance(progress, Moving)
     progress.start("[model].gguf", 1000)
     progress.advance(1000)
     progress.finish()
     progress.note("a line")
-    assert "[model].gguf" in out.getvalue(), "names are not markup"
-    assert out.getvalue().endswith("a line\n")
+    assert "[model].gguf ────" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2Ka line\n")
+    assert screen(out.getvalue()) == ["a line", ""]
+
+
+def screen(written: str) -> list[str]:
+    """What is left of lines that were written over."""
+    return [line.rpartition("\x1b[2K")[2] for line in written.split("\n")]
+
+
+def test_a_bar_counts_and_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out = Terminal()
+    progress = for_stream(out)
+    progress.start("scoring", 1200, 200, unit="windows")
+    now[0] += 10
+    progress.advance(500, "fast")
+    assert screen(out.getvalue()) == ["scoring ━━━━━━━━━━━━━━────────── 58% of 1,200 windows, 0:10 left, fast"[:79]]
+    progress.note("a remark")
+    assert screen(out.getvalue())[0] == "a remark"
+    assert "1,200 windows" in screen(out.getvalue())[1], "the bar goes on below it"
+    progress.finish()
+    assert screen(out.getvalue()) == ["a remark", ""]
+
+
+def test_where_nothing_is_known_a_sign_turns_until_it_is_over() -> None:
+    out = Terminal()
+    progress = for_stream(out)
+    progress.start("loading")
+    end = time.monotonic() + 30
+    while out.getvalue().count("loading") < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    progress.finish()
+    before = out.getvalue()
+    assert screen(before) == [""]
+    time.sleep(0.3)
+    assert out.getvalue() == before, "nothing is written once it is over"
+
+
+def test_a_terminal_without_unicode_gets_signs_it_has() -> None:
+    class Latin(Terminal):
+        encoding = "latin-1"
+
+    out = Latin()
+    progress = for_stream(out)
+    progress.start("loading", 4, 2, unit="tensors")
+    progress.finish()
+    assert "############............" in out.getvalue()
+    assert out.getvalue().encode("latin-1")
+
+
+def test_one_line_is_enough_where_nobody_watches() -> None:
+    out = io.StringIO()
+    progress = for_stream(out)
+    progress.start("perplexity", 8, unit="windows")
+    for _ in range(8):
+        progress.advance(1)
+    progress.finish()
+    assert out.getvalue() == "perplexity (8 windows)\n"
+
+
+@pytest.mark.parametrize(("count", "text"), [(1, "1 query"), (0, "0 queries"), (12345, "12,345 queries")])
+def test_nouns_agree_with_their_numbers(count: int, text: str) -> None:
+    assert counted(count, "queries") == text
+    assert (counted(1, "tokens"), counted(2, "tokens")) == ("1 token", "2 tokens")
 
 
 @pytest.mark.parametrize(

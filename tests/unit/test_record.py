@@ -41,7 +41,7 @@ def test_playing_a_recording_gives_the_models_logits(architecture: str) -> None:
     for layer in recording.layers:
         x = play(layer, {0: x}, ctx)
     logits = play(recording.head, {0: x}, ctx)
-    assert torch.equal(logits, model.forward(step(model)))
+    assert torch.equal(logits, model(step(model)))
 
 
 def test_a_recording_says_what_the_file_says() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.weights.dequant import read_tensor
+from headrace.weights.loader import read_tensor
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 from tests.unit.gguf_bytes import damaged

@@ -13,7 +13,8 @@ from headrace.models.registry import describe, read_config
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.vocabulary import Vocabulary
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.loader import plan, read_part, stored_as, write_parts
+from headrace.weights.loader import read_part, write_parts
+from headrace.weights.parts import plan, stored_as
 
 CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -1,61 +1,36 @@
-"""The command `headrace`: its options, its log, its errors and exit codes.
+"""The command `headrace`: the first line of what it does, its errors and its exit codes.
 
-A command lives in its own module with `register(app)`. What is heavy (torch, the model hub's library) is imported inside the
-command's function, so that `headrace --help` and `headrace list` stay instant.
+Little is imported here, so that a person who waits is told at once. A command lives in its own module with `register(app)`, and
+is imported when it is asked for, or when all are listed; what is heavy (the engine, torch, the model hub's library) is imported
+inside its function, so that `headrace --help` and `headrace list` stay instant.
 """
 
 import io
-import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-import typer
-
-from headrace.cli import (
-    ask,
-    bench,
-    chat,
-    compare,
-    doctor,
-    embed,
-    generate,
-    inspect,
-    models,
-    names,
-    perplexity,
-    run,
-    serve,
-    train_heads,
-)
 from headrace.cli.output import say
-
-COMMANDS = (run, chat, ask, generate, embed, serve, models, names, inspect, perplexity, compare, train_heads, bench, doctor)
+from headrace.cli.status import begin, status
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
-
-HELP = "Run language models on this machine: fast, offline, many decoding methods in one loop."
-EPILOG = "\n\n".join(
-    (
-        "Exit codes: 0 done; 1 error, or generate had lines with errors; 2 wrong usage; 130 interrupted.",
-        "HEADRACE_HOME: where models and the history of chat are kept (~/.cache/headrace).",
-        "HEADRACE_LOG: debug, info, warning (default) or error. HEADRACE_DEBUG=1 shows where an error came from.",
-        "XDG_CONFIG_HOME: your own catalogs lie there in headrace/*.toml (~/.config).",
-        "HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE: as for the model hub's own tools.",
-    )
-)
-
-LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Every error is one line on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # no answer may fail over a character that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    begin(arguments)
+
+    import typer
+
+    from headrace.cli.commands import build
+
     try:
-        code = build()(args=argv, prog_name="headrace", standalone_mode=False)
+        code = build(arguments)(args=arguments, prog_name="headrace", standalone_mode=False)
         code = code if isinstance(code, int) else OK
         sys.stdout.flush()
     except typer.TyperException as error:
@@ -70,55 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = INTERRUPTED
     except Exception as error:
         return _failed(error)
+    finally:
+        status().finish()
     if code == INTERRUPTED:
         say("headrace: interrupted")
     return code
 
 
-def build() -> typer.Typer:
-    """The application with every command."""
-    settings = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(help=HELP, epilog=EPILOG, pretty_exceptions_enable=False, context_settings=settings)
-    app.callback(invoke_without_command=True)(_start)
-    for module in COMMANDS:
-        module.register(app)
-    return app
-
-
-def _start(
-    context: typer.Context,
-    show_version: bool = typer.Option(False, "--version", help="Show the version and exit."),
-) -> None:
-    _set_up_log()
-    if show_version:
-        typer.echo(f"headrace {_version()}")
-    elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-    else:
-        return
-    raise typer.Exit(OK)
-
-
-def _set_up_log() -> None:
-    name = os.environ.get("HEADRACE_LOG") or "warning"
-    if name.lower() not in LOG_LEVELS:
-        raise typer.BadParameter(f"HEADRACE_LOG is {name!r}; set it to one of {', '.join(LOG_LEVELS)}")
-    log = logging.getLogger("headrace")
-    log.setLevel(LOG_LEVELS[name.lower()])
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        log.addHandler(handler)
-
-
-def _version() -> str:
-    try:
-        return version("headrace")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
-def _wrong_usage(error: typer.TyperException) -> int:
+def _wrong_usage(error: Any) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "headrace"
     say(f"headrace: {error.format_message().replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.output import print_table, say, writable
+from headrace.cli.files import writable
+from headrace.cli.output import print_table, say
 
 
 def beams(

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.files import writable
 from headrace.cli.options import ModelOptions
 from headrace.cli.output import print_table, say
 
@@ -24,7 +25,7 @@ def cascade(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of a free answer at most.")] = 256,
     delta: Annotated[float, typer.Option(help="The share of answers that may be lost against LARGE alone.")] = 0.05,
     epsilon: Annotated[float, typer.Option(help="How often that may not hold.")] = 0.05,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """What a cascade of two models loses and saves on questions with known answers, and a threshold with a guarantee.
 

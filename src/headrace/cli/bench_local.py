@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.output import print_table, say, writable
+from headrace.cli.files import writable
+from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 
 def local(
@@ -32,8 +34,10 @@ def local(
         say(f"{name}: {figures['tokens_per_s']:.1f} tokens/s{against}")
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=2) + "\n")
+        status().advance(1)
 
     wanted = bench.pick(cells)
+    status().start("measuring", len(wanted), unit="cells")
     given: dict[str, Any] = {"threads": threads, "setting": {"backend": backend}, "say": say, "done": done}
     if beside is not None:
         from headrace.bench.beside import PAIRS, compare_builds

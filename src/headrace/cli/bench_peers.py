@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.output import print_table, say, writable
+from headrace.cli.files import writable
+from headrace.cli.output import print_table, say
 
 QUIET = 0.05  # share of the cores that other processes may use before a cell is called disturbed
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 ASKED, WHEN, WHAT, TOLD = "Whom to ask", "When", "What", "What is said"
 KINDS = ("ids", "text", "chat")
@@ -73,7 +74,7 @@ def serve(
     say(bounds.cut.said())
     drive.warm_up(target, Bounds(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
     processes = [int(number) for number in _numbers(watch)]
-    made = {name: _measure(target, jobs, at_once, processes, limits) for name, jobs, at_once in loads}
+    made = {name: _measure(name, target, jobs, at_once, processes, limits) for name, jobs, at_once in loads}
     _print(made)
     whole = {"model": target.model, "cut": bounds.cut.said(), "loads": {name: told for name, (told, _) in made.items()}}
     if json_file is not None:
@@ -143,10 +144,13 @@ def _numbers(text: str) -> list[float]:
     return numbers
 
 
-def _measure(target: Any, jobs: Sequence[Any], at_once: int | None, watch: list[int], limits: dict[str, float]) -> Any:
+def _measure(
+    name: str, target: Any, jobs: Sequence[Any], at_once: int | None, watch: list[int], limits: dict[str, float]
+) -> Any:
     from headrace.bench.load import drive, summary
 
-    run = drive.drive(target, jobs, at_once, watch)
+    status().start(name, len(jobs), unit="requests")
+    run = drive.drive(target, jobs, at_once, watch, done=status().advance)
     return summary.summary(run, limits), summary.times([one for one in run.answers if one.error is None])
 
 

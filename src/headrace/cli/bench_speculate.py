@@ -6,8 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.files import writable
 from headrace.cli.options import ModelName, ModelOptions, with_groups
-from headrace.cli.output import print_table, say, writable
+from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 COLUMNS = ("task", "batch", "gamma", "accepted", "tokens/step", "c", "v", "predicted", "measured", "worst")
 GRID_COLUMNS = ("cell", "plain tokens/s", "auto tokens/s", "ratio", "interval", "pairs", "accepted", "of drafted", "other load")
@@ -78,7 +80,13 @@ def _gains(
 
     tasks = {file.stem: [tokens_of(llm, text, True) for text in read_prompts(file, prompts)] for file in source}
     gammas = tuple(gamma or (SWEEP_GAMMAS if len(batches) > 1 else GAMMAS))
-    rows = bench.measure(llm, tasks, gammas=gammas, batches=batches, rounds=rounds, max_tokens=max_tokens, say=say)
+    status().start("measuring", len(tasks) * len(gammas) * len(batches), unit="rows")
+
+    def told(line: str) -> None:
+        say(line)
+        status().advance(1)
+
+    rows = bench.measure(llm, tasks, gammas=gammas, batches=batches, rounds=rounds, max_tokens=max_tokens, say=told)
     print_table(COLUMNS, [_cells(row) for row in rows])
     if plot is not None:
         plot.write_text(bench.svg(rows), "utf-8")
@@ -99,6 +107,9 @@ def _grid(llm: Any, draft: bool, source: list[Path], patterns: str, pairs: int, 
     def done(result: dict[str, Any]) -> None:
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        status().advance(1)
+
+    status().start("measuring", len(wanted), unit="cells")
 
     result = grid.measure(llm, texts, wanted, few=min(grid.FEW, pairs), many=pairs, say=say, done=done)
     print_table(GRID_COLUMNS, [_grid_cells(name, each) for name, each in result["cells"].items()])

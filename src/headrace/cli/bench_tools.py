@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.files import writable
 from headrace.cli.options import ModelName, ModelOptions, with_groups
-from headrace.cli.output import print_table, say, writable
+from headrace.cli.output import print_table, say
 
 SHOWN = 10  # names of cases that are not valid; the JSON file has all
 

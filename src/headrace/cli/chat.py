@@ -12,6 +12,7 @@ from headrace.cli.interrupt import Interrupt
 from headrace.cli.lines import Lines, Typed
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, check, with_groups
+from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.near import did_you_mean
 from headrace.data.outputs import RequestOutput
@@ -138,8 +139,11 @@ class Chat:
         """The answer's text, written as it comes; what Ctrl-C leaves of it, too."""
         answer = AnswerWriter(wrapped=True)
         made: list[RequestOutput] = []
-        for delta in self.llm.stream(prompt, self.params, output=made, cancelled=self.interrupt):
+        told = moving()
+        told.start("reading the prompt")
+        for delta in self.llm.stream(prompt, self.params, output=made, cancelled=reading(self.llm, made, told, self.interrupt)):
             answer.write(delta.text)
+        told.finish()
         answer.close()
         (self.last,) = made
         if self.last.error is not None:

@@ -5,9 +5,12 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.files import writable
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, with_groups
-from headrace.cli.output import print_table, say, writable
+from headrace.cli.output import print_table, say
+from headrace.cli.status import status
+from headrace.weights.progress import counted
 
 
 def register(app: typer.Typer) -> None:
@@ -51,9 +54,12 @@ def compare(
     ids = [tokens_of(llm, text, chat) for text in texts]
     llm.generate([ids[0]], SamplingParams(max_tokens=8))  # the first steps of a process are slow, and no method's fault
     compared = []
+    status().start("comparing", len(names) * len(ids), unit="answers")
     for name in names:
-        say(f"{name}: {len(ids)} prompts …")
+        say(f"{name}: {counted(len(ids), 'prompts')} …")
         compared += strategies.compare(llm, ids, [name], max_tokens, seed)
+        status().advance(len(ids), name)
+    status().finish()
     rows = [
         (
             one.mode,
@@ -69,7 +75,7 @@ def compare(
     print_table(("method", "tokens/s", "rep-4", "distinct-4", "blocks", "saved by sharing", "tokens"), rows)
     if csv is not None:
         strategies.write_csv(csv, compared)
-        say(f"{len(texts)} prompts, {len(names)} methods: {csv}")
+        say(f"{counted(len(texts), 'prompts')}, {counted(len(names), 'methods')}: {csv}")
 
 
 def _names(modes: str, amateur: str | None, max_tokens: int, seed: int) -> list[str]:

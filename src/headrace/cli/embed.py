@@ -9,8 +9,10 @@ import typer
 
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
+from headrace.cli.status import status
+from headrace.weights.progress import Silent
 
-BATCH = 256  # texts handed over at a time
+BATCH = 64  # texts handed over at a time
 
 
 def register(app: typer.Typer) -> None:
@@ -41,8 +43,13 @@ def embed(
     if not all(given):
         raise ValueError("a text is empty; remove its line")
     llm = open_llm(model, options)
+    status().finish()
+    told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    told.start("embedding", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
         for text, made in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions), strict=True):
             line = {"text": text, "tokens": len(made.token_ids), "embedding": made.values}
             print(json.dumps(line, ensure_ascii=False), flush=True)
+        told.advance(len(part))
+    told.finish()

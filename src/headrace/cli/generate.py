@@ -1,6 +1,5 @@
 """generate: many requests from a file, through one engine."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import progress
-from rich.console import Console
 
 from headrace.cli.batch_lines import BadLine, Job, read_jobs
 from headrace.cli.batch_output import BatchOutput, Input, survey
@@ -17,8 +14,10 @@ from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import fetch, open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
+from headrace.cli.status import status
 from headrace.data.params import SamplingParams
 from headrace.weights.defaults import stated
+from headrace.weights.progress import Moving, counted
 
 INTERRUPTED = 130
 AHEAD = 4  # requests read ahead, for each that can run: the engine never waits for the file, memory stays bounded
@@ -132,28 +131,20 @@ class Meter:
 
     def __init__(self, total: int, done: int) -> None:
         self._total = total
-        self._before = done
+        self._done = done
         self._tokens = 0
         self._start = self._said = time.monotonic()
-        columns = (
-            progress.BarColumn(bar_width=None),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[speed]}"),
-            progress.TimeRemainingColumn(),
-        )
-        self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
-        self._task = self._bar.add_task("", total=total, completed=done, speed="") if self._bar else None
+        self._bar = status() if isinstance(status(), Moving) else None
 
     def __enter__(self) -> "Meter":
         if self._bar:
-            self._bar.start()
+            self._bar.start("answering", self._total, self._done, unit="lines")
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        status().finish()
         if self._tokens:
-            say(f"{self._tokens} tokens, {self._speed(0):.1f} tokens/s")
+            say(f"{counted(self._tokens, 'tokens')}, {self._speed(0):.1f} tokens/s")
 
     def ended(self, output: Any) -> None:
         """An output is complete."""
@@ -165,8 +156,9 @@ class Meter:
         if self._bar is None and now - self._said < SAY_EVERY:
             return
         speed = f"{self._speed(sum(map(_tokens, running))):.1f} tokens/s"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, speed=speed)
+        if self._bar is not None:
+            self._bar.advance(done - self._done, speed)
+            self._done = done
         else:
             say(f"{done} of {self._total} lines, {speed}")
         self._said = now

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from headrace.cli.output import print_fields, print_table, say
+from headrace.cli.status import status
 from headrace.weights import catalog, names
 from headrace.weights.defaults import summary
-from headrace.weights.progress import for_stream, human_size
+from headrace.weights.progress import human_size
 from headrace.weights.store import Record, Store, StoreError, folder_name, folder_size
 
 
@@ -55,7 +56,7 @@ def pull(
     from headrace.weights.hub import pull as pull_model
 
     entries = catalog.load(catalogs or ())
-    store, progress = Store(), for_stream()
+    store, progress = Store(), status()
     for name in models:
         if name in entries and store.find(name) is None:
             say(f"{name}: {human_size(entries[name].size)}, licence {entries[name].licence}")

@@ -5,13 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from headrace.cli.options import SamplingOptions, WeightOptions
 from headrace.cli.output import say
+from headrace.cli.status import moving, status
 from headrace.cli.terminal import note
 from headrace.weights import catalog
-from headrace.weights.progress import for_stream, human_size
+from headrace.weights.progress import Moving, human_size
 from headrace.weights.store import Store
 
 
@@ -25,7 +24,7 @@ def fetch(model: str) -> Path:
     if model in entries and Store().find(model) is None:
         say(f"{model}: {human_size(entries[model].size)}, licence {entries[model].licence}")
     try:
-        return resolve(model, entries=entries, progress=for_stream())
+        return resolve(model, entries=entries, progress=status())
     except KeyboardInterrupt:
         say(f"{model}: stopped; the same command goes on where it was")
         raise
@@ -56,11 +55,13 @@ def open_llm(
     opened, *_ = [look_at(each) for each in (model, *options.companions())]
     if sampling is not None and not quiet and opened is not None:
         note(f"{model}: {sampling.said(opened.defaults, **given or {})}")
-    with Console(stderr=True).status(f"loading {model}"):  # shown on a terminal only
-        from headrace.llm import LLM
+    told, name = moving(quiet), Path(model).name
+    told.start(f"loading {name}")
+    if not quiet and not isinstance(status(), Moving):
+        say(f"loading {name}")
+    from headrace.llm import LLM
 
-        llm = LLM(model, **asdict(options), **more)
+    llm = LLM(model, **asdict(options), **more, progress=told)
     if not quiet:
-        number = str(llm.dtype).removeprefix("torch.")
-        note(f"{model}: {number} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
+        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
     return llm

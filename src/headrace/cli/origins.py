@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from headrace.weights.progress import counted
+
 COLOURS = {"ngram": "green", "suffix": "cyan", "draft": "blue", "self": "magenta", "lookahead": "yellow", "jacobi": "yellow"}
 CORRECTED = "red"
 
@@ -43,7 +45,7 @@ class Origins:
         for origin, count in sorted(self._seen.items()):
             style = COLOURS.get(origin, CORRECTED if origin == "corrected" else "")
             drafted = f" accepted of {self._drafted[origin]} drafted" if origin in self._drafted else ""
-            self._console.print(Text(f"{origin}: {count} tokens{drafted}", style=style))
+            self._console.print(Text(f"{origin}: {counted(count, 'tokens')}{drafted}", style=style))
         if not self._drafted:
             self._console.print("nothing was drafted: speculation is off, found nothing to propose, or would not have paid")
 

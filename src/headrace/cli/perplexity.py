@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from headrace.cli.inputs import read_text
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.output import print_fields
+from headrace.cli.status import status
+from headrace.weights.progress import counted
 
 WINDOW = 512
 BATCH = 4  # windows in one call: few enough that Ctrl-C and the count of windows come soon
@@ -82,7 +83,7 @@ def perplexity(
     print_fields(
         [
             ("perplexity", f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")),
-            ("tokens", f"{len(scores)} scored in {len(windows)} windows of {window}, {found['stride']} apart"),
+            ("tokens", f"{len(scores):,} scored in {counted(len(windows), 'windows')} of {window}, {found['stride']} apart"),
             ("speed", f"{found['tokens_per_s']:.1f} tokens/s"),
         ]
     )
@@ -110,12 +111,13 @@ def beginning(tokenizer: Any) -> list[int]:
 def _score(llm: Any, windows: list[Window]) -> list[float]:
     """Log-probabilities of the tokens that count."""
     scores: list[float] = []
-    with Console(stderr=True).status("") as status:  # shown on a terminal only
-        for at in range(0, len(windows), BATCH):
-            status.update(f"window {at + 1} of {len(windows)}")
-            some = windows[at : at + BATCH]
-            for one, score in zip(some, llm.score([one.tokens for one in some]), strict=True):
-                scores += score.logprobs[-one.scored :]
+    status().start("perplexity", len(windows), unit="windows")
+    for at in range(0, len(windows), BATCH):
+        some = windows[at : at + BATCH]
+        for one, score in zip(some, llm.score([one.tokens for one in some]), strict=True):
+            scores += score.logprobs[-one.scored :]
+        status().advance(len(some))
+    status().finish()
     return scores
 
 

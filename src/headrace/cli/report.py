@@ -5,6 +5,7 @@ from typing import Any
 from headrace.data.outputs import CompletionOutput, RequestOutput
 from headrace.data.plan import TokenLogprob
 from headrace.text.tokenizer import Tokenizer
+from headrace.weights.progress import counted
 
 
 def record(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -49,11 +50,11 @@ def figures(output: RequestOutput) -> str:
     """One line: prompt tokens, TTFT, tokens/s."""
     prompt, cached = len(output.prompt_token_ids), output.metrics.cached_tokens
     found = speeds(output)
-    parts = [f"{prompt} prompt tokens" + (f" ({cached} cached)" if cached else "")]
+    parts = [counted(prompt, "prompt tokens") + (f" ({cached} cached)" if cached else "")]
     if found["ttft_s"] is not None:
         parts.append(f"TTFT {found['ttft_s']:.2f} s")
     speed = found["tokens_per_s"]
-    parts.append(f"{_tokens(output)} tokens" + (f" at {speed:.1f} tokens/s" if speed is not None else ""))
+    parts.append(counted(_tokens(output), "tokens") + (f" at {speed:.1f} tokens/s" if speed is not None else ""))
     return ", ".join(parts)
 
 

@@ -11,6 +11,7 @@ from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, check, with_groups
 from headrace.cli.origins import Origins
+from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.outputs import RequestOutput
 
@@ -77,14 +78,17 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet
     """Stream, then report. What was said before a Ctrl-C or an error stays."""
     from headrace.cli.report import figures, record, speeds
 
-    answer = AnswerWriter()
+    answer = AnswerWriter(wrapped=True)
     made: list[RequestOutput] = []
     with Interrupt() as interrupt:
-        for delta in llm.stream(prompt, params, output=made, cancelled=interrupt):
+        told = moving(quiet)
+        told.start("reading the prompt")
+        for delta in llm.stream(prompt, params, output=made, cancelled=reading(llm, made, told, interrupt)):
             if origins is not None:
                 origins.write(delta)
             elif not as_json and params.n == 1:
                 answer.write(delta.text)
+    told.finish()
     (output,) = made
     if output.error is not None:
         answer.close()

@@ -1,28 +1,26 @@
 """Text on a terminal: without what could steer it, broken between words, remarks set apart from answers."""
 
+import os
 import shutil
 import sys
 from typing import TextIO
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
-
 from headrace.cli.output import printable
+from headrace.cli.status import status
+from headrace.text.width import width as cell_len
 
 # What moves the cursor, changes colours or hides text: C0 but tab and newline, DEL, C1.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 CLOSING = frozenset("，。！？；：、）」』】》〉”’…,.!?;:)]}")
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 JOINER = "\u200d"  # makes one sign of two
 
 
 def note(line: str) -> None:
     """A remark on stderr: dim on a terminal, plain elsewhere."""
-    if sys.stderr.isatty():
-        Console(stderr=True, highlight=False).print(Text(printable(line, keep="\n"), style="dim"), soft_wrap=True)
-    else:
-        print(printable(line, keep="\n"), file=sys.stderr, flush=True)
+    text = printable(line, keep="\n")
+    status().note(f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text)
 
 
 class AnswerWriter:
@@ -48,6 +46,8 @@ class AnswerWriter:
         self._last = "\n"
 
     def _put(self, text: str) -> None:
+        if text:
+            status().finish()  # what was waited for is there
         self._out.write(text)
         self._out.flush()
 

@@ -1,5 +1,6 @@
 """train-heads: small networks that draft for a model, learnt from what it writes."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import typer
 
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 
 class Kind(StrEnum):
@@ -48,9 +50,6 @@ def train_heads(
 
     Answers with the model's hidden rows, and the state of the training, are in OUT/work, which can be removed afterwards.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from headrace.cli.opening import fetch
 
     path = fetch(model)
@@ -60,16 +59,24 @@ def train_heads(
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
     recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[remark]}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks = {name: bar.add_task(name, total=None, remark="") for name in ("texts", "training")}
-        result = distil(
-            str(path),
-            out,
-            recipe,
-            lambda name, done, total, remark: bar.update(tasks[name], completed=done, total=total, remark=remark),
-        )
+    result = distil(str(path), out, recipe, _told())
     rows = [(str(place + 1), f"{share:.0%}") for place, share in enumerate(result.agreement)]
     print_table(("tokens ahead", "all as the model has it"), rows)
     say(f"held-out prompts: {result.accepted:.0%} of drafted tokens accepted, {result.tokens_per_step:.2f} tokens a step")
     say(f"the heads are in {out}; use them with --draft {out}")
+
+
+def _told() -> Callable[[str, float, float, str], None]:
+    """How far it is: texts that are written, then seconds of the training."""
+    units = {"texts": "texts", "training": "seconds"}
+    at, before = "", 0
+
+    def tell(name: str, done: float, total: float, remark: str) -> None:
+        nonlocal at, before
+        if name != at:
+            at, before = name, int(done)
+            status().start(name, max(int(total), 1), before, units[name])
+        status().advance(int(done) - before, remark)
+        before = int(done)
+
+    return tell

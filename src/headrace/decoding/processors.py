@@ -15,10 +15,7 @@ B1). Raw log-probabilities are those of the logits before any processor.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
-import numpy as np
-import torch
+from typing import Any, NamedTuple, Protocol
 
 SCOPES = ("pointwise", "path", "stateful")
 
@@ -42,8 +39,8 @@ class Processor(Protocol):
 
     scope: str
 
-    def apply(self, logits: torch.Tensor, history: History, paths: Sequence[Sequence[int]]) -> torch.Tensor:
-        """logits [n, V] float32 on the CPU, a copy that may be changed in place -> logits [n, V].
+    def apply(self, logits: Any, history: History, paths: Sequence[Sequence[int]]) -> Any:
+        """logits, a torch tensor [n, V] float32 on the CPU and a copy that may be changed in place -> logits [n, V].
 
         Row i is what follows prompt, output and then the draft tokens paths[i] (empty where there is no draft). -inf
         makes a token impossible. numpy users: `logits.numpy()` shares the memory, and an array may be returned.
@@ -65,35 +62,6 @@ def check_processors(processors: Sequence[Processor]) -> None:
             raise ProcessorError(f"logit processor {name}: scope must be one of {', '.join(SCOPES)}, not {scope!r}")
 
 
-def apply_processors(
-    processors: Sequence[Processor],
-    logits: torch.Tensor | np.ndarray,
-    history: History,
-    paths: Sequence[Sequence[int]] = ((),),
-) -> torch.Tensor:
-    """Run `processors` in order on logits [n, V] (or [V] for one row) of one sequence: new float32 logits [n, V].
-
-    `paths` holds the draft tokens before each row. Raises ProcessorError naming the processor when it raises, or
-    returns something else than [n, V] numbers without NaN.
-    """
-    z = torch.tensor(np.asarray(logits, dtype=np.float32)).reshape(len(paths), -1)
-    for processor in processors:
-        name = type(processor).__name__
-        try:
-            returned = processor.apply(z.clone(), history, paths)
-        except Exception as error:
-            raise ProcessorError(f"logit processor {name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(returned, (torch.Tensor, np.ndarray)):
-            raise ProcessorError(f"logit processor {name} returned {type(returned).__name__}, not the logits")
-        result = torch.as_tensor(returned).float()
-        if result.shape != z.shape:
-            raise ProcessorError(f"logit processor {name} returned shape {list(result.shape)}, not {list(z.shape)}")
-        if result.isnan().any():
-            raise ProcessorError(f"logit processor {name} returned NaN")
-        z = result
-    return z
-
-
 class LengthNudge:
     """Draws an answer to its end: after `start` output tokens the end token's logit grows by `slope` with each more.
 
@@ -107,7 +75,7 @@ class LengthNudge:
         self.start = start
         self.slope = slope
 
-    def apply(self, logits: torch.Tensor, history: History, paths: Sequence[Sequence[int]]) -> torch.Tensor:
+    def apply(self, logits: Any, history: History, paths: Sequence[Sequence[int]]) -> Any:
         for row, path in zip(logits, paths, strict=True):
             over = len(history.output) + len(path) - self.start
             row[self.end_id] += self.slope * max(over, 0)

@@ -5,7 +5,8 @@ import torch
 
 from headrace.data.plan import Drawn, TokenLogprob
 from headrace.data.types import Request, Sequence
-from headrace.decoding.processors import History, ProcessorError, apply_processors
+from headrace.decoding.host import apply_processors
+from headrace.decoding.processors import History, ProcessorError
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.processing import RowSpec
 from headrace.ops.rejection import row_spec, verify

@@ -2,18 +2,11 @@
 
 from functools import cache
 
-import numpy as np
-import torch
-
+from headrace.data.late import late
 from headrace.data.params import DRAWN
 from headrace.data.plan import Answer, AnyWant, Drawn, Each, Feed, LogitRow, Logits, Reject, Sample, Verify, Where
-from headrace.data.types import Child, Draft, Request, Sequence
+from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
-from headrace.decoding.processors import History, ProcessorError, apply_processors
-from headrace.decoding.rejecting import verify_by_rejection
-from headrace.ops.noise import key
-from headrace.ops.sampling import RowResult, RowSpec, sample
-from headrace.ops.trees import paths, walk
 
 
 @cache
@@ -72,9 +65,14 @@ class Sampling(Strategy):
         """The caller's processors come first, so tokens are drawn here, from whole rows."""
         given = answer.answers if isinstance(answer, Each) else (answer,)
         rows = [one.row if isinstance(one, LogitRow) else b"" for one in given]  # a node whose row failed keeps its place
-        if seq.decode.draft is not None and request.params.rejects:
-            return verify_by_rejection(request, seq, rows, self._logprobs(request))
-        return self._sample_on_host(request, seq, rows)
+        rejects = seq.decode.draft is not None and request.params.rejects
+        if rejects:
+            drawn = late("headrace.decoding.rejecting", "verify_by_rejection")(request, seq, rows, self._logprobs(request))
+        else:
+            draw = late("headrace.decoding.host", "draw")
+            drawn = draw(request, seq, rows, self._births(request, seq), self._logprobs(request))
+        assert isinstance(drawn, Drawn)
+        return drawn
 
     def _outputs(self, request: Request) -> int:
         """How many are drawn."""
@@ -87,50 +85,3 @@ class Sampling(Strategy):
     def _births(self, request: Request, seq: Sequence) -> int:
         """All outputs at the end of the prompt, one ever after."""
         return self._outputs(request) if len(seq.tokens) == seq.prompt_len else 1
-
-    def _sample_on_host(self, request: Request, seq: Sequence, rows: list[bytes]) -> Drawn:
-        """The caller's processors on whole rows, then the same pipeline the back ends run, at each node the walk reaches.
-
-        Raises ProcessorError.
-        """
-        draft = seq.decode.draft or Draft([], [])
-        before = paths(draft.tokens, draft.parents)
-        masks = b"" if seq.decode.constraint is None else seq.decode.constraint.masks(draft.tokens, draft.parents)
-        width = len(masks) // (1 + len(draft.tokens))
-        drawn = Drawn(())
-
-        def draw(node: int) -> int | None:
-            spec = RowSpec(
-                params=request.params.replace(logprobs=self._logprobs(request)),
-                keys=[key(request.seed, seq.decode.index + i) for i in range(self._births(request, seq))],
-                tokens=seq.tokens,
-                prompt_len=seq.prompt_len,
-                path=before[node] if node >= 0 else [],
-                stop_ids=sorted(request.stop_ids),
-                mu=drawn.mus[-1] if drawn.mus else seq.decode.state,
-                mask=masks[(node + 1) * width : (node + 2) * width],
-            )
-            try:
-                result = _sample_row(request, seq, spec, rows[node + 1])
-            except ProcessorError:
-                if not drawn.tokens:
-                    raise
-                return None
-            drawn.tokens += tuple(result.tokens)
-            drawn.logprobs += tuple(result.logprobs)
-            drawn.mus += tuple(result.mus)
-            return result.tokens[0]
-
-        drawn.path = tuple(walk(draft.tokens, draft.parents, draw))
-        return drawn
-
-
-def _sample_row(request: Request, seq: Sequence, spec: RowSpec, logits: bytes) -> RowResult:
-    if not logits:
-        raise ProcessorError("the step gave no logits here")
-    raw = torch.from_numpy(np.frombuffer(logits, dtype="<f4").copy())[None]
-    processed = apply_processors(request.processors, raw, History(request.prompt, seq.output), [spec.path])
-    (result,) = sample(processed, [spec], raw)
-    if result.error:
-        raise ProcessorError(result.error)
-    return result

@@ -5,17 +5,13 @@ draws like it. All sequences draft together: one step of the model for each toke
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from headrace.data.plan import Answer, AnyWant, Drawn, Feed, Propose, Sample
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
-from headrace.ops.noise import Purpose, key
-from headrace.ops.rejection import draw_draft, row_spec
-from headrace.ops.sampling import sample
 
 
 @dataclass(slots=True)
@@ -98,7 +94,7 @@ class DraftModel:
             count = min(length - start, room)
             if count > 0:
                 wants = (self._want(work),) if start + count == length else ()
-                allowed = _mask(work, []) if wants else b""
+                allowed = mask_behind(work, []) if wants else b""
                 feeds.append((work, Feed(work.seq.wire.slot, start, count, work.feed.new, wants, allowed=allowed)))
                 work.feed.new = ()
                 room -= count
@@ -137,32 +133,7 @@ def append_drawn(answer: Answer, chain: Chain) -> bool:
     return True
 
 
-def draw_from_rows(work: Fed, row: bytes, chain: Chain) -> bool:
-    """A token drawn here from whole rows of logits: for the rejection rule, and with it what it was drawn from; else as the
-    target will draw it. False: there is none.
-
-    q is held to the grammar as p is: to take a token off after it was drawn would make q another distribution.
-    """
-    mask = _mask(work, chain.tokens)
-    if not mask and work.seq.decode.constraint is not None:
-        return False
-    logits = torch.from_numpy(np.frombuffer(row, dtype="<f4").copy())
-    spec = row_spec(work.request, work.seq, list(chain.tokens), mask)
-    if not work.request.params.rejects:
-        params = work.request.params.replace(logprobs=0, logprobs_mode="processed")
-        noise = key(work.request.seed, work.seq.decode.index)
-        (result,) = sample(logits[None], [replace(spec, params=params, keys=[noise], purpose=Purpose.TARGET)])
-        return append_drawn(Drawn(tuple(result.tokens), logprobs=tuple(result.logprobs)), chain)
-    found = draw_draft(logits, spec)
-    if found is not None:
-        token, q = found
-        chain.tokens.append(token)
-        chain.q.append(q.numpy().astype("<f4").tobytes())
-        chain.log_prob += math.log(max(float(q[token]), 1e-30))
-    return found is not None
-
-
-def _mask(work: Fed, chain: list[int]) -> bytes:
+def mask_behind(work: Fed, chain: list[int]) -> bytes:
     """What may follow a chain where the output is held to a grammar; empty where it is not, or where nothing may."""
     if work.seq.decode.constraint is None:
         return b""
@@ -177,7 +148,7 @@ def _next(work: Fed, chain: list[int], want: AnyWant) -> Feed:
     feed = Feed(
         work.seq.wire.slot, len(work.seq.tokens) + len(chain) - 1, 0, (), (want,), nodes=tuple(chain[-1:]), parents=(-1,)
     )
-    feed.allowed = _mask(work, chain)
+    feed.allowed = mask_behind(work, chain)
     return feed
 
 

@@ -1,9 +1,10 @@
 """Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target."""
 
+from headrace.data.late import late
 from headrace.data.plan import Answer, Each, Feed, LogitRow, Logits, Sample, Where
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
-from headrace.drafting.draft_model import Chain, append_drawn, draw_from_rows, settle
+from headrace.drafting.draft_model import Chain, append_drawn, settle
 
 
 class TrainedHeads:
@@ -52,7 +53,10 @@ class TrainedHeads:
     def _chain(self, work: Fed, answer: Answer) -> Chain:
         chain = Chain()
         for one in answer.answers if isinstance(answer, Each) else ():
-            going = draw_from_rows(work, one.row, chain) if isinstance(one, LogitRow) else append_drawn(one, chain)
+            going = self._draw(work, one.row, chain) if isinstance(one, LogitRow) else append_drawn(one, chain)
             if not going or chain.likely < self.least or chain.tokens[-1] in work.request.stop_ids:
                 break
         return chain
+
+    def _draw(self, work: Fed, row: bytes, chain: Chain) -> bool:
+        return bool(late("headrace.drafting.rows", "draw_from_rows")(work, row, chain))

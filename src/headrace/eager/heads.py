@@ -27,4 +27,4 @@ class EagerHeads(EagerProgram):
         assert rows is not None, "heads begin with hidden rows"
         if self.inputs.chains:
             rows = enter(self.inputs.tensors, self.target.model.embed(ctx), rows)
-        return rows.to(next(self.model.parameters()).dtype)
+        return rows.to(self._weight.dtype)

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from headrace.data.plan import NewSlot, StepPlan
+from headrace.eager.kept import EagerKept
 from headrace.eager.live import EagerLive
 from headrace.eager.play import play
 from headrace.eager.step import EagerStep
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
-from headrace.runner.kept import Kept
 from headrace.runner.program import InputRows
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
@@ -76,14 +76,18 @@ class EagerProgram:
         x: torch.Tensor = self.model.final(hidden)
         return x
 
+    def on_host(self, rows: torch.Tensor) -> np.ndarray:
+        numbers: np.ndarray = rows.double().cpu().numpy()
+        return numbers
+
     @torch.inference_mode()
     def rearrange(self, plan: StepPlan) -> None:
         self.pool.move([(source, to) for _, source, to in plan.moves])
         self.pool.copy_blocks([(source, to) for _, source, to in plan.copies])
 
-    def kept(self) -> Kept:
+    def kept(self) -> EagerKept:
         sizes = self.pool.num_blocks, self.pool.block_size, self.config.hidden_size
-        return Kept(*sizes, self._weight.dtype, self._weight.device)
+        return EagerKept(*sizes, self._weight.dtype, self._weight.device)
 
     def kv_bytes(self) -> int:
         return self.pool.bytes

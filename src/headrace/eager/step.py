@@ -30,11 +30,11 @@ from headrace.data.plan import (
 )
 from headrace.eager.live import EagerLive
 from headrace.ops.contrast import contrast
+from headrace.ops.keys import Purpose, key, round_key
 from headrace.ops.logprobs import best_tokens, token_logprobs
-from headrace.ops.noise import Purpose, key
 from headrace.ops.penalties import TokenCounts, ban, check_mask, mask
 from headrace.ops.processing import permitted
-from headrace.ops.rejection import draw_draft, round_key, verify
+from headrace.ops.rejection import draw_draft, verify
 from headrace.ops.sampling import RowResult, RowSpec, process, sample
 from headrace.ops.trees import child, paths
 from headrace.runner.wants import BROKEN_LOGITS, NOTHING_MAY_COME, add_live, logit_rows, named_rows

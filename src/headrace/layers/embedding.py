@@ -1,9 +1,7 @@
 """Embedding: a table of rows by id. Tied models use the same table as the head's linear."""
 
-import torch
-
-from headrace.layers.holder import Holder, ParamSpec
-from headrace.layers.linear import DENSE, LinearMethod
+from headrace.layers.holder import Holder, ParamSpec, Tensor
+from headrace.layers.linear import LinearMethod
 
 
 class Embedding(Holder):
@@ -12,15 +10,14 @@ class Embedding(Holder):
     `rows` says what its rows are ("vocab"; None: what every rank of a parallel run has whole).
     """
 
-    weight: torch.nn.Parameter
+    weight: Tensor
 
     def __init__(self, count: int, width: int, rows: str | None = None) -> None:
-        super().__init__()
         self.count = count
         self.width = width
         self.rows = rows
-        self.method: LinearMethod = DENSE
-        self.bias: torch.nn.Parameter | None = None
+        self.method: LinearMethod | None = None
+        self.bias: Tensor | None = None
 
     def params(self) -> dict[str, ParamSpec]:
         return {"weight": ParamSpec((("", self.count),), (self.width,), rows=self.rows)}

@@ -3,45 +3,27 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
-from torch.nn import functional
-
-from headrace.layers.holder import Holder, ParamSpec
+from headrace.layers.holder import Allocator, Holder, ParamSpec, Tensor
 
 
 class LinearMethod(Protocol):
-    """One object serves many layers; what a layer needs is put on the layer.
+    """How weights are stored and multiplied where that is not densely: one object serves many layers; what a layer needs is put
+    on the layer.
 
     The loader calls `create`, fills `layer.weight`, then calls `finish`; the op `linear` calls `apply` at every step.
     """
 
-    def create(self, layer: Any, n_in: int, n_out: int, dtype: torch.dtype) -> None:
-        """Allocate `layer.weight` [n_out, n_in] on the current default device, to be filled by the loader."""
+    def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
+        """Allocate `layer.weight` [n_out, n_in], to be filled by the loader."""
         ...
 
     def finish(self, layer: Any) -> None:
         """Everything is filled: repack or quantise, and drop what is no longer needed."""
         ...
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, n_in] -> [n, n_out], in x's dtype."""
         ...
-
-
-class Dense:
-    """LinearMethod of unquantised weights."""
-
-    def create(self, layer: Any, n_in: int, n_out: int, dtype: torch.dtype) -> None:
-        layer.weight = torch.nn.Parameter(torch.empty(n_out, n_in, dtype=dtype), requires_grad=False)
-
-    def finish(self, layer: Any) -> None:
-        pass
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(x, layer.weight, bias)
-
-
-DENSE = Dense()
 
 
 class Linear(Holder):
@@ -61,7 +43,6 @@ class Linear(Holder):
         rows: str | None = None,
         columns: str | None = None,
     ) -> None:
-        super().__init__()
         self.n_in = n_in
         self.parts = tuple({"": parts}.items() if isinstance(parts, int) else parts.items())
         self.sizes = tuple(rows for _, rows in self.parts)
@@ -70,8 +51,8 @@ class Linear(Holder):
         self.rows = rows
         self.columns = columns
         self.has_bias = bias
-        self.method: LinearMethod = DENSE
-        self.bias: torch.nn.Parameter | None = None
+        self.method: LinearMethod | None = None
+        self.bias: Tensor | None = None
 
     def params(self) -> dict[str, ParamSpec]:
         specs = {"weight": ParamSpec(self.parts, (self.n_in,), rows=self.rows, columns=self.columns)}
@@ -79,10 +60,13 @@ class Linear(Holder):
             specs["bias"] = ParamSpec(self.parts, rows=self.rows)
         return specs
 
-    def create(self, dtype: torch.dtype) -> None:
-        self.method.create(self, self.n_in, self.n_out, dtype)
-        if self.has_bias:
-            self.allocate("bias", self.params()["bias"], dtype)
+    def create(self, allocator: Allocator) -> None:
+        if self.method is None:
+            super().create(allocator)
+        else:
+            self.method.create(self, self.n_in, self.n_out, allocator)
+            self.bias = allocator.empty((self.n_out,)) if self.has_bias else None
 
     def finish(self) -> None:
-        self.method.finish(self)
+        if self.method is not None:
+            self.method.finish(self)

@@ -1,22 +1,19 @@
 """Norm: the weights of an RMSNorm or LayerNorm."""
 
-import torch
-
-from headrace.layers.holder import Holder, ParamSpec
+from headrace.layers.holder import Holder, ParamSpec, Tensor
 
 
 class Norm(Holder):
     """`weight` [width] is what is multiplied (gemma's 1 + w), kept in float32 or wider; `kind` is rms or layer."""
 
-    weight: torch.nn.Parameter
+    weight: Tensor
 
     def __init__(self, width: int, eps: float, kind: str = "rms", bias: bool = False) -> None:
-        super().__init__()
         self.width = width
         self.eps = eps
         self.kind = kind
         self.has_bias = bias
-        self.bias: torch.nn.Parameter | None = None
+        self.bias: Tensor | None = None
 
     def params(self) -> dict[str, ParamSpec]:
         spec = ParamSpec((("", self.width),), exact=True)

@@ -1,28 +1,24 @@
 """Model: what every architecture offers. Runners execute segments of it: embed, layers a to b, head of some rows."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from headrace.data.config import ModelConfig
-from headrace.layers.holder import Holder
+from headrace.layers.holder import Group
 from headrace.ops.vocabulary import norm
 
 Value = Any  # a tensor, or whatever a recorder passes through a model file
 
 
-class Model(torch.nn.Module):
+class Model(Group):
     """A decoder as pure functions of values. `layers` holds one group of weights per layer.
 
     A new model is a description: it has no tensors until each holder is created and filled (weights.loader does both).
     """
 
-    layers: Any  # a ModuleList of the file's own Block
+    layers: Any  # a list of the file's own Block
     norm: Any  # the Norm before the head
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
         self.config = config
 
     def embed(self, ctx: Any) -> Value:
@@ -41,7 +37,7 @@ class Model(torch.nn.Module):
         """Rows after the last layer -> the rows that embeddings are pooled from: normed as the head's are."""
         return norm(x, self.norm)
 
-    def forward(self, ctx: Any) -> Value:
+    def __call__(self, ctx: Any) -> Value:
         """Logits of every row of the step: all segments in a row (tests and scoring; runners pick rows before `head`)."""
         x = self.embed(ctx)
         for i in range(self.config.num_layers):
@@ -52,9 +48,3 @@ class Model(torch.nn.Module):
     def num_parameters(self) -> int:
         """Numbers the model has, filled or not; a tied head counts once."""
         return sum(spec.elements for _, holder in self.holders() for spec in holder.params().values())
-
-    def holders(self) -> Iterator[tuple[str, Holder]]:
-        """Everything that owns weights, by path ("layers.3.qkv"); what is shared (a tied head) comes once."""
-        for path, module in self.named_modules():
-            if isinstance(module, Holder):
-                yield path, module

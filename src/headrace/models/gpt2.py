@@ -2,19 +2,17 @@
 
 from typing import Any
 
-from torch.nn import Module, ModuleList
-
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.layers.embedding import Embedding
+from headrace.layers.holder import Group
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.models.base import Model, Value
 from headrace.ops.vocabulary import act, attention, embed, head, linear, norm, residual, tap
 
 
-class Block(Module):
+class Block(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
-        super().__init__()
         self.attn_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=True, split=True, rows="heads")
         self.out = Linear(layer.q_size, c.hidden_size, bias=True, columns="heads")
@@ -28,7 +26,7 @@ class GPT2(Model):
         super().__init__(config)
         self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
         self.positions = Embedding(config.max_position, config.hidden_size)
-        self.layers = ModuleList(Block(config, layer) for layer in config.layers)
+        self.layers = [Block(config, layer) for layer in config.layers]
         self.norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
         self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torch.nn import Module, ModuleList
-
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.layers.embedding import Embedding
+from headrace.layers.holder import Group
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.layers.rotary import rotaries
@@ -13,9 +12,8 @@ from headrace.models.base import Model, Value
 from headrace.ops.vocabulary import act_mul, attention, embed, head, linear, norm, residual, tap
 
 
-class Block(Module):
+class Block(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
-        super().__init__()
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=c.qkv_bias, split=True, rows="heads")
         self.q_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
@@ -31,7 +29,7 @@ class Llama(Model):
         super().__init__(config)
         self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
         self.ropes = rotaries(config)
-        self.layers = ModuleList(Block(config, layer) for layer in config.layers)
+        self.layers = [Block(config, layer) for layer in config.layers]
         self.norm = Norm(config.hidden_size, config.norm_eps)
         self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 

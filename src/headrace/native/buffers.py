@@ -67,6 +67,5 @@ class Ropes:
         if rope is None:
             return -1
         if id(rope) not in self._numbers:
-            rope.create(None)
-            self._numbers[id(rope)] = self._program.rope(rope.inv_freq.tolist(), self._positions, rope.interleaved)
+            self._numbers[id(rope)] = self._program.rope(rope.frequencies.tolist(), self._positions, rope.interleaved)
         return self._numbers[id(rope)]

@@ -9,7 +9,6 @@ import math
 import numpy as np
 
 from headrace.data.config import ModelConfig
-from headrace.layers.rotary import frequencies
 from headrace.native.weights import PackedWeights
 from headrace.runner.record import Node, Segment
 
@@ -24,7 +23,7 @@ def k_shift(segment: Segment, node: Node, weights: PackedWeights, config: ModelC
     bias = _bias(segment, node.inputs["k"], weights)
     if bias is None or rope is None or any(settings[name] is not None for name in ("k_norm", "softcap", "sinks")):
         return None
-    still = frequencies(rope.config, rope.dim).numpy() * config.max_position <= TURN
+    still = rope.frequencies * config.max_position <= TURN
     pairs = np.repeat(still, 2) if rope.interleaved else np.tile(still, 2)
     head_dim = config.layers[settings["layer"]].head_dim
     kept = np.zeros(head_dim, bool)

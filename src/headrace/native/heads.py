@@ -1,10 +1,12 @@
 """Trained heads on the native core: rows that heads without a feature layer begin with are made here, all else in the core."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.data.plan import Feed
 from headrace.models.registry import describe
 from headrace.native import core
 from headrace.native.buffers import HIDDEN, Buffers, Ropes
@@ -12,6 +14,8 @@ from headrace.native.lowering import FUSIONS, Lowered, Lowering
 from headrace.native.program import NativeProgram
 from headrace.native.threads import thread_pool
 from headrace.runner.heads import UNIT_EPS, HeadInputs, Heads, HeadsSource, heads_config
+from headrace.runner.kept import Kept
+from headrace.runner.program import AnyLive
 from headrace.runner.record import record
 from headrace.weights.kinds import FLOATS
 from headrace.weights.source import WeightSource
@@ -25,6 +29,11 @@ class PackedInputs(HeadInputs):
         self.target = target
         self._pool, self._arena = pool, core().Arena()
         self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
+
+    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> np.ndarray:
+        """As the core takes them."""
+        rows: np.ndarray = super().rows(feeds, slots, features).numpy()
+        return rows
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(core().linear(self._packed[name], x.contiguous().numpy(), self._pool))

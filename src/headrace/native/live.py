@@ -9,7 +9,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot
 from headrace.native import core
 from headrace.native.sampling import sample_params
-from headrace.ops.noise import Key, key
+from headrace.ops.keys import Key, key
 
 
 @dataclass(slots=True)

@@ -1,23 +1,23 @@
 """The native back end: a model made ready for the C++ core, which runs a step in one call."""
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
+from headrace.native.kept import NativeKept
 from headrace.native.live import NativeLive
 from headrace.native.lowering import FUSIONS, Lowered, lower
 from headrace.native.step import NativeStep
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
-from headrace.runner.kept import Kept
 from headrace.runner.program import InputRows
 from headrace.runner.record import record
 from headrace.runner.span import Span
@@ -96,17 +96,17 @@ class NativeProgram:
         return NativeLive.of(new)
 
     def step(self) -> NativeStep:
-        if torch.get_num_threads() != 1:
-            torch.set_num_threads(1)  # torch's threads would spin on the cores of ours
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # its threads would spin on the cores of ours
         self._step.clear()
         return self._step
 
-    def run(self, step: NativeStep, span: Span, rows: torch.Tensor | None = None, keep: bool = False) -> np.ndarray | None:
+    def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
         """Rows [n, hidden] after the last layer, if they are to be kept."""
-        begins = None if rows is None else rows.numpy()
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (0, span.layers or -1)
-        self.core.run(step.core, hidden=begins, hidden_out=hidden, layers=layers, skips=list(span.skips))
+        self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips))
         return hidden
 
     def final(self, hidden: np.ndarray) -> np.ndarray:
@@ -115,14 +115,17 @@ class NativeProgram:
         normed: np.ndarray = core().norm(np.ascontiguousarray(hidden), *self._norm)
         return normed
 
+    def on_host(self, rows: np.ndarray) -> np.ndarray:
+        return rows.astype(np.float64)
+
     def rearrange(self, plan: StepPlan) -> None:
         if plan.moves:
             self.kv.move([(source, to) for _, source, to in plan.moves])
         if plan.copies:
             self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
 
-    def kept(self) -> Kept:
-        return Kept(*self._sizes, self.config.hidden_size)
+    def kept(self) -> NativeKept:
+        return NativeKept(*self._sizes, self.config.hidden_size)
 
     def kv_bytes(self) -> int:
         return int(self.kv.bytes)

@@ -27,7 +27,7 @@ from headrace.data.plan import (
 )
 from headrace.native import core
 from headrace.native.live import NativeLive
-from headrace.ops.rejection import round_key
+from headrace.ops.keys import round_key
 from headrace.runner.wants import add_live, logit_rows, named_rows
 
 Asked = tuple[AnyWant, Any, Any]  # a want, where its answer will be, and that among what goes on

@@ -12,20 +12,21 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import torch
 
 from headrace.layers.embedding import Embedding
 from headrace.layers.holder import Holder
 from headrace.models.base import Model
 from headrace.native import core
+from headrace.weights.dequant import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
-from headrace.weights.loader import WeightPart, plan, read_part
+from headrace.weights.parts import WeightPart, plan
+from headrace.weights.progress import Progress, Silent
 from headrace.weights.source import WeightError, WeightSource
 
 log = logging.getLogger("headrace")
 
 QUANTIZE = ("", "int8", "int4")
-PACKED_AT_ONCE = 512 << 20  # bytes: about half a second, in which Python does not see a Ctrl-C
+PACKED_AT_ONCE = 64 << 20  # bytes: a moment in which Python does not see a Ctrl-C, and nobody is told anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,15 @@ class PackedWeights:
         """Memory of everything laid out so far."""
         return int(self.arena.used)
 
-    def pack(self) -> None:
-        """Fill what was laid out since the last call, on all threads and mostly without Python's lock. Raises WeightError on
-        values that are not finite."""
+    def pack(self, progress: Progress | None = None) -> None:
+        """Fill what was laid out since the last call, on all threads and mostly without Python's lock; `progress` is told of
+        tensors. Raises WeightError on values that are not finite."""
+        told, left = progress or Silent(), self._packer.waiting
+        if left:
+            told.start(f"packing {self.source.path.name}", left, unit="tensors")
         while self._packer.waiting:
+            told.advance(left - self._packer.waiting)
+            left = self._packer.waiting
             for number in self._packer.run(self._pool, PACKED_AT_ONCE):
                 raise WeightError(
                     f"{self.source.path}: tensor {self._packed[number].source!r} has values that are NaN or infinite; "
@@ -190,7 +196,13 @@ class PackedWeights:
         return [self._floats(part) for part in self._parts(holder, "bias")]
 
     def _floats(self, part: WeightPart) -> np.ndarray:
-        return read_part(part, self.source, torch.float32).reshape(-1).numpy()
+        return self._numbers(part).reshape(-1)
+
+    def _numbers(self, part: WeightPart) -> np.ndarray:
+        """A part as float32 [n, ...], contiguous. Raises WeightError where its tensor holds NaN or infinities."""
+        values = read_floats(self.source, part.source)
+        check_finite(values, np.float32, part.source, self.source)
+        return np.ascontiguousarray(part.take(values))
 
     def _form(self, part: WeightPart) -> str:
         return "bf16" if self.source.info(part.source).kind in FLOATS and not self.quantize else "a8"
@@ -212,8 +224,7 @@ class PackedWeights:
         """Rows [n, row bytes], their kind, the order to take them in (None: as they stand), whether they lie in a file."""
         kind = self.source.info(part.source).kind
         if self._read(part):
-            dense = read_part(part, self.source, torch.float32).contiguous()
-            return dense.numpy().view(np.uint8), "F32", None, False
+            return self._numbers(part).view(np.uint8), "F32", None, False
         rows = self.source.raw(part.source)
         if part.rows is not None:
             rows = rows[part.rows[0] : part.rows[1]]

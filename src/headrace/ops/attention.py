@@ -2,15 +2,16 @@
 
 import torch
 
+from headrace.ops import vocabulary
 from headrace.ops.cases import attention_cases
 from headrace.ops.context import Context
+from headrace.ops.dtypes import TOLERANCE, accumulator
 from headrace.ops.elementwise import normalise
 from headrace.ops.paging import groups
-from headrace.ops.registry import accumulator, op
 from headrace.ops.weights import EmbeddingWeights, NormWeights, RopeWeights
 
 
-@op(inputs=attention_cases)
+@vocabulary.attention.body(attention_cases, TOLERANCE)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,7 +11,8 @@ from torch.nn import functional
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops.context import Context, FeedRows, build
-from headrace.ops.registry import Case, accumulator
+from headrace.ops.dtypes import accumulator
+from headrace.ops.registry import Case
 
 
 class Draw:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from headrace.ops import vocabulary
 from headrace.ops.cases import activation_cases, gated_cases, norm_cases, residual_cases, tap_cases
 from headrace.ops.context import Context
-from headrace.ops.registry import accumulator, op
+from headrace.ops.dtypes import TOLERANCE, accumulator
 from headrace.ops.weights import NormWeights
 
 
@@ -20,13 +21,13 @@ def normalise(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + w.eps) * w.weight.to(x.dtype)
 
 
-@op(inputs=norm_cases)
+@vocabulary.norm.body(norm_cases, TOLERANCE)
 def norm(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm of x [n, width], by w.kind; rounded to x's dtype once, at the end."""
     return normalise(x, w).to(x.dtype)
 
 
-@op(inputs=residual_cases)
+@vocabulary.residual.body(residual_cases, TOLERANCE)
 def residual(x: torch.Tensor, y: torch.Tensor, post_norm: NormWeights | None = None) -> torch.Tensor:
     """x + y, or x + norm(y) where the architecture normalises a branch before it joins."""
     return x + (y if post_norm is None else normalise(y, post_norm).to(x.dtype))
@@ -44,20 +45,20 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@op(inputs=activation_cases)
+@vocabulary.act.body(activation_cases, TOLERANCE)
 def act(x: torch.Tensor, kind: str) -> torch.Tensor:
     """`kind` (silu | gelu | gelu_tanh | relu) of every value of x [n, width], computed in the accumulator type."""
     return FUNCTIONS[kind](x.to(accumulator(x.dtype))).to(x.dtype)
 
 
-@op(inputs=gated_cases)
+@vocabulary.act_mul.body(gated_cases, TOLERANCE)
 def act_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     """kind(gate) * up for gate_up [n, 2 * width] = gate beside up -> [n, width] (GLU variants, Shazeer 2020)."""
     gate, up = gate_up.to(accumulator(gate_up.dtype)).chunk(2, dim=-1)
     return (FUNCTIONS[kind](gate) * up).to(gate_up.dtype)
 
 
-@op(inputs=tap_cases)
+@vocabulary.tap.body(tap_cases, TOLERANCE)
 def tap(x: torch.Tensor, name: str, ctx: Context) -> torch.Tensor:
     """x unchanged; where the step asked for `name` (ctx.taps has the key) it is kept there."""
     if name in ctx.taps:

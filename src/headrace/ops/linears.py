@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+from headrace.ops import vocabulary
 from headrace.ops.cases import embed_cases, head_cases, linear_cases
-from headrace.ops.registry import accumulator, op
+from headrace.ops.dtypes import TOLERANCE, accumulator
 from headrace.ops.weights import EmbeddingWeights, HeadWeights, LinearWeights
 
 
-@op(inputs=embed_cases)
+@vocabulary.embed.body(embed_cases, TOLERANCE)
 def embed(
     ids: torch.Tensor,
     w: EmbeddingWeights,
@@ -27,21 +29,26 @@ def embed(
     return x
 
 
-@op(inputs=linear_cases)
+@vocabulary.linear.body(linear_cases, TOLERANCE)
 def linear(x: torch.Tensor, w: LinearWeights, ctx: Any) -> Any:
     """x [n, n_in] times all parts of w at once, plus bias: [n, n_out], or one value per part where w.split. `ctx` is the step
     whose rows they are: an implementation may do more for some of them."""
-    y = w.method.apply(w, x, w.bias)
+    y = product(x, w)
     return y.split(w.sizes, dim=-1) if w.split else y
 
 
-@op(inputs=head_cases)
+@vocabulary.head.body(head_cases, TOLERANCE)
 def head(x: torch.Tensor, w: HeadWeights, scale: float = 1.0, softcap: float | None = None) -> torch.Tensor:
     """Logits of rows x [r, hidden] -> [r, vocabulary] in the accumulator type (float32, or float64 of float64 models).
 
     `softcap` c bends them to c * tanh(logits / c) (Gemma 2).
     """
-    logits = w.method.apply(w, x, w.bias).to(accumulator(x.dtype))
+    logits = product(x, w).to(accumulator(x.dtype))
     if scale != 1.0:
         logits = logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def product(x: torch.Tensor, w: HeadWeights) -> torch.Tensor:
+    """x times the rows of w, plus bias: densely, or as w's own method has it."""
+    return functional.linear(x, w.weight, w.bias) if w.method is None else w.method.apply(w, x, w.bias)

@@ -6,13 +6,10 @@ Gumbel value through float32 additions, subtractions and multiplications in a fi
 anything here changes every seeded output. `reference_*` are the numpy oracle, the rest is torch on any device.
 """
 
-import enum
-import hashlib
-
 import numpy as np
 import torch
 
-Key = tuple[int, int]
+from headrace.ops.keys import Key, Purpose
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -40,30 +37,6 @@ SQRT_HALF_BITS = 0x3F3504F3
 
 GUMBEL_MIN, GUMBEL_MAX = -3.13, 22.88
 REACH = 26.01  # GUMBEL_MAX - GUMBEL_MIN: a token whose logit is further below the best cannot win
-
-
-class Purpose(enum.IntEnum):
-    """The independent streams of one key. Every use of noise in Headrace has its number here."""
-
-    TARGET = 0  # sampling the target, and drafters that share its noise
-    DRAFT = 1  # draft sampling under the rejection rule
-    ACCEPT = 2  # the acceptance test
-    RESIDUAL = 3  # the draw from the residual
-    COIN = 4  # samplers that toss coins of their own: the word of token id 0 is XTC's
-
-
-def key(seed: int, child: int = 0) -> Key:
-    """The two 32-bit key words of child `child` of a request seeded with `seed`; a single run is child 0.
-
-    Raises ValueError for a seed outside 0 .. 2**64 - 1 or a child outside 0 .. 2**32 - 1.
-    """
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be between 0 and 2**64 - 1, not {seed}")
-    if not 0 <= child < 2**32:
-        raise ValueError(f"child must be between 0 and 2**32 - 1, not {child}")
-    message = seed.to_bytes(8, "little") + child.to_bytes(4, "little")
-    digest = hashlib.blake2b(message, digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def coins(keys: torch.Tensor, positions: torch.Tensor, purpose: int = Purpose.COIN) -> torch.Tensor:

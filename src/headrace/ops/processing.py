@@ -14,7 +14,8 @@ import torch
 
 from headrace.data.params import SamplingParams
 from headrace.ops import filters, penalties
-from headrace.ops.noise import Key, Purpose, coins
+from headrace.ops.keys import Key, Purpose
+from headrace.ops.noise import coins
 from headrace.ops.penalties import TokenCounts
 
 

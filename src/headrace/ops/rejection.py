@@ -15,16 +15,10 @@ import numpy as np
 import torch
 
 from headrace.data.types import Request, Sequence
-from headrace.ops.noise import Key, Purpose, coins, gumbel_at, key
+from headrace.ops.keys import Purpose, round_key
+from headrace.ops.noise import coins, gumbel_at
 from headrace.ops.processing import RowSpec
 from headrace.ops.sampling import draw, process
-
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring rounds get seeds far apart
-
-
-def round_key(seed: int, known: int, child: int) -> Key:
-    """The noise key of the round that begins after so many known tokens."""
-    return key((seed + known * GOLDEN) % 2**64, child)
 
 
 def row_spec(request: Request, seq: Sequence, path: list[int], mask: bytes = b"") -> RowSpec:

@@ -12,8 +12,9 @@ import torch
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.ops import filters
+from headrace.ops.keys import Purpose
 from headrace.ops.logprobs import token_logprobs
-from headrace.ops.noise import Purpose, gumbel_at
+from headrace.ops.noise import gumbel_at
 from headrace.ops.processing import RowSpec, allowed_surprise, check_ids, needs, run_stages
 
 __all__ = ["RowResult", "RowSpec", "draw", "process", "sample"]

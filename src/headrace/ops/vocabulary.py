@@ -1,7 +1,71 @@
-"""The whole vocabulary of model files. A model file uses these on values and nothing else, so that it can also be recorded."""
+"""The whole vocabulary of model files. A model file uses these on values and nothing else, so that it can also be recorded.
 
-from headrace.ops.attention import attention
-from headrace.ops.elementwise import act, act_mul, norm, residual, tap
-from headrace.ops.linears import embed, head, linear
+Here ops are declared: their names and parameters. What they mean is what their torch bodies do, in the modules named. `w` is a
+holder of weights (`ops.weights`), `ctx` the step.
+"""
+
+from typing import Any
+
+from headrace.ops.registry import declare
 
 __all__ = ["act", "act_mul", "attention", "embed", "head", "linear", "norm", "residual", "tap"]
+
+
+@declare("headrace.ops.elementwise")
+def norm(x: Any, w: Any) -> Any:
+    """RMSNorm or LayerNorm of x [n, width], by w.kind."""
+
+
+@declare("headrace.ops.elementwise")
+def residual(x: Any, y: Any, post_norm: Any = None) -> Any:
+    """x + y, or x + norm(y)."""
+
+
+@declare("headrace.ops.elementwise")
+def act(x: Any, kind: str) -> Any:
+    """`kind` (silu | gelu | gelu_tanh | relu) of every value of x [n, width]."""
+
+
+@declare("headrace.ops.elementwise")
+def act_mul(gate_up: Any, kind: str) -> Any:
+    """kind(gate) * up for gate_up [n, 2 * width] = gate beside up -> [n, width]."""
+
+
+@declare("headrace.ops.elementwise")
+def tap(x: Any, name: str, ctx: Any) -> Any:
+    """x unchanged; kept where the step asked for `name`."""
+
+
+@declare("headrace.ops.linears")
+def embed(ids: Any, w: Any, scale: float = 1.0, pos: Any = None, positions: Any = None) -> Any:
+    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus learned positions."""
+
+
+@declare("headrace.ops.linears")
+def linear(x: Any, w: Any, ctx: Any) -> Any:
+    """x [n, n_in] times all parts of w at once, plus bias: [n, n_out], or one value per part where w.split."""
+
+
+@declare("headrace.ops.linears")
+def head(x: Any, w: Any, scale: float = 1.0, softcap: float | None = None) -> Any:
+    """Logits of rows x [r, hidden] -> [r, vocabulary]."""
+
+
+@declare("headrace.ops.attention")
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    ctx: Any,
+    layer: int,
+    rope: Any = None,
+    q_norm: Any = None,
+    k_norm: Any = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    causal: bool = True,
+    source: str | None = None,
+) -> Any:
+    """softmax(q kᵀ · scale) v over the paged pool, of q [n, heads * head_dim] and k, v [n, kv_heads * head_dim]."""

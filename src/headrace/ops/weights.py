@@ -13,15 +13,22 @@ class Multiplies(Protocol):
         ...
 
 
-class LinearWeights(Protocol):
+class HeadWeights(Protocol):
     @property
-    def method(self) -> Multiplies: ...
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """[n_out]"""
+    def weight(self) -> torch.Tensor:
+        """[n_out, n_in]"""
         ...
 
+    @property
+    def method(self) -> Multiplies | None:
+        """None: densely."""
+        ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+
+class LinearWeights(HeadWeights, Protocol):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each part; their sum is n_out."""
@@ -31,14 +38,6 @@ class LinearWeights(Protocol):
     def split(self) -> bool:
         """Whether the parts come back as separate values."""
         ...
-
-
-class HeadWeights(Protocol):
-    @property
-    def method(self) -> Multiplies: ...
-
-    @property
-    def bias(self) -> torch.Tensor | None: ...
 
 
 class EmbeddingWeights(Protocol):

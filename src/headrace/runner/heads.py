@@ -10,7 +10,7 @@ which they may have a part: the tokens they choose from.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from headrace.data.plan import Feed
 from headrace.models.registry import describe
 from headrace.runner.kept import Kept
 from headrace.runner.program import AnyLive
-from headrace.weights.loader import plan
+from headrace.weights.parts import plan
 from headrace.weights.source import TensorInfo, WeightSource
 
 HEADS, FEATURE = "heads", "feature"
@@ -150,7 +150,7 @@ class HeadInputs:
         self.tensors = {name: x.float() for name, x in heads.tensors.items() if not name.startswith(LAYER)}
         self._tips: dict[int, torch.Tensor] = {}  # by slot: the row that the feature layer left last
 
-    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> torch.Tensor:
+    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> Any:
         """Rows [n, hidden] for the feeds: those before their tokens, or what each head makes of the last of these."""
         if self.chains:
             rows = [self._before(slots[feed.slot], feed, feed.count, features) for feed in feeds]
@@ -177,6 +177,6 @@ class HeadInputs:
         if start >= len(live):
             return self._tips[feed.slot]
         if start > 0:
-            return features.read(live.table, start - 1, start + count - 1)
-        rows = features.read(live.table, 0, count - 1)
+            return torch.as_tensor(features.read(live.table, start - 1, start + count - 1))
+        rows = torch.as_tensor(features.read(live.table, 0, count - 1))
         return torch.cat((rows.new_zeros(1, rows.shape[1]), rows))

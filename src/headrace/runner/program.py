@@ -6,6 +6,8 @@ Live sequences and hidden rows are the back end's own (numpy, tensors); the runn
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from headrace.data.config import ModelConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Answers, Feed, NewSlot, StepPlan
@@ -84,6 +86,9 @@ class Program(Protocol):
 
     def final(self, hidden: Any) -> Any:
         """Hidden rows after the norm that is between them and the head."""
+
+    def on_host(self, rows: Any) -> np.ndarray:
+        """Hidden rows as float64."""
 
     def rearrange(self, plan: StepPlan) -> None:
         """Carry out the plan's moves and copies in the pool."""

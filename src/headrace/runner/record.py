@@ -3,7 +3,6 @@
 The recorder knows no back end; what is fused, and how, is the business of whoever reads the recording.
 """
 
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +35,7 @@ class Segment:
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append an op; returns the symbol of its result, or one for each part of a split linear."""
-        bound = inspect.signature(OPS[name].reference).bind(*args, **kwargs)
+        bound = OPS[name].signature.bind(*args, **kwargs)
         bound.apply_defaults()
         inputs = {key: value.number for key, value in bound.arguments.items() if isinstance(value, Value)}
         settings = {key: value for key, value in bound.arguments.items() if not isinstance(value, Value | SymbolicContext)}

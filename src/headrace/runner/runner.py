@@ -8,9 +8,9 @@ pools; a companion's plan carries feeds only.
 from collections.abc import Sequence
 
 import msgspec
-import torch
 
 from headrace.data.plan import FEATURES, HIDDEN, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
+from headrace.runner.kept import Rows
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
 from headrace.runner.span import WHOLE, Span
@@ -70,8 +70,7 @@ class Runner:
         if searched:
             self._search(program, feeds, lives, hidden, outputs)
         for number, at, which, want in pools(feeds):
-            row = torch.as_tensor(program.final(hidden[which])).double().cpu().numpy()
-            outputs[number][at] = Pooled(add_rows(want.before, row))
+            outputs[number][at] = Pooled(add_rows(want.before, program.on_host(program.final(hidden[which]))))
         return StepOutput(plan.step, [tuple(answers) for answers in outputs])
 
     def reserve(self, group: str) -> None:
@@ -124,7 +123,7 @@ class Runner:
         self._amateur.run(step, WHOLE)
         return step
 
-    def _keep_features(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], hidden: torch.Tensor) -> None:
+    def _keep_features(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], hidden: Rows) -> None:
         """Keep the rows after the last layer as they are, of all tokens: heads draft from them."""
         end = 0
         for feed, live in zip(feeds, lives, strict=True):
@@ -132,7 +131,7 @@ class Runner:
             self.kept[FEATURES].store(feed, live.table, hidden[start:end])
 
     def _search(
-        self, program: Program, feeds: Sequence[Feed], lives: Sequence[AnyLive], hidden: torch.Tensor, outputs: list[list]
+        self, program: Program, feeds: Sequence[Feed], lives: Sequence[AnyLive], hidden: Rows, outputs: list[list]
     ) -> None:
         """Keep the final hidden states of what contrastive search decodes, of length 1, and say how near to those before them
         come the nodes of wants that ask."""
@@ -141,8 +140,7 @@ class Runner:
             start, end = end, end + feed.count + len(feed.nodes)
             if not live.params.penalty_alpha:
                 continue
-            final = torch.as_tensor(program.final(hidden[start:end]))
-            kept.store(feed, live.table, torch.nn.functional.normalize(final, dim=-1))
+            kept.store(feed, live.table, kept.unit(program.final(hidden[start:end])))
             for want, answer in zip(feed.wants, answers, strict=True):
                 if isinstance(want, Top) and want.closest and isinstance(answer, Each):
                     for one, near in zip(answer.answers, kept.closest(feed, live.table), strict=True):

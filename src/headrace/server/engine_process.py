@@ -196,7 +196,6 @@ def load(message: Load, channel: Channel) -> LLM | None:
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
         return None
     config = llm.engine.config
-    number = str(llm.dtype).removeprefix("torch.")
     channel.send(
         Loaded(
             max_model_len=config.scheduler.max_model_len,
@@ -204,7 +203,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             vocab_size=llm.model_config.vocab_size,
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
-            note=f"{number} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}",
+            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}",
             memory=anonymous_memory() + llm.memory_plan.kv_bytes,
         )
     )

@@ -3,8 +3,6 @@
 import logging
 from dataclasses import dataclass
 
-import torch
-
 from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
@@ -27,7 +25,7 @@ class Started:
     row_invariant: bool
     runner: Runner
     plan: memory.MemoryPlan
-    dtype: torch.dtype
+    dtype: str
 
     @property
     def exactness(self) -> str:

@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.runner.heads import FEATURE, HEADS, Heads, Tensors, shapes
-from headrace.startup.opening import Opened
+from headrace.startup.opening import HEADS_INFO, Opened
 
-INFO, WEIGHTS = "heads.json", "heads.safetensors"
+WEIGHTS = "heads.safetensors"
 VERSION = 1
 EVERY = 97  # of so many tokens one is looked at, to tell vocabularies apart
 MAX_HEADS = 16
@@ -40,19 +40,14 @@ def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | 
     unfinished = folder / f"{WEIGHTS}.part"
     save_file({name: x.detach().contiguous() for name, x in tensors.items()}, unfinished)
     os.replace(unfinished, folder / WEIGHTS)
-    (folder / INFO).write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
-
-
-def is_heads(folder: str | Path | None) -> bool:
-    """Whether a name is that of a folder of heads."""
-    return folder is not None and (Path(folder) / INFO).is_file()
+    (folder / HEADS_INFO).write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
 
 
 def load(folder: str | Path, target: Opened) -> Heads:
     """Heads for a model. Raises ValueError, in one line, where they cannot be read or are another model's."""
     place, c = Path(folder), target.config
     try:
-        info = msgspec.json.decode((place / INFO).read_bytes(), type=Info)
+        info = msgspec.json.decode((place / HEADS_INFO).read_bytes(), type=Info)
         tensors = load_file(place / WEIGHTS)
     except (OSError, msgspec.MsgspecError, SafetensorError) as error:
         raise ValueError(f"{place}: these heads cannot be read ({' '.join(str(error).split())[:200]})") from None

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import torch
-
 from headrace import native
+from headrace.data.late import late
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.models.registry import describe
-from headrace.native.heads import NativeHeads
 from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
 from headrace.native.weights import packed_bytes
 from headrace.startup import memory
@@ -59,7 +57,8 @@ class Native:
         }
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
         for program in programs.values():
-            program.weights.pack()
+            program.weights.pack(recipe.progress)
         if recipe.heads is not None:
-            programs[HEADS] = NativeHeads(recipe.heads, programs[TARGET.name], recipe.target.source, **shared)
-        return Loaded(programs, plan, torch.bfloat16)
+            heads_of = late("headrace.native.heads", "NativeHeads")  # torch: it makes their first products
+            programs[HEADS] = heads_of(recipe.heads, programs[TARGET.name], recipe.target.source, **shared)
+        return Loaded(programs, plan, "bfloat16")

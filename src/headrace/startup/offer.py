@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from headrace.runner.program import Program
 from headrace.startup.memory import MemoryPlan
 from headrace.startup.recipe import Recipe
@@ -17,7 +15,7 @@ class Loaded:
 
     programs: Mapping[str, Program]
     plan: MemoryPlan
-    dtype: torch.dtype
+    dtype: str
 
 
 class Offer(Protocol):

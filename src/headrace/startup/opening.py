@@ -17,6 +17,8 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.progress import Progress
 from headrace.weights.safetensors import SafetensorsFolder
 
+HEADS_INFO = "heads.json"  # what says that a folder holds trained heads
+
 
 @dataclass(frozen=True, slots=True)
 class Words:
@@ -132,6 +134,11 @@ def open_companion(model: str | Path, target: Opened, role: str, progress: Progr
             "choose a smaller model of the same family"
         )
     return opened
+
+
+def is_heads(folder: str | Path | None) -> bool:
+    """Whether a name is that of a folder of trained heads."""
+    return folder is not None and (Path(folder) / HEADS_INFO).is_file()
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

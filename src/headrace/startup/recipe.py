@@ -3,7 +3,7 @@ them. Needs no torch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from headrace.runner.span import Span
 from headrace.startup import memory
 from headrace.startup.opening import Opened
 from headrace.text.frequent import frequent_tokens
+from headrace.weights.progress import Progress, Silent
 
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
@@ -58,10 +59,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Roles in the order of their programs' numbers, the target first, and how they are run."""
+    """Roles in the order of their programs' numbers, the target first, how they are run, and who is told of the loading."""
 
     roles: tuple[Role, ...]
     settings: Settings
+    progress: Progress = field(default_factory=Silent)
 
     @property
     def target(self) -> Opened:

@@ -17,7 +17,8 @@ class FeatureLayer:
         self.config = config
         (self.layer,) = config.layers
         rope = self.layer.rope or RopeConfig()
-        phase = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(rope, rope.dim or self.layer.head_dim)
+        turns = torch.from_numpy(frequencies(rope, rope.dim or self.layer.head_dim))
+        phase = torch.arange(length, dtype=torch.float64)[:, None] * turns
         self.cos, self.sin = phase.cos().float(), phase.sin().float()
         self.passes: list[tuple[torch.Tensor, torch.Tensor]] = []  # k, v [b, heads, t, head_dim] of each
 

@@ -19,7 +19,8 @@ from headrace.runner.heads import FEATURE, HEADS, Tensors, enter, heads_config, 
 from headrace.startup.opening import Opened
 from headrace.training.networks import FeatureLayer, norm, shifted
 from headrace.training.texts import Text
-from headrace.weights.loader import plan, read_part
+from headrace.weights.loader import read_part
+from headrace.weights.parts import plan
 
 WARM = 0.02  # of the time in which the rate of learning rises
 FADING = 0.8  # what a token further ahead counts of the one before it

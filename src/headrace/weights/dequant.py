@@ -3,10 +3,11 @@
 Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import torch
 
 from headrace import native
 from headrace.weights.kinds import KINDS
@@ -14,41 +15,30 @@ from headrace.weights.source import WeightError, WeightSource
 
 CHUNK = 1 << 20  # elements decoded at a time where something is needed beside the result
 
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # read by copying
-
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 Blocks = np.ndarray  # uint8 [n, bytes of a block] -> float32 [n, elements of a block]
 
 
-def read_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A stored tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own. Raises WeightError."""
+def read_floats(source: WeightSource, name: str) -> np.ndarray:
+    """A stored tensor as float32, a copy of its own. Raises WeightError."""
     info = source.info(name)
-    return to_torch(source.raw(name), info.kind, info.shape, dtype)
+    return dequantize(source.raw(name).reshape(-1), info.kind).reshape(info.shape)
 
 
-def to_torch(raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Stored rows `raw` (uint8 [rows, row_bytes]) as a new tensor of `shape`, rounded from float32 to `dtype`.
-
-    Raises WeightError when `dtype` is not a floating type.
-    """
-    if not dtype.is_floating_point:
-        raise WeightError(f"weights are read as floating numbers, not as {dtype}; use float32, bfloat16, float16 or float64")
-    if STORED.get(kind) is dtype:
-        return torch.from_numpy(raw.reshape(-1).copy()).view(dtype).view(shape)
-    out = torch.empty(shape, dtype=dtype)
-    flat, data = out.view(-1), raw.reshape(-1)
-    block, block_bytes = KINDS[kind]
-    if dtype is torch.float32:
-        dequantize(data, kind, flat.numpy())
-        return out
-    scratch = np.empty(min(CHUNK, flat.numel()), np.float32)
-    for start in range(0, flat.numel(), CHUNK):
-        part = scratch[: min(CHUNK, flat.numel() - start)]
-        begin = start // block * block_bytes
-        dequantize(data[begin : begin + part.size // block * block_bytes], kind, part)
-        flat[start : start + part.size] = torch.from_numpy(part)
-    return out
+def check_finite(values: Any, dtype: Any, name: str, source: WeightSource) -> None:
+    """Raise WeightError where a tensor (of numpy or torch) holds NaN or infinities. It is summed in `dtype`; a sum that is not
+    finite may be an overflow of the sum itself, and only values that are not finite are refused."""
+    with np.errstate(all="ignore"):
+        if math.isfinite(float(values.sum(dtype=dtype))):
+            return
+        bad = int((values * 0 != 0).sum())
+    if bad:
+        kind = str(values.dtype).removeprefix("torch.")
+        raise WeightError(
+            f"{source.path}: tensor {name!r} has {bad} values that are NaN or infinite in {kind}; "
+            "the file is damaged, or needs a wider dtype (float32)"
+        )
 
 
 def dequantize(data: np.ndarray, kind: str, out: np.ndarray | None = None) -> np.ndarray:
@@ -57,7 +47,7 @@ def dequantize(data: np.ndarray, kind: str, out: np.ndarray | None = None) -> np
     if out is None:
         out = np.empty(data.size // block_bytes * block, np.float32)
     if native.available():
-        native.core().dequantize(kind, data, out, torch.get_num_threads())
+        native.core().dequantize(kind, data, out, native.core().cpu_info()["threads"])
         return out
     step = CHUNK // block * block_bytes
     for start in range(0, data.size, step):

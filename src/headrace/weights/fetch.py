@@ -1,12 +1,10 @@
 """Files from the model hub: what it says of them, and a download that resumes and is checked before it gets its name."""
 
-import hashlib
 import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, get_hf_file_metadata, get_session, hf_hub_url, hf_raise_for_status
@@ -19,35 +17,15 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers
 
+from headrace.weights.arrival import FetchError, HubFile, check, one_line
 from headrace.weights.progress import Progress
 from headrace.weights.store import StoredFile, require_space
 
 HUB_PATIENCE = 2.5  # seconds within which the hub must say what a file is; HF_HUB_ETAG_TIMEOUT may ask for more
 STALL = 10.0  # seconds without a byte after which a download is taken up anew
 RETRIES = 3  # in a row, without a byte in between
-CHUNK = 1 << 20
 
 T = TypeVar("T")
-
-
-class FetchError(Exception):
-    """A source could not deliver; one line that says why. The next source is tried."""
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of the hub as the hub describes it. `sha256` or `blob` (the git id of a small file) checks it."""
-
-    repo: str
-    path: str
-    revision: str
-    size: int | None
-    sha256: str | None
-    blob: str | None
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.path).name
 
 
 def look_up(repo: str, path: str, revision: str) -> HubFile:
@@ -108,31 +86,6 @@ def fetch_hub(file: HubFile, folder: Path, want: str | None, progress: Progress)
         raise FetchError(f"{file.path} has the wrong hash, nothing of it is kept; pull again")
     partial.rename(target)
     return StoredFile(file.name, known.size, known.sha256)
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
-    with path.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
-
-
-def check(path: Path, sha256: str | None, blob: str | None) -> StoredFile | None:
-    """The file with its SHA-256, or None where it is not what was asked for: by SHA-256, else by its git id."""
-    size, found = path.stat().st_size, sha256_of(path)
-    if sha256 is None and blob is not None:
-        git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        with path.open("rb") as data:
-            while chunk := data.read(CHUNK):
-                git.update(chunk)
-        right = git.hexdigest() == blob
-    else:
-        right = sha256 in (None, found)
-    return StoredFile(path.name, size, found) if right else None
-
-
-def one_line(error: object) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def _endpoint() -> str | None:

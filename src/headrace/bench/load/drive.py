@@ -23,8 +23,15 @@ class Run:
     watched_cpu: dict[int, float]
 
 
-def drive(target: Target, jobs: Sequence[Job], at_once: int | None = None, watch: Sequence[int] = ()) -> Run:
-    """Send `jobs` when they are due, or `at_once` of them at any time. `watch`: processes whose CPU time is counted."""
+def drive(
+    target: Target,
+    jobs: Sequence[Job],
+    at_once: int | None = None,
+    watch: Sequence[int] = (),
+    done: Callable[[int], None] = lambda count: None,
+) -> Run:
+    """Send `jobs` when they are due, or `at_once` of them at any time. `watch`: processes whose CPU time is counted; `done` is
+    told of every answer."""
     target.address()
     pending = [Pending(target, job) for job in jobs]  # made before the clock starts
     gc.collect()
@@ -32,7 +39,7 @@ def drive(target: Target, jobs: Sequence[Job], at_once: int | None = None, watch
     try:
         before = {pid: process_seconds(pid) for pid in watch}
         cpu = time.process_time()
-        begun, ended = asyncio.run(_open(pending, jobs) if at_once is None else _closed(pending, at_once))
+        begun, ended = asyncio.run(_open(pending, jobs, done) if at_once is None else _closed(pending, at_once, done))
         client = time.process_time() - cpu
         after = {pid: process_seconds(pid) - before[pid] for pid in watch}
     finally:
@@ -40,28 +47,33 @@ def drive(target: Target, jobs: Sequence[Job], at_once: int | None = None, watch
     return Run([one.read() for one in pending], ended - begun, client, after)
 
 
-async def _open(pending: list[Pending], jobs: Sequence[Job]) -> tuple[float, float]:
+async def _open(pending: list[Pending], jobs: Sequence[Job], done: Callable[[int], None]) -> tuple[float, float]:
     start = time.perf_counter() + LEAD
     tasks = []
     for one, job in zip(pending, jobs, strict=True):
         due = start + job.at
         while (wait := due - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(one.run(due)))
+        tasks.append(asyncio.create_task(_run(one, due, done)))
     await asyncio.gather(*tasks)
     return start, time.perf_counter()
 
 
-async def _closed(pending: list[Pending], at_once: int) -> tuple[float, float]:
+async def _closed(pending: list[Pending], at_once: int, done: Callable[[int], None]) -> tuple[float, float]:
     waiting = iter(pending)
     start = time.perf_counter()
 
     async def worker() -> None:
         for one in waiting:
-            await one.run(time.perf_counter())
+            await _run(one, time.perf_counter(), done)
 
     await asyncio.gather(*(worker() for _ in range(min(at_once, len(pending)))))
     return start, time.perf_counter()
+
+
+async def _run(one: Pending, due: float, done: Callable[[int], None]) -> None:
+    await one.run(due)
+    done(1)
 
 
 def warm_up(target: Target, jobs: Sequence[Job], say: Callable[[str], None]) -> None:

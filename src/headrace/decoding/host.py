@@ -1,0 +1,90 @@
+"""Tokens drawn on the host, from whole rows of logits, where processors of the caller's own come first."""
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+
+from headrace.data.plan import Drawn
+from headrace.data.types import Draft, Request, Sequence
+from headrace.decoding.processors import History, Processor, ProcessorError
+from headrace.ops.keys import key
+from headrace.ops.sampling import RowResult, RowSpec, sample
+from headrace.ops.trees import paths, walk
+
+
+def draw(request: Request, seq: Sequence, rows: list[bytes], births: int, logprobs: int | None) -> Drawn:
+    """The caller's processors on whole rows, then the same pipeline the back ends run, at each node the walk reaches.
+
+    Raises ProcessorError.
+    """
+    draft = seq.decode.draft or Draft([], [])
+    before = paths(draft.tokens, draft.parents)
+    masks = b"" if seq.decode.constraint is None else seq.decode.constraint.masks(draft.tokens, draft.parents)
+    width = len(masks) // (1 + len(draft.tokens))
+    drawn = Drawn(())
+
+    def draw_at(node: int) -> int | None:
+        spec = RowSpec(
+            params=request.params.replace(logprobs=logprobs),
+            keys=[key(request.seed, seq.decode.index + i) for i in range(births)],
+            tokens=seq.tokens,
+            prompt_len=seq.prompt_len,
+            path=before[node] if node >= 0 else [],
+            stop_ids=sorted(request.stop_ids),
+            mu=drawn.mus[-1] if drawn.mus else seq.decode.state,
+            mask=masks[(node + 1) * width : (node + 2) * width],
+        )
+        try:
+            result = _sample_row(request, seq, spec, rows[node + 1])
+        except ProcessorError:
+            if not drawn.tokens:
+                raise
+            return None
+        drawn.tokens += tuple(result.tokens)
+        drawn.logprobs += tuple(result.logprobs)
+        drawn.mus += tuple(result.mus)
+        return result.tokens[0]
+
+    drawn.path = tuple(walk(draft.tokens, draft.parents, draw_at))
+    return drawn
+
+
+def _sample_row(request: Request, seq: Sequence, spec: RowSpec, logits: bytes) -> RowResult:
+    if not logits:
+        raise ProcessorError("the step gave no logits here")
+    raw = torch.from_numpy(np.frombuffer(logits, dtype="<f4").copy())[None]
+    processed = apply_processors(request.processors, raw, History(request.prompt, seq.output), [spec.path])
+    (result,) = sample(processed, [spec], raw)
+    if result.error:
+        raise ProcessorError(result.error)
+    return result
+
+
+def apply_processors(
+    processors: Many[Processor],
+    logits: torch.Tensor | np.ndarray,
+    history: History,
+    paths: Many[Many[int]] = ((),),
+) -> torch.Tensor:
+    """Run `processors` in order on logits [n, V] (or [V] for one row) of one sequence: new float32 logits [n, V].
+
+    `paths` holds the draft tokens before each row. Raises ProcessorError naming the processor when it raises, or
+    returns something else than [n, V] numbers without NaN.
+    """
+    z = torch.tensor(np.asarray(logits, dtype=np.float32)).reshape(len(paths), -1)
+    for processor in processors:
+        name = type(processor).__name__
+        try:
+            returned = processor.apply(z.clone(), history, paths)
+        except Exception as error:
+            raise ProcessorError(f"logit processor {name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(returned, (torch.Tensor, np.ndarray)):
+            raise ProcessorError(f"logit processor {name} returned {type(returned).__name__}, not the logits")
+        result = torch.as_tensor(returned).float()
+        if result.shape != z.shape:
+            raise ProcessorError(f"logit processor {name} returned shape {list(result.shape)}, not {list(z.shape)}")
+        if result.isnan().any():
+            raise ProcessorError(f"logit processor {name} returned NaN")
+        z = result
+    return z

@@ -1,0 +1,28 @@
+"""Hidden rows that are kept beside the native core: in numpy."""
+
+import numpy as np
+
+from headrace.runner.kept import Kept
+
+SHORTEST = 1e-12  # rows of less are no direction
+
+
+class NativeKept(Kept):
+    """In float32."""
+
+    def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
+        super().__init__(num_blocks, block_size, width, 4)
+
+    def allocate(self) -> np.ndarray:
+        return np.zeros(self.shape, np.float32)
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts)
+
+    def unit(self, rows: np.ndarray) -> np.ndarray:
+        scaled: np.ndarray = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), SHORTEST)
+        return scaled
+
+    def nearest(self, rows: np.ndarray, nodes: np.ndarray) -> list[float]:
+        best: list[float] = (rows @ nodes.T).max(axis=0).tolist()
+        return best

@@ -1,0 +1,112 @@
+"""Models in torch: on which device, in which number format."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from headrace.data.config import ModelConfig
+from headrace.data.plan import TARGET
+from headrace.eager.heads import EagerHeads
+from headrace.eager.program import EagerProgram
+from headrace.kv.layout import kv_shape
+from headrace.kv.pool import KVPool
+from headrace.models.base import Model
+from headrace.startup.memory import check_weights_fit
+from headrace.startup.offer import Loaded
+from headrace.startup.opening import Opened
+from headrace.startup.recipe import BLOCK_SIZE, HEADS, Recipe
+from headrace.weights.loader import load_model
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
+    """The weights of all models in torch; see Offer.load."""
+    settings, device = recipe.settings, torch.device(recipe.settings.device)
+    if settings.quantize:
+        raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
+    exact = recipe.target.config.encoder and settings.dtype == "auto" and device.type == "cpu"
+    dtype = pick_dtype("float32" if exact else settings.dtype, device)
+    if settings.kv_dtype not in {"auto", *DTYPES}:
+        raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")
+    kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
+
+    def kv_bytes(config: ModelConfig) -> int:
+        return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
+
+    models = {role: _model(recipe, each, dtype, device, free_memory(recipe)) for role, each in recipe.models.items()}
+    plan = recipe.plan(kv_bytes, dtype.itemsize, free_memory(recipe))
+    heads = recipe.head_ids()
+    programs: dict[str, EagerProgram] = {}
+    for role, model in models.items():
+        pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device)
+        programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
+    if recipe.heads is not None:
+        programs[HEADS] = EagerHeads(recipe.heads, programs[TARGET.name], recipe.target.source)
+    return Loaded(programs, plan, str(dtype).removeprefix("torch."))
+
+
+def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device, free: int) -> Model:
+    """The torch model, in memory of which `free` bytes are free. Raises DoesNotFit, WeightError."""
+    source = opened.source
+    elements = sum(_elements(source.info(name).shape) for name in source.names())
+    check_weights_fit(elements * dtype.itemsize, free, opened.name)
+    before = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal before
+        if not before:
+            recipe.progress.start(f"reading {opened.path.name}", total)
+        recipe.progress.advance(done - before)
+        before = done
+
+    return load_model(source, dtype, device, progress=tell)
+
+
+def device(name: str) -> torch.device:
+    """auto: the first GPU if there is one, else the CPU. Raises ValueError for a device torch cannot use."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for and torch sees no GPU; use device='cpu'")
+    return chosen
+
+
+def free_memory(name: str) -> int:
+    """Bytes that are free on a GPU."""
+    return int(torch.cuda.mem_get_info(torch.device(name))[0])
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the device computes in it, else float32."""
+    if dtype == "auto":
+        fast = device.type == "cuda" or "avx512_bf16" in _cpu_flags() or "amx_bf16" in _cpu_flags()
+        return torch.bfloat16 if fast else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

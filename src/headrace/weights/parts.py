@@ -1,0 +1,186 @@
+"""Which stored rows make up each parameter, as plain data: rename, lay out, fuse. Every parameter is filled exactly once and
+nothing is left over.
+
+A loader carries a plan out (`weights.loader` in torch, `native.weights` in the core's tiles); `stored_as` is the way back, for
+writers.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from headrace.data.config import LayerConfig, ModelConfig
+from headrace.layers.holder import ParamSpec
+from headrace.models.base import Model
+from headrace.models.configs import name_map
+from headrace.weights.origins import NameMap
+from headrace.weights.source import WeightError, WeightSource
+
+HEAD = "lm_head.weight"  # of a Hugging Face folder; a GGUF file without a head is one with a tied head
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """Rows of a stored tensor that become rows of a parameter.
+
+    In this order: transpose (Conv1D stores [in, out]), take `rows` and `columns` (start, stop), reorder the rows (`row_order`:
+    row i of the parameter is row row_order[i] of what was taken), add `shift` to every value.
+    """
+
+    target: str  # what we call it: layers.3.qkv.q.weight
+    source: str
+    shape: tuple[int, ...]  # of the part in the parameter
+    stored: tuple[int, ...]  # of the whole tensor in the file
+    rows: tuple[int, int] | None = None  # None: all
+    columns: tuple[int, int] | None = None
+    row_order: tuple[int, ...] | None = None
+    transpose: bool = False
+    shift: float = 0.0
+
+    def take(self, values: Any) -> Any:
+        """The part, of the whole stored tensor: a view or a new one, of numpy or torch."""
+        if self.transpose:
+            values = values.T
+        if self.rows is not None:
+            values = values[slice(*self.rows)]
+        if self.columns is not None:
+            values = values[:, slice(*self.columns)]
+        if self.row_order is not None:
+            values = values[list(self.row_order)]
+        return values + self.shift if self.shift else values
+
+
+def cut(part: WeightPart, spec: ParamSpec, rank: int, world: int) -> WeightPart:
+    """The share of one of `world` ranks in a part: of its rows or columns, where ranks share them (spec.rows, spec.columns).
+
+    Raises WeightError where they cannot be shared evenly; that no head is cut in two is for the caller to see to.
+    """
+    if world == 1 or (spec.rows is None and spec.columns is None):
+        return part
+    axis = 1 if spec.rows is None else 0
+    if part.shape[axis] % world:
+        raise WeightError(f"{part.shape[axis]} {'columns' if axis else 'rows'} cannot be cut for {world} ranks; use a divisor")
+    size = part.shape[axis] // world
+    mine = (rank * size, (rank + 1) * size)
+    if axis == 1:
+        return replace(part, shape=(part.shape[0], size), columns=mine)
+    if part.row_order is not None:
+        return replace(part, shape=(size, *part.shape[1:]), row_order=part.row_order[slice(*mine)])
+    first = part.rows[0] if part.rows else 0
+    return replace(part, shape=(size, *part.shape[1:]), rows=(first + mine[0], first + mine[1]))
+
+
+def layout(model: Model, container: str) -> dict[str, tuple[WeightPart, ...]]:
+    """Parameter ("layers.3.qkv.weight") -> its parts in row order, by the names of a kind of file (gguf | safetensors)."""
+    names = name_map(container, model.config.architecture)
+    made = {}
+    for path, holder in model.holders():
+        for field, spec in holder.params().items():
+            parts = [(".".join(filter(None, (path, name, field))), (rows, *spec.tail)) for name, rows in spec.parts]
+            made[f"{path}.{field}"] = tuple(_part(names, target, shape, model.config) for target, shape in parts)
+    return made
+
+
+def stored_as(model: Model, container: str) -> dict[str, list[WeightPart]]:
+    """The same by stored tensors, for writers: name -> its parts."""
+    made: dict[str, list[WeightPart]] = {}
+    for part in chain.from_iterable(layout(model, container).values()):
+        made.setdefault(part.source, []).append(part)
+    return made
+
+
+def plan(model: Model, source: WeightSource) -> dict[str, tuple[WeightPart, ...]]:
+    """`layout` by the names of an open file. Reads names and shapes only, never values.
+
+    Raises WeightError as `load_model` does, except for values.
+    """
+    names = name_map(source.format, model.config.architecture)
+    stored = _stored(source, names)
+    planned = layout(model, source.format)
+    missing = dict.fromkeys(part.source for part in chain.from_iterable(planned.values()) if part.source not in stored)
+    if missing:
+        raise WeightError(f"{source.path}: {_lacking(list(missing))}")
+    found = {key: tuple(replace(part, source=stored[part.source]) for part in parts) for key, parts in planned.items()}
+    for part in chain.from_iterable(found.values()):
+        _check_shape(part, source)
+    _refuse_surplus(stored, {part.source for part in chain.from_iterable(found.values())}, names, model.config, source)
+    return found
+
+
+def _lacking(missing: list[str]) -> str:
+    """What is said of a file without these tensors."""
+    if missing == [HEAD]:
+        return (
+            f"the model was saved without its head (no {HEAD!r}); save it with AutoModelForCausalLM, or, where its head is its "
+            'table of tokens, set "tie_word_embeddings": true in config.json'
+        )
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    return f"tensor {missing[0]!r} is missing{more}; the file is incomplete"
+
+
+def _stored(source: WeightSource, names: NameMap) -> dict[str, str]:
+    """Names as files usually have them -> names in this file, where the prefix may be missing."""
+    stored: dict[str, str] = {}
+    for name in source.names():
+        full = names.full(name.removeprefix(names.prefix))
+        if full in stored:
+            raise WeightError(f"{source.path}: tensors {stored[full]!r} and {name!r} are both {full!r}; remove one of them")
+        stored[full] = name
+    return stored
+
+
+def _part(names: NameMap, target: str, shape: tuple[int, ...], config: ModelConfig) -> WeightPart:
+    """A part by the names of its family, at its target (layers.3.qkv.q.weight)."""
+    layer = re.search(r"\.(\d+)\.", target)
+    origin = names.names[target if layer is None else target.replace(layer[0], ".{i}.", 1)]
+    index, count = origin.rows
+    whole = (count * shape[0], *shape[1:])
+    transpose = origin.layout == "transposed"
+    return WeightPart(
+        target=target,
+        source=names.full(origin.name.format(i=layer and layer[1])),
+        shape=shape,
+        stored=whole[::-1] if transpose else whole,
+        rows=None if count == 1 else (index * shape[0], (index + 1) * shape[0]),
+        row_order=_paired(config.layers[int(layer[1])], shape[0]) if layer and origin.layout == "rope_pairs" else None,
+        transpose=transpose,
+        shift=1.0 if origin.layout == "minus_one" else 0.0,
+    )
+
+
+def _paired(layer: LayerConfig, rows: int) -> tuple[int, ...]:
+    """The order of `rows` rows of heads that are stored as rotary neighbours."""
+    rotary = layer.rope.dim if layer.rope and layer.rope.dim else layer.head_dim
+    return unpaired(rows // layer.head_dim, layer.head_dim, rotary)
+
+
+def unpaired(heads: int, head_dim: int, rotary: int) -> tuple[int, ...]:
+    """The permutation that takes rows stored as rotary neighbours (0, 1), (2, 3) ... to halves (0, rotary / 2) ... per head."""
+    order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, head_dim)]
+    return tuple(head * head_dim + row for head in range(heads) for row in order)
+
+
+def _check_shape(part: WeightPart, source: WeightSource) -> None:
+    found = tuple(source.info(part.source).shape)
+    if found != part.stored:
+        raise WeightError(
+            f"{source.path}: tensor {part.source!r} is {_sizes(found)} and must be {_sizes(part.stored)} "
+            "by the file's own settings; the file is damaged"
+        )
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _refuse_surplus(stored: dict[str, str], used: set[str], names: NameMap, config: ModelConfig, source: WeightSource) -> None:
+    ignored = names.ignored + ((r"lm_head\.weight",) if config.tied_head else ())  # a tied head saved twice
+    plain = {full.removeprefix(names.prefix): name for full, name in stored.items() if name not in used}
+    surplus = [name for short, name in plain.items() if not any(re.fullmatch(pattern, short) for pattern in ignored)]
+    if surplus:
+        more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
+        raise WeightError(
+            f"{source.path}: tensor {surplus[0]!r}{more} has no place in a {config.architecture} model; "
+            "is this another architecture or an adapter?"
+        )
