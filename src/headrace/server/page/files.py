@@ -13,8 +13,8 @@ KINDS = {
     "svg": "image/svg+xml",
 }
 STATIC = tuple(
-    "index.html style.css chat.css dashboard.css icon.svg main.js api.js answer.js chat.js conversations.js dashboard.js "
-    "dom.js figures.js icons.js panel.js plot.js storage.js texts.js tokens.js".split()
+    "index.html style.css chat.css dashboard.css icon.svg main.js api.js answer.js buttons.js chat.js conversations.js "
+    "dashboard.js dom.js figures.js icons.js markdown.js panel.js plot.js storage.js texts.js tokens.js".split()
 )
 CODE_CSS = "code.css"  # made, not stored: the colours of code
 # Where each is served. These need no key: they are the same for everyone, and ask for the key.

@@ -1,6 +1,6 @@
 // The list of conversations at the side.
 import { $, h, say } from "/page/dom.js";
-import { button } from "/page/answer.js";
+import { button } from "/page/buttons.js";
 import { t } from "/page/texts.js";
 
 const SECONDS = 6; // to undo a deletion

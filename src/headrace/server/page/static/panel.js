@@ -1,6 +1,6 @@
 // The sampling panel. A field left empty is the model's own setting.
 import { $, h } from "/page/dom.js";
-import { button } from "/page/answer.js";
+import { button } from "/page/buttons.js";
 import { DEFAULTS, saveSettings, settings } from "/page/storage.js";
 import { t } from "/page/texts.js";
 
