@@ -13,7 +13,7 @@ MILLISECONDS = 180_000  # until a test gives up
 
 def opened(chromium: Any, server: Running, **options: Any) -> Iterator[Any]:
     """A fresh browser profile on the page; errors in its console fail the test."""
-    context = chromium.new_context(locale="en-GB", **options)
+    context = chromium.new_context(**{"locale": "en-GB", **options})
     page = context.new_page()
     page.set_default_timeout(MILLISECONDS)
     wrong: list[str] = []
@@ -51,3 +51,10 @@ def answers(page: Any) -> list[str]:
 def sse(*deltas: dict[str, Any]) -> str:
     chunks = [{"id": "x", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def kept(page: Any) -> list[dict[str, Any]]:
+    """The conversations that the browser keeps."""
+    items = "Object.entries(localStorage).filter(([name]) => name.startsWith('headrace.conversation.'))"
+    found: list[dict[str, Any]] = page.evaluate(f"{items}.map(([, one]) => JSON.parse(one))")
+    return found

@@ -48,6 +48,7 @@ export class Markdown {
 
   put(nodes) {
     const made = nodes.filter((node) => node.nodeType === Node.ELEMENT_NODE);
+    level(made);
     const html = made.map((node) => node.outerHTML);
     let same = 0;
     while (same < html.length && html[same] === this.blocks[same]) same++;
@@ -66,10 +67,20 @@ export class Markdown {
   }
 }
 
-/** Code gets a bar with its language and a button to copy it; wide tables scroll. */
+/** Headings are below their answer's, and skip no level, whatever the model wrote. */
+function level(nodes) {
+  let last = 2;
+  for (const node of nodes.flatMap((one) => [one, ...one.querySelectorAll("*")]).filter((one) => /^H[1-6]$/.test(one.tagName))) {
+    last = Math.min(Number(node.tagName[1]) + 2, last + 1);
+    node.setAttribute("aria-level", last);
+  }
+}
+
+/** Code gets a bar with its language and a button to copy it; wide tables and formulas scroll. */
 function framed(node) {
   for (const link of node.querySelectorAll?.("a[href]") ?? []) link.target = "_blank";
   if (node.tagName === "TABLE") return h("div", { className: "wide-table", tabIndex: 0 }, node);
+  if (node.matches("p:has(> math[display=block]:only-child)")) return h("div", { className: "formula", tabIndex: 0 }, node.firstElementChild);
   if (node.tagName !== "PRE") return node;
   const language = /language-([\w+#.-]+)/.exec(node.firstElementChild?.className ?? "")?.[1] ?? t("code");
   node.tabIndex = 0;
