@@ -14,7 +14,8 @@ from headrace.weights.store import home
 
 INTERRUPTED = 130
 PACKAGES = tuple(
-    "fastapi pydantic starlette uvicorn h11 prometheus_client python_multipart yaml markdown_it latex2mathml pygments nh3".split()
+    "fastapi pydantic starlette uvicorn h11 prometheus_client python_multipart yaml "
+    "markdown_it latex2mathml pygments nh3".split()
 )
 
 

@@ -1,6 +1,6 @@
 // The list of conversations at the side: search, rename, export, delete.
 import { button } from "/page/buttons.js";
-import { $, h, say } from "/page/dom.js";
+import { $, h } from "/page/dom.js";
 import { download } from "/page/export.js";
 import { icon } from "/page/icons.js";
 import { t } from "/page/texts.js";
@@ -88,9 +88,8 @@ function contains(one, wanted) {
 
 function undoable(undo) {
   $("#toast")?.remove();
-  const toast = h("div", { id: "toast" }, h("span", {}, t("removed")), h("button", { type: "button", onclick: () => { undo(); toast.remove(); } }, t("undo")));
+  const toast = h("div", { id: "toast", role: "status" }, h("span", {}, t("removed")), h("button", { type: "button", onclick: () => { undo(); toast.remove(); } }, t("undo")));
   document.body.append(toast);
-  say(t("removed"));
   setTimeout(() => toast.remove(), SECONDS * 1000);
 }
 
