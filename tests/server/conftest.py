@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.llm import LLM
+from tests.server.browser import CHROMIUM, MILLISECONDS, opened
 from tests.server.harness import ENGINE, Running
 from tests.tiny_files import write_tiny_gguf
 
@@ -47,3 +49,21 @@ def offline(tiny: Path) -> Iterator[LLM]:
     llm = LLM(tiny, **ENGINE)
     yield llm
     llm.close()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium; install it with: apt install chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (extra `dev`)")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=MILLISECONDS
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any, server: Running) -> Iterator[Any]:
+    yield from opened(chromium, server)

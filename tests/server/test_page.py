@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from pygments.lexers import get_lexer_by_name
 
-from headrace.server.page import files, markdown
+from headrace.server.page import files, formulas, markdown
 from tests.server.harness import PATIENCE, Running
 
 # What a hostile model might write; each would run, load or submit something on a page that let it.
@@ -39,6 +39,14 @@ HOSTILE = [
     "<base href='http://evil.example/'><meta http-equiv=refresh content='0;url=http://evil.example'>",
     "<div id=prompt style='position:fixed;inset:0'>cover</div>",
     "&lt;script&gt;window.hacked = 1&lt;/script&gt;",
+    "$\\text{<img src=x onerror=window.hacked=1>}$",
+    "\\\\[\\href{javascript:window.hacked=1}{x}\\\\]",
+    "$$\\class{x\" onclick=\"window.hacked=1}{x}$$",
+    "$\\color{red\" onclick=\"window.hacked=1}{x}$",
+    "$\\style{position:fixed;inset:0}{x} \\hspace{-900em} \\rule{900em}{900em}$",
+    "$</math><script>window.hacked = 1</script>$",
+    "<math><annotation-xml encoding='text/html'><img src=x onerror=window.hacked=1></annotation-xml></math>",
+    "<math><mtext><img src=x onerror=window.hacked=1></mtext><mi xlink:href='javascript:window.hacked=1'>x</mi></math>",
 ]  # fmt: skip
 
 
@@ -50,10 +58,12 @@ class Harm(HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in markdown.TAGS:
+        if tag not in markdown.TAGS | formulas.TAGS:
             self.found.append(tag)
         for name, value in attrs:
-            if name not in ("href", "title", "class", "rel", "start"):
+            if name in formulas.LENGTHS and tag in formulas.TAGS and not re.search("[1-9][0-9]+e", value or ""):
+                continue
+            if name not in ("href", "title", "class", "rel", "start", *(formulas.WORDS if tag in formulas.TAGS else ())):
                 self.found.append(f"{tag} {name}")
             if name == "href" and not re.match(r"(https?:|mailto:)", value or "", re.IGNORECASE):
                 self.found.append(f"{tag} {name}={value}")
@@ -93,6 +103,44 @@ def test_markdown_is_rendered() -> None:
     ):
         assert part in html
     assert '<a href="https://a.example" rel="noopener noreferrer nofollow">a link</a>' in html
+
+
+FORMULAS = {
+    "$x^2$": '<p><math display="inline"><mrow><msup><mi>x</mi><mn>2</mn></msup></mrow></math></p>\n',
+    "\\(a<b\\)": '<p><math display="inline"><mrow><mi>a</mi><mo>&lt;</mo><mi>b</mi></mrow></math></p>\n',
+    "\\[\na\n+ b\n\\]": '<p><math display="block"><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow></math></p>\n',
+    "$$\\pi$$": '<p><math display="block"><mrow><mi>π</mi></mrow></math></p>\n',
+    "$$\n\\pi\n$$\nand": '<p><math display="block"><mrow><mi>π</mi></mrow></math></p>\n<p>and</p>\n',
+    "from $5 to $10, or US$3": "<p>from $5 to $10, or US$3</p>\n",
+    "a\\$b$ and $ c$": "<p>a$b$ and $ c$</p>\n",
+    "`$x$`": "<p><code>$x$</code></p>\n",
+    "$unfinished": "<p>$unfinished</p>\n",
+    "\\[unfinished": "<p>[unfinished</p>\n",
+}
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_formulas_become_mathml_and_prices_do_not(text: str) -> None:
+    assert markdown.render(text) == FORMULAS[text]
+
+
+def test_environments_are_tables() -> None:
+    for name in ("aligned", "align*", "pmatrix", "cases", "gathered"):
+        assert "<mtable" in markdown.render(f"$$\\begin{{{name}}}a&b\\\\c&d\\end{{{name}}}$$"), name
+
+
+@pytest.mark.parametrize(
+    "tex", ["{" * 200 + "x" + "}" * 200, "x^" * 300 + "x", "\\frac{1", "\\left(", "a" * (formulas.LONGEST + 1), "\\begin{x}"]
+)
+def test_formulas_that_are_none_do_no_harm(tex: str) -> None:
+    for display in (False, True):
+        assert harm(markdown.clean(formulas.mathml(tex, display))) == []
+
+
+def test_many_beginnings_of_formulas_are_read_in_time_that_grows_with_the_text() -> None:
+    """Each would look for its end through all that follows; so many would take minutes."""
+    for text in ("$x " * 30_000, "\\[" * 45_000, "\\(" * 45_000, "$" * 90_000):
+        assert "<math" not in markdown.render(text)
 
 
 def test_code_is_coloured_and_text_that_is_no_language_is_not() -> None:
@@ -144,12 +192,14 @@ def test_every_file_is_served_without_a_key_and_with_the_policy(tiny: object) ->
 
 
 def test_nothing_is_inline_and_nothing_comes_from_another_host() -> None:
-    texts = {path: file.data.decode() for path, file in files.load().items()}
+    texts = {path: file.data.decode() for path, file in files.load().items() if file.kind != "font/woff2"}
     assert set(files.STATIC) == {path.name for path in (files.files(files.__package__) / "static").iterdir()}
     page = texts["/"]
     assert re.findall(r"<script(?![^>]* src=\"/page/)", page) == []
     assert re.findall(r"<style|\son\w+=|\sstyle=", page) == []
     for path, text in texts.items():
+        if path == "/page/inter.txt":  # the licence of the font
+            continue
         away = [url for url in re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text) if "www.w3.org" not in url]
         assert away == [], path
     # One place alone makes elements of HTML.

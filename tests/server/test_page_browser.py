@@ -2,80 +2,17 @@
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.server.browser import MILLISECONDS, answers, ask, kept, opened, settled, sse
 from tests.server.harness import Running, until
 from tests.server.test_page import HOSTILE
 
 KEY = "a-long-enough-key"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-MILLISECONDS = 180_000  # until a test gives up
 BUSY = {"error": {"message": "the server is busy", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}}
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium; install it with: apt install chromium")
-    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (extra `dev`)")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=MILLISECONDS
-        )
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(chromium: Any, server: Running) -> Iterator[Any]:
-    yield from opened(chromium, server)
-
-
-def opened(chromium: Any, server: Running, **options: Any) -> Iterator[Any]:
-    """A fresh browser profile on the page; errors in its console fail the test."""
-    context = chromium.new_context(locale="en-GB", **options)
-    page = context.new_page()
-    page.set_default_timeout(MILLISECONDS)
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda message: wrong.append(message.text) if "Content Security Policy" in message.text else None)
-    away: list[str] = []
-    page.on("request", lambda request: away.append(request.url) if not request.url.startswith(server.base) else None)
-    page.goto(server.base)
-    yield page
-    context.close()
-    assert wrong == []
-    assert away == []
-
-
-def ask(page: Any, text: str, limit: int = 8) -> None:
-    """Send a message and wait for the whole answer."""
-    page.evaluate(f"import('/page/storage.js').then((m) => {{ m.settings.max_tokens = {limit}; m.settings.seed = 1; }})")
-    page.wait_for_selector("#status[data-state=ready]")
-    page.fill("#prompt", text)
-    page.press("#prompt", "Enter")
-    page.wait_for_selector("#send:not([hidden])")
-
-
-def settled(page: Any) -> None:
-    """Wait until all that the model said is shown."""
-    unsettled = ".assistant.running, .assistant .body:not([data-settled])"
-    page.wait_for_selector(f"#messages:not(:has({unsettled}))", state="attached")
-
-
-def answers(page: Any) -> list[str]:
-    settled(page)
-    return [text.strip() for text in page.locator(".assistant .body").all_inner_texts()]
-
-
-def sse(*deltas: dict[str, Any]) -> str:
-    chunks = [{"id": "x", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 def test_a_conversation_is_streamed_counted_and_kept(page: Any, server: Running) -> None:
@@ -86,12 +23,10 @@ def test_a_conversation_is_streamed_counted_and_kept(page: Any, server: Running)
     )
     sent = {"model": "tiny", "messages": [{"role": "user", "content": "The mill"}], "max_completion_tokens": 8, "seed": 1}
     whole = server.post("/v1/chat/completions", sent).json()["choices"][0]["message"]["content"]
-    stored = "JSON.parse(localStorage['headrace.conversations'])[0].messages.map((m) => m.content)"
-    assert page.evaluate(stored) == ["The mill", whole]
+    assert [message["content"] for message in kept(page)[0]["messages"]] == ["The mill", whole]
     ask(page, "stands by")
     assert page.locator("#messages > li").count() == 4
     page.reload()
-    page.click("#conversations .title")
     assert page.locator("#messages > li").count() == 4
     assert page.locator(".user .body").all_inner_texts() == ["The mill", "stands by"]
 
@@ -109,10 +44,14 @@ def test_ask_again_edit_and_delete(page: Any) -> None:
     assert page.locator(".user .body").all_inner_texts() == ["Another question"]
     assert page.locator("#messages > li").count() == 2
     page.evaluate("() => { const wait = setTimeout; window.setTimeout = (work) => wait(work, 1e9); }")  # it can be undone
-    page.click("[title='Delete “Another question”']")
+    page.hover("#conversations li")
+    page.click("[title='More for “Another question”']")
+    page.click("#menu button:has-text('Delete')")
     assert page.locator("#messages > li").count() == 0
+    assert kept(page) == []
     page.click("#toast button")
     assert page.locator("#conversations .title").all_inner_texts() == ["Another question"]
+    assert len(kept(page)) == 1
 
 
 def test_stop_frees_the_request(page: Any, server: Running) -> None:
@@ -130,9 +69,7 @@ def test_stop_frees_the_request(page: Any, server: Running) -> None:
 
 
 def test_tokens_show_probabilities_and_alternatives(page: Any) -> None:
-    page.keyboard.press("Alt+S")
-    page.check("#set-tokens")
-    ask(page, "The mill")
+    ask(page, "The mill")  # recorded without being asked to
     page.click("[aria-pressed]")
     assert page.locator(".token").count() == 8
     page.hover(".token >> nth=0")
@@ -144,6 +81,77 @@ def test_tokens_show_probabilities_and_alternatives(page: Any) -> None:
     assert page.evaluate("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 1
     page.click("[aria-pressed=true]")
     assert page.locator(".token").count() == 0
+
+
+def test_tokens_that_were_not_recorded_are_scored(page: Any) -> None:
+    """The same tokens with the same probabilities; a text after another question has others."""
+    ask(page, "The mill")
+    labels = "[...document.querySelectorAll('.token')].map((one) => one.getAttribute('aria-label'))"
+    page.click("[aria-pressed]")
+    recorded = page.evaluate(labels)
+    assert len(recorded) == 8
+    page.reload()
+    page.wait_for_selector("#status[data-state=ready]")
+    assert page.locator(".token").count() == 0
+    page.click("[aria-pressed]")
+    page.wait_for_selector(".token")
+    assert page.evaluate(labels) == recorded
+    page.hover(".token >> nth=0")
+    assert page.locator("#tip tr").count() >= 5
+    said = kept(page)[0]
+    said["messages"][0]["content"] = "Another question"
+    page.evaluate("(one) => { localStorage[`headrace.conversation.${one.id}`] = JSON.stringify(one); }", said)
+    page.reload()
+    page.wait_for_selector("#status[data-state=ready]")
+    page.click("[aria-pressed]")
+    page.wait_for_selector(".token")
+    assert page.evaluate(labels) != recorded
+
+
+def test_cached_tokens_are_counted(page: Any) -> None:
+    usage = {"completion_tokens": 1, "prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}
+    body = f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n{sse({'content': 'so'})}"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    ask(page, "The mill")
+    assert "9 in the prompt, 7 of them cached" in page.locator(".figures").inner_text()
+
+
+def test_the_settings_show_what_is_in_force_and_the_range_of_what_is_refused(chromium: Any, server: Running) -> None:
+    told = {"temperature": {"value": 0.2, "origin": "model"}, "top_k": {"value": 40, "origin": "elsewhere"}}
+
+    def models(route: Any) -> None:
+        known = route.fetch().json()
+        known["data"][0]["defaults"] = told
+        route.fulfill(json=known)
+
+    for page in opened(chromium, server):
+        page.route("**/v1/models", models)
+        page.reload()
+        page.wait_for_selector("#status[data-state=ready]")
+        page.keyboard.press("Alt+S")
+        assert page.get_attribute("#set-temperature", "placeholder") == "0.2 · model"
+        assert page.get_attribute("#set-top_k", "placeholder") == "40 · elsewhere"
+        assert page.get_attribute("#set-top_p", "placeholder") == "model’s own"
+        assert page.input_value("#set-temperature ~ input[type=range]") == "0.2"
+        unknown = "#set-top_p ~ input[type=range]"  # nobody said: no place of the slider may claim to know
+        assert page.locator(f"{unknown}.unknown").count() == 1
+        page.fill("#set-temperature", "0.7")
+        page.fill("#set-temperature", "9")
+        assert page.locator("#set-temperature ~ .range").inner_text() == "0 to 2"
+        assert page.get_attribute("#set-temperature", "aria-invalid") == "true"
+        page.fill("#set-top_k", "-3")
+        assert page.locator("#set-top_k ~ .range").inner_text() == "0 or more"
+        page.fill("#set-seed", "x")
+        assert page.locator("#set-seed ~ .range").is_visible()
+        page.fill("#prompt", "The mill")
+        with page.expect_request("**/v1/chat/completions") as caught:
+            page.press("#prompt", "Enter")
+        assert caught.value.post_data_json["temperature"] == 0.7  # the last good one
+        assert not {"top_k", "top_p", "seed"} & set(caught.value.post_data_json)
+        page.fill("#set-temperature", "")
+        assert page.locator("#set-temperature ~ .range").is_hidden()
+        assert page.input_value("#set-temperature ~ input[type=range]") == "0.2"
+        page.wait_for_selector("#send:not([hidden])")
 
 
 def test_sampling_settings_are_sent(page: Any) -> None:
@@ -189,8 +197,6 @@ def test_hostile_text_stays_text(page: Any) -> None:
         "**/v1/chat/completions",
         lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"),
     )
-    page.keyboard.press("Alt+S")
-    page.check("#set-tokens")
     page.fill("#prompt", " ".join(HOSTILE))
     page.press("#prompt", "Enter")
     page.wait_for_selector(".assistant .body p")
@@ -293,12 +299,12 @@ def test_chinese_dark_and_a_phone(chromium: Any, server: Running) -> None:
     phone = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True, "color_scheme": "dark"}
     for page in opened(chromium, server, **phone):
         page.wait_for_selector("#status[data-state=ready]")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 27)"
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 22)"
         page.click("#open-side")
         page.click("#language")
         assert page.locator("#new").inner_text() == "新对话"
         page.click("#theme")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(252, 252, 250)"
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(241, 244, 243)"
         page.click("#to-dashboard")
         page.wait_for_selector("#dashboard .plot")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -13,7 +13,7 @@ from headrace.cli.serve_options import MODELS, LimitOptions, ModelEntry, QueueOp
 from headrace.weights.store import home
 
 INTERRUPTED = 130
-PACKAGES = tuple("starlette uvicorn h11 prometheus_client python_multipart yaml markdown_it pygments nh3".split())
+PACKAGES = tuple("starlette uvicorn h11 prometheus_client python_multipart yaml markdown_it latex2mathml pygments nh3".split())
 
 
 def register(app: typer.Typer) -> None:

@@ -176,17 +176,17 @@ async def serve(models: Models, settings: ServerSettings, say: Callable[[str], N
     names = ", ".join(service.name for service in models.services)
     address = f"{scheme}://{host}:{sock.getsockname()[1]}"
     say(f"{names} on {address}/v1")
-    say(f"loading; the page is {address}/, and requests get a 503 until it is ready")
-    await run(server, sock, say)
+    say("loading; requests get a 503 until it is ready")
+    await run(server, sock, say, f"{address}/")
     return server.stopped_by
 
 
-async def run(server: Server, sock: socket.socket, say: Callable[[str], None]) -> None:
-    """Serve on a bound socket until `server.stop`. Raises LoadError."""
+async def run(server: Server, sock: socket.socket, say: Callable[[str], None], page: str = "") -> None:
+    """Serve on a bound socket until `server.stop`; `page` is where it is said to be once it is ready. Raises LoadError."""
     models = server.models
     models.begin()
     server.worker.begin()
-    loading = asyncio.create_task(_load(models, server, say))
+    loading = asyncio.create_task(_load(models, server, say, page))
     watching = asyncio.create_task(models.figures.watch())
     try:
         await server.serve([sock])
@@ -201,7 +201,7 @@ async def run(server: Server, sock: socket.socket, say: Callable[[str], None]) -
         raise result
 
 
-async def _load(models: Models, server: Server, say: Callable[[str], None]) -> None:
+async def _load(models: Models, server: Server, say: Callable[[str], None], page: str) -> None:
     try:
         services = await models.ready()
     except LoadError:
@@ -212,3 +212,5 @@ async def _load(models: Models, server: Server, say: Callable[[str], None]) -> N
             name = f"{service.name}: " if len(models.services) > 1 else ""
             say(f"{service.name}: {summary(service.llm.opened.defaults)}")
             say(f"ready: {name}{service.llm.loaded.note}")
+    if page:
+        say(f"ready: the page is {page}")

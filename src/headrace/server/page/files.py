@@ -11,10 +11,13 @@ KINDS = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "woff2": "font/woff2",
+    "txt": "text/plain; charset=utf-8",
 }
 STATIC = tuple(
-    "index.html style.css chat.css dashboard.css icon.svg main.js api.js answer.js chat.js conversations.js dashboard.js "
-    "dom.js figures.js icons.js panel.js plot.js storage.js texts.js tokens.js".split()
+    "index.html style.css chat.css dashboard.css icon.svg inter.woff2 inter.txt main.js api.js answer.js buttons.js chat.js "
+    "conversations.js dashboard.js dom.js export.js figures.js icons.js markdown.js panel.js plot.js request.js storage.js "
+    "texts.js thoughts.js tokens.js".split()
 )
 CODE_CSS = "code.css"  # made, not stored: the colours of code
 # Where each is served. These need no key: they are the same for everyone, and ask for the key.
@@ -22,8 +25,9 @@ PATHS = {"/" if name == "index.html" else f"/page/{name}": name for name in (*ST
 
 HEADERS = {
     # Nothing inline, nothing of another host, and HTML only through the one policy of dom.js.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types headrace",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types headrace",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",

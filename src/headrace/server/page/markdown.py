@@ -1,7 +1,7 @@
 """An answer's Markdown as HTML that is safe whatever the model wrote.
 
 Three locks: the parser writes HTML in the text as text and makes no images, the result is reduced to a short list of tags and
-attributes, and the page's Content-Security-Policy runs nothing inline and fetches nothing from elsewhere.
+attributes (formulas twice), and the page's Content-Security-Policy runs nothing inline and fetches nothing from elsewhere.
 """
 
 from contextvars import ContextVar
@@ -16,6 +16,7 @@ from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
 from headrace.confined.pool import OverrunError, Task, shared
+from headrace.server.page import formulas
 
 MAX_TEXT = 100_000  # characters; the page shows longer answers as plain text
 MAX_CODE = 10_000  # characters of code that are coloured in one text
@@ -36,6 +37,7 @@ TAGS = set(
     "a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong table tbody td th thead tr ul div".split()
 )
 ATTRIBUTES = {"a": {"href", "title"}, "code": {"class"}, "span": {"class"}, "ol": {"start"}}
+ATTRIBUTES |= dict.fromkeys(formulas.TAGS, formulas.ATTRIBUTES)
 SCHEMES = {"http", "https", "mailto"}
 LIGHT, DARK = "xcode", "github-dark"
 COLOUR = Task(__name__, "render", answer=32 << 20)
@@ -55,6 +57,7 @@ def _colour(code: str, language: str, _: str) -> str:
 
 _parser = MarkdownIt("commonmark", {"html": False, "highlight": _colour, "maxNesting": NESTING, "breaks": True})
 _parser.enable(["table", "strikethrough"]).disable(["image"])
+formulas.add_formulas(_parser)
 
 
 def render(text: str) -> str:
@@ -75,14 +78,14 @@ async def rendered(text: str) -> str:
 
 def warm(_: str) -> None:
     """A lexer is loaded, and made, when it is first used."""
-    render("| a |\n|-|\n" + "".join(f"\n```{name}\nx\n```\n" for name in set(LANGUAGES.values())))
+    render("$x$\n\n| a |\n|-|\n" + "".join(f"\n```{name}\nx\n```\n" for name in set(LANGUAGES.values())))
 
 
 def clean(html: str) -> str:
     """The tags and attributes of the lists above, and nothing else."""
     return nh3.clean(
         html,
-        tags=TAGS,
+        tags=TAGS | formulas.TAGS,
         attributes=ATTRIBUTES,
         url_schemes=SCHEMES,
         link_rel="noopener noreferrer nofollow",

@@ -1,110 +1,25 @@
 // How messages look: the user's as written, the model's as Markdown that grows while it streams, with figures and actions.
-import { getJson } from "/page/api.js";
-import { $, fromRenderer, h, say } from "/page/dom.js";
+import { button, copier, worded } from "/page/buttons.js";
+import { $, h } from "/page/dom.js";
 import { icon } from "/page/icons.js";
-import { hideTip, tokenView } from "/page/tokens.js";
+import { Markdown } from "/page/markdown.js";
 import { number, seconds, t } from "/page/texts.js";
+import { split, Thought } from "/page/thoughts.js";
+import { hideTip, tokenView } from "/page/tokens.js";
 
-const PAUSE = 90; // milliseconds between two renderings of an answer that grows
-
-/** Text shown as the server's Markdown; only blocks that changed are replaced, so that a selection above stays. */
-class Markdown {
-  constructor(node) {
-    this.node = node;
-    this.text = this.shown = "";
-    this.blocks = []; // the HTML of each block that is shown
-    this.busy = false;
-    this.closed = false; // another view has the node
-  }
-
-  set(text) {
-    this.text = text;
-    this.settle();
-    if (!this.busy && text !== this.shown) this.render();
-  }
-
-  async render() {
-    this.busy = true;
-    const text = this.text;
-    const begun = performance.now();
-    try {
-      const { html } = await getJson("/page/render", { body: { text } });
-      if (this.closed) return;
-      this.put(fromRenderer(html));
-    } catch {
-      if (this.closed) return;
-      this.plain(text);
-    }
-    this.shown = text;
-    this.settle();
-    await new Promise((resolve) => setTimeout(resolve, Math.max(PAUSE, 3 * (performance.now() - begun))));
-    this.busy = false;
-    if (!this.closed && this.text !== this.shown) this.render();
-  }
-
-  /** Whether all of the text is shown. */
-  settle() {
-    this.node.toggleAttribute("data-settled", this.text === this.shown);
-  }
-
-  put(nodes) {
-    const made = nodes.filter((node) => node.nodeType === Node.ELEMENT_NODE);
-    const html = made.map((node) => node.outerHTML);
-    let same = 0;
-    while (same < html.length && html[same] === this.blocks[same]) same++;
-    while (this.node.childNodes.length > same) this.node.lastChild.remove();
-    for (const node of made.slice(same)) this.node.append(framed(node));
-    this.blocks = html;
-    this.node.classList.remove("plain");
-    this.node.dispatchEvent(new Event("grown", { bubbles: true }));
-  }
-
-  plain(text) {
-    this.blocks = [];
-    this.node.classList.add("plain");
-    this.node.replaceChildren(text);
-    this.node.dispatchEvent(new Event("grown", { bubbles: true }));
-  }
-}
-
-/** Code gets a bar with its language and a button to copy it; wide tables scroll. */
-function framed(node) {
-  for (const link of node.querySelectorAll?.("a[href]") ?? []) link.target = "_blank";
-  if (node.tagName === "TABLE") return h("div", { className: "wide-table", tabIndex: 0 }, node);
-  if (node.tagName !== "PRE") return node;
-  const language = /language-([\w+#.-]+)/.exec(node.firstElementChild?.className ?? "")?.[1] ?? t("code");
-  node.tabIndex = 0;
-  return h("div", { className: "code" }, h("div", { className: "bar" }, h("span", {}, language), copier(() => node.textContent)), node);
-}
-
-export function button(name, label, onclick, more = {}) {
-  return h("button", { type: "button", className: "icon", title: t(label), "aria-label": t(label), onclick, ...more }, icon(name));
-}
-
-function copier(text) {
-  const one = button("copy", "copy", async () => {
-    try {
-      await navigator.clipboard.writeText(text());
-    } catch {
-      return; // the browser forbids it
-    }
-    one.replaceChildren(icon("check"));
-    say(t("copied"));
-    setTimeout(() => one.replaceChildren(icon("copy")), 1500);
-  });
-  return one;
-}
-
-/** One message on the page. `acts`: edit(message, text) and again(message). */
+/** One message on the page. `acts`: edit(message, text), again(message), goOn(message), revise(message) (what it answers),
+ * score(message) to tokens, and last(message), whether it is. */
 export class MessageView {
   constructor(message, acts) {
     this.message = message;
     this.acts = acts;
     this.asTokens = false;
-    this.body = h("div", { className: "body" });
+    this.thought = new Thought();
+    this.body = h("div", { className: message.role === "user" ? "body" : "body prose" });
     this.foot = h("div", { className: "foot" });
     this.trouble = h("div", { className: "trouble", role: "alert", hidden: true });
-    this.node = h("li", { className: message.role }, h("h2", { className: "unseen" }, t(message.role === "user" ? "you" : "answer")), this.body, this.trouble, this.foot);
+    const name = h("h2", { className: "unseen" }, t(message.role === "user" ? "you" : "answer"));
+    this.node = h("li", { className: message.role }, name, message.role !== "user" && this.thought.node, this.body, this.trouble, this.foot);
     this.markdown = new Markdown(this.body);
     this.update();
   }
@@ -116,30 +31,52 @@ export class MessageView {
       this.foot.replaceChildren(button("edit", "edit", () => this.edit()), copier(() => message.content));
       return;
     }
+    const { thought, text, open } = split(message);
     this.node.classList.toggle("running", !!message.running);
     this.node.setAttribute("aria-busy", !!message.running);
+    this.thought.set(this.asTokens ? "" : thought, open && message.running);
     if (this.asTokens && message.tokens) this.body.replaceChildren(tokenView(message.tokens));
-    else if (message.running && !message.content) this.body.replaceChildren(h("span", { className: "dots", role: "img", "aria-label": t("waiting") }, h("i"), h("i"), h("i")));
-    else if (message.content) this.markdown.set(message.content);
+    else if (message.running && !message.content && !thought) this.body.replaceChildren(h("span", { className: "dots", role: "img", "aria-label": t("waiting") }, h("i"), h("i"), h("i")));
+    else if (text) this.markdown.set(text);
     else this.body.replaceChildren();
     this.showTrouble();
-    if (!message.running) this.finish();
-    else this.foot.replaceChildren();
+    this.settle();
+  }
+
+  /** What can be done with an answer, and its figures, once it has ended. */
+  settle() {
+    if (this.message.role === "user") return;
+    if (this.message.running) this.foot.replaceChildren();
+    else this.finish();
   }
 
   finish() {
     const { message } = this;
     const said = figures(message).map((text) => h("span", {}, text));
-    const actions = [button("again", "again", () => this.acts.again(message))];
-    if (message.content) actions.unshift(copier(() => message.content));
-    if (message.tokens?.length) {
-      const toggle = button("tokens", "tokens", () => this.toggle(), { "aria-pressed": String(this.asTokens) });
-      actions.push(toggle);
+    const actions = [worded("again", "againWord", "again", () => this.acts.again(message))];
+    if (message.content) {
+      actions.unshift(copier(() => split(message).text, true));
+      if (message.tokens?.length || !message.thought) {
+        actions.push(worded("tokens", "tokens", "tokensHint", () => this.toggle(), { "aria-pressed": String(this.asTokens) }));
+      }
+      if (unfinished(message) && this.acts.last(message)) actions.push(worded("goOn", "goOn", "goOnHint", () => this.acts.goOn(message)));
     }
-    this.foot.replaceChildren(...actions, h("p", { className: "figures" }, ...said));
+    this.foot.replaceChildren(h("div", { className: "acts" }, ...actions), h("p", { className: "figures" }, ...said));
   }
 
-  toggle() {
+  /** From text to tokens and back. Tokens that were not recorded are asked for. */
+  async toggle() {
+    const { message } = this;
+    if (!this.asTokens && !message.tokens?.length) {
+      $("[aria-pressed]", this.foot).disabled = true;
+      try {
+        message.tokens = await this.acts.score(message);
+      } catch (error) {
+        this.update();
+        this.foot.lastChild.replaceChildren(h("span", { role: "alert" }, `${t("noTokens")} ${error.message}`));
+        return;
+      }
+    }
     this.asTokens = !this.asTokens;
     this.markdown.closed = true;
     hideTip();
@@ -155,10 +92,12 @@ export class MessageView {
     clearInterval(this.clock);
     this.trouble.hidden = !error;
     if (!error) return;
-    const names = { key: "errorKey", busy: "errorBusy", down: "errorDown", unreachable: "errorUnreachable", refused: "errorRefused", failed: "errorFailed" };
+    const names = { key: "errorKey", busy: "errorBusy", down: "errorDown", unreachable: "errorUnreachable", long: "errorLong", refused: "errorRefused", failed: "errorFailed" };
     const text = error.message || (error.kind === "unreachable" ? t("errorUnreachableText") : "");
-    const retry = h("button", { type: "button", onclick: () => this.acts.again(this.message) }, t("tryAgain"));
+    const long = error.kind === "long"; // the same again would be as long
+    const retry = h("button", { type: "button", onclick: () => (long ? this.acts.revise(this.message) : this.acts.again(this.message)) }, t(long ? "editPrompt" : "tryAgain"));
     this.trouble.replaceChildren(icon("warn"), h("div", {}, h("strong", {}, t(names[error.kind] ?? "errorFailed")), text && h("p", {}, text)), retry);
+    if (long) return;
     let left = error.until ? Math.ceil((error.until - Date.now()) / 1000) : 0;
     const tick = () => {
       retry.textContent = left > 0 ? t("tryIn", { s: left }) : t("tryAgain");
@@ -192,16 +131,21 @@ export class MessageView {
   }
 }
 
-function figures({ figures: made, finish, stopped, error, content }) {
-  if (!made) return stopped && !content ? [t("stopped")] : [];
+/** Whether an answer ended before the model meant it to. */
+function unfinished({ finish, stopped, cut, error }) {
+  return finish === "length" || stopped || cut || !!error;
+}
+
+function figures({ figures: made, finish, stopped, cut, error, content }) {
   const said = [];
-  if (made.ttft !== null) said.push(t("ttft", { value: seconds(made.ttft) }));
-  if (made.speed) said.push(t("speed", { value: number(made.speed, made.speed < 10 ? 1 : 0) }));
-  if (made.tokens) said.push(made.tokens === 1 ? t("one") : t("counted", { n: number(made.tokens) }));
-  if (made.prompt) said.push(t("promptTokens", { n: number(made.prompt) }));
-  if (made.cached) said.push(t("cachedTokens", { n: number(made.cached) }));
+  if (made) {
+    if (made.ttft !== null) said.push(t("ttft", { value: seconds(made.ttft) }));
+    if (made.speed) said.push(t("speed", { value: number(made.speed, made.speed < 10 ? 1 : 0) }));
+    if (made.tokens) said.push(made.tokens === 1 ? t("one") : t("counted", { n: number(made.tokens) }));
+    if (made.prompt) said.push(t(made.cached ? "promptCached" : "promptTokens", { n: number(made.prompt), cached: number(made.cached ?? 0) }));
+  }
   if (finish === "length") said.push(t("length"));
   if (stopped) said.push(t("stopped"));
-  if (error && content) said.push(t("broken"));
+  if (cut || (error && content)) said.push(t("broken"));
   return said;
 }

@@ -1,7 +1,7 @@
 // The server's API: calls, streams, and what went wrong in a form that can be shown.
 import { key } from "/page/storage.js";
 
-/** `kind`: key, busy, down, unreachable, refused or failed. `retry`: seconds after which it may work. */
+/** `kind`: key, busy, down, unreachable, long, refused or failed. `retry`: seconds after which it may work. */
 export class ApiError extends Error {
   constructor(kind, message, retry = null) {
     super(message);
@@ -11,6 +11,7 @@ export class ApiError extends Error {
 }
 
 const KINDS = { 401: "key", 403: "key", 429: "busy", 503: "down" };
+const TOO_LONG = "context_length_exceeded";
 
 async function send(path, { body, signal } = {}) {
   const headers = {};
@@ -30,12 +31,13 @@ async function send(path, { body, signal } = {}) {
 
 async function asError(response) {
   const text = await response.text().catch(() => "");
-  let message = `${response.status} ${response.statusText}`;
+  let [message, code] = [`${response.status} ${response.statusText}`, ""];
   try {
-    message = JSON.parse(text).error.message;
+    ({ message, code } = JSON.parse(text).error);
   } catch { /* no JSON: the status says it */ }
   const retry = Number(response.headers.get("Retry-After")) || null;
-  return new ApiError(KINDS[response.status] ?? (response.status < 500 ? "refused" : "failed"), message, retry);
+  const kind = code === TOO_LONG ? "long" : (KINDS[response.status] ?? (response.status < 500 ? "refused" : "failed"));
+  return new ApiError(kind, message, retry);
 }
 
 export const getText = async (path, options) => (await send(path, options)).text();

@@ -1,29 +1,43 @@
-// The conversation in view: sending, streaming, stopping, asking again, editing.
+// Conversations and the one in view: sending, queueing, streaming, stopping, going on, asking again, editing.
 import { stream } from "/page/api.js";
 import { MessageView } from "/page/answer.js";
 import { $, h, say } from "/page/dom.js";
-import { loadConversations, saveConversations, settings } from "/page/storage.js";
-import { ALTERNATIVES } from "/page/tokens.js";
+import { button } from "/page/buttons.js";
+import { asked, score } from "/page/request.js";
+import { forgetConversation, loadConversation, loadConversations, onOtherTab, saveConversation, settings } from "/page/storage.js";
 import { t } from "/page/texts.js";
 
 const NEAR = 80; // pixels from the end within which the view follows an answer
 const TITLE = 60; // characters
+const SAVE = 1000; // milliseconds between two savings of an answer that grows
 
 export class Chat {
-  /** `hooks`: changed() when the list of conversations did, model() the model's name, key() to ask for a key. */
+  /** `hooks`: changed() when the list of conversations did, opened() when another is in view, model() the model's name, key()
+   * to ask for a key, full() when the browser keeps no more, look() to ask for the server's state, back(text) to the composer. */
   constructor(hooks) {
     this.hooks = hooks;
     this.list = loadConversations();
     this.now = null;
     this.views = new Map();
-    this.job = null; // {message, conversation, controller}
+    this.jobs = new Map(); // conversation: {message, controller}
     this.follow = true;
     $("#scroll").addEventListener("scroll", () => this.scrolled());
     $("#scroll").addEventListener("grown", () => this.follow && this.toEnd());
     $("#latest").addEventListener("click", () => this.toEnd());
+    addEventListener("pagehide", () => [...this.jobs.keys()].forEach(saveConversation));
+    onOtherTab((id) => this.elsewhere(id));
+  }
+
+  /** What is being answered in the conversation in view. */
+  get job() {
+    return this.jobs.get(this.now) ?? null;
   }
 
   // -- conversations --------------------------------------------------------------------------------------------------
+  find(id) {
+    return this.list.find((one) => one.id === id) ?? null;
+  }
+
   open(conversation) {
     this.now = conversation;
     this.views.clear();
@@ -36,40 +50,83 @@ export class Chat {
   show() {
     const messages = this.now?.messages ?? [];
     for (const message of [...this.views.keys()]) if (!messages.includes(message)) this.views.delete(message);
-    const acts = { edit: (message, text) => this.edit(message, text), again: (message) => this.again(message) };
-    for (const message of messages) if (!this.views.has(message)) this.views.set(message, new MessageView(message, acts));
+    for (const message of messages) {
+      if (this.views.has(message)) this.views.get(message).settle(); // it may no longer be the last
+      else this.views.set(message, new MessageView(message, this.acts()));
+    }
     $("#messages").replaceChildren(...messages.map((message) => this.views.get(message).node));
     $("#empty").hidden = messages.length > 0;
     this.buttons();
   }
 
-  remove(conversation) {
-    if (this.job?.conversation === conversation) this.stop();
-    const place = this.list.indexOf(conversation);
-    this.list.splice(place, 1);
-    this.save();
-    if (this.now === conversation) this.open(null);
-    return () => {
-      this.list.splice(place, 0, conversation);
-      this.save();
+  /** What can be done with a message. */
+  acts() {
+    return {
+      edit: (message, text) => this.edit(message, text),
+      again: (message) => this.again(message),
+      goOn: (message) => this.goOn(message),
+      revise: (message) => this.revise(message),
+      score: (message) => score(this.now.messages, message, this.hooks.model()),
+      last: (message) => this.now?.messages.at(-1) === message,
     };
   }
 
-  save() {
-    if (!saveConversations(this.list)) this.hooks.full();
+  rename(conversation, title) {
+    conversation.title = title;
+    this.save(conversation);
+  }
+
+  remove(conversation) {
+    this.jobs.get(conversation)?.controller.abort();
+    const place = this.list.indexOf(conversation);
+    this.list.splice(place, 1);
+    forgetConversation(conversation);
+    if (this.now === conversation) this.hooks.opened(null);
+    this.hooks.changed();
+    return () => {
+      this.list.splice(place, 0, conversation);
+      this.save(conversation);
+    };
+  }
+
+  save(conversation) {
+    if (this.list.includes(conversation) && !saveConversation(conversation)) this.hooks.full();
+    this.hooks.changed();
+  }
+
+  /** Another tab has changed a conversation. One that is answered here is this tab's until it has ended. */
+  elsewhere(id) {
+    const [old, fresh] = [this.find(id), loadConversation(id)];
+    if (this.jobs.has(old) || fresh?.messages.at(-1)?.cut) return;
+    if (old && fresh) this.list[this.list.indexOf(old)] = fresh;
+    else if (old) this.list.splice(this.list.indexOf(old), 1);
+    else if (fresh) this.list.unshift(fresh);
+    if (old && old === this.now) fresh ? this.open(fresh) : this.hooks.opened(null);
     this.hooks.changed();
   }
 
   // -- what the user does ---------------------------------------------------------------------------------------------
+  /** Ask, or queue behind the answer that is under way. Whether there was anything to send. */
   send(text) {
-    if (this.job || !text.trim()) return false;
+    if (!text.trim()) return false;
     if (!this.now) {
       this.now = { id: crypto.randomUUID?.() ?? String(Date.now()), title: text.trim().slice(0, TITLE), made: Date.now(), messages: [] };
       this.list.unshift(this.now);
+      this.hooks.opened(this.now);
     }
-    this.now.messages.push({ role: "user", content: text.trim() });
-    this.answer();
+    (this.now.queue ??= []).push(text.trim());
+    if (this.job) this.save(this.now);
+    else this.next(this.now);
+    this.buttons();
     return true;
+  }
+
+  /** The first of what is queued is asked. */
+  next(conversation) {
+    const text = conversation.queue?.shift();
+    if (text === undefined || this.jobs.has(conversation)) return;
+    conversation.messages.push({ role: "user", content: text });
+    this.answer(conversation);
   }
 
   again(message) {
@@ -77,17 +134,23 @@ export class Chat {
     const place = this.now.messages.indexOf(message ?? this.now.messages.at(-1));
     if (place < 0) return;
     this.now.messages.length = this.now.messages[place].role === "user" ? place + 1 : place;
-    this.answer();
+    this.answer(this.now);
   }
 
-  edit(message, text) {
+  /** The last answer goes on where it ended. */
+  goOn(message) {
+    if (!this.job && this.now?.messages.at(-1) === message) this.answer(this.now, message);
+  }
+
+  async edit(message, text) {
+    const conversation = this.now;
     this.stop();
-    const place = this.now.messages.indexOf(message);
-    this.now.messages.length = place;
-    if (!place) this.now.title = text.slice(0, TITLE);
-    this.now.messages.push({ role: "user", content: text });
-    this.job = null;
-    this.answer();
+    await this.job?.ended;
+    const place = conversation.messages.indexOf(message);
+    if (!place && conversation.title === conversation.messages[0].content.slice(0, TITLE)) conversation.title = text.slice(0, TITLE);
+    conversation.messages.length = place;
+    conversation.messages.push({ role: "user", content: text });
+    this.answer(conversation);
   }
 
   editLast() {
@@ -95,23 +158,41 @@ export class Chat {
     if (last && !this.job) this.views.get(last).edit();
   }
 
+  /** Edit the message that an answer is to. */
+  revise(message) {
+    const before = this.now.messages.slice(0, this.now.messages.indexOf(message));
+    this.views.get(before.findLast((one) => one.role === "user"))?.edit();
+  }
+
   stop() {
     this.job?.controller.abort();
   }
 
   // -- an answer ------------------------------------------------------------------------------------------------------
-  async answer() {
-    const conversation = this.now;
-    const body = request(conversation.messages, this.hooks.model());
-    const message = { role: "assistant", content: "", running: true, figures: null };
-    if (settings.tokens) message.tokens = [];
-    conversation.messages.push(message);
+  /** A new answer at the end of a conversation, or more of its last message. */
+  answer(conversation, message = null) {
+    const body = asked(message ? conversation.messages : [...conversation.messages], this.hooks.model(), !!message);
+    if (!message) {
+      message = { role: "assistant", content: "", figures: null, model: this.hooks.model() };
+      if (settings.tokens) message.tokens = [];
+      conversation.messages.push(message);
+    } else if (!message.tokens || !settings.tokens) delete message.tokens;
+    for (const name of ["finish", "stopped", "cut", "error"]) delete message[name];
+    message.running = true;
     const job = { message, conversation, controller: new AbortController() };
-    this.job = job;
+    this.jobs.set(conversation, job);
     this.follow = true;
-    this.show();
-    this.toEnd();
-    this.save();
+    if (conversation === this.now) {
+      this.show();
+      this.views.get(message).update();
+      this.toEnd();
+    }
+    this.save(conversation);
+    job.ended = this.carry(job, body);
+  }
+
+  async carry(job, body) {
+    const { message, conversation } = job;
     try {
       await this.receive(job, body);
     } catch (error) {
@@ -120,47 +201,76 @@ export class Chat {
       if (error.kind === "key") this.hooks.key(true);
     }
     message.running = false;
-    if (this.job === job) this.job = null;
+    this.jobs.delete(conversation);
     if (message.error && !message.content) this.hooks.look();
     this.views.get(message)?.update();
-    this.buttons();
-    this.save();
+    this.save(conversation);
     say(message.content);
+    if (!message.error && !message.stopped) this.next(conversation);
+    this.buttons();
     if (this.follow) this.toEnd();
   }
 
-  async receive({ message, controller }, body) {
+  async receive({ message, conversation, controller }, body) {
     const begun = performance.now();
-    let [first, last, events] = [null, null, 0];
+    const before = message.figures?.tokens ?? 0;
+    let [first, last, events, usage, saved] = [null, null, 0, null, begun];
     try {
       for await (const event of stream("/v1/chat/completions", body, controller.signal)) {
+        usage = event.usage ?? usage;
         const choice = event.choices[0];
-        if (event.usage) {
-          message.figures ??= {};
-          Object.assign(message.figures, { tokens: event.usage.completion_tokens, prompt: event.usage.prompt_tokens, cached: event.usage.prompt_tokens_details?.cached_tokens });
-        }
         if (!choice) continue;
-        if (choice.delta.content || choice.logprobs?.content?.length) {
+        const { content, reasoning_content: thought } = choice.delta;
+        const recorded = choice.logprobs?.content ?? [];
+        if (content || thought || recorded.length) {
           last = performance.now();
           first ??= last;
-          events += choice.logprobs?.content?.length || 1;
+          events += recorded.length || 1;
         }
-        message.content += choice.delta.content ?? "";
-        if (choice.logprobs) message.tokens?.push(...choice.logprobs.content);
+        message.content += content ?? "";
+        if (thought) message.thought = (message.thought ?? "") + thought;
+        message.tokens?.push(...recorded.map(slim));
         if (choice.finish_reason) message.finish = choice.finish_reason;
         this.views.get(message)?.update();
+        if (last - saved > SAVE) {
+          saved = last;
+          saveConversation(conversation);
+        }
       }
     } finally {
-      const tokens = message.figures?.tokens ?? events;
+      const tokens = usage?.completion_tokens ?? events;
       const speed = tokens > 1 && last > first ? ((tokens - 1) / (last - first)) * 1000 : null;
-      message.figures = { tokens, ...message.figures, ttft: first === null ? null : (first - begun) / 1000, speed };
+      message.figures = {
+        tokens: before + tokens, prompt: usage?.prompt_tokens, cached: usage?.prompt_tokens_details?.cached_tokens,
+        ttft: first === null ? null : (first - begun) / 1000, speed,
+      };
     }
   }
 
   // -- the view -------------------------------------------------------------------------------------------------------
   buttons() {
-    $("#send").hidden = !!this.job;
     $("#stop").hidden = !this.job;
+    $("#send").hidden = !!this.job;
+    this.showQueue();
+  }
+
+  /** What waits for the answer to end; after a stop, an error or a reload it waits for the user. */
+  showQueue() {
+    const queue = this.now?.queue ?? [];
+    const take = (place) => {
+      const [text] = queue.splice(place, 1);
+      this.save(this.now);
+      this.showQueue();
+      return text;
+    };
+    const items = queue.map((text, place) => h(
+      "li", {}, h("span", { title: text }, text),
+      button("edit", "edit", () => this.hooks.back(take(place))), button("close", "unqueue", () => take(place)),
+    ));
+    const send = h("button", { type: "button", onclick: () => this.next(this.now) }, t("sendQueued"));
+    $("#queue").hidden = !queue.length;
+    if (this.follow) requestAnimationFrame(() => this.toEnd());
+    $("#queue").replaceChildren(h("p", {}, t(this.job ? "queueRuns" : "queueHeld"), !this.job && send), h("ul", {}, ...items));
   }
 
   scrolled() {
@@ -175,15 +285,7 @@ export class Chat {
   }
 }
 
-/** What is asked of the server: the conversation so far, with the settings that were made. */
-function request(messages, model) {
-  const said = messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
-  if (settings.system.trim()) said.unshift({ role: "system", content: settings.system.trim() });
-  const body = { model, messages: said, stream: true, stream_options: { include_usage: true } };
-  for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"]) if (settings[name] !== null) body[name] = settings[name];
-  if (settings.max_tokens !== null) body.max_completion_tokens = settings.max_tokens;
-  const stop = settings.stop.split("\n").filter((line) => line);
-  if (stop.length) body.stop = stop;
-  if (settings.tokens) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
-  return body;
+/** A token without its bytes, which the page does not show. */
+function slim({ token, logprob, top_logprobs: best = [] }) {
+  return { token, logprob, top_logprobs: best.map((one) => ({ token: one.token, logprob: one.logprob })) };
 }

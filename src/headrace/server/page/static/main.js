@@ -1,49 +1,69 @@
 // The page: what is shown, and what keys and buttons do.
 import { getJson } from "/page/api.js";
 import { Chat } from "/page/chat.js";
-import { drawConversations, notice } from "/page/conversations.js";
+import { Conversations, notice } from "/page/conversations.js";
 import { drawDashboard } from "/page/dashboard.js";
 import { $, h } from "/page/dom.js";
 import { Watch } from "/page/figures.js";
 import { icon } from "/page/icons.js";
 import { drawPanel } from "/page/panel.js";
 import { key, look, saveLook, setKey } from "/page/storage.js";
-import { language, t, translate } from "/page/texts.js";
+import { language, number, t, translate } from "/page/texts.js";
 
 const PHONE = matchMedia("(max-width: 60rem)");
+const WIDE = matchMedia("(min-width: 90rem)"); // room for the settings
+let models = []; // as /v1/models has them
 let model = "";
 let state = "unknown";
 
+const address = (one) => (one ? `#chat/${one.id}` : "#chat");
+
 const chat = new Chat({
-  changed: () => drawConversations(chat, openConversation),
+  changed: () => { list.draw(); name(); },
+  opened: (one) => { history.replaceState(null, "", address(one)); route(); },
+  back: (text) => { prompt.value = [text, prompt.value].filter((part) => part).join("\n"); grow(); prompt.focus(); },
   full: () => notice(t("full")),
   key: (wrong) => askKey(wrong),
   look: () => watch.ask(),
   model: () => model,
 });
+const list = new Conversations(chat, address);
 
 const watch = new Watch(showState, (history) => {
   if (document.body.dataset.view === "dashboard") drawDashboard(history);
 });
 
 // -- views ------------------------------------------------------------------------------------------------------------
+/** Show what the address names: #dashboard, #chat or #chat/ID. */
 function route() {
-  const view = location.hash === "#dashboard" ? "dashboard" : "chat";
+  const [named, id] = location.hash.slice(1).split("/");
+  const view = named === "dashboard" ? "dashboard" : "chat";
   document.body.dataset.view = view;
   $("#chat").hidden = view !== "chat";
   $("#dashboard").hidden = view !== "dashboard";
-  for (const name of ["chat", "dashboard"]) $(`#to-${name}`).toggleAttribute("aria-current", name === view);
+  for (const one of ["chat", "dashboard"]) $(`#to-${one}`).toggleAttribute("aria-current", one === view);
   watch.period = view === "dashboard" ? 1000 : 2000;
   side(false);
   if (view === "dashboard") drawDashboard(watch.history);
+  else {
+    const one = id ? chat.find(id) : null;
+    if (id && !one) notice(t("unknownAddress"));
+    if (one !== chat.now) chat.open(one);
+    $("#to-chat").href = address(one);
+  }
+  name();
   watch.ask();
 }
 
+/** The window is called after what it shows. */
+function name() {
+  document.title = [chat.now?.title, model, "Headrace"].filter((part) => part).join(" · ");
+}
+
 function openConversation(one) {
-  chat.open(one);
-  location.hash = "#chat";
-  side(false);
-  if (!PHONE.matches) $("#prompt").focus();
+  if (location.hash === address(one)) route();
+  else location.hash = address(one);
+  if (!PHONE.matches) prompt.focus();
 }
 
 function side(open) {
@@ -52,11 +72,15 @@ function side(open) {
 }
 
 function panel(open) {
-  look.panel = open;
-  saveLook();
   $("#panel").hidden = !open;
   $("#open-panel").setAttribute("aria-expanded", String(open));
-  if (open) drawPanel(() => { panel(false); $("#open-panel").focus(); });
+  if (open) drawPanel(models.find((one) => one.id === model)?.defaults ?? {}, () => { keepPanel(false); $("#open-panel").focus(); });
+}
+
+function keepPanel(open) {
+  look.panel = open;
+  saveLook();
+  panel(open);
 }
 
 // -- the server -------------------------------------------------------------------------------------------------------
@@ -71,19 +95,24 @@ async function showState(now, health, error) {
 }
 
 async function findModels() {
-  let found;
   try {
-    found = (await getJson("/v1/models")).data;
+    models = (await getJson("/v1/models")).data;
   } catch {
     return;
   }
-  model = found.some((one) => one.id === model) ? model : (found[0]?.id ?? "");
+  model = models.some((one) => one.id === model) ? model : (models[0]?.id ?? "");
   $("#model").textContent = model;
-  $("#model").hidden = found.length > 1;
-  $("#models").hidden = found.length < 2;
-  $("#models").replaceChildren(...found.map((one) => h("option", { value: one.id, selected: one.id === model }, one.id)));
-  document.title = model ? `${model} · Headrace` : "Headrace";
+  $("#model").hidden = models.length > 1;
+  $("#models").hidden = models.length < 2;
+  $("#models").replaceChildren(...models.map((one) => h("option", { value: one.id, selected: one.id === model }, one.id)));
+  chosen();
+}
+
+/** Another model, or one that tells more of itself. */
+function chosen() {
   words();
+  name();
+  if (!$("#panel").hidden && !$("#panel").contains(document.activeElement)) panel(true);
 }
 
 function askKey(wrong) {
@@ -113,16 +142,15 @@ $("#key-value").addEventListener("keydown", (event) => {
 function words() {
   translate();
   const theme = t({ auto: "themeAuto", light: "themeLight", dark: "themeDark" }[look.theme]);
-  $("#theme span").textContent = theme;
-  $("#theme").title = t("theme", { now: theme });
-  $("#language span").textContent = t("otherLanguage");
+  $("#theme b").textContent = theme;
   if (look.theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = look.theme;
-  $("#empty p").textContent = model ? t("emptyText", { model }) : t("emptyTextNoModel");
+  const room = models.find((one) => one.id === model)?.max_model_len;
+  $("#empty p").textContent = [model ? t("emptyText", { model }) : t("emptyTextNoModel"), room && t("room", { n: number(room) })].filter((part) => part).join(" ");
   $("#ideas").replaceChildren(...t("ideas").map((idea) => h("button", { type: "button", onclick: () => submit(idea) }, idea)));
   $("#keys").replaceChildren(...t("keys").flatMap(([keys, what]) => [h("dt", {}, ...keys.split("+").map((one) => h("kbd", {}, one))), h("dd", {}, what)]));
   $("#status span").textContent = t(state);
-  drawConversations(chat, openConversation);
+  list.draw();
 }
 
 $("#theme").addEventListener("click", () => {
@@ -137,7 +165,7 @@ $("#language").addEventListener("click", () => {
   words();
   chat.views.clear();
   chat.show();
-  if (look.panel) panel(true);
+  if (!$("#panel").hidden) panel(true);
   if (document.body.dataset.view === "dashboard") drawDashboard(watch.history);
 });
 
@@ -178,8 +206,8 @@ $("#stop").addEventListener("click", () => {
 // -- keys -------------------------------------------------------------------------------------------------------------
 const ALT = {
   KeyN: () => openConversation(null),
-  KeyS: () => panel(!look.panel),
-  KeyD: () => { location.hash = document.body.dataset.view === "chat" ? "#dashboard" : "#chat"; },
+  KeyS: () => keepPanel($("#panel").hidden),
+  KeyD: () => { location.hash = document.body.dataset.view === "chat" ? "#dashboard" : address(chat.now); },
   KeyR: () => chat.again(),
 };
 
@@ -203,15 +231,15 @@ for (const place of document.querySelectorAll("[data-icon]")) place.replaceWith(
 $("#new").addEventListener("click", () => openConversation(null));
 $("#open-side").addEventListener("click", () => side(true));
 $("#veil").addEventListener("click", () => side(false));
-$("#open-panel").addEventListener("click", () => panel(!look.panel));
+$("#open-panel").addEventListener("click", () => keepPanel($("#panel").hidden));
 $("#open-help").addEventListener("click", () => $("#help-dialog").showModal());
 $("#open-key").addEventListener("click", () => askKey(false));
-$("#models").addEventListener("change", (event) => { model = event.target.value; words(); });
+$("#models").addEventListener("change", (event) => { model = event.target.value; chosen(); });
 addEventListener("hashchange", route);
 
 words();
 chat.open(null);
-panel(look.panel && !PHONE.matches);
+panel((look.panel ?? WIDE.matches) && !PHONE.matches);
 grow();
 route();
 if (!PHONE.matches) prompt.focus();

@@ -1,22 +1,23 @@
-// The sampling panel. A field left empty is the model's own setting.
+// The sampling panel. A field left empty is what the server says is in force, and where that comes from.
+import { button } from "/page/buttons.js";
 import { $, h } from "/page/dom.js";
-import { button } from "/page/answer.js";
 import { DEFAULTS, saveSettings, settings } from "/page/storage.js";
-import { t } from "/page/texts.js";
+import { has, t } from "/page/texts.js";
 
-// name, least, most, step, where the slider stands while nothing is set
+// name, least, most (null: the slider's end is not the last value), step, where the slider ends
 const NUMBERS = [
-  ["temperature", 0, 2, 0.05, 0.7], ["top_p", 0.05, 1, 0.05, 1], ["top_k", 0, 200, 1, 0], ["min_p", 0, 0.5, 0.01, 0],
-  ["repetition_penalty", 0.8, 2, 0.05, 1], ["max_tokens", 1, 4096, 1, 1024],
+  ["temperature", 0, 2, 0.05], ["top_p", 0.05, 1, 0.05], ["top_k", 0, null, 1, 200], ["min_p", 0, 0.5, 0.01],
+  ["repetition_penalty", 0.8, 2, 0.05], ["max_tokens", 1, null, 1, 4096],
 ];
 
-export function drawPanel(close) {
+/** `defaults`: {name: {value, origin}} of what is in force where nothing is set, as far as the server tells. */
+export function drawPanel(defaults, close) {
   const panel = $("#panel");
-  const reset = h("button", { type: "button", className: "quiet", onclick: () => { Object.assign(settings, DEFAULTS); saveSettings(); drawPanel(close); } }, t("reset"));
+  const reset = h("button", { type: "button", onclick: () => { Object.assign(settings, DEFAULTS); saveSettings(); drawPanel(defaults, close); } }, t("reset"));
   panel.replaceChildren(
     h("div", { className: "head" }, h("h2", {}, t("settings")), button("close", "close", close)),
     text("system", t("system"), t("systemHint"), 4),
-    ...NUMBERS.map((row) => numeric(...row)),
+    ...NUMBERS.map(([name, ...row]) => numeric(name, defaults[name], ...row)),
     seed(),
     text("stop", t("stopAt"), t("stopAtHint"), 2),
     check("tokens", t("askTokens"), t("askTokensHint")),
@@ -29,38 +30,57 @@ function set(name, value) {
   saveSettings();
 }
 
-function numeric(name, min, max, step, usual) {
-  const field = h("input", { type: "number", id: `set-${name}`, min, max: name === "max_tokens" || name === "top_k" ? null : max, step, value: settings[name] ?? "", placeholder: t("own"), inputMode: "decimal" });
-  const slider = h("input", { type: "range", min, max, step, value: settings[name] ?? usual, "aria-label": t(name) });
+function numeric(name, usual, min, max, step, end = max) {
+  const origin = usual && (has(`origin_${usual.origin}`) ? t(`origin_${usual.origin}`) : usual.origin);
+  const placeholder = usual ? t("inForce", { value: usual.value, origin }) : t("own");
+  const field = h("input", { type: "number", id: `set-${name}`, min, max, step, value: settings[name] ?? "", placeholder, inputMode: "decimal" });
+  const slider = h("input", { type: "range", min, max: end, step, "aria-label": t(name) });
+  const range = wrong(max === null ? t("rangeLeast", { min }) : t("rangeBoth", { min, max }));
   const paint = () => {
+    const value = settings[name] ?? usual?.value;
+    slider.value = value ?? min;
     slider.classList.toggle("unset", settings[name] === null);
-    slider.style.setProperty("--at", (slider.value - min) / (max - min));
+    slider.classList.toggle("unknown", value == null);
+    slider.setAttribute("aria-valuetext", settings[name] ?? placeholder);
+    slider.style.setProperty("--at", value == null ? 0 : (slider.value - min) / (end - min));
   };
   field.addEventListener("input", () => {
-    const good = field.value === "" || field.validity.valid || field.validity.stepMismatch;
-    field.setAttribute("aria-invalid", String(!good));
+    const { valid, badInput, rangeOverflow, rangeUnderflow } = field.validity;
+    const good = valid || (step < 1 && !badInput && !rangeOverflow && !rangeUnderflow); // between two steps is as good
+    range.say(field, !good);
     if (!good) return;
     set(name, field.value === "" ? null : Number(field.value));
-    slider.value = settings[name] ?? usual;
     paint();
   });
   slider.addEventListener("input", () => {
     field.value = slider.value;
+    range.say(field, false);
     set(name, Number(slider.value));
     paint();
   });
   paint();
-  return h("div", { className: "field" }, h("label", { htmlFor: `set-${name}` }, t(name)), field, slider, h("p", {}, t(`${name}Hint`)));
+  return h("div", { className: "field" }, h("label", { htmlFor: field.id }, t(name)), field, range.node, slider, h("p", {}, t(`${name}Hint`)));
+}
+
+/** The allowed range, shown beside a value that is refused. */
+function wrong(range) {
+  const node = h("p", { className: "range", hidden: true, role: "alert" }, range);
+  const say = (field, bad) => {
+    field.setAttribute("aria-invalid", String(bad));
+    node.hidden = !bad;
+  };
+  return { node, say };
 }
 
 function seed() {
   const field = h("input", { type: "text", id: "set-seed", inputMode: "numeric", pattern: "[0-9]{1,15}", value: settings.seed ?? "", placeholder: t("none") });
+  const range = wrong(t("seedRange"));
   field.addEventListener("input", () => {
     const good = field.validity.valid;
-    field.setAttribute("aria-invalid", String(!good));
+    range.say(field, !good);
     if (good) set("seed", field.value === "" ? null : Number(field.value));
   });
-  return h("div", { className: "field" }, h("label", { htmlFor: "set-seed" }, t("seed")), field, h("p", {}, t("seedHint")));
+  return h("div", { className: "field" }, h("label", { htmlFor: field.id }, t("seed")), field, range.node, h("p", {}, t("seedHint")));
 }
 
 function text(name, label, hint, rows) {

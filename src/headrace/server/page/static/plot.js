@@ -35,7 +35,7 @@ export class Plot {
     this.lines = lines;
     this.picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: "0" });
     this.legend = h("div", { className: "legend" });
-    this.heading = h("h3");
+    this.heading = h("h2");
     this.node = h("figure", { className: "plot" }, h("figcaption", {}, this.heading, this.legend), this.picture);
     this.points = [];
     this.at = null; // index of the point looked at

@@ -1,6 +1,7 @@
 // What the browser keeps: conversations and settings in localStorage, the key for the session unless the user wants it kept.
 
 const NAME = "headrace";
+const ITEM = "conversation."; // each has an item of its own, so that two tabs do not write over each other
 
 function read(part, fallback) {
   try {
@@ -22,21 +23,45 @@ function write(part, value) {
 
 export const DEFAULTS = {
   system: "", temperature: null, top_p: null, top_k: null, min_p: null, repetition_penalty: null, max_tokens: 1024, seed: null,
-  stop: "", tokens: false,
+  stop: "", tokens: true,
 };
 
 export const settings = { ...DEFAULTS, ...read("settings", {}) };
 export const saveSettings = () => write("settings", settings);
 
-export const look = { theme: "auto", language: null, panel: false, ...read("look", {}) };
+export const look = { theme: "auto", language: null, panel: null, ...read("look", {}) };
 export const saveLook = () => write("look", look);
 
-export const loadConversations = () => read("conversations", []).filter((one) => one && Array.isArray(one.messages));
+/** A conversation as it was kept, or null. An answer that was under way when the page went has ended there. */
+export function loadConversation(id) {
+  const one = read(ITEM + id, null);
+  if (!one || one.id !== id || !Array.isArray(one.messages)) return null;
+  for (const message of one.messages) if (message.running) Object.assign(message, { running: false, cut: true });
+  return one;
+}
+
+/** All that are kept, the newest first. Earlier they were kept in one item. */
+export function loadConversations() {
+  for (const one of read("conversations", [])) if (one?.id && Array.isArray(one.messages)) saveConversation(one);
+  localStorage.removeItem(`${NAME}.conversations`);
+  const begin = `${NAME}.${ITEM}`;
+  const found = Object.keys(localStorage).filter((name) => name.startsWith(begin)).map((name) => loadConversation(name.slice(begin.length)));
+  return found.filter((one) => one).sort((a, b) => b.made - a.made);
+}
 
 /** Tokens with their alternatives are large and stay in memory. */
-export function saveConversations(list) {
-  const slim = list.map((one) => ({ ...one, messages: one.messages.map(({ tokens, ...rest }) => rest) }));
-  return write("conversations", slim);
+export function saveConversation(one) {
+  return write(ITEM + one.id, { ...one, messages: one.messages.map(({ tokens, ...rest }) => rest) });
+}
+
+export function forgetConversation(one) {
+  localStorage.removeItem(`${NAME}.${ITEM}${one.id}`);
+}
+
+/** Calls back with the id of a conversation that another tab has changed. */
+export function onOtherTab(changed) {
+  const begin = `${NAME}.${ITEM}`;
+  addEventListener("storage", (event) => event.key?.startsWith(begin) && changed(event.key.slice(begin.length)));
 }
 
 export function key() {

@@ -14,11 +14,12 @@ const spelled = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").re
 
 /** The tokens as buttons in a flow of text. */
 export function tokenView(tokens) {
-  const node = h("div", { className: "tokens", tabIndex: -1 });
+  const node = h("div", { className: "tokens", role: "group", "aria-label": t("tokens") });
   tokens.forEach((token, index) => {
     const step = Math.min(9, Math.floor(Math.exp(token.logprob) * 10));
     const text = token.token.startsWith("bytes:") ? token.token.slice(6) : token.token;
     const one = h("span", { className: `token p${step}`, tabIndex: index ? -1 : 0 }, text.replaceAll("\n", "⏎\n"));
+    one.setAttribute("role", "button"); // it shows the alternatives
     one.setAttribute("aria-label", `${spelled(text)} ${percent(token.logprob)}`);
     node.append(one);
   });

@@ -1,0 +1,138 @@
+"""Formulas: TeX between $ $, $$ $$, \\( \\) or \\[ \\] in Markdown, as MathML of a short list of elements and attributes."""
+
+import re
+from html import escape, unescape
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from latex2mathml.converter import convert_to_element
+from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock
+from markdown_it.rules_inline import StateInline
+from markdown_it.token import Token
+
+LONGEST = 2_000  # characters of a formula
+DEEPEST = 60  # braces within braces; the library calls itself for each
+# What MathML Core has for mathematics, without what holds HTML (semantics, annotations) or leads elsewhere.
+TAGS = set(
+    "math mfrac mi mn mo mover mmultiscripts mpadded mphantom mprescripts mroot mrow ms mspace msqrt mstyle msub msubsup msup "
+    "mtable mtd mtext mtr munder munderover".split()
+)
+WORDS = set(
+    "accent accentunder columnalign columnlines display displaystyle fence form mathcolor mathvariant movablelimits rowlines "
+    "scriptlevel separator stretchy symmetric".split()
+)
+LENGTHS = set(
+    "columnspacing depth height linethickness lspace mathsize maxsize minsize rowspacing rspace voffset width".split()
+)
+ATTRIBUTES = WORDS | LENGTHS
+WORD = re.compile(r"[#a-zA-Z0-9 -]{1,40}")
+LENGTH = re.compile(
+    r"(-?[0-9]?(\.[0-9]{1,4})?em|[0-9]{1,2}(\.[0-9]{1,4})?(pt|px|%)|0| ){1,9}"
+)  # none that leads out of its line
+# How each begins and ends; whether it is displayed on lines of its own. The longer are looked for first.
+MARKS = (("$$", "$$", True), ("\\[", "\\]", True), ("\\(", "\\)", False), ("$", "$", False))
+ENVIRONMENTS = {"aligned": "align*", "gathered": "align*", "gather": "align*", "gather*": "align*"}
+
+
+def add_formulas(parser: MarkdownIt) -> None:
+    """Teach a parser formulas."""
+    parser.inline.ruler.before("escape", "formula", _inline)
+    parser.block.ruler.before("fence", "formula_block", _block, {"alt": ["paragraph", "reference", "blockquote", "list"]})
+    for name in ("formula", "formula_block"):
+        parser.add_render_rule(name, _render)
+
+
+def mathml(tex: str, display: bool) -> str:
+    """A formula as MathML; one that the library does not know is code, as it was written."""
+    if len(tex) > LONGEST or _depth(tex) > DEEPEST:
+        return f"<code>{escape(tex)}</code>"
+    for name, known in ENVIRONMENTS.items():  # that the library knows by another name
+        tex = tex.replace(f"{{{name}}}", f"{{{known}}}")
+    try:
+        return _element(convert_to_element(tex, display="block" if display else "inline"))
+    except Exception:  # whatever a text makes a library raise: it is shown as it was written
+        return f"<code>{escape(tex)}</code>"
+
+
+def _depth(tex: str) -> int:
+    depth = most = 0
+    for letter in tex:
+        depth += (letter == "{") - (letter == "}")
+        most = max(most, depth)
+    return max(most, tex.count("\\left"), tex.count("\\begin"))
+
+
+def _element(element: Element) -> str:
+    """An element and what is in it; of an unknown one only what is in it. The library writes characters as references."""
+    inner = "".join([escape(unescape(element.text or "")), *map(_element, element)])
+    if element.tag not in TAGS:
+        return inner
+    given = [(name, value) for name, value in element.attrib.items() if _harmless(name, value)]
+    written = "".join(f' {name}="{escape(value)}"' for name, value in given)
+    return f"<{element.tag}{written}>{inner}</{element.tag}>"
+
+
+def _harmless(name: str, value: str) -> bool:
+    return bool((name in WORDS and WORD.fullmatch(value)) or (name in LENGTHS and LENGTH.fullmatch(value)))
+
+
+def _inline(state: StateInline, silent: bool) -> bool:
+    source, begin = state.src, state.pos
+    for opening, closing, display in MARKS:
+        if not source.startswith(opening, begin):
+            continue
+        start = begin + len(opening)
+        end = _end(source, start, closing, min(state.posMax, start + LONGEST))
+        if end is None or (opening == "$" and begin > 0 and source[begin - 1].isalnum()):
+            return False
+        if not silent:
+            token = state.push("formula", "math", 0)
+            token.content, token.meta = source[start:end], {"display": display}
+        state.pos = end + len(closing)
+        return True
+    return False
+
+
+def _end(source: str, start: int, closing: str, last: int) -> int | None:
+    """Where a formula's end is marked. The first dollar after one ends it, or neither is a mark: they may be prices."""
+    end = source.find(closing, start, last)
+    while end > start and source[end - 1] == "\\" and closing[0] == "$":
+        end = source.find(closing, end + 1, last)
+    inside = source[start : max(end, start)]
+    if not inside.strip() or "\n\n" in inside:
+        return None
+    price = inside[0].isspace() or inside[-1].isspace() or source[end + 1 : end + 2].isdigit()
+    return None if closing == "$" and price else end
+
+
+def _block(state: StateBlock, first: int, last: int, silent: bool) -> bool:
+    """A formula on lines of its own, which may hold what elsewhere begins a list or a heading."""
+    if state.is_code_block(first):
+        return False
+    begin = state.bMarks[first] + state.tShift[first]
+    marks = next((pair[:2] for pair in MARKS[:2] if state.src.startswith(pair[0], begin)), None)
+    if marks is None:
+        return False
+    text: list[str] = []
+    for line in range(first, last):
+        row = state.src[begin + 2 if line == first else state.bMarks[line] : state.eMarks[line]]
+        found, _, rest = row.partition(marks[1])
+        text.append(found)
+        if found != row:
+            if rest.strip() or not "".join(text).strip():
+                return False
+            if not silent:
+                token = state.push("formula_block", "math", 0)
+                token.content, token.meta, token.map = "\n".join(text).strip(), {"display": True}, [first, line + 1]
+                state.line = line + 1
+            return True
+        if (not row.strip() and line > first) or sum(map(len, text)) > LONGEST:
+            return False
+    return False
+
+
+def _render(renderer: Any, tokens: list[Token], place: int, *_: Any) -> str:
+    token = tokens[place]
+    made = mathml(token.content, token.meta["display"])
+    return f"<p>{made}</p>\n" if token.type == "formula_block" else made

@@ -1,0 +1,223 @@
+"""Conversations on the page: their address, list and files, what a reload leaves, queueing, going on, too long a prompt."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.server.browser import answers, ask, kept, opened, settled, sse
+from tests.server.harness import Running
+
+CHAT = "**/v1/chat/completions"
+
+
+def say(page: Any, text: str) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def test_a_conversation_has_an_address_and_a_reload_keeps_it(page: Any, server: Running) -> None:
+    ask(page, "The mill")
+    address = page.url
+    assert re.fullmatch(re.escape(server.base) + r"/#chat/[\w-]+", address)
+    assert page.title() == "The mill · tiny · Headrace"
+    page.reload()
+    assert page.locator(".user .body").all_inner_texts() == ["The mill"]
+    page.keyboard.press("Alt+N")
+    page.wait_for_selector("#empty h2")
+    ask(page, "Another")
+    assert page.url != address
+    page.go_back()
+    page.wait_for_selector(".user .body:text('The mill')")
+    other = page.context.new_page()
+    other.goto(address)
+    other.wait_for_selector(".user .body:text('The mill')")
+    other.goto(server.base + "/#chat/nowhere")
+    other.wait_for_selector("#toast:has-text('no conversation at this address')")
+    assert other.locator("#messages > li").count() == 0
+
+
+def test_two_tabs_do_not_write_over_each_other(page: Any, server: Running) -> None:
+    other = page.context.new_page()
+    other.goto(server.base)
+    ask(page, "The mill")
+    ask(other, "Another")
+    assert sorted(one["title"] for one in kept(page)) == ["Another", "The mill"]
+    page.wait_for_selector("#conversations .title:text('Another')")
+    page.reload()
+    assert sorted(page.locator("#conversations .title").all_inner_texts()) == ["Another", "The mill"]
+
+
+def test_rename_search_and_export(page: Any, tmp_path: Path) -> None:
+    ask(page, "The mill")
+    said = kept(page)[0]["messages"][1]["content"]
+    page.keyboard.press("Alt+N")
+    ask(page, "A lantern")
+    page.hover("#conversations li:has-text('The mill')")
+    page.click("[title='More for “The mill”']")
+    page.click("#menu button:has-text('Rename')")
+    page.fill("#conversations .rename", "Wheels & water")
+    page.press("#conversations .rename", "Enter")
+    assert page.locator("#conversations .title").all_inner_texts() == ["A lantern", "Wheels & water"]
+    page.fill("#search", "WHEELS")
+    assert page.locator("#conversations .title").all_inner_texts() == ["Wheels & water"]
+    page.fill("#search", "the mill")  # in what was said
+    assert page.locator("#conversations .title").all_inner_texts() == ["Wheels & water"]
+    page.fill("#search", "nothing like it")
+    assert page.locator("#conversations").inner_text() == "No conversation has these words."
+    page.fill("#search", "wheels")
+    files = {}
+    for kind in ("Markdown", "JSON"):
+        page.hover("#conversations li")
+        page.click("#conversations .icon")
+        with page.expect_download() as caught:
+            page.click(f"#menu button:has-text('Export as {kind}')")
+        files[kind] = (caught.value.suggested_filename, Path(caught.value.path()).read_text("utf-8"))
+    assert files["Markdown"] == ("Wheels-water.md", f"# Wheels & water\n\n**You**\n\nThe mill\n\n**tiny**\n\n{said}\n")
+    name, text = files["JSON"]
+    assert name == "Wheels-water.json"
+    made = json.loads(text)
+    assert made["messages"] == [{"role": "user", "content": "The mill"}, {"role": "assistant", "content": said}]
+    assert (made["title"], made["answers"][0]["tokens"], made["answers"][0]["finish_reason"]) == ("Wheels & water", 8, "length")
+
+
+def test_conversations_of_before_are_found(page: Any) -> None:
+    """They were all in one item."""
+    old = [{"id": "1", "title": "Old", "made": 1, "messages": [{"role": "user", "content": "The mill"}]}]
+    page.evaluate("(old) => { localStorage['headrace.conversations'] = JSON.stringify(old); }", old)
+    page.reload()
+    page.click("#conversations .title:text('Old')")
+    assert page.locator(".user .body").all_inner_texts() == ["The mill"]
+    assert page.evaluate("localStorage['headrace.conversations']") is None
+
+
+def test_a_reload_during_an_answer_keeps_what_there_is_and_it_goes_on(chromium: Any, long_server: Running) -> None:
+    for page in opened(chromium, long_server):
+        page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 2000; m.saveSettings(); })")
+        say(page, "The mill")
+        page.wait_for_selector(".assistant .body p")
+        with long_server.paused():
+            page.reload()
+            page.wait_for_selector(".figures:has-text('broken off')")
+            before = kept(page)[0]["messages"][1]["content"]
+            assert before
+            page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
+        page.wait_for_selector("#status[data-state=ready]")
+        with page.expect_request(CHAT) as caught:
+            page.click(".acts button:has-text('Go on')")
+        body = caught.value.post_data_json
+        assert body["continue_final_message"] is True
+        assert body["messages"][-1] == {"role": "assistant", "content": before}
+        page.wait_for_selector(".figures:has-text('cut at the token limit')")
+        after = kept(page)[0]["messages"][1]["content"]
+        assert after.startswith(before)
+        assert len(after) > len(before)
+
+
+def test_an_answer_that_was_cut_goes_on(page: Any, server: Running) -> None:
+    ask(page, "The mill")
+    first = kept(page)[0]["messages"][1]["content"]
+    page.click(".acts button:has-text('Go on')")
+    page.wait_for_selector(".figures:has-text('16 tokens')")
+    both = kept(page)[0]["messages"]
+    assert len(both) == 2
+    talk = [{"role": "user", "content": "The mill"}, {"role": "assistant", "content": first}]
+    sent = {"model": "tiny", "messages": talk, "max_completion_tokens": 8, "seed": 1, "continue_final_message": True}
+    assert both[1]["content"] == first + server.post("/v1/chat/completions", sent).json()["choices"][0]["message"]["content"]
+    ended = sse({"role": "assistant", "content": "The end."}).replace('"finish_reason": null', '"finish_reason": "stop"')
+    page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=ended))
+    ask(page, "stands by")
+    assert answers(page)[1] == "The end."
+    assert (
+        page.locator(".acts button:has-text('Go on')").count() == 0
+    )  # the last one ended by itself, the first is not the last
+
+
+def test_enter_during_an_answer_queues_the_message_in_sight(page: Any, server: Running) -> None:
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; m.settings.seed = 1; })")
+    with server.paused():
+        say(page, "The mill")
+        page.wait_for_selector(".dots")
+        for text in ("stands by", "a mistake", "the river"):
+            say(page, text)
+        assert page.input_value("#prompt") == ""
+        assert page.locator("#queue li span").all_inner_texts() == ["stands by", "a mistake", "the river"]
+        page.click("#queue li:has-text('a mistake') [title=Remove]")
+        page.click("#queue li:has-text('the river') [title=Edit]")
+        assert page.input_value("#prompt") == "the river"
+        assert page.locator("#messages > li").count() == 2
+    page.wait_for_selector("#messages > li:nth-child(4) .figures")
+    assert page.locator(".user .body").all_inner_texts() == ["The mill", "stands by"]
+    assert page.locator("#queue").is_hidden()
+
+
+def test_what_is_queued_waits_after_a_stop_and_a_reload(page: Any, server: Running) -> None:
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; m.saveSettings(); })")
+    with server.paused():
+        say(page, "The mill")
+        page.wait_for_selector(".dots")
+        say(page, "stands by")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#queue:has-text('Not sent yet')")
+        page.reload()
+        page.wait_for_selector("#queue:has-text('Not sent yet')")
+        assert page.locator("#messages > li").count() == 2
+    page.wait_for_selector("#status[data-state=ready]")
+    page.click("#queue button:has-text('Send')")
+    page.wait_for_selector("#messages > li:nth-child(4) .figures")
+    assert page.locator(".user .body").all_inner_texts() == ["The mill", "stands by"]
+
+
+def test_two_conversations_are_answered_at_once(page: Any, server: Running) -> None:
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
+    with server.paused():
+        say(page, "The mill")
+        page.wait_for_selector(".dots")
+        page.keyboard.press("Alt+N")
+        page.wait_for_selector("#empty h2")
+        say(page, "A lantern")
+        page.wait_for_selector(".dots")
+        assert page.locator("#conversations .busy").count() == 2
+    page.wait_for_selector("#conversations:not(:has(.busy))")
+    assert [len(one["messages"][1]["content"]) > 0 for one in kept(page)] == [True, True]
+
+
+def test_too_long_a_prompt_is_edited_and_not_tried_again(page: Any) -> None:
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
+    say(page, "The mill by the river. " * 200)
+    page.wait_for_selector(".trouble strong:has-text('This is too long for the model')")
+    assert page.locator(".trouble button").all_inner_texts() == ["Edit"]
+    page.click(".trouble button")
+    page.wait_for_selector(".user textarea:focus")
+    page.fill(".user textarea", "The mill")
+    page.press(".user textarea", "Enter")
+    page.wait_for_selector(".figures:has-text('8 tokens')")
+    assert page.locator(".trouble:visible").count() == 0
+    assert len(kept(page)) == 1
+
+
+def test_thoughts_are_folded_and_formulas_are_mathml(page: Any) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    told = "<think>\nFirst *this*.\n</think>\n\nAn area: $\\pi r^2$, and\n\n\\[\n\\sum_{i=1}^n i\n= 3\n\\]\n\nfor $5 or $6."
+    for deltas in ([{"content": told}], [{"reasoning_content": "First *this*."}, {"content": told.partition("</think>")[2]}]):
+        body = sse({"role": "assistant"}, *deltas)
+        page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=body))  # noqa: B023
+        page.keyboard.press("Alt+N")
+        page.wait_for_selector("#empty h2")
+        ask(page, "How large?")
+        settled(page)
+        assert page.locator(".thought summary").inner_text() == "Thoughts"
+        assert not page.locator(".thought em").is_visible()
+        assert "First" not in page.locator(".assistant > .body").inner_text()
+        assert "for $5 or $6." in page.locator(".assistant > .body").inner_text()
+        page.click(".thought summary")
+        page.wait_for_selector(".thought em:visible")
+        spaces = page.evaluate(
+            "[...document.querySelectorAll('.assistant math, .assistant math *')].map((one) => one.namespaceURI)"
+        )
+        assert len(spaces) > 8
+        assert set(spaces) == {"http://www.w3.org/1998/Math/MathML"}
+        assert page.locator(".formula math[display=block] munderover").count() == 1
+        assert "think" not in page.locator("#messages").inner_text()
+        page.unroute(CHAT)
