@@ -19,7 +19,8 @@ from headrace.ops.context import FeedRows, build
 from headrace.ops.registry import OPS
 from headrace.runner.record import record
 from headrace.weights import dequant
-from headrace.weights.dequant import DECODERS, read_tensor
+from headrace.weights.decode import DECODERS
+from headrace.weights.dequant import read_tensor
 from headrace.weights.gguf import TYPE_NAMES, GGUFFile
 from headrace.weights.kinds import KINDS
 from headrace.weights.loader import load_model

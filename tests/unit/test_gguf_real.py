@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.weights.dequant import dequantize, dequantize_numpy, read_tensor
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.dequant import dequantize, read_tensor
 from headrace.weights.gguf import GGUFFile
 
 MODELS = Path(os.environ.get("HEADRACE_TEST_MODELS", Path.home() / ".cache/headrace-test-models"))
