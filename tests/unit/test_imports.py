@@ -19,6 +19,7 @@ ROOMS = {
     "confined": "",
     "native": "data",
     "weights": "native data",
+    "quant": "weights kv.layout data",
     "kv.layout": "data",
     "kv.pool": "kv.layout data",
     "kv.blocks": "data",
@@ -69,7 +70,7 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data bench.workers",
-    "kv.layout kv.pool kv.blocks weights native confined",
+    "kv.layout kv.pool kv.blocks weights native confined quant",
     "ops layers models",
     "weights.loader text",
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
@@ -85,6 +86,7 @@ STOREYS = (
 FLOORS = {"": 0} | {name: floor for floor, names in enumerate(STOREYS) for name in names.split()}
 ARROWS = {
     *(("models", "layers"), ("models", "ops")),
+    *(("quant", "weights"), ("quant", "kv.layout")),
     ("weights", "native"),  # files are dequantised by the core
     *((f"native.{name}", "runner") for name in ("centring", "lowering", "step", "program", "heads")),
     ("eager", "runner"),
@@ -107,6 +109,7 @@ TOP = {"__init__", "__main__", "llm"} | {
         "models",
         "native",
         "ops",
+        "quant",
         "runner",
         "server",
     ),
