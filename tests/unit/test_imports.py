@@ -55,6 +55,7 @@ ROOMS = {
     "startup.encoding": "startup.opening text confined",
     "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights confined data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
+    "compress": "quant startup.opening text models weights.loader weights data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
     "bench.tools": "bench server llm data",  # asks as the server asks
@@ -63,7 +64,7 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench workflows training llm startup text weights data",
+    "cli": "server bench.tools bench workflows training compress llm startup text weights data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -78,7 +79,7 @@ STOREYS = (
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening startup.encoding",
     "llm",
-    "training workflows",
+    "training workflows compress",
     "server bench bench.tools bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",
@@ -113,7 +114,7 @@ TOP = {"__init__", "__main__", "llm"} | {
         "runner",
         "server",
     ),
-    *("startup", "text", "training", "weights", "workflows"),
+    *("compress", "startup", "text", "training", "weights", "workflows"),
 }
 # May be imported inside any function: modules that not every platform or installation has.
 OPTIONAL = {"resource", "bm25s"}

@@ -14,10 +14,27 @@ from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
-from headrace.cli import ask, bench, chat, compare, embed, generate, inspect, models, perplexity, run, serve, train_heads
+from headrace.cli import (
+    arithmetic,
+    ask,
+    bench,
+    chat,
+    compare,
+    compress,
+    embed,
+    generate,
+    inspect,
+    models,
+    perplexity,
+    run,
+    serve,
+    train_heads,
+)
 from headrace.cli.output import say
 
-COMMANDS = (run, chat, ask, generate, embed, serve, models, inspect, perplexity, compare, train_heads, bench)
+COMMANDS = (
+    *(run, chat, ask, generate, embed, serve, models, inspect, compress, perplexity, arithmetic, compare, train_heads, bench),
+)
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -56,7 +56,7 @@ def parse(text: str) -> Spec:
     words = text.lower().split("-")
     found = _GRID.fullmatch(words[0])
     if found is None:
-        raise unknown(text, WRITTEN, f"or a grid such as {EXAMPLES}")
+        raise ValueError(near(text, WRITTEN, f"or a grid such as {EXAMPLES}"))
     family, bits = (found[1], int(found[2])) if found[1] else (found[3], FLOATS[found[3]])
     if family == "nf" and bits != 4:
         raise ValueError(f"{text!r}: quantiles of the normal distribution are known in 4 bits only: nf4")
@@ -70,9 +70,9 @@ def parse(text: str) -> Spec:
     return Spec(family, bits, group, family != "int" or rest == ["sym"])
 
 
-def unknown(text: str, names: Iterable[str], more: str = "") -> ValueError:
+def near(text: str, names: Iterable[str], more: str = "") -> str:
     """What is said of a format that is not known: names like it, and all there are."""
     known = list(names)
-    near = get_close_matches(text.upper().replace("-", "_"), known, 2, 0.6)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    return ValueError(f"unknown format {text!r}; {meant}known are {', '.join(known)}{', ' if more else ''}{more}")
+    close = get_close_matches(text.upper().replace("-", "_"), known, 2, 0.6)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"unknown format {text!r}; {meant}known are {', '.join(known)}{', ' if more else ''}{more}"
