@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.weights.dequant import dequantize_numpy
+from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 
 # Where the f16 scales lie in a block, in bytes.

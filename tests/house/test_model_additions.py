@@ -19,7 +19,7 @@ from headrace.ops.context import FeedRows, build
 from headrace.ops.registry import OPS
 from headrace.runner.record import record
 from headrace.weights import dequant
-from headrace.weights.dequant import DECODERS
+from headrace.weights.decode import DECODERS
 from headrace.weights.gguf import TYPE_NAMES, GGUFFile
 from headrace.weights.kinds import KINDS
 from headrace.weights.loader import load_model, read_tensor

@@ -7,7 +7,8 @@ import torch
 
 from headrace import native
 from headrace.weights import dequant
-from headrace.weights.dequant import dequantize, dequantize_numpy
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.dequant import dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.loader import to_torch
 from headrace.weights.source import WeightError

@@ -21,6 +21,7 @@ ROOMS = {
     "confined": "",
     "native": "data",
     "weights": "native data",
+    "quant": "weights kv.layout data",
     "kv.layout": "data",
     "kv.pool": "kv.layout data",
     "kv.blocks": "data",
@@ -60,6 +61,7 @@ ROOMS = {
     "startup.runnable": "startup.opening startup.memory native weights",
     "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader weights.parts models layers text data",
+    "compress": "quant startup.opening text models weights.loader weights.parts weights data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
     "weights data",
@@ -70,15 +72,15 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench.cascade bench workflows training llm startup startup.opening startup.runnable decoding "
-    "text weights data",
+    "cli": "server bench.tools bench.cascade bench workflows training compress llm startup startup.opening startup.runnable "
+    "decoding text weights data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data bench.workers",
-    "kv.layout kv.pool kv.blocks weights native confined",
+    "kv.layout kv.pool kv.blocks weights native confined quant",
     "ops layers models",
     "weights.loader weights.parts text",
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
@@ -86,7 +88,7 @@ STOREYS = (
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening startup.encoding startup.runnable",
     "llm",
-    "training workflows",
+    "training workflows compress",
     "server bench bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",
@@ -94,6 +96,7 @@ STOREYS = (
 FLOORS = {"": 0} | {name: floor for floor, names in enumerate(STOREYS) for name in names.split()}
 ARROWS = {
     *(("models", "layers"), ("models", "ops")),
+    *(("quant", "weights"), ("quant", "kv.layout")),
     ("weights", "native"),  # files are dequantised by the core
     *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "step", "program", "heads")),
     ("eager", "runner"),
@@ -116,10 +119,11 @@ TOP = {"__init__", "__main__", "llm"} | {
         "models",
         "native",
         "ops",
+        "quant",
         "runner",
         "server",
     ),
-    *("startup", "text", "training", "weights", "workflows"),
+    *("compress", "startup", "text", "training", "weights", "workflows"),
 }
 # May be imported inside any function: modules that not every platform or installation has.
 OPTIONAL = {"resource", "bm25s"}

@@ -14,7 +14,7 @@ COMMANDS = {
     **dict.fromkeys(("run", "chat", "ask", "generate", "embed", "serve"), ()),
     "models": ("pull", "list", "show", "rm"),
     "names": ("add", "cp"),
-    **dict.fromkeys(("inspect", "perplexity", "compare"), ()),
+    **dict.fromkeys(("inspect", "compress", "perplexity", "arithmetic", "compare"), ()),
     "train_heads": ("train-heads",),
     "bench": (),
     "doctor": (),

@@ -17,7 +17,7 @@ from headrace.weights.progress import human_size
 from headrace.weights.store import Store, home
 
 LIBRARIES = tuple("torch numpy tokenizers safetensors huggingface_hub llguidance jinja2 msgspec rich typer".split())
-EXTRAS = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "ground": ("bm25s",)}
+EXTRAS = {"serve": ("starlette", "uvicorn", "prometheus_client"), "ground": ("bm25s",)}
 OURS = ("HEADRACE_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES")  # variables that change a run
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 

@@ -58,7 +58,7 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("name", found["name"] or "unnamed"),
         ("architecture", found["architecture"] or "unknown"),
         ("licence", found["licence"] or "not stated"),
-        ("parameters", f"{found['parameters']:,} in {human_size(found['bytes'])}"),
+        ("parameters", f"{found['parameters']:,} in {human_size(found['bytes'])}, {found['bits']:.2f} bits each"),
         ("tensors", f"{len(found['tensors'])}: {', '.join(types)}"),
         ("layers", f"{number(found['layers'])}, hidden size {number(found['hidden_size'])}"),
         ("heads", f"{number(found['heads'])}, KV heads {number(found['kv_heads'])}, head size {number(found['head_dim'])}"),

@@ -17,8 +17,9 @@ def describe(path: Path) -> dict[str, Any]:
     """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
 
     Keys: path, format, name, architecture, licence, tensors (name, type, shape, bytes), types (tensors of each), parameters,
-    bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window, kv_bytes_per_token (by number
-    format, over all layers, windows not counted), tokenizer, vocab_size, chat_template. Raises WeightError.
+    bits (of one), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window,
+    kv_bytes_per_token (by number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template.
+    Raises WeightError.
     """
     if path.is_dir():
         folder = SafetensorsFolder(path)
@@ -34,7 +35,8 @@ def _tensors(source: WeightSource) -> dict[str, Any]:
         "format": source.format,
         "tensors": [{"name": one.name, "type": one.kind, "shape": list(one.shape), "bytes": one.nbytes} for one in infos],
         "types": dict(Counter(one.kind for one in infos).most_common()),
-        "parameters": sum(int(np.prod(one.shape, dtype=np.int64)) for one in infos),
+        "parameters": (parameters := sum(int(np.prod(one.shape, dtype=np.int64)) for one in infos)),
+        "bits": 8 * sum(one.nbytes for one in infos) / max(parameters, 1),
         "bytes": sum(one.nbytes for one in infos),
     }
 

@@ -50,6 +50,7 @@ class GGUFFile:
         self.metadata: Mapping[str, Any] = MappingProxyType(cursor.metadata(num_keys))
         _refuse_part(cursor, self.metadata)
         self._tensors = _read_tensors(cursor, num_tensors, _alignment(cursor, self.metadata))
+        self._spans = cursor.spans
         self._bytes = np.frombuffer(data, np.uint8)
 
     def __enter__(self) -> "GGUFFile":
@@ -70,6 +71,11 @@ class GGUFFile:
         """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
         info, start = self._find(name)
         return self._bytes[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
+
+    def entry(self, key: str) -> bytes:
+        """A key of the metadata as it stands in the file: its name, its type, its value. Raises KeyError."""
+        start, end = self._spans[key]
+        return self._bytes[start:end].tobytes()
 
     def mapped(self, name: str) -> bool:
         """Always."""

@@ -80,6 +80,7 @@ class Cursor:
         self.data = data
         self.path = path
         self.pos = 0
+        self.spans: dict[str, tuple[int, int]] = {}  # key -> where it begins and its value ends
 
     def fail(self, what: str) -> WeightError:
         """The error to raise: one line, about this file."""
@@ -122,11 +123,13 @@ class Cursor:
             raise self.damaged(f"the header claims {count} metadata keys and {MAX_KEYS} is the most")
         metadata: dict[str, Any] = {}
         for _ in range(count):
+            start = self.pos
             key = self.text("a metadata key", MAX_KEY_BYTES)
             what = f"metadata key {quoted(key)}"
             if key in metadata:
                 raise self.damaged(f"{what} appears twice")
             metadata[key] = self.value(what)
+            self.spans[key] = start, self.pos
         return metadata
 
     def value(self, what: str) -> Any:

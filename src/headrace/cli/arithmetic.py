@@ -1,0 +1,103 @@
+"""arithmetic: what a model costs a token in several number formats: bytes, ceilings, error."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.options import ModelName
+from headrace.cli.output import print_table, say
+from headrace.weights.progress import human_size
+
+FORMATS = ("F16", "Q8_0", "Q4_K_M")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Measure")(arithmetic)
+
+
+def arithmetic(
+    model: ModelName,
+    number_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format", "-f", help="A mix (Q4_K_M) or a grid (int4-g128, nf4-g64, int8-row-sym, e4m3); may be repeated."
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=0, help="Tokens that each sequence has behind it.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that take a token together.")] = 1,
+    kv_dtype: Annotated[str, typer.Option(help="Number format of K and V: bfloat16, int8 or float32.")] = "bfloat16",
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="Of memory, in GB/s (default: measured now, by reading).")
+    ] = None,
+    speed: Annotated[float | None, typer.Option(min=0.001, help="Of arithmetic, in 10^12 operations/s.")] = None,
+    errors: Annotated[bool, typer.Option(help="Round some rows of each matrix and measure the error.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say what a token costs in each number format: bytes of weights, of K and V, the ceiling that memory sets, the error.
+
+    A step reads all weights once, whatever the batch, and K and V of every sequence; a token takes 2 operations a weight.
+    BATCH*, which needs --speed: where weights take as long to multiply as to read, so that their bytes stop mattering. Errors
+    are mean squares relative to those of the weights: rounding inside the range of a scale, clipping outside, S²/12 beside.
+    """
+    from headrace.cli.opening import fetch
+
+    path = fetch(model)
+
+    from headrace.bench.bandwidth import BandwidthProbe
+    from headrace.compress.survey import survey
+
+    found = survey(path, number_format or list(FORMATS), kv_dtype, errors)
+    rate = (BandwidthProbe().gb_per_s() if bandwidth is None else bandwidth) * 1e9
+    most = float("inf") if speed is None else speed * 1e12
+    if as_json:
+        print(json.dumps([_record(one, context, batch, rate, most) for one in found], indent=2))
+        return
+    cost = found[0].cost
+    each = f"{cost.operations / 1e9:.3g} billion operations, {cost.kv_bytes:,.0f} bytes of K and V"
+    say(f"{cost.weights:,} weights; a token: {each}")
+    say(f"at a context of {context} and a batch of {batch}; memory read at {rate / 1e9:.1f} GB/s")
+    print_table(
+        (
+            "FORMAT",
+            "BITS",
+            "WEIGHTS",
+            "READ A STEP",
+            "OF IT K, V",
+            "TOKENS/S AT MOST",
+            "BATCH*",
+            "SQNR",
+            "ROUNDING",
+            "CLIPPING",
+            "S²/12",
+        ),
+        [_row(one, context, batch, rate, most) for one in found],
+    )
+
+
+def _row(one: Any, context: int, batch: int, rate: float, most: float) -> tuple[str, ...]:
+    cost, step = one.cost, one.cost.step_bytes(context, batch)
+    limit = "" if most == float("inf") else f"{cost.critical_batch(rate, most):.1f}"
+    errors = ("", "", "", "")
+    if one.error is not None:
+        noise = f"{one.error.noise:.2e}" if one.error.noise else "–"
+        errors = (f"{one.error.sqnr:.1f} dB", f"{one.error.rounding:.2e}", f"{one.error.clipping:.2e}", noise)
+    return (
+        *(one.format, f"{cost.bits:.2f}", human_size(cost.file_bytes), human_size(round(step))),
+        *(f"{1 - cost.read_bytes / step:.0%}", f"{cost.ceiling(rate, context, batch, most):.1f}", limit, *errors),
+    )
+
+
+def _record(one: Any, context: int, batch: int, rate: float, most: float) -> dict[str, Any]:
+    cost = one.cost
+    return {
+        "format": one.format,
+        "bits": cost.bits,
+        **{name: getattr(cost, name) for name in ("weights", "file_bytes", "read_bytes", "kv_bytes", "operations")},
+        "step_bytes": cost.step_bytes(context, batch),
+        "tokens_per_s_at_most": cost.ceiling(rate, context, batch, most),
+        "critical_batch": None if most == float("inf") else cost.critical_batch(rate, most),
+        "error": None if one.error is None else asdict(one.error),
+    }

@@ -1,0 +1,103 @@
+"""compress: write a model again in fewer bytes."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.options import ModelName
+from headrace.cli.output import print_fields, print_table, say
+from headrace.weights.progress import for_stream, human_size
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Models")(compress)
+
+
+def compress(
+    model: ModelName,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The .gguf file to write.")] = None,
+    number_format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "-f",
+            help="F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, IQ4_NL, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, Q2_K …: "
+            "as llama.cpp names them.",
+        ),
+    ] = "Q4_K_M",
+    head: Annotated[str | None, typer.Option(help="Another kind for the output projection, as in Q8_0.")] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="How much each input counts: a file of llama-imatrix, GGUF or .dat."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads (0: one for each core).")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+    matrices: Annotated[bool, typer.Option("--matrices", help="List every tensor: kind, bytes, error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block can have.
+
+    MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
+    time. The result is not the same model: `headrace perplexity` on both says how much was lost.
+    """
+    if out is None and not dry_run:
+        raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
+    if out is not None and not dry_run and out.exists() and not overwrite:
+        raise ValueError(f"{out} exists; give another name, or --overwrite")
+
+    from headrace.cli.opening import fetch
+
+    path = fetch(model)
+
+    from headrace.compress import run
+
+    pipeline = run.Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads)
+    if dry_run or out is None:
+        report = run.predict(path, pipeline)
+        for line in report.warnings:
+            say(line)
+    else:
+        report = run.compress(path, out, pipeline, for_stream(), overwrite)
+    if as_json:
+        print(json.dumps(_record(report), indent=2))
+        return
+    print_fields(_fields(report, None if dry_run else out, path))
+    if matrices:
+        rows = [
+            (name, one.kind, str(one.nbytes), "" if one.error is None else f"{one.error:.3e}")
+            for name, one in report.matrices.items()
+        ]
+        print_table(("TENSOR", "KIND", "BYTES", "ERROR"), rows)
+
+
+def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]:
+    before = model.stat().st_size if model.is_file() else sum(one.stat().st_size for one in model.glob("*.safetensors"))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report.kinds.items())
+    fields = [
+        ("written" if out else "would be", f"{human_size(report.bytes)}, {report.bytes / before:.0%} of {human_size(before)}"),
+        ("weights", f"{report.weights:,} in {report.bits:.2f} bits each"),
+        ("tensors", f"{len(report.matrices)}: {kinds}"),
+        ("memory", f"{human_size(report.largest)} for the largest matrix, besides the model's mapped file"),
+    ]
+    if out is not None:
+        fields += [("error", f"{report.error:.3%} of the squares of what was rounded"), ("file", str(out))]
+    return fields
+
+
+def _record(report: Any) -> dict[str, Any]:
+    return {
+        "bytes": report.bytes,
+        "weights": report.weights,
+        "bits": report.bits,
+        "kinds": report.kinds,
+        "warnings": report.warnings,
+        "error": report.error,
+        "seconds": round(report.seconds, 3),
+        "matrices": {
+            name: {"kind": one.kind, "bytes": one.nbytes, "error": one.error} for name, one in report.matrices.items()
+        },
+    }

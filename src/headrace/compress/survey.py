@@ -1,0 +1,111 @@
+"""survey: what a model costs in a number format, and what the format does to its numbers, without writing it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, log10, prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.compress.mixes import HEAD, MIXES, SHORT, TABLE, tensor_kind
+from headrace.models import gguf_keys
+from headrace.models.registry import describe
+from headrace.quant.arithmetic import Cost, kv_token_bytes
+from headrace.quant.errors import Error, measure
+from headrace.quant.spec import Spec, near, parse
+from headrace.startup.opening import open_files
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.loader import read_part, write_parts
+from headrace.weights.parts import WeightPart, plan, stored_as
+from headrace.weights.source import WeightSource
+
+ROWS = 32  # of each matrix that are rounded, evenly spread: a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A format's cost and its error, a mean over the weights of matrices (None: as the file has them)."""
+
+    format: str
+    cost: Cost
+    error: Error | None
+
+
+def survey(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", errors: bool = True) -> list[Survey]:
+    """The model as it is, then in each format: a mix of GGUF, or a grid for all matrices ("int4-g128", "nf4-g64").
+
+    Errors are of `ROWS` rows of each matrix. Raises ValueError as opening does, and for an unknown format.
+    """
+    chosen = [_chosen(name) for name in formats]
+    opened = open_files(model)
+    source, config = opened.source, opened.config
+    target = config if isinstance(source, GGUFFile) or config.encoder else gguf_keys.stored_config(config)
+    stored = stored_as(describe(target), "safetensors" if config.encoder else "gguf")
+    read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
+    kv = kv_token_bytes(config, kv_dtype)
+    sizes = {name: prod(parts[0].stored) for name, parts in stored.items()}
+    passed = {name: size for name, size in sizes.items() if config.tied_head or name != TABLE}
+
+    def cost(bits: dict[str, float]) -> Cost:
+        whole, each = (round(sum(size * bits[name] / 8 for name, size in of.items())) for of in (sizes, passed))
+        return Cost(sum(sizes.values()), whole, sum(passed.values()), each, kv)
+
+    now = {
+        name: 8
+        * sum(source.info(read[part.target].source).nbytes * prod(part.shape) / prod(part.stored) for part in parts)
+        / sizes[name]
+        for name, parts in stored.items()
+    }
+    found = [Survey("as it is", cost(now), None)]
+    for name, mix in zip(formats, chosen, strict=True):
+        specs = {key: _spec(mix, key, parts[0].stored, target) for key, parts in stored.items()}
+        bits = {
+            key: specs[key].stored_bits(sizes[key] // parts[0].stored[-1], parts[0].stored[-1]) for key, parts in stored.items()
+        }
+        lost = _error(((specs[key], rows, sizes[key]) for key, rows in _samples(stored, read, source))) if errors else None
+        found.append(Survey(name, cost(bits), lost))
+    return found
+
+
+def _chosen(name: str) -> str | Spec:
+    mix = SHORT.get(name.upper(), name.upper())
+    if mix in MIXES:
+        return mix
+    try:
+        return parse(name)
+    except ValueError as error:
+        raise ValueError(near(name, MIXES, "or a grid such as int4-g128") if "unknown" in str(error) else str(error)) from None
+
+
+def _spec(mix: str | Spec, name: str, shape: tuple[int, ...], config: object) -> Spec:
+    """The format of a tensor: norms, biases and positions stay float32; a grid is for all matrices but tables and head."""
+    kind = tensor_kind(mix if isinstance(mix, str) else "F32", name, shape[-1], config)  # type: ignore[arg-type]
+    vector = tensor_kind("Q8_0", name, shape[-1], config) == "F32"  # type: ignore[arg-type]
+    if isinstance(mix, str) or vector:
+        return Spec("kind", kind=kind)
+    return Spec("kind", kind="BF16") if name in (TABLE, HEAD) else mix
+
+
+def _samples(
+    stored: dict[str, list[WeightPart]], read: dict[str, WeightPart], source: WeightSource
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, parts in stored.items():
+        if len(parts[0].stored) > 1:
+            whole = write_parts(parts, lambda target: read_part(read[target], source, torch.float32)).numpy()
+            yield name, whole[:: max(1, len(whole) // ROWS)][:ROWS].copy()
+            for part in parts:
+                source.release(read[part.target].source)
+
+
+def _error(samples: Iterator[tuple[Spec, np.ndarray, int]]) -> Error:
+    """The mean over all weights of errors that are relative to each matrix's mean square."""
+    sums, count = np.zeros(3), 0
+    for spec, rows, size in samples:
+        energy = float(np.square(rows, dtype=np.float64).mean()) or 1.0
+        one = measure(rows, spec)
+        sums += size * np.array([one.rounding, one.clipping, one.noise]) / energy
+        count += size
+    rounding, clipping, noise = (sums / count).tolist()
+    whole = rounding + clipping
+    return Error(rounding, clipping, noise, -10 * log10(whole) if whole else inf)

@@ -1,0 +1,58 @@
+"""A model's numbers as the metadata of a GGUF file: the inverse of models.gguf, for decoders that folders hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headrace.data.config import ModelConfig
+from headrace.layers.rotary import frequencies
+from headrace.models.gguf import ROPE_DIVISORS
+from headrace.weights.source import WeightError
+
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+
+
+def stored_config(config: ModelConfig) -> ModelConfig:
+    """The config that a reader of the GGUF file finds: Mistral's is llama's there. Raises WeightError where there is none."""
+    if config.architecture not in KNOWN:
+        raise WeightError(
+            f"a folder of {config.architecture} is not written as GGUF; begin with its .gguf file, "
+            f"or with a folder of {', '.join(KNOWN)}"
+        )
+    if any(layer.window for layer in config.layers):
+        raise WeightError("sliding windows are not written as GGUF; begin with the model's own .gguf file")
+    return replace(config, architecture="llama") if config.architecture == "mistral" else config
+
+
+def metadata(config: ModelConfig) -> dict[str, Any]:
+    """The keys of a config that `stored_config` made."""
+    layer, name = config.each_layer, config.architecture
+    eps = "layer_norm_epsilon" if name == "gpt2" else "layer_norm_rms_epsilon"
+    keys: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": layer.ffn,
+        "attention.head_count": layer.heads,
+        "attention.head_count_kv": layer.kv_heads,
+        "attention.key_length": layer.head_dim,
+        "attention.value_length": layer.head_dim,
+        f"attention.{eps}": config.norm_eps,
+        "vocab_size": config.vocab_size,
+    }
+    if layer.rope is not None:
+        keys |= {"rope.dimension_count": layer.rope.dim or layer.head_dim, "rope.freq_base": layer.rope.theta}
+        if layer.rope.scaling == "linear":
+            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": layer.rope.factor}
+    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in keys.items()}}
+
+
+def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Tensors that a GGUF file has and no parameter is: what Llama 3's scaling divides each frequency by, float32."""
+    rope = config.each_layer.rope
+    if rope is None or rope.scaling not in ("llama3", "divisors"):
+        return {}
+    dim = rope.dim or config.each_layer.head_dim
+    plain = frequencies(replace(rope, scaling="none"), dim)
+    return {ROPE_DIVISORS: (plain / frequencies(rope, dim)).numpy().astype(np.float32)}

@@ -1,0 +1,110 @@
+"""Blocks of 32 numbers with a scale, and some with a minimum: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL. Formats: weights.decode."""
+
+import numpy as np
+
+from headrace.quant.search import Array, best_line, best_scale, error, integers, inverse, largest, to_half
+from headrace.weights.decode import IQ4_VALUES
+
+OFFSETS = np.arange(-0.9, 1.3, 0.4)  # beyond the last code, in steps: what is farther is cut off
+
+
+def ends(low: float, high: float, step: float = 1.0) -> list[float]:
+    """Values tried for the number farthest from zero, near both ends of the codes."""
+    return [low - step * by for by in OFFSETS] + [high + step * by for by in OFFSETS]
+
+
+def halves(*scales: Array) -> Array:
+    """float16 scales of each block [blocks] as bytes: uint8 [blocks, 2 · scales]."""
+    return np.ascontiguousarray(np.stack(scales, axis=1).astype("<f2")).view(np.uint8)
+
+
+def packed(values: Array, bits: int) -> Array:
+    """The inverse of decode's fields: uint8 [..., count, bytes] of `bits` each -> [..., bytes], the first lowest."""
+    shifts = np.arange(values.shape[-2], dtype=np.uint8)[:, None] * np.uint8(bits)
+    return np.bitwise_or.reduce(values << shifts, axis=-2)
+
+
+def q8_0(x: Array, weight: Array | None) -> Array:
+    """x [32, blocks] -> uint8 [blocks, bytes], as all encoders here."""
+    nearest = integers(-127, 127)
+    d, q = _settled(x, weight, nearest, [largest(np.abs(x)) / 127, best_scale(np.abs(x), weight, nearest, [127])])
+    return np.concatenate([halves(d), q.T.astype(np.int8).view(np.uint8)], axis=1)
+
+
+def q4_0(x: Array, weight: Array | None) -> Array:
+    d, q = _symmetric(x, weight, 8)
+    return np.concatenate([halves(d), _nibbles(q)], axis=1)
+
+
+def q5_0(x: Array, weight: Array | None) -> Array:
+    d, q = _symmetric(x, weight, 16)
+    return np.concatenate([halves(d), _fifth_bits(q), _nibbles(q & 15)], axis=1)
+
+
+def q4_1(x: Array, weight: Array | None) -> Array:
+    d, m, q = _line(x, weight, 15)
+    return np.concatenate([halves(d, m), _nibbles(q)], axis=1)
+
+
+def q5_1(x: Array, weight: Array | None) -> Array:
+    d, m, q = _line(x, weight, 31)
+    return np.concatenate([halves(d, m), _fifth_bits(q), _nibbles(q & 15)], axis=1)
+
+
+def iq4_nl(x: Array, weight: Array | None) -> Array:
+    cells = np.searchsorted((IQ4_VALUES[1:] + IQ4_VALUES[:-1]) / 2, np.arange(-256, 256) / 2, side="right")
+    table = IQ4_VALUES[cells]  # the value next to every half step: no bound between two values lies inside one
+
+    def nearest(v: Array) -> Array:
+        return table[np.clip(np.floor(2 * v), -256, 255).astype(np.int16) + 256]
+
+    first, last = float(IQ4_VALUES[0]), float(IQ4_VALUES[-1])
+    scale = best_scale(x, weight, nearest, ends(first, last, 12.0))
+    d, values = _settled(x, weight, nearest, [scale, largest(x) / first])
+    return np.concatenate([halves(d), _nibbles(np.searchsorted(IQ4_VALUES, values).astype(np.uint8))], axis=1)
+
+
+def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array]) -> tuple[Array, Array]:
+    """Of several scales, rounded to 16 bits, the one with the least error in each block, and its values."""
+    assert callable(nearest)
+    best, values, least = to_half(scales[0]), np.zeros_like(x), np.full(x.shape[1], np.inf, np.float32)
+    for scale in map(to_half, scales):
+        q = nearest(x * inverse(scale))
+        found = error(x, scale * q, weight)
+        better = found < least
+        best, values, least = np.where(better, scale, best), np.where(better, q, values), np.where(better, found, least)
+    return best, values
+
+
+def _symmetric(x: Array, weight: Array | None, half: int) -> tuple[Array, Array]:
+    """Scale and codes from 0 to 2 · half - 1 (uint8 [32, blocks]); code `half` is zero."""
+    nearest = integers(-half, half - 1)
+    scale = best_scale(x, weight, nearest, ends(-half, half - 1))
+    d, q = _settled(x, weight, nearest, [scale, largest(x) / -half])
+    return d, (q + half).astype(np.uint8)
+
+
+def _line(x: Array, weight: Array | None, high: int) -> tuple[Array, Array, Array]:
+    """Scale, minimum and codes from 0 to `high` (uint8 [32, blocks])."""
+    low, top = x.min(0), x.max(0)
+    found = best_line(x, weight, high, high + OFFSETS)
+    best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x)]
+    least = np.full_like(low, np.inf)
+    for s, m in (found, ((top - low) / high, low)):
+        d, m = to_half(s), to_half(m)
+        q = np.clip(np.rint((x - m) * inverse(d)), 0, high)
+        miss = error(x, d * q + m, weight)
+        better = miss < least
+        best = [np.where(better, new, old) for new, old in zip((d, m, q), best, strict=True)]
+        least = np.where(better, miss, least)
+    return best[0], best[1], best[2].astype(np.uint8)
+
+
+def _nibbles(q: Array) -> Array:
+    """Codes [32, blocks] below 16 -> uint8 [blocks, 16]: the first half low, the second high."""
+    return np.ascontiguousarray((q[:16] | q[16:] << 4).T)
+
+
+def _fifth_bits(q: Array) -> Array:
+    """Bit 4 of codes [32, blocks] -> uint8 [blocks, 4]."""
+    return np.packbits(np.ascontiguousarray(q.T >> 4), axis=1, bitorder="little")

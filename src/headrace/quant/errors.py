@@ -1,0 +1,84 @@
+"""What a format does to numbers: its square error, split into rounding and clipping, beside that of evenly spread errors."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.quant.encode import encode
+from headrace.quant.grid import Uniform, fit, grouped
+from headrace.quant.spec import Spec
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.kinds import FLOATS, KINDS
+
+Ends = np.ndarray | np.float32
+
+# Where a block's codes lie, all else being scales, and how many values a code has.
+CODES = {
+    "Q4_0": (2, 18, 16),
+    "Q4_1": (4, 20, 16),
+    "Q5_0": (2, 22, 32),
+    "Q5_1": (4, 24, 32),
+    "Q2_K": (16, 80, 4),
+    "Q3_K": (0, 96, 8),
+    "Q4_K": (16, 144, 16),
+    "Q5_K": (16, 176, 32),
+    "Q6_K": (0, 192, 64),
+    "IQ4_NL": (2, 18, 16),
+    "Q8_0": (2, 34, 255),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Mean squares over all numbers: `rounding` of those inside their group's range, `clipping` of those outside; `noise`:
+    S²/12, that of errors evenly spread over a step S (0 where steps differ); `sqnr`: dB of the numbers over both errors."""
+
+    rounding: float
+    clipping: float
+    noise: float
+    sqnr: float
+
+    @property
+    def square(self) -> float:
+        """The whole mean square error."""
+        return self.rounding + self.clipping
+
+
+def measure(w: np.ndarray, spec: Spec, importance: np.ndarray | None = None) -> Error:
+    """The error of a format on a matrix float32 [n, k]. `importance` [k] is for kinds, as `encode` takes it."""
+    if spec.family == "kind":
+        return _of_kind(w, spec.kind, importance)
+    groups = grouped(w, spec.group)
+    grid = fit(groups, spec)
+    step = grid.scale if isinstance(grid, Uniform) else np.zeros(1, np.float32)
+    return split(groups, grid.snap(groups), *grid.bounds(), step)
+
+
+def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarray) -> Error:
+    """Numbers, what became of them, the ends of their ranges, their steps (any shapes that broadcast)."""
+    squares = np.square(w.astype(np.float64) - made)
+    outside = (w < low) | (w > high)
+    clipping = float(np.where(outside, squares, 0).mean())
+    whole, energy = float(squares.mean()), float(np.square(w.astype(np.float64)).mean())
+    sqnr = 10 * math.log10(energy / whole) if whole and energy else math.inf
+    return Error(whole - clipping, clipping, float(np.square(step.astype(np.float64)).mean() / 12), sqnr)
+
+
+def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> Error:
+    rows = encode(w, kind, importance)
+
+    def values(stored: np.ndarray) -> np.ndarray:
+        return dequantize_numpy(stored.reshape(-1), kind).reshape(w.shape)
+
+    if kind in FLOATS:
+        return split(w, values(rows), np.float32(-np.inf), np.float32(np.inf), np.zeros(1))
+    first, last, levels = CODES[kind]
+    ends = []
+    for code in (0x81, 0x7F) if kind == "Q8_0" else (0x00, 0xFF):
+        blocks = rows.reshape(-1, KINDS[kind].nbytes).copy()
+        blocks[:, first:last] = code  # every number's first or last value: the ends of its group
+        ends.append(values(blocks))
+    low, high = np.minimum(*ends), np.maximum(*ends)
+    step = np.zeros(1) if kind == "IQ4_NL" else (high - low) / (levels - 1)
+    return split(w, values(rows), low, high, step)

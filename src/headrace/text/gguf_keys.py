@@ -1,0 +1,124 @@
+"""The vocabulary of a Hugging Face folder as metadata of a GGUF file: the inverse of text.gguf_vocab, for byte-level BPE.
+
+What is made is read back and must split and end texts as the folder does; else it is refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.text.gguf_vocab import CONTROL, KEY, NORMAL, UNUSED, USER_DEFINED, read_gguf
+from headrace.text.hf_vocab import read_folder
+from headrace.text.pretokenizers import GPT2, SPLITS
+from headrace.text.vocabulary import TokenizerError, Vocabulary
+
+PROBES = (
+    "The wheel's turning, isn't it? I'M SURE THEY'LL see 1234567 of 3.14159.",
+    "水渠里的水推动水轮。größer naïve café e\u0301 ½ ٣",
+    "def f(x):\n\treturn  x ** 2\r\n\n   # ...!!!\n",
+    "<|im_start|>user\nhello<|im_end|>\n🚀🦙 \u200b\xa0<s></s>",
+)
+
+
+def tokenizer_keys(folder: Path, rows: int) -> dict[str, Any]:
+    """The keys `tokenizer.*`; `rows`: of the table of tokens, where ids without a token stand for nothing.
+
+    Raises TokenizerError for a vocabulary that GGUF has no form for, or has it with something that tokenizer.json lacks.
+    """
+    vocabulary = read_folder(folder)
+    if vocabulary.spelling != "bytes":
+        raise TokenizerError(
+            f"{folder}: GGUF keeps scores of SentencePiece tokens, which tokenizer.json does not have; begin with the model's "
+            "own .gguf file"
+        )
+    state = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    if vocabulary.size > rows:
+        raise TokenizerError(f"{folder}: tokenizer.json has {vocabulary.size} tokens and the model a table of {rows}")
+    texts, types = _tokens(state, rows)
+    keys: dict[str, Any] = {
+        KEY + "model": "gpt2",
+        KEY + "pre": split_name(state, folder),
+        KEY + "tokens": texts,
+        KEY + "token_type": np.array(types, np.int32),
+        KEY + "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]],
+        **_named(vocabulary, texts),
+    }
+    if vocabulary.chat_template is not None:
+        keys["tokenizer.chat_template"] = vocabulary.chat_template
+    _prove(vocabulary, read_gguf(keys), folder)
+    return keys
+
+
+def _tokens(state: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """The text and type of every id."""
+    texts, types = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
+    for text, token in state["model"]["vocab"].items():
+        texts[token], types[token] = text, NORMAL
+    for added in state.get("added_tokens", []):
+        texts[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+    return texts, types
+
+
+def _named(vocabulary: Vocabulary, texts: list[str]) -> dict[str, Any]:
+    """Which tokens begin and end texts."""
+    keys: dict[str, Any] = {KEY + "add_bos_token": bool(vocabulary.prefix)}
+    if vocabulary.suffix:
+        keys[KEY + "add_eos_token"] = True
+    ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id}
+    others = sorted(vocabulary.eos_ids - {vocabulary.eos_id})
+    ids |= dict(zip(("eot", "eom"), others, strict=False))
+    return keys | {f"{KEY}{name}_token_id": token for name, token in ids.items() if token is not None}
+
+
+def split_name(state: dict[str, Any], folder: Path) -> str:
+    """What GGUF calls the way in which a tokenizer.json splits text. Raises TokenizerError where it has no name for it."""
+    patterns: list[str] = []
+    spelled: list[str] | None = None  # patterns for the bytes as they are spelled
+    for step in _steps(state.get("pre_tokenizer"), "pretokenizers"):
+        kind = step.get("type")
+        if kind == "ByteLevel" and spelled is None and not step.get("add_prefix_space"):
+            patterns += [GPT2] if step.get("use_regex", True) else []
+            spelled = []
+            continue
+        into = patterns if spelled is None else spelled
+        if kind == "Digits":
+            into.append(r"\p{N}" if step.get("individual_digits") else r"\p{N}+")
+        elif kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]:
+            into.append(step["pattern"]["Regex"])
+        else:
+            raise _no_name(folder, f"{kind} is not known")
+    forms = [str(step.get("type")) for step in _steps(state.get("normalizer"), "normalizers")]
+    if forms not in ([], ["NFC"]) or spelled is None:
+        raise _no_name(folder, "it is no byte-level BPE" if spelled is None else f"text is normalised by {', '.join(forms)}")
+    wanted = (tuple(patterns), tuple(spelled), forms == ["NFC"], bool(state["model"].get("ignore_merges")))
+    for name, split in SPLITS.items():
+        if (split.patterns, split.spelled, split.nfc, split.ignore_merges) == wanted:
+            return name
+    raise _no_name(folder, "its patterns are others")
+
+
+def _steps(value: Any, inner: str) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    return list(value[inner]) if value.get("type") == "Sequence" else [value]
+
+
+def _no_name(folder: Path, why: str) -> TokenizerError:
+    return TokenizerError(
+        f"{folder}: GGUF has no name for the way in which tokenizer.json splits text ({why}); begin with the model's .gguf file"
+    )
+
+
+def _prove(folder: Vocabulary, file: Vocabulary, path: Path) -> None:
+    """Raises TokenizerError where the two do not encode and end texts alike."""
+    same = (folder.prefix, folder.suffix, folder.bos_id, folder.eos_id, folder.eos_ids) == (
+        *(file.prefix, file.suffix, file.bos_id, file.eos_id, file.eos_ids),
+    )
+    ids = [[one.encode(text, add_special_tokens=False).ids for text in PROBES] for one in (folder.backend, file.backend)]
+    if not same or ids[0] != ids[1]:
+        what = "texts are split otherwise" if same else "other tokens begin or end texts"
+        raise TokenizerError(
+            f"{path}: its vocabulary would not be the same in GGUF ({what}); begin with the model's .gguf file"
+        )

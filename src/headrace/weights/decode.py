@@ -1,0 +1,160 @@
+"""Stored blocks to numbers in numpy alone: what runs without the native core, and the oracle of its tests.
+
+Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from headrace.weights.kinds import KINDS
+
+IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+Blocks = np.ndarray  # uint8 [n, bytes of a block] -> float32 [n, elements of a block]
+
+
+def dequantize_numpy(data: np.ndarray, kind: str) -> np.ndarray:
+    """Whole blocks of `kind` (uint8 [bytes]) as float32 [elements]."""
+    blocks = np.ascontiguousarray(data).reshape(-1, KINDS[kind].nbytes)
+    with np.errstate(all="ignore"):  # damaged scales may be infinite; what comes of them is the loader's to judge
+        return np.ascontiguousarray(DECODERS[kind](blocks), np.float32).reshape(-1)
+
+
+def _half(blocks: Blocks, at: int) -> np.ndarray:
+    """The float16 at a byte of every block, float32 [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(blocks: Blocks, at: int) -> np.ndarray:
+    """16 bytes to 32 numbers: low nibbles, then high ones. uint8 [n, 32]."""
+    packed = blocks[:, at : at + 16]
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _fifth_bits(blocks: Blocks, at: int) -> np.ndarray:
+    """Bit i of a 32-bit word belongs to element i. uint8 [n, 32], 0 or 16."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+
+
+def _fields(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """`count` bit fields of every byte, lowest first, as a new axis before the last: uint8 [..., count, bytes]."""
+    shifts = np.arange(count, dtype=np.uint8)[:, None] * np.uint8(bits)
+    return packed[..., None, :] >> shifts & np.uint8((1 << bits) - 1)
+
+
+def _signed(values: np.ndarray, offset: int) -> np.ndarray:
+    return values.astype(np.float32) - np.float32(offset)
+
+
+def _f32(blocks: Blocks) -> np.ndarray:
+    return blocks.view("<f4")
+
+
+def _f16(blocks: Blocks) -> np.ndarray:
+    return blocks.view("<f2").astype(np.float32)
+
+
+def _bf16(blocks: Blocks) -> np.ndarray:
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _q4_0(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * _signed(_nibbles(blocks, 2), 8)
+
+
+def _q4_1(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * _signed(_nibbles(blocks, 4), 0) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * _signed(_nibbles(blocks, 6) | _fifth_bits(blocks, 2), 16)
+
+
+def _q5_1(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * _signed(_nibbles(blocks, 8) | _fifth_bits(blocks, 4), 0) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _q2_k(blocks: Blocks) -> np.ndarray:
+    n = len(blocks)
+    q = _fields(blocks[:, 16:80].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16)
+    scale = _half(blocks, 80) * _signed(blocks[:, :16] & 15, 0)
+    minimum = _half(blocks, 82) * _signed(blocks[:, :16] >> 4, 0)
+    return scale[:, :, None] * _signed(q, 0) - minimum[:, :, None]
+
+
+def _q3_k(blocks: Blocks) -> np.ndarray:
+    n = len(blocks)
+    low = _fields(blocks[:, 32:96].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16)
+    high = _fields(blocks[:, :32], 1, 8).reshape(n, 16, 16) << 2
+    nibbles = _fields(blocks[:, 96:104], 4, 2).reshape(n, 16)
+    tops = _fields(blocks[:, 104:108], 2, 4).reshape(n, 16) << 4
+    scale = _half(blocks, 108) * _signed(nibbles | tops, 32)
+    return scale[:, :, None] * _signed(low | high, 4)
+
+
+def _scale_min(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minima of the eight groups of Q4_K and Q5_K, six bits each in bytes 4..15: float32 [n, 8, 1]."""
+    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=1)
+    minimum = np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=1)
+    return (_half(blocks, 0) * _signed(scale, 0))[:, :, None], (_half(blocks, 2) * _signed(minimum, 0))[:, :, None]
+
+
+def _q4_k(blocks: Blocks) -> np.ndarray:
+    n = len(blocks)
+    q = _fields(blocks[:, 16:].reshape(n, 4, 32), 4, 2).reshape(n, 8, 32)
+    scale, minimum = _scale_min(blocks)
+    return scale * _signed(q, 0) - minimum
+
+
+def _q5_k(blocks: Blocks) -> np.ndarray:
+    n = len(blocks)
+    low = _fields(blocks[:, 48:].reshape(n, 4, 32), 4, 2).reshape(n, 8, 32)
+    high = _fields(blocks[:, 16:48], 1, 8) << 4
+    scale, minimum = _scale_min(blocks)
+    return scale * _signed(low | high, 0) - minimum
+
+
+def _q6_k(blocks: Blocks) -> np.ndarray:
+    n = len(blocks)
+    low = _fields(blocks[:, :128].reshape(n, 2, 64), 4, 2).reshape(n, 16, 16)
+    high = _fields(blocks[:, 128:192].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16) << 4
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return scale[:, :, None] * _signed(low | high, 32)
+
+
+def _iq4_nl(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * IQ4_VALUES[_nibbles(blocks, 2)]
+
+
+def _iq4_xs(blocks: Blocks) -> np.ndarray:
+    n = len(blocks)
+    low = _fields(blocks[:, 4:8, None], 4, 2).reshape(n, 8)
+    high = _fields(blocks[:, 2:4, None], 2, 4).reshape(n, 8) << 4
+    scale = _half(blocks, 0) * _signed(low | high, 32)
+    q = _fields(blocks[:, 8:].reshape(n, 8, 16), 4, 2).reshape(n, 8, 32)
+    return scale[:, :, None] * IQ4_VALUES[q]
+
+
+DECODERS: dict[str, Callable[[Blocks], np.ndarray]] = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}

@@ -1,0 +1,78 @@
+"""Importance matrices: the mean squares of the inputs of each matrix over a text, as llama.cpp's llama-imatrix measures and
+stores them, in its GGUF form and the older .dat."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.gguf_metadata import quoted
+from headrace.weights.source import WeightError
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+MAX_ENTRIES, MAX_NAME, MAX_WIDTH = 1 << 16, 256, 1 << 24
+
+
+def read_imatrix(path: Path) -> dict[str, np.ndarray]:
+    """Name of a matrix in GGUF files ("blk.3.ffn_down.weight") -> float32 [inputs].
+
+    Raises WeightError where the file is missing, damaged, or none of that kind.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+            data = b"" if magic == b"GGUF" else magic + file.read()
+    except OSError as error:
+        raise WeightError(f"{path}: cannot be opened ({error.strerror or error}); check the path") from None
+    found = _of_gguf(path) if magic == b"GGUF" else _of_dat(path, data)
+    if not found:
+        raise WeightError(f"{path}: holds no importance of any matrix; is it an importance matrix?")
+    for name, values in found.items():
+        if not np.isfinite(values).all() or values.min() < 0:
+            raise WeightError(f"{path}: the importance of {quoted(name)} is negative or no number; measure it again")
+    return found
+
+
+def _of_gguf(path: Path) -> dict[str, np.ndarray]:
+    found = {}
+    with GGUFFile(path) as file:
+        names = set(file.names())
+        for name in sorted(name.removesuffix(SUMS) for name in names if name.endswith(SUMS)):
+            if name + COUNTS not in names:
+                raise WeightError(f"{path}: has no {quoted(name + COUNTS)}; the file is damaged")
+            sums, counts = (_floats(file, name + ending) for ending in (SUMS, COUNTS))
+            if counts.size == 1 and counts[0] > 0:  # experts have several, and no model of ours has experts
+                found[name] = sums / counts[0]
+    return found
+
+
+def _floats(file: GGUFFile, name: str) -> np.ndarray:
+    if file.info(name).kind != "F32":
+        raise WeightError(f"{file.path}: {quoted(name)} is not stored as F32; the file is damaged")
+    return np.ascontiguousarray(file.raw(name)).reshape(-1).view("<f4").copy()
+
+
+def _of_dat(path: Path, data: bytes) -> dict[str, np.ndarray]:
+    found, pos = {}, 0
+
+    def number(what: str, most: int) -> int:
+        nonlocal pos
+        if pos + 4 > len(data):
+            raise WeightError(f"{path}: ends within {what}; it is no importance matrix, or damaged")
+        (value,) = struct.unpack_from("<i", data, pos)
+        pos += 4
+        if not 0 <= value <= most:
+            raise WeightError(f"{path}: has {value} as {what}; it is no importance matrix, or damaged")
+        return int(value)
+
+    for _ in range(number("the number of matrices", MAX_ENTRIES)):
+        size = number("the length of a name", MAX_NAME)
+        name = data[pos : pos + size].decode("utf-8", "replace")
+        pos += size
+        calls, width = number("a number of calls", 2**31 - 1), number("a number of inputs", MAX_WIDTH)
+        if pos + 4 * width > len(data):
+            raise WeightError(f"{path}: ends within the importance of {quoted(name)}; the file is damaged")
+        found[name] = np.frombuffer(data, "<f4", width, pos) / np.float32(max(calls, 1))
+        pos += 4 * width
+    return found

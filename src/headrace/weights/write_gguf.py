@@ -1,0 +1,98 @@
+"""GGUF files, version 3, written: metadata, descriptions of tensors, then their bytes one after the other.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from headrace.weights.gguf import DEFAULT_ALIGNMENT, TYPE_NAMES
+from headrace.weights.gguf_metadata import ARRAY, BOOL, SCALAR_TYPES, STRING
+from headrace.weights.source import TensorInfo
+
+VERSION = 3
+TYPE_CODES = {name: code for code, name in TYPE_NAMES.items()}
+UINT32, INT32, FLOAT32 = 4, 5, 6
+Chunks = Iterable[tuple[str, np.ndarray]]  # a tensor's name, and bytes of its rows
+
+
+def entry(key: str, value: Any) -> bytes:
+    """A key of the metadata: text, truth, integers in 32 bits (without a sign where they are not negative), numbers as float32,
+    lists of texts, numpy arrays of numbers. Raises TypeError for anything else."""
+    if isinstance(value, str):
+        return _text(key) + struct.pack("<I", STRING) + _text(value)
+    if isinstance(value, bool):
+        return _text(key) + struct.pack("<I?", BOOL, value)
+    if isinstance(value, int):
+        return _text(key) + struct.pack("<II", UINT32, value) if value >= 0 else _text(key) + struct.pack("<Ii", INT32, value)
+    if isinstance(value, float):
+        return _text(key) + struct.pack("<If", FLOAT32, value)
+    if isinstance(value, np.ndarray):
+        code = next(code for code, dtype in SCALAR_TYPES.items() if dtype == value.dtype)
+        return _text(key) + struct.pack("<IIQ", ARRAY, code, len(value)) + value.tobytes()
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return _text(key) + struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))
+    raise TypeError(f"{key}: a {type(value).__name__} is no value of GGUF metadata")
+
+
+def write_gguf(
+    path: Path, entries: Sequence[bytes], tensors: Sequence[TensorInfo], chunks: Chunks, alignment: int = DEFAULT_ALIGNMENT
+) -> None:
+    """Write `path` under a hidden name beside it, then rename: what has its name is whole, and an error leaves nothing.
+
+    `entries` are keys as `entry` makes them. `chunks` are the tensors' bytes in the order of `tensors`, each in as many pieces
+    as the caller likes. Raises OSError, and ValueError where the chunks are not those of the tensors.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(header(entries, tensors, alignment))
+            _write_tensors(file, tensors, chunks, alignment)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def header(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: int = DEFAULT_ALIGNMENT) -> bytes:
+    """All that stands before the first tensor's bytes."""
+    made = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(entries)), *entries]
+    offset = 0
+    for info in tensors:
+        sizes = info.shape[::-1]  # innermost first
+        made += [_text(info.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        made.append(struct.pack("<IQ", TYPE_CODES[info.kind], offset))
+        offset += info.nbytes + -info.nbytes % alignment
+    whole = b"".join(made)
+    return whole + bytes(-len(whole) % alignment)
+
+
+def file_size(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: int = DEFAULT_ALIGNMENT) -> int:
+    """Bytes of the file, before it is written."""
+    return len(header(entries, tensors, alignment)) + sum(info.nbytes + -info.nbytes % alignment for info in tensors)
+
+
+def _write_tensors(file: IO[bytes], tensors: Sequence[TensorInfo], chunks: Chunks, alignment: int) -> None:
+    left = {info.name: info.nbytes for info in tensors}
+    order = list(left)
+    for name, data in chunks:
+        if not order or name != order[0] or data.nbytes > left[name]:
+            raise ValueError(f"bytes of tensor {name!r} do not fit the file's header")
+        file.write(np.ascontiguousarray(data).data)
+        left[name] -= data.nbytes
+        if not left[name]:
+            file.write(bytes(-file.tell() % alignment))
+            order.pop(0)
+    if order:
+        raise ValueError(f"bytes of tensor {order[0]!r} are missing")
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
