@@ -131,7 +131,7 @@ def test_a_killed_engine_fails_what_runs_and_comes_back(endless: Path) -> None:
 
 def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
     with Running(tiny, stuck_after=16.0) as server:
-        server.llm.replica.backoff = (3600.0,)  # it is not started again while the test looks
+        server.llm.replica.supervision.pauses = (3600.0,)  # it is not started again while the test looks
         pid = server.llm.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)

@@ -28,7 +28,7 @@ from headrace.server.async_llm import (
     State,
 )
 from headrace.server.batch_worker import BatchWorker
-from headrace.server.errors import RETRY_DOWN, TOO_LONG, ApiError, as_api_error, blamed
+from headrace.server.errors import TOO_LONG, ApiError, as_api_error, blamed
 from headrace.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -45,6 +45,7 @@ from headrace.server.service import Service
 from headrace.server.storage_routes import add_batches, add_files, add_responses
 from headrace.server.store import Store
 from headrace.server.stream import ClientGoneError
+from headrace.server.tickets import RETRY_DOWN
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
@@ -198,7 +199,7 @@ def _add_tools(app: FastAPI, models: Models, worker: BatchWorker) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         for service in models.services:
-            service.metrics.restarts.set(service.llm.restarts)
+            service.metrics.supervise(service.llm.replica.supervision, service.llm.quarantine.banned)
         return Response(models.figures.text(), media_type=METRICS_TYPE)
 
 
@@ -267,7 +268,7 @@ def _json(data: Any) -> Response:
 
 def _model(service: Service) -> Model:
     loaded = service.llm.loaded
-    return Model(service.name, service.created, loaded.max_model_len if loaded is not None else None)
+    return Model(service.name, service.created, loaded.max_model_len if loaded is not None else None, service.llm.state)
 
 
 def _salt(salt: str | None) -> bytes:

@@ -53,7 +53,8 @@ async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[i
     deadline = service.deadline(request.deadline)
     together = min(TOGETHER, service.llm.waiting.max_requests)
     for start in range(0, len(texts), together):
-        tickets = service.llm.submit(texts[start : start + together], params, salt=salt, pool=pool, deadline=deadline)
+        some = texts[start : start + together]
+        tickets = service.llm.submit(some, params, salt=salt, pool=pool, deadline=deadline, begun=start > 0)
         try:
             async for _ in deltas(tickets):
                 pass

@@ -1,10 +1,13 @@
 """The engine process: it owns an LLM, and nothing but messages goes in or out.
 
-`python -m headrace.server.engine_process FD` is started by the web process with one end of a socket pair. It ends when that
-socket does, so it never outlives the server.
+`python -m headrace.server.engine_process FD PARENT` is started by the web process with one end of a socket pair. It ends when
+that socket does and, where the system can see to it, when its parent does whatever it is doing itself: it never outlives the
+server.
 """
 
+import ctypes
 import logging
+import os
 import re
 import select
 import signal
@@ -43,6 +46,7 @@ from headrace.server.messages import (
 
 log = logging.getLogger("headrace.engine")
 
+PR_SET_PDEATHSIG = 1
 POLL = 0.002  # seconds between two looks at a grammar that is being compiled
 
 
@@ -165,6 +169,7 @@ class EngineLoop:
             blocks_used=self.engine.blocks.used,
             preemptions=scheduler.preemptions,
             fed=fed,
+            failing=self.engine.failing,
         )
 
 
@@ -202,8 +207,18 @@ def load(message: Load, channel: Channel) -> LLM | None:
     return llm
 
 
-def main(fd: int) -> int:
+def end_with(parent: int) -> None:
+    """Let the system kill this process when the thread that started it ends; Linux only. Elsewhere a process that is busy when
+    the server is killed sees the socket's end after its step."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended already
+            sys.exit(0)
+
+
+def main(fd: int, parent: int) -> int:
     """Serve one web process over the socket with this descriptor; returns the exit code."""
+    end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the web process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
@@ -227,4 +242,4 @@ def serve(channel: Channel) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(*map(int, sys.argv[1:])))
