@@ -5,9 +5,7 @@ that socket does and, where the system can see to it, when its parent does whate
 server.
 """
 
-import ctypes
 import logging
-import os
 import re
 import select
 import signal
@@ -22,6 +20,7 @@ from headrace.data.types import Delta, Request
 from headrace.decoding.prompts import Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
+from headrace.server.lifeline import end_with
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -46,7 +45,6 @@ from headrace.server.messages import (
 
 log = logging.getLogger("headrace.engine")
 
-PR_SET_PDEATHSIG = 1
 POLL = 0.002  # seconds between two looks at a grammar that is being compiled
 
 
@@ -205,15 +203,6 @@ def load(message: Load, channel: Channel) -> LLM | None:
         )
     )
     return llm
-
-
-def end_with(parent: int) -> None:
-    """Let the system kill this process when the thread that started it ends; Linux only. Elsewhere a process that is busy when
-    the server is killed sees the socket's end after its step."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it has ended already
-            sys.exit(0)
 
 
 def main(fd: int, parent: int) -> int:
