@@ -7,7 +7,7 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta, RequestMetrics
-from headrace.server import replica, supervision
+from headrace.server import supervision
 from headrace.server.async_llm import AsyncLLM
 from headrace.server.engine_client import EngineGoneError
 from headrace.server.errors import as_api_error
@@ -22,7 +22,7 @@ from headrace.server.tickets import (
     RequestFailedError,
     Ticket,
 )
-from tests.server.harness import PATIENCE
+from tests.server.harness import PATIENCE, ROOT
 
 AGAIN = "it broke; it is being started again"
 BYE = "the server is shutting down"
@@ -124,6 +124,18 @@ def test_the_more_it_ends_the_longer_are_the_pauses() -> None:
     one.on(Event.RESUME)
     one.on(Event.REFUSED, "no memory")  # it never was ready
     assert one.pause == PAUSES[1]
+
+
+def test_the_page_says_these_numbers() -> None:
+    page = (ROOT / "docs" / "server.md").read_text("utf-8")
+    pauses = ", ".join(f"{pause:g}" for pause in PAUSES[1:-1])
+    for text in (
+        f"{FAILURES} steps in a row fail",
+        f"the next after {pauses} and then {PAUSES[-1]:g} seconds",
+        "`--load-timeout` seconds (600)",
+    ):
+        assert text in page
+    assert (CALM, KEPT, AsyncLLM("none").replica.load_timeout) == (120, 3600, 600)
 
 
 # -- a replica of a process that is none ---------------------------------------------------------------------------------------
@@ -448,6 +460,3 @@ def test_the_control_without_turns_the_innocent_are_quarantined(monkeypatch: pyt
         await llm.close()
 
     asyncio.run(main())
-
-
-assert replica.LOOKS > 1  # a look that comes late ends nobody
