@@ -142,6 +142,35 @@ def test_in_torch_the_tokens_are_the_same(tiny_gguf: Path) -> None:
     assert faults.retried > 8
 
 
+def test_steps_that_fail_in_a_row_are_counted(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To try a request again and to succeed says nothing of the next step; a step of all that goes well does."""
+    engine, runner = tiny_llm.engine, tiny_llm.runner
+    execute = runner.execute
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    wanted = said(tiny_llm.generate(["the mill", "stone", "mud"], params))
+    counted: list[int] = []
+
+    def fails(plan: StepPlan) -> StepOutput:
+        counted.append(engine.failing)
+        if len(plan.feeds) > 1:
+            raise RuntimeError("more than one")
+        return execute(plan)
+
+    monkeypatch.setattr(runner, "execute", fails)
+    assert said(tiny_llm.generate(["the mill", "stone", "mud"], params)) == wanted
+    assert counted[:5] == [0, 1, 1, 1, 1]
+    assert engine.failing == 2
+    tiny_llm.generate("the mill", params)
+    assert engine.failing == 0
+    monkeypatch.setattr(runner, "execute", lambda plan: 1 / 0)
+    outputs = tiny_llm.generate(["the mill", "stone"], params)
+    assert [output.error for output in outputs] == ["the step failed: division by zero"] * 2
+    assert engine.failing == 3
+    monkeypatch.undo()
+    tiny_llm.generate("the mill", params)
+    assert engine.failing == 0
+
+
 # -- negative controls -------------------------------------------------------------------------------------------------------
 
 

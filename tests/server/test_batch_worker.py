@@ -9,7 +9,7 @@ import pytest
 
 from headrace.server import batch_rows, batches
 from headrace.server.batch_worker import WIDTH, BatchWorker
-from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE
+from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, QUARANTINED
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 from tests.server.batching import Fragile, answering, come, ended, keep, lines, make, of, run, through, working, written
@@ -34,6 +34,29 @@ def test_a_line_that_ends_the_engine_is_tried_three_times_and_ends_only_itself()
         assert app.beside[1:] == [0, 0]  # alone, the second and the third time
         assert max(map(app.begun.count, prompts)) == 3
         assert max(app.begun.count(one) for one in prompts if one != "poison") == 2
+        store.close()
+
+    run(test())
+
+
+def test_a_line_that_the_server_does_not_try_again_is_an_error_line() -> None:
+    """As the server itself remembers what the engine ended under, a third try ends no engine."""
+
+    async def test() -> None:
+        fragile, store = Fragile(), Store()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            message = await receive()
+            if fragile.deaths == 2 and json.loads(message["body"])["prompt"] == "poison":
+                await answering(0, 422, QUARANTINED)(scope, lambda: asyncio.sleep(0, message), send)
+            else:
+                await fragile(scope, lambda: asyncio.sleep(0, message), send)
+
+        batch, (good, bad) = await through(app, store, [*(f"p{at}" for at in range(20)), "poison"], Limits())
+        assert (batch["status"], len(good), fragile.deaths) == ("completed", 20, 2)
+        assert [(row["response"]["status_code"], row["response"]["body"]["error"]["code"]) for row in bad] == [
+            (422, QUARANTINED)
+        ]
         store.close()
 
     run(test())

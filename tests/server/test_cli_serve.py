@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
 
 from headrace.cli.app import main
 from headrace.cli.serve import served_name
+from headrace.server.lifeline import end_with
 from tests.server.harness import PATIENCE, ROOT, Paused, said, until
 
 KEY = "a-long-enough-key"
@@ -96,6 +98,37 @@ def test_a_killed_server_leaves_no_engine_behind(process: "subprocess.Popen[str]
     engine = engine_of(process)
     process.kill()
     until(lambda: ended(engine))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system ends a busy process with its parent on Linux")
+@pytest.mark.parametrize("bound", [True, False])
+def test_an_engine_that_hears_nothing_ends_with_a_killed_server(bound: bool) -> None:
+    """A process that does not come to look at its socket, as one in a long step; stopped, it would be there for ever. The
+    control is one that the system was not told about."""
+    bind = "end_with(os.getppid())" if bound else "None"
+    child = f"import os; from headrace.server.lifeline import end_with; {bind}; print(os.getpid(), flush=True); "
+    child += "os.kill(os.getpid(), 19)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stdout is not None
+        engine = int(running.stdout.readline())
+        stat = Path(f"/proc/{engine}/stat")
+        until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+        running.kill()
+        running.wait()
+        if bound:
+            until(lambda: ended(engine))
+        else:
+            assert stat.read_text().rsplit(")", 1)[1].split()[0] == "T"
+            os.kill(engine, signal.SIGKILL)
+
+
+def test_an_engine_whose_server_is_gone_before_it_begins_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(prctl=lambda *numbers: None))
+    end_with(os.getppid())
+    with pytest.raises(SystemExit):
+        end_with(os.getppid() + 1)
 
 
 def loads_torch(pid: int) -> bool:

@@ -129,9 +129,36 @@ def test_a_killed_engine_fails_what_runs_and_comes_back(endless: Path) -> None:
         assert not server.llm.tickets
 
 
+def test_a_request_under_which_the_engine_ended_twice_is_not_tried_again(endless: Path) -> None:
+    with Running(endless) as server:
+        expected = server.complete(prompt="a river").choices[0].text
+        for _ in range(2):
+            pid = server.llm.pid
+            assert pid is not None
+            with server.paused():
+                poison = in_thread(server.complete)
+                until(lambda: len(server.llm.tickets) == 1)
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(openai.InternalServerError) as lost:
+                poison.result()
+            assert lost.value.response.headers["x-should-retry"] == "true"
+            until(lambda: server.health()["status"] == "ready")
+        with pytest.raises(openai.UnprocessableEntityError, match="ended 2 times while it had this request") as refused:
+            server.complete()
+        assert refused.value.code == "request_quarantined"
+        assert server.complete(prompt="a river").choices[0].text == expected
+        assert server.figure("requests_quarantined") == 1
+        assert server.figure("engine_ends") == 2
+        lines = server.http.get("/metrics").text.splitlines()
+        assert [line for line in lines if "engine_state{" in line and line.endswith(" 1.0")] == [
+            'headrace:engine_state{model_name="tiny",state="ready"} 1.0'
+        ]
+        assert server.http.get("/v1/models").json()["data"][0]["status"] == "ready"
+
+
 def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
     with Running(tiny, stuck_after=16.0) as server:
-        server.llm.replica.backoff = (3600.0,)  # it is not started again while the test looks
+        server.llm.replica.supervision.pauses = (3600.0,)  # it is not started again while the test looks
         pid = server.llm.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -139,6 +166,8 @@ def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
         with pytest.raises(openai.InternalServerError, match=r"no sign of life for 0\.8 s") as failed:
             server.complete()
         assert failed.value.status_code == 503
+        assert server.http.get("/v1/models").json()["data"][0]["status"] == "stuck"
+        assert server.http.get("/ready").json() == {"status": "stuck"}
         health = server.http.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "stuck"

@@ -66,7 +66,7 @@ def test_the_clients_notice_what_is_wrong(tiny: Path) -> None:
         spec = {"seed": 3, "seconds": 1.0, "least": 60, "jobs": expected, "pause": 0.0}
         report = clients(server, spec, 1.0, lambda: None)
         assert {line.split(":")[0] for line in report["wrong"]} == {"another answer", "another stream"}
-        server.on_loop(lambda: setattr(server.models.services[0].llm, "state", "stuck"))
+        server.on_loop(lambda: setattr(server.llm.replica.supervision, "state", "stuck"))
         report = clients(server, spec, 1.0, lambda: None)
         assert any(line.startswith("health: 503") for line in report["wrong"])
 

@@ -131,6 +131,7 @@ class QueueOptions:
     max_queued_requests: Annotated[int, _queue("More get a 429.", min=1)] = 256
     max_queued_tokens: Annotated[int, _queue("Prompt tokens that may wait; more get a 429.", min=1)] = 262_144
     stuck_after: Annotated[float, _queue("Seconds of silence after which the engine is started again.", min=1)] = 60.0
+    load_timeout: Annotated[float, _queue("Seconds within which a model has to be loaded.", min=1)] = 600.0
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of AsyncLLM."""

@@ -108,6 +108,7 @@ class Model(msgspec.Struct):
     id: str
     created: int
     max_model_len: int | None
+    status: str  # the state of its engine
     defaults: dict[str, Any] = {}  # by name the settings in force where a request says nothing: value and origin
     object: str = "model"
     owned_by: str = "headrace"

@@ -28,7 +28,7 @@ from headrace.server.async_llm import (
 )
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.bounds import Strict
-from headrace.server.errors import RETRY_DOWN, TOO_LONG, ApiError, as_api_error, blamed
+from headrace.server.errors import TOO_LONG, ApiError, as_api_error, blamed
 from headrace.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -46,6 +46,7 @@ from headrace.server.service import Service
 from headrace.server.storage_routes import add_batches, add_files, add_responses
 from headrace.server.store import Store
 from headrace.server.stream import ClientGoneError
+from headrace.server.tickets import RETRY_DOWN
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 from headrace.weights.defaults import as_json
@@ -181,7 +182,7 @@ def _add_state(api: Api, models: Models, worker: BatchWorker) -> None:
     @api.get("/metrics", plain("text/plain"))
     async def metrics(call: Call) -> Any:
         for service in models.services:
-            service.metrics.restarts.set(service.llm.restarts)
+            service.metrics.supervise(service.llm.replica.supervision, service.llm.quarantine.banned)
         return Response(models.figures.text(), media_type=METRICS_TYPE)
 
 
@@ -228,9 +229,10 @@ def _unready(said: dict[str, Any]) -> Response:
 
 def _model(service: Service) -> Model:
     loaded = service.llm.loaded
+    name, created, state = service.name, service.created, service.llm.state
     if loaded is None:
-        return Model(service.name, service.created, None)
-    return Model(service.name, service.created, loaded.max_model_len, as_json(service.llm.opened.defaults))
+        return Model(name, created, None, state)
+    return Model(name, created, loaded.max_model_len, state, as_json(service.llm.opened.defaults))
 
 
 def _salt(salt: str | None) -> bytes:

@@ -13,11 +13,15 @@ from typing import Any, Protocol, Self
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, Refused, Stats, Submit
+from headrace.server.quarantine import ENOUGH, Quarantine, Suspect
 from headrace.server.queueing import Queue, QueueFullError
-from headrace.server.replica import LoadError, Replica, State
+from headrace.server.replica import LoadError, Replica
+from headrace.server.supervision import State
 from headrace.server.tickets import (
     DeadlineError,
     EngineDownError,
+    EngineLostError,
+    QuarantinedError,
     RequestFailedError,
     RequestRefusedError,
     Ticket,
@@ -48,7 +52,8 @@ class AsyncLLM:
     """A model ready to generate, behind a queue, in a process of its own.
 
     `settings` are the arguments of `headrace.LLM`. `stuck_after`: seconds without a sign of life after which the process is
-    ended and started again. Use it as an async context manager, or call `start` and `close`.
+    ended and started again; `load_timeout`: seconds within which it has to be ready. Use it as an async context manager, or
+    call `start` and `close`.
 
         async with AsyncLLM("smollm2-135m") as llm:
             async for delta in llm.generate("The mill stands by", SamplingParams(max_tokens=32)):
@@ -62,15 +67,19 @@ class AsyncLLM:
         max_queued_requests: int = 256,
         max_queued_tokens: int = 262_144,
         stuck_after: float = 60.0,
+        load_timeout: float = 600.0,
         **settings: Any,
     ) -> None:
         self.model = str(model)
         self.settings: Mapping[str, Any] = {"preset": "online", **settings}
-        self.replica = Replica(stuck_after, open=self._open, ready=self._loaded, take=self._take, lost=self._lose)
+        self.replica = Replica(stuck_after, load_timeout, open=self._open, ready=self._loaded, take=self._take, lost=self._lose)
         self.waiting = Queue(max_queued_requests, max_queued_tokens)
         self.stats = Stats()
         self.observer: Observer | None = None
         self.tickets: dict[str, Ticket] = {}
+        self.quarantine = Quarantine()
+        self._suspect: tuple[Ticket, Suspect] | None = None  # the one that the engine has
+        self._suspects: deque[tuple[Ticket, Suspect]] = deque()  # that wait until it shows that it is none
         self._opened: Opened | None = None
         self._ids = itertools.count()
         self._checks: deque[asyncio.Future[str]] = deque()
@@ -104,11 +113,11 @@ class AsyncLLM:
     @property
     def detail(self) -> str:
         """Why it is not ready: one line."""
-        return self.replica.detail
+        return self.replica.supervision.detail
 
     @property
     def restarts(self) -> int:
-        return self.replica.restarts
+        return self.replica.supervision.restarts
 
     @property
     def loaded(self) -> Loaded | None:
@@ -119,7 +128,7 @@ class AsyncLLM:
     def opened(self) -> Opened:
         """The model's tokenizer, chat template and settings. Raises EngineDownError while it is being loaded."""
         if self._opened is None:
-            raise EngineDownError(self.detail)
+            raise self.replica.supervision.refusal()
         return self._opened
 
     @property
@@ -168,14 +177,16 @@ class AsyncLLM:
         salt: bytes = b"",
         pool: str = "",
         deadline: float | None = None,
+        begun: bool = False,
     ) -> list[Ticket]:
         """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings.
-        What has not ended after `deadline` seconds fails with DeadlineError.
+        What has not ended after `deadline` seconds fails with DeadlineError. `begun`: others of the same request were taken,
+        so these are taken in an orderly end, too.
 
-        Raises QueueFullError, EngineDownError, RequestRefusedError.
+        Raises QueueFullError, EngineDownError, RequestRefusedError (QuarantinedError).
         """
-        if self.state is not State.READY or self.loaded is None:
-            raise EngineDownError(self.detail)
+        if not (self.state is State.READY or (begun and self.state is State.DRAINING)) or self.loaded is None:
+            raise self.replica.supervision.refusal()
         context = self.loaded.max_model_len
         for ids in prompts:
             if len(ids) >= context + bool(pool):
@@ -185,18 +196,43 @@ class AsyncLLM:
                 )
         if len(prompts) > (most := self.waiting.max_requests):
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
+        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, salt, pool) for ids in prompts]
+        suspects = [self.quarantine.find(one) for one in asked]
+        if any(suspect is not None and suspect.ends >= ENOUGH for suspect in suspects):
+            raise QuarantinedError(f"the engine ended {ENOUGH} times while it had this request, which is not tried again")
         self.waiting.enter([len(ids) for ids in prompts])
         tickets = []
         wakeup = Wakeup()
-        for ids in prompts:
-            ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, wakeup)
+        for one, suspect in zip(asked, suspects, strict=True):
+            ticket = Ticket(one.request_id, one.prompt, params, self.waiting, wakeup)
+            ticket.asked = one
             ticket.salted = bool(salt)
             self.tickets[ticket.request_id] = ticket
-            self.replica.send(Submit(ticket.request_id, ids, params, salt, pool))
+            if suspect is None:
+                self.replica.send(one)
+            else:
+                self._suspects.append((ticket, suspect))
             if deadline is not None:
                 ticket.timer = asyncio.get_running_loop().call_later(deadline, self._expire, ticket, deadline)
             tickets.append(ticket)
+        self._let_in()
         return tickets
+
+    def _let_in(self) -> None:
+        """Let the next request in under which the engine ended, once the last has ended or come further than it was then."""
+        if self._suspect is not None:
+            ticket, suspect = self._suspect
+            assert ticket.asked is not None
+            if ticket.request_id in self.tickets and ticket.generated <= suspect.reached:
+                return
+            if ticket.generated > suspect.reached or ticket.metrics is not None:
+                self.quarantine.clear(ticket.asked)
+            self._suspect = None
+        while self._suspects and self._suspect is None:
+            ticket, suspect = self._suspects.popleft()
+            if ticket.request_id in self.tickets and ticket.asked is not None:
+                self._suspect = ticket, suspect
+                self.replica.send(ticket.asked)
 
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Nobody waits for these any more: what has not ended is ended, and its blocks come back."""
@@ -205,6 +241,7 @@ class AsyncLLM:
                 ticket.close()
                 if self.pid is not None:
                     self.replica.send(Abort(ticket.request_id))
+                    self._let_in()
 
     async def check(self) -> str:
         """What is wrong with the books of the engine's cache, one line; empty where nothing is. Raises EngineDownError."""
@@ -273,14 +310,21 @@ class AsyncLLM:
             for ended in message.ended:
                 if ticket := self.tickets.pop(ended.request_id, None):
                     ticket.end(ended.metrics)
+        if self._suspect is not None:
+            self._let_in()
 
     def _lose(self, error: EngineDownError) -> None:
-        """All in flight fails."""
+        """All in flight fails; what the engine had when it ended is remembered, as it may be why."""
+        held = {ticket.request_id for ticket, _ in self._suspects}
+        if isinstance(error, EngineLostError):
+            had = [ticket for ticket in self.tickets.values() if ticket.request_id not in held]
+            self.quarantine.ended_under((one.asked, one.generated) for one in had if one.asked is not None)
+        self._suspect, self._suspects = None, deque()
         while self._checks:
             if not (checked := self._checks.popleft()).done():
                 checked.set_exception(error)
         for ticket in self.tickets.values():
-            ticket.fail(error)
+            ticket.fail(EngineDownError(str(error), error.retry_after) if ticket.request_id in held else error)
         self.tickets = {}
         self.stats = Stats()
         if self.observer is not None:

@@ -64,7 +64,7 @@ async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[i
         if start:
             await _room(service, part, ends, late)
         left = None if ends is None else max(ends - time.monotonic(), 0)
-        tickets = service.llm.submit(part, params, salt=salt, pool=pool, deadline=left)
+        tickets = service.llm.submit(part, params, salt=salt, pool=pool, deadline=left, begun=start > 0)
         try:
             async for _ in deltas(tickets):
                 pass

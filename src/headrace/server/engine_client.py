@@ -42,7 +42,7 @@ class EngineLink:
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
         try:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         except OSError as error:

@@ -1,7 +1,8 @@
 """The engine process: it owns an LLM, and nothing but messages goes in or out.
 
-`python -m headrace.server.engine_process FD` is started by the web process with one end of a socket pair. It ends when that
-socket does, so it never outlives the server.
+`python -m headrace.server.engine_process FD PARENT` is started by the web process with one end of a socket pair. It ends when
+that socket does and, where the system can see to it, when its parent does whatever it is doing itself: it never outlives the
+server.
 """
 
 import logging
@@ -20,6 +21,7 @@ from headrace.data.types import Delta, Request
 from headrace.decoding.prompts import Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
+from headrace.server.lifeline import end_with
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -166,6 +168,7 @@ class EngineLoop:
             blocks_used=self.engine.blocks.used,
             preemptions=scheduler.preemptions,
             fed=fed,
+            failing=self.engine.failing,
         )
 
 
@@ -210,8 +213,9 @@ def load(message: Load, channel: Channel) -> LLM | None:
     return llm
 
 
-def main(fd: int) -> int:
+def main(fd: int, parent: int) -> int:
     """Serve one web process over the socket with this descriptor; returns the exit code."""
+    end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the web process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
@@ -235,4 +239,4 @@ def serve(channel: Channel) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(*map(int, sys.argv[1:])))

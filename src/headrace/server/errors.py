@@ -13,6 +13,7 @@ from headrace.server.tickets import (
     DeadlineError,
     EngineDownError,
     EngineLostError,
+    QuarantinedError,
     RequestFailedError,
     RequestRefusedError,
     TooLongError,
@@ -21,9 +22,10 @@ from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
 ENGINE_LOST = "engine_lost"
+QUARANTINED = "request_quarantined"
 TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
+RETRIED = (408, 409, 429)  # statuses after which clients ask again, beside those of servers
 MODEL_UNUSABLE = "model_unusable"  # which does not pass
-RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
 OTHER_NAMES = {name: flat for flat, name in BEAM_NAMES.items()}  # words of messages for fields of requests
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -55,8 +57,11 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status in (408, 409, 507):  # clients ask again by themselves, which would end in the same way
-            headers["x-should-retry"] = "false"
+        if (
+            self.status in RETRIED or self.status >= 500
+        ):  # clients ask again by themselves: not where it would end in the same way
+            again = self.retry_after is not None and self.code != MODEL_UNUSABLE
+            headers["x-should-retry"] = "true" if again else "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
@@ -84,13 +89,15 @@ def as_api_error(error: Exception) -> ApiError | None:
         case BusyError():
             return ApiError(429, f"the server is busy: {error}; try again in 1 s", code="rate_limit_exceeded", retry_after=1)
         case EngineLostError():
-            return ApiError(503, str(error), code=ENGINE_LOST, retry_after=RETRY_DOWN)
+            return ApiError(503, str(error), code=ENGINE_LOST, retry_after=error.retry_after)
         case EngineDownError():
-            return ApiError(503, str(error), code="engine_unavailable", retry_after=RETRY_DOWN)
+            return ApiError(503, str(error), code="engine_unavailable", retry_after=error.retry_after)
         case DeadlineError():
             return ApiError(408, str(error), code="deadline_exceeded")
         case RequestFailedError():
             return ApiError(500, str(error), code="request_failed")
+        case QuarantinedError():
+            return ApiError(422, str(error), code=QUARANTINED)
         case TooLongError():
             return ApiError(400, str(error), code=TOO_LONG)
         case ParamError() | RequestRefusedError() | TemplateError() | TokenizerError():

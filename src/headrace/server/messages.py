@@ -110,6 +110,7 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     blocks_used: int = 0
     preemptions: int = 0  # since the process began
     fed: int = 0  # tokens of the last step, prompts and answers
+    failing: int = 0  # steps that failed in a row
 
 
 class Deltas(msgspec.Struct, tag=True):

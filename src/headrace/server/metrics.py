@@ -14,6 +14,7 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.server.logs import request_ended
 from headrace.server.messages import Deltas, Ended, Loaded
+from headrace.server.supervision import State, Supervision
 from headrace.server.tickets import Ticket
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -125,6 +126,11 @@ class Metrics:
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
         self.restarts = self._gauge("engine_restarts", "How often the engine process was started again.")
+        self.states = self._figures.gauge("engine_state", "1 for the state that the engine is in.", (*LABELS, "state"))
+        why = "How often the engine process ended without being asked to, by what ended it."
+        self.ends = self._figures.gauge("engine_ends", why, (*LABELS, "reason"))
+        self.banned = self._gauge("requests_quarantined", "Requests not tried again, as the engine ended under them twice.")
+        self.failing = self._gauge("engine_failing_steps", "Steps that failed since the last that went well.")
 
     def _counters(self) -> None:
         self.preempted = self._counter("num_preemptions", "Requests that gave up their blocks for others.")
@@ -169,6 +175,7 @@ class Metrics:
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.kv_usage.set(stats.blocks_used / self._num_blocks)
+        self.failing.set(stats.failing)
         if stats.preemptions > self._preemptions:
             self.preempted.inc(stats.preemptions - self._preemptions)
         self._preemptions = stats.preemptions
@@ -235,6 +242,15 @@ class Metrics:
         """A finished answer was checked: it is `fit`, `unfit` (the request failed), or `unchecked` (so it failed, too)."""
         self.looked.labels(self._model, result).inc()
 
+    def supervise(self, supervision: Supervision, banned: int) -> None:
+        """Take in how the engine process fares."""
+        self.restarts.set(supervision.restarts)
+        self.banned.set(banned)
+        for state in State:
+            self.states.labels(self._model, state.value).set(state is supervision.state)
+        for event, count in supervision.ends.items():
+            self.ends.labels(self._model, event.value).set(count)
+
     def begin(self, loaded: Loaded) -> None:
         """An engine process is ready."""
         self._num_blocks = max(loaded.num_blocks, 1)
@@ -242,7 +258,7 @@ class Metrics:
     def end(self) -> None:
         """It ended: nothing runs, and its counts begin anew."""
         self._last, self._reasons, self._preemptions = {}, {}, 0
-        for gauge in (self.running, self.waiting, self.kv_usage):
+        for gauge in (self.running, self.waiting, self.kv_usage, self.failing):
             gauge.set(0)
 
     def _gauge(self, name: str, text: str) -> Gauge:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from headrace.data.config import parse_bytes
 from headrace.server.async_llm import AsyncLLM, LoadError, State
-from headrace.server.errors import MODEL_UNUSABLE, RETRY_DOWN, ApiError
+from headrace.server.errors import MODEL_UNUSABLE, ApiError
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
+from headrace.server.tickets import RETRY_DOWN
 from headrace.weights import catalog, hub
 
 log = logging.getLogger("headrace.server")
@@ -124,7 +125,7 @@ class Models:
         """The worst state of any model that is in memory or should be, and why; READY where all is well."""
         entries = [entry for entry in self._entries.values() if entry.in_memory or self.budget is None]
         found = {entry.llm.state: entry.llm.detail for entry in entries}
-        for state in (State.STUCK, State.DEAD, State.CLOSED, State.DRAINING, State.LOADING):
+        for state in (State.FAILING, State.STUCK, State.DEAD, State.CLOSED, State.DRAINING, State.LOADING):
             if state in found and (state is not State.LOADING or self._starting):
                 return state, found[state]
         return State.READY, ""

@@ -9,9 +9,12 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server.logs import HTTP_REQUEST
+from headrace.server.messages import Submit
 from headrace.server.queueing import Queue
 
 log = logging.getLogger("headrace.server")
+
+RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
 
 
 class RequestRefusedError(ValueError):
@@ -23,11 +26,19 @@ class RequestFailedError(RuntimeError):
 
 
 class EngineDownError(RuntimeError):
-    """There is no engine to run the request, or it ended under it; the same request may succeed later."""
+    """There is no engine to run the request, or it ended under it; the same request may succeed in `retry_after` seconds."""
+
+    def __init__(self, reason: str, retry_after: int = RETRY_DOWN) -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
 
 
 class EngineLostError(EngineDownError):
     """The engine ended while it had this request, which may be why."""
+
+
+class QuarantinedError(RequestRefusedError):
+    """The engine ended under the request more than once; it is not tried again."""
 
 
 class TooLongError(RequestRefusedError):
@@ -72,6 +83,7 @@ class Ticket:
         self.prompt = prompt
         self.params = params
         self.wakeup = wakeup
+        self.asked: Submit | None = None  # what the engine is told
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.pooled: list[float] = []  # when it has ended, where an embedding was asked for
         self.metrics: RequestMetrics | None = None  # when it has ended

@@ -1,0 +1,462 @@
+"""The table of supervision, row by row and without a process; and the quarantine of what the engine ended under."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headrace.data.params import SamplingParams
+from headrace.data.types import Delta, RequestMetrics
+from headrace.server import supervision
+from headrace.server.async_llm import AsyncLLM
+from headrace.server.engine_client import EngineGoneError
+from headrace.server.errors import as_api_error
+from headrace.server.messages import Deltas, Ended, FromEngine, Load, Loaded, NotLoaded, Stats, Submit
+from headrace.server.quarantine import KEPT, MOST, Quarantine
+from headrace.server.replica import LoadError, Replica
+from headrace.server.supervision import CALM, FAILURES, PAUSES, TABLE, Action, Event, State, Supervision
+from headrace.server.tickets import (
+    EngineDownError,
+    EngineLostError,
+    QuarantinedError,
+    RequestFailedError,
+    Ticket,
+)
+from tests.server.harness import PATIENCE, ROOT
+
+AGAIN = "it broke; it is being started again"
+BYE = "the server is shutting down"
+# state, event: state, action, what those in flight hear, what everybody else does
+ROWS = """
+closed    begin    loading   start    -     the model is being loaded
+closed    drain    draining  nothing  -     BYE
+closed    close    closed    stop     down  the server has shut down
+loading   loaded   ready     nothing  -
+loading   refused  closed    kill     -     it broke
+loading   late     closed    kill     -     it broke; allow it more time (--load-timeout)
+loading   gone     dead      restart  -     AGAIN
+loading   drain    draining  nothing  -     BYE
+loading   close    closed    stop     down  the server has shut down
+ready     gone     dead      restart  lost  AGAIN
+ready     silent   stuck     restart  lost  AGAIN
+ready     failed   failing   restart  lost  AGAIN
+ready     drain    draining  nothing  -     BYE
+ready     close    closed    stop     down  the server has shut down
+draining  begin    draining  nothing  -     BYE
+draining  loaded   draining  nothing  -     BYE
+draining  refused  draining  kill     lost  it broke; BYE
+draining  late     draining  kill     lost  it broke; BYE
+draining  gone     draining  kill     lost  it broke; BYE
+draining  silent   draining  kill     lost  it broke; BYE
+draining  failed   draining  kill     lost  it broke; BYE
+draining  resume   draining  kill     -     BYE
+draining  drain    draining  nothing  -     BYE
+draining  close    closed    stop     down  the server has shut down
+DOWN      resume   DOWN      start    -     AGAIN
+DOWN      loaded   ready     nothing  -
+DOWN      refused  dead      restart  -     the model cannot be loaded again; the log says why
+DOWN      late     dead      restart  -     AGAIN
+DOWN      gone     dead      restart  -     AGAIN
+DOWN      drain    draining  nothing  -     BYE
+DOWN      close    closed    stop     down  the server has shut down
+"""
+HEARS = {"-": None, "lost": EngineLostError, "down": EngineDownError}
+
+
+def rows() -> dict[tuple[State, Event], tuple[State, Action, type[EngineDownError] | None, str]]:
+    found = {}
+    for line in ROWS.strip().splitlines():
+        before, event, after, action, lost, *says = line.split(None, 5)
+        text = (says[0] if says else "").replace("AGAIN", AGAIN).replace("BYE", BYE)
+        for down in ["dead", "stuck", "failing"] if before == "DOWN" else [""]:
+            key = State(down or before), Event(event)
+            found[key] = State(down if after == "DOWN" else after), Action(action), HEARS[lost], text
+    return found
+
+
+@pytest.mark.parametrize(("state", "event"), rows())
+def test_every_row(state: State, event: Event) -> None:
+    after, action, lost, says = rows()[state, event]
+    one = Supervision()
+    one.state, one._why = state, "it broke"
+    row = one.on(event, "" if event in (Event.RESUME, Event.LOADED) else "it broke")
+    assert (one.state, row.action, row.lost, one.detail) == (after, action, lost, says)
+
+
+def test_there_are_no_other_rows() -> None:
+    assert set(TABLE) == set(rows())
+    with pytest.raises(KeyError):
+        Supervision().on(Event.GONE)
+
+
+def test_no_state_but_closed_and_draining_is_without_a_way_back() -> None:
+    """From every state an engine is ready again, or its end was asked for."""
+    for state in State:
+        reached, todo = {state}, [state]
+        while todo:
+            now = todo.pop()
+            for (before, _), row in TABLE.items():
+                if before is now and row.state not in reached:
+                    reached.add(row.state)
+                    todo.append(row.state)
+        assert State.READY in reached, state
+    assert all(row.action is not Action.NOTHING for (_, event), row in TABLE.items() if event in supervision.ENDS)
+
+
+def test_the_more_it_ends_the_longer_are_the_pauses() -> None:
+    now = 0.0
+    one = Supervision(lambda: now)
+    one.on(Event.BEGIN)
+    paused = []
+    for _ in range(8):
+        one.on(Event.LOADED)
+        now += CALM - 1  # not long enough to be forgiven
+        one.on(Event.GONE, "it broke")
+        paused.append(one.pause)
+        assert one.refusal().retry_after == max(5, one.pause)
+        one.on(Event.RESUME)
+    assert paused == [*PAUSES, PAUSES[-1], PAUSES[-1]]
+    assert (one.restarts, one.ends[Event.GONE]) == (8, 8)
+    one.on(Event.LOADED)
+    now += CALM
+    one.on(Event.GONE, "it broke")
+    assert one.pause == PAUSES[0]
+    one.on(Event.RESUME)
+    one.on(Event.REFUSED, "no memory")  # it never was ready
+    assert one.pause == PAUSES[1]
+
+
+def test_the_page_says_these_numbers() -> None:
+    page = (ROOT / "docs" / "server.md").read_text("utf-8")
+    pauses = ", ".join(f"{pause:g}" for pause in PAUSES[1:-1])
+    for text in (
+        f"{FAILURES} steps in a row fail",
+        f"the next after {pauses} and then {PAUSES[-1]:g} seconds",
+        "`--load-timeout` seconds (600)",
+    ):
+        assert text in page
+    assert (CALM, KEPT, AsyncLLM("none").replica.load_timeout) == (120, 3600, 600)
+
+
+# -- a replica of a process that is none ---------------------------------------------------------------------------------------
+
+LOADED = Loaded(256, 32, 402, 512, 16, "note")
+
+
+class FakeLink:
+    """An engine process that says what it is told to say; None: silence, an exception: its end."""
+
+    scripts: list[list[FromEngine | Exception | None]]
+    made: list["FakeLink"]
+
+    def __init__(self) -> None:
+        self.pid = 1
+        self.sent: list[Any] = []
+        self.ended = ""
+        self.says = list(self.scripts.pop(0)) if self.scripts else [None]
+        self.go_on = asyncio.Event()
+
+    @classmethod
+    async def start(cls, load: Load) -> "FakeLink":
+        cls.made.append(cls())
+        return cls.made[-1]
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> FromEngine:
+        said = self.says.pop(0) if self.says else None
+        if said is None:
+            await self.go_on.wait()
+            raise EngineGoneError("it ended")
+        await asyncio.sleep(0)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def kill(self) -> None:
+        self.ended = "killed"
+
+    async def stop(self) -> None:
+        self.ended = "stopped"
+
+
+def scripted(*scripts: list[FromEngine | Exception | None]) -> type[FakeLink]:
+    return type("Scripted", (FakeLink,), {"scripts": list(scripts), "made": []})
+
+
+def replica_of(link: Any, heard: list[Any], *, stuck_after: float = 3600.0, load_timeout: float = 3600.0) -> Replica:
+    async def open() -> Load:
+        return Load("m", {}, 30, 1.0)
+
+    made = Replica(stuck_after, load_timeout, open=open, ready=heard.append, take=heard.append, lost=heard.append)
+    made.link = link
+    made.supervision.pauses = (0.0,)
+    return made
+
+
+async def come(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_a_model_that_is_never_loaded_is_given_up_in_time() -> None:
+    async def main() -> None:
+        link, heard = scripted([None], [None]), []  # type: ignore[var-annotated]
+        one = replica_of(link, heard, load_timeout=0.05)
+        one.begin()
+        with pytest.raises(LoadError, match=r"not loaded within 0\.05 s; allow it more time"):
+            await one.ready()
+        await come(lambda: not one.running)
+        assert [each.ended for each in link.made] == ["killed"]
+
+    asyncio.run(main())
+
+
+def test_one_that_was_ready_once_is_tried_again_and_again() -> None:
+    async def main() -> None:
+        gone = EngineGoneError("it ended")
+        link, heard = scripted([LOADED, gone], [None], [NotLoaded("no memory")], [gone], [LOADED]), []  # type: ignore[var-annotated]
+        one = replica_of(link, heard, load_timeout=0.05)
+        one.begin()
+        await come(lambda: len(link.made) == 5 and one.state is State.READY)
+        assert [each.ended for each in link.made] == ["killed"] * 4 + [""]
+        assert one.supervision.ends == {Event.GONE: 2, Event.LATE: 1, Event.REFUSED: 1, Event.SILENT: 0, Event.FAILED: 0}
+        assert [type(each) for each in heard] == [Loaded, EngineLostError, Loaded]
+        await one.close()
+        assert link.made[-1].ended == "stopped"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failing", [FAILURES - 1, FAILURES])
+def test_steps_that_fail_in_a_row_end_the_process(failing: int) -> None:
+    async def main() -> None:
+        link, heard = scripted([LOADED, Deltas(stats=Stats(failing=failing))], [LOADED]), []  # type: ignore[var-annotated]
+        one = replica_of(link, heard)
+        one.begin()
+        await come(lambda: len(heard) == 2 + 2 * (failing == FAILURES))
+        assert one.supervision.ends[Event.FAILED] == (failing == FAILURES)
+        if failing == FAILURES:
+            assert str(heard[2]) == "8 steps of the engine failed in a row; it is being started again"
+        await one.close()
+
+    asyncio.run(main())
+
+
+def test_silence_ends_the_process_and_a_word_now_and_then_does_not() -> None:
+    async def main() -> None:
+        link, heard = scripted([LOADED, None], [LOADED]), []  # type: ignore[var-annotated]
+        one = replica_of(link, heard, stuck_after=0.05)
+        one.begin()
+        await come(lambda: one.supervision.ends[Event.SILENT])
+        await come(lambda: link.made[0].ended == "killed")
+        await one.close()
+
+    asyncio.run(main())
+
+
+def test_what_ends_while_the_server_shuts_down_is_not_started_again() -> None:
+    async def main() -> None:
+        link, heard = scripted([LOADED, None]), []  # type: ignore[var-annotated]
+        one = replica_of(link, heard)
+        one.begin()
+        await one.ready()
+        one.drain()
+        link.made[0].go_on.set()
+        await come(lambda: not one.running)
+        assert (one.state, len(link.made), type(heard[-1])) == (State.DRAINING, 1, EngineLostError)
+        await one.close()
+
+    asyncio.run(main())
+
+
+def test_a_mistake_with_a_message_leaves_no_state_that_is_not_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        link = scripted([LOADED, Deltas()], [LOADED, None])
+        one = replica_of(link, [])
+
+        def take(message: FromEngine) -> None:
+            raise KeyError("a mistake")
+
+        one._take = take
+        one.begin()
+        await come(lambda: len(link.made) == 2 and one.state is State.READY)
+        assert one.supervision.ends[Event.GONE] == 1
+        await one.close()
+
+    asyncio.run(main())
+
+
+# -- quarantine ---------------------------------------------------------------------------------------------------------------
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8)
+
+
+async def ready(link: Any) -> AsyncLLM:
+    llm = AsyncLLM("none", stuck_after=3600.0)
+
+    async def open() -> Load:
+        return Load("m", {}, 30, 1.0)
+
+    llm.replica._open = open
+    llm.replica.link = link
+    llm.replica.supervision.pauses = (0.0,)
+    await llm.start()
+    return llm
+
+
+def had(link: Any) -> list[list[int]]:
+    """The prompts that the process of now was sent."""
+    return [message.prompt for message in link.made[-1].sent if isinstance(message, Submit)]
+
+
+def answer(llm: AsyncLLM, ticket: Ticket, *, end: bool = True, error: str | None = None) -> None:
+    delta = Delta(ticket.request_id, 0, [5], "x", finish_reason="length" if end else None, error=error, finished=end)
+    llm._take(Deltas([delta], [Ended(ticket.request_id, RequestMetrics())] if end else []))
+
+
+async def die(llm: AsyncLLM, link: Any) -> None:
+    before = len(link.made)
+    link.made[-1].go_on.set()
+    await come(lambda: len(link.made) == before + 1 and llm.state is State.READY)
+
+
+def test_what_the_engine_ended_under_twice_is_not_tried_a_third_time_and_others_are() -> None:
+    """One of five kills it; all five come again each time. They are let in one by one, so that it shows which of them it is."""
+
+    async def main() -> None:
+        link = scripted(*[[LOADED, None]] * 4)
+        llm = await ready(link)
+        prompts = [[1], [2], [3], [4], [5]]  # [3] is the poison
+        for prompt in prompts:
+            llm.submit([prompt], PARAMS)
+        assert had(link) == prompts
+        await die(llm, link)
+        tickets = [llm.submit([prompt], PARAMS)[0] for prompt in prompts]
+        fresh = llm.submit([[9]], PARAMS)[0]
+        assert had(link) == [[1], [9]]
+        answer(llm, tickets[0])
+        assert had(link) == [[1], [9], [2]]
+        answer(llm, tickets[1], end=False)  # it goes on, and has come further than before: the next comes in beside it
+        assert had(link)[3:] == [[3]]
+        await die(llm, link)
+        for ticket, lost in ((tickets[2], True), (fresh, True), (tickets[3], False), (tickets[4], False)):
+            with pytest.raises(EngineDownError) as error:
+                ticket.take()
+            assert isinstance(error.value, EngineLostError) == lost
+        with pytest.raises(QuarantinedError, match="ended 2 times while it had this request"):
+            llm.submit([[3]], PARAMS)
+        with pytest.raises(QuarantinedError):
+            llm.submit([[7], [3]], PARAMS)
+        assert llm.quarantine.banned == 1
+        assert not llm.tickets
+        assert llm.waiting.requests == 0
+        llm.submit([[3]], PARAMS.replace(max_tokens=9))  # another request
+        again = [llm.submit([prompt], PARAMS)[0] for prompt in ([2], [4], [5])]
+        for ticket in again:  # each in its turn
+            answer(llm, ticket)
+        llm.submit([[2]], PARAMS)
+        assert had(link) == [[3], [2], [4], [5], [2]]
+        await llm.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["aborted", "failed", "expired"])
+def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(how: str) -> None:
+    async def main() -> None:
+        link = scripted([LOADED, None], [LOADED, None])
+        llm = await ready(link)
+        llm.submit([[1], [2]], PARAMS)
+        await die(llm, link)
+        (first,) = llm.submit([[1]], PARAMS, deadline=0.01 if how == "expired" else None)
+        llm.submit([[2]], PARAMS)
+        assert had(link) == [[1]]
+        if how == "aborted":
+            llm.abort([first])
+        elif how == "failed":
+            answer(llm, first, error="the step failed")
+            with pytest.raises(RequestFailedError):
+                first.take()
+        await come(lambda: had(link) == [[1], [2]])
+        await llm.close()
+
+    asyncio.run(main())
+
+
+def test_an_orderly_end_is_held_against_nobody() -> None:
+    async def main() -> None:
+        link = scripted(*[[LOADED, None]] * 4)
+        llm = await ready(link)
+        for _ in range(3):
+            llm.submit([[1]], PARAMS)
+            await llm.close()
+            await llm.start()
+        llm.submit([[1]], PARAMS)
+        assert had(link) == [[1]]
+        await llm.close()
+
+    asyncio.run(main())
+
+
+def test_the_quarantine_is_bounded_and_forgives() -> None:
+    now = 0.0
+    quarantine = Quarantine(lambda: now)
+    one = Submit("a", [1], PARAMS)
+    quarantine.ended_under([(one, 3)])
+    found = quarantine.find(Submit("b", [1], PARAMS))
+    assert found is not None
+    assert (found.ends, found.reached) == (1, 3)
+    assert quarantine.find(Submit("b", [1], PARAMS, b"another")) is None
+    assert quarantine.find(Submit("b", [1], PARAMS, pool="mean")) is None
+    quarantine.ended_under([(one, 3)])
+    assert quarantine.banned == 1
+    now += KEPT
+    assert quarantine.find(one) is None
+    quarantine.ended_under((Submit("a", [number], PARAMS), 0) for number in range(MOST + 5))
+    assert len(quarantine._known) == MOST
+    assert quarantine.find(Submit("a", [4], PARAMS)) is None
+    assert quarantine.find(Submit("a", [5], PARAMS)) is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "again"),
+    [
+        (EngineLostError("gone"), 503, "true"),
+        (EngineDownError("gone", 30), 503, "true"),
+        (QuarantinedError("no"), 422, None),
+        (RequestFailedError("no"), 500, "false"),
+    ],
+)
+def test_clients_are_told_whether_to_ask_again(error: Exception, status: int, again: str | None) -> None:
+    told = as_api_error(error)
+    assert told is not None
+    assert (told.status, told.headers().get("x-should-retry")) == (status, again)
+    if isinstance(error, EngineDownError):
+        assert told.headers()["Retry-After"] == str(error.retry_after)
+
+
+def test_the_control_without_turns_the_innocent_are_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were suspects let in together, what ran beside the poison twice would be refused, too."""
+
+    def together(self: AsyncLLM) -> None:
+        while self._suspects:
+            ticket, _ = self._suspects.popleft()
+            assert ticket.asked is not None
+            self.replica.send(ticket.asked)
+
+    monkeypatch.setattr(AsyncLLM, "_let_in", together)
+
+    async def main() -> None:
+        link = scripted(*[[LOADED, None]] * 3)
+        llm = await ready(link)
+        for _ in range(2):
+            llm.submit([[1]], PARAMS)
+            llm.submit([[3]], PARAMS)
+            await die(llm, link)
+        assert llm.quarantine.banned == 2
+        await llm.close()
+
+    asyncio.run(main())
