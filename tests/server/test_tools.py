@@ -10,10 +10,9 @@ import openai
 import pytest
 
 from headrace.decoding.constrained import Grammars
-from headrace.server.errors import ApiError
+from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
+from headrace.decoding.tools import ToolError, conversation, tooling
 from headrace.server.fields import ChatRequest
-from headrace.server.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
-from headrace.server.tools import conversation, tooling
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import Running
@@ -341,5 +340,5 @@ def test_strict_tools_are_held_to_all_or_refused() -> None:
     tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
     assert tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None) is not None
     tool["function"]["strict"] = True  # type: ignore[index]
-    with pytest.raises(ApiError, match="uniqueItems"):
+    with pytest.raises(ToolError, match="uniqueItems"):
         tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None)

@@ -57,14 +57,14 @@ ROOMS = {
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
-    "bench.tools": "bench server llm data",  # asks as the server asks
+    "bench.tools": "bench server decoding llm data",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
     "cli": "server bench.tools bench workflows training llm startup startup.opening startup.runnable decoding text weights "
-    "data",
+    "native data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }

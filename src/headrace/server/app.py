@@ -18,6 +18,7 @@ from headrace import __version__
 from headrace.confined.pool import BusyError
 from headrace.data.near import did_you_mean
 from headrace.data.params import ParamError
+from headrace.decoding.tools import ToolError
 from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
 from headrace.server.async_llm import (
@@ -63,6 +64,7 @@ KNOWN_ERRORS = (
     ParamError,
     TemplateError,
     TokenizerError,
+    ToolError,
 )
 
 
