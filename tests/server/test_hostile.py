@@ -324,7 +324,7 @@ COSTLY: dict[str, Any] = {
 
 def test_the_schemas_of_tools_are_looked_at_where_that_can_be_stopped(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes of work that are not this process's, and are ended: a 400, and others are answered meanwhile."""
-    monkeypatch.setattr("headrace.server.tools.prepare", never)
+    monkeypatch.setattr("headrace.decoding.tools.prepare", never)
     tool = {"type": "function", "function": {"name": "f", "parameters": COSTLY}}
     asked = in_thread(lambda: server.post("/v1/chat/completions", {"model": "tiny", "messages": TALK, "tools": [tool]}))
     answered = 0
@@ -351,7 +351,7 @@ def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatc
         return ask(self, task, frame)
 
     monkeypatch.setattr(Worker, "ask", counted)
-    monkeypatch.setattr("headrace.server.tools.prepare", never)
+    monkeypatch.setattr("headrace.decoding.tools.prepare", never)
     body = {"model": "tiny", "messages": TALK, "max_tokens": 2, **as_tool({"type": "string", "minLength": 17})}
     for _ in range(2):
         said = server.post("/v1/chat/completions", body).json()

@@ -11,10 +11,9 @@ import pytest
 
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.grammar import WHITESPACE
-from headrace.server.errors import ApiError
+from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
+from headrace.decoding.tools import ToolError, conversation, tooling
 from headrace.server.fields import ChatRequest
-from headrace.server.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
-from headrace.server.tools import conversation, tooling
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import Running
@@ -360,7 +359,7 @@ def test_beside_tools_a_text_is_held_to_its_format(template: str, text: str, may
 def test_calls_that_read_like_the_format_are_refused(server: Running) -> None:
     request = ChatRequest(model="x", messages=[], tools=[TURN])
     for template, schema in (("{{ tools }}<|python_tag|>", SAID), (MISTRALS, {"type": "array"})):
-        with pytest.raises(ApiError, match="could not be told from an answer of this format"):
+        with pytest.raises(ToolError, match="could not be told from an answer of this format"):
             tooling(request, template, lambda text: None, None, schema)
 
 
@@ -407,5 +406,5 @@ def test_strict_tools_are_held_to_all_or_refused() -> None:
     tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
     assert tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None) is not None
     tool["function"]["strict"] = True  # type: ignore[index]
-    with pytest.raises(ApiError, match="uniqueItems"):
+    with pytest.raises(ToolError, match="uniqueItems"):
         tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None)

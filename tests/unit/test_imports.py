@@ -65,7 +65,7 @@ ROOMS = {
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
     "weights data",
-    "bench.tools": "bench server llm data",  # asks as the server asks
+    "bench.tools": "bench server decoding llm data",  # asks as the server asks
     "bench.cascade": "bench llm workflows training data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
@@ -73,7 +73,7 @@ ROOMS = {
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
     "cli": "server bench.tools bench.cascade bench workflows training compress llm startup startup.opening startup.runnable "
-    "decoding text weights data",
+    "decoding text weights native data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }

@@ -20,10 +20,10 @@ import jsonschema
 from headrace.bench.lines import read_lines
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
+from headrace.decoding.tool_text import CallFormat, ToolText
+from headrace.decoding.tools import Tooling, conversation, tooling
 from headrace.llm import LLM
 from headrace.server.fields import ChatRequest
-from headrace.server.tool_text import CallFormat, ToolText
-from headrace.server.tools import Tooling, conversation, tooling
 
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # Python's names of JSON's types
 WAYS = ("constrained", "free", "loose")

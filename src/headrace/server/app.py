@@ -15,6 +15,7 @@ from starlette.routing import Route
 from headrace import __version__
 from headrace.confined.pool import BusyError
 from headrace.data.params import ParamError
+from headrace.decoding.tools import ToolError
 from headrace.server import chat, completions, embeddings, tokens
 from headrace.server.answers import Model
 from headrace.server.api import Api, Call, as_response
@@ -64,6 +65,7 @@ KNOWN_ERRORS = (
     ParamError,
     TemplateError,
     TokenizerError,
+    ToolError,
 )
 
 

@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.data.types import Delta
+from headrace.decoding.tool_text import Piece, ToolText
+from headrace.decoding.tools import Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
 from headrace.server.answers import (
     Chat,
     ChatChoice,
@@ -34,8 +36,6 @@ from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import asked_form, check_form, check_text, prepared, schema_of
 from headrace.server.tickets import Ticket, deltas
-from headrace.server.tool_text import Piece, ToolText
-from headrace.server.tools import Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
 from headrace.weights.defaults import values
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

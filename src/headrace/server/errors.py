@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.confined.pool import BusyError
 from headrace.data.params import BEAM_NAMES, ParamError
+from headrace.decoding.tools import ToolError
 from headrace.server.fields import Meaningless
 from headrace.server.queueing import QueueFullError
 from headrace.server.tickets import (
@@ -100,6 +101,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(422, str(error), code=QUARANTINED)
         case TooLongError():
             return ApiError(400, str(error), code=TOO_LONG)
+        case ToolError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
         case ParamError() | RequestRefusedError() | TemplateError() | TokenizerError():
             return bad(str(error))
     return None

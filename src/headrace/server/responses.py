@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from headrace.decoding.tools import ToolError
 from headrace.server import chat
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, as_api_error, bad
@@ -42,8 +43,9 @@ async def respond(service: Service, store: Store, request: ResponseRequest, http
     response = _new(service, request)
     try:
         answer = await chat.chat(service, asked, http, salt)
-    except ApiError as error:
-        raise error.renamed(error.param or "", RENAMED.get(error.param or "", error.param or "")) from None
+    except (ApiError, ToolError) as error:
+        made = error if isinstance(error, ApiError) else ApiError(400, str(error), param=error.param, code=error.code)
+        raise made.renamed(made.param or "", RENAMED.get(made.param or "", made.param or "")) from None
     keep = _Keeper(store, response, items, service.limits) if request.store is not False else None
     if isinstance(answer, EventStream):
         events = Events(response)

@@ -1,18 +1,16 @@
-"""Tools of a chat request: what the template is told, the grammar an answer is held to, how calls are found in it."""
+"""Tools of a conversation: what the template is told, the grammar an answer is held to, how calls are found in it."""
 
 import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.server.errors import ApiError, bad
-from headrace.server.fields import ChatRequest
-from headrace.server.tool_text import HERMES, MISTRAL, CallFormat, format_of
+from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, format_of
 
 MOST = 128  # tools
 NINE = re.compile(r"[A-Za-z0-9]{9}")
@@ -28,6 +26,23 @@ HOW = (
 )
 
 
+class ToolError(ValueError):
+    """Tools, or a message about them, that cannot be meant; the message says what to change. `param` names what is wrong,
+    `code` how it is."""
+
+    def __init__(self, message: str, param: str, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class Asked(Protocol):
+    """What says which tools there are and how they may be called: a request."""
+
+    tools: list[Any] | None
+    tool_choice: Any
+    parallel_tool_calls: bool | None
+
+
 @dataclass(frozen=True, slots=True)
 class Tooling:
     """The tools of one request. `told`: whether the template is told of them, or a system message has to."""
@@ -38,16 +53,16 @@ class Tooling:
     spec: StructuredOutputs
 
 
-def callable_tools(request: ChatRequest) -> tuple[list[dict[str, Any]], bool]:
-    """The tools that may be called, and whether one has to be. Raises ApiError."""
+def callable_tools(request: Asked) -> tuple[list[dict[str, Any]], bool]:
+    """The tools that may be called, and whether one has to be. Raises ToolError."""
     if not request.tools:
         if request.tool_choice not in (None, "none", "auto"):
-            raise bad("tool_choice asks for a call and there are no tools; give tools", "tool_choice")
+            raise ToolError("tool_choice asks for a call and there are no tools; give tools", "tool_choice")
         return [], False
     tools = [_tool(number, tool) for number, tool in enumerate(request.tools)]
     names = [tool["function"]["name"] for tool in tools]
     if len(tools) > MOST or len(set(names)) < len(names):
-        raise bad(f"at most {MOST} tools, each with a name of its own", "tools")
+        raise ToolError(f"at most {MOST} tools, each with a name of its own", "tools")
     must, chosen = _choice(request.tool_choice, names)
     return [tool for tool in tools if tool["function"]["name"] in chosen], must
 
@@ -59,7 +74,7 @@ def schemas_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tooling(
-    request: ChatRequest,
+    request: Asked,
     template: str | None,
     special: Callable[[str], int | None],
     prepared: Sequence[Prepared] | None = None,
@@ -67,7 +82,7 @@ def tooling(
 ) -> Tooling | None:
     """None where no tool is given or none may be called. `special` gives the id of a text that is a control token; `prepared`
     are the schemas of the tools, where somebody else has looked at them; `answer` is one for texts that call none, made for
-    a mask. Raises ApiError."""
+    a mask. Raises ToolError."""
     usable, must = callable_tools(request)
     if not usable:
         return None
@@ -76,18 +91,18 @@ def tooling(
     try:
         known = [prepare(schema) for schema in schemas_of(usable)] if prepared is None else prepared
     except ConstraintError as error:
-        raise bad(f"tools: {error}", "tools") from None
+        raise ToolError(f"tools: {error}", "tools") from None
     schemas = [_parameters(i, tool["function"], one) for i, (tool, one) in enumerate(zip(usable, known, strict=True))]
     form_or_hermes = form or HERMES
     told_apart = form_or_hermes.opening and (not form_or_hermes.listed or (answer or {}).get("type") == "object")
     if answer is not None and not told_apart:
         message = "this model writes calls as JSON, which could not be told from an answer of this format; leave one out"
-        raise bad(message, "response_format")
+        raise ToolError(message, "response_format")
     grammar = _grammar(usable, schemas, form_or_hermes, must, several, special(form_or_hermes.opening), answer)
     try:
         spec = StructuredOutputs(grammar=grammar)
     except ConstraintError as error:
-        raise bad(f"tools: {error}", "tools") from None
+        raise ToolError(f"tools: {error}", "tools") from None
     return Tooling(usable, form_or_hermes, form is not None, spec)
 
 
@@ -110,16 +125,16 @@ def conversation(messages: list[dict[str, Any]], given: Tooling | None, template
 def _tool(number: int, tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise bad(f"tool {number} must be a function: {{'type': 'function', 'function': {{…}}}}", "tools")
+        raise ToolError(f"tool {number} must be a function: {{'type': 'function', 'function': {{…}}}}", "tools")
     if not isinstance(function.get("name"), str) or not NAME.fullmatch(function["name"]):
-        raise bad(f"tool {number} needs a name of 1 to 64 letters, digits, dots, dashes and underscores", "tools")
+        raise ToolError(f"tool {number} needs a name of 1 to 64 letters, digits, dots, dashes and underscores", "tools")
     if not isinstance(function.get("description", ""), str) or not isinstance(function.get("parameters") or {}, dict):
-        raise bad(f"tool {number}: its description is text and its parameters are a JSON schema", "tools")
+        raise ToolError(f"tool {number}: its description is text and its parameters are a JSON schema", "tools")
     return {"type": "function", "function": function}
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
-    """Whether there must be a call, and of which tools. Raises ApiError."""
+    """Whether there must be a call, and of which tools. Raises ToolError."""
     if choice in (None, "auto", "none", "required"):
         return choice == "required", [] if choice == "none" else names
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -134,9 +149,9 @@ def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
         ]
         must = allowed.get("mode") == "required"
     else:
-        raise bad("tool_choice is none, auto, required, or names a function", "tool_choice")
+        raise ToolError("tool_choice is none, auto, required, or names a function", "tool_choice")
     if not wanted or any(name not in names for name in wanted):
-        raise bad("tool_choice names a function that is not among the tools; add it, or name another", "tool_choice")
+        raise ToolError("tool_choice names a function that is not among the tools; add it, or name another", "tool_choice")
     return must, [str(name) for name in wanted]
 
 
@@ -181,10 +196,10 @@ def _grammar(
 
 
 def _parameters(number: int, function: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
-    """The schema of a tool's arguments, as a mask knows it. Raises ApiError."""
+    """The schema of a tool's arguments, as a mask knows it. Raises ToolError."""
     if prepared.late and function.get("strict"):
         message = f"tool {number}: {', '.join(prepared.late)} in its parameters cannot be held to; leave strict out"
-        raise ApiError(400, message, param="tools", code="unsupported")
+        raise ToolError(message, "tools", "unsupported")
     return for_mask(prepared)
 
 
@@ -232,18 +247,18 @@ def _plain(content: Any) -> str:
 
 
 def _calls(number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, their arguments as objects. Raises ApiError."""
+    """The calls of an assistant's message, their arguments as objects. Raises ToolError."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     made = []
     for call in calls or []:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(f"message {number}: each of its tool_calls needs a function with a name", "messages")
+            raise ToolError(f"message {number}: each of its tool_calls needs a function with a name", "messages")
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
-                raise bad(f"message {number}: the arguments of a call are not JSON", "messages") from None
+                raise ToolError(f"message {number}: the arguments of a call are not JSON", "messages") from None
         made.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return made
