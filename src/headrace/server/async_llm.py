@@ -186,8 +186,10 @@ class AsyncLLM:
         salt: bytes = b"",
         pool: str = "",
         deadline: float | None = None,
+        grammar: str = "",
     ) -> list[Ticket]:
         """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings.
+        `grammar`: of the structured outputs, as a look at them gave it.
         What has not ended after `deadline` seconds fails with DeadlineError.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError.
@@ -210,7 +212,7 @@ class AsyncLLM:
             ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, wakeup)
             ticket.salted = bool(salt)
             self.tickets[ticket.request_id] = ticket
-            self._process.send(Submit(ticket.request_id, ids, params, salt, pool))
+            self._process.send(Submit(ticket.request_id, ids, params, salt, pool, grammar))
             if deadline is not None:
                 ticket.timer = asyncio.get_running_loop().call_later(deadline, self._expire, ticket, deadline)
             tickets.append(ticket)
