@@ -113,22 +113,24 @@ class Grammars:
         self._lock = threading.Lock()
         self._building = threading.Lock()
 
-    def constraint(self, spec: StructuredOutputs) -> Constraint:
-        """The beginning of an output held to `spec`. Compiles it unless that was done lately. Raises ConstraintError."""
+    def constraint(self, spec: StructuredOutputs, grammar: str = "") -> Constraint:
+        """The beginning of an output held to `spec`. Compiles it unless that was done lately. Raises ConstraintError.
+
+        `grammar`: what `grammar_of` made of it elsewhere; without it that is done here, in Python.
+        """
         with self._lock:
             matcher = self._ready.get(spec)
             if matcher is not None:
                 self._ready.move_to_end(spec)
                 return Constraint(matcher.deep_copy(), self._words)
-        matcher = self._compile(spec)
+        matcher = self._compile(grammar or grammar_of(spec))
         with self._lock:
             self._ready[spec] = matcher
             while len(self._ready) > REMEMBERED:
                 self._ready.popitem(last=False)
             return Constraint(matcher.deep_copy(), self._words)
 
-    def _compile(self, spec: StructuredOutputs) -> Any:
-        grammar = grammar_of(spec)
+    def _compile(self, grammar: str) -> Any:
         with self._building:
             if self._vocabulary is None:
                 self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)

@@ -37,7 +37,8 @@ def found(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(question: dict[str, Any]) -> dict[str, Any]:
-    """{"spec"} to {"late"}, {"schemas"} to {"prepared"} (both JSON of a list), {"spec", "text"} to {"broken"}; or {"error"}."""
+    """{"spec"} to {"late", "grammar"}, {"schemas"} to {"prepared"} (both JSON of a list), {"spec", "text"} to {"broken"}; or
+    {"error"}."""
     try:
         if "schemas" in question:
             made = [_prepared(number, schema) for number, schema in enumerate(json.loads(question["schemas"]))]
@@ -46,9 +47,10 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
         if "text" in question:
             return {"broken": why_broken(spec, question["text"])}
         late = late_keywords(spec)
-        if problem := LLMatcher.validate_grammar(grammar_of(spec), None, limits=limits()):
+        grammar = grammar_of(spec)
+        if problem := LLMatcher.validate_grammar(grammar, None, limits=limits()):
             return {"error": f"the constraint cannot be compiled: {' '.join(problem.split())[:300]}"}
-        return {"late": late}
+        return {"late": late, "grammar": grammar}
     except ConstraintError as error:
         return {"error": str(error)}
     except (RecursionError, MemoryError):

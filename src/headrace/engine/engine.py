@@ -85,8 +85,12 @@ class Engine:
         strategy: Strategy | None = None,
         processors: tuple[Processor, ...] = (),
         salt: bytes = b"",
+        constraint: Constraint | None = None,
     ) -> Request:
-        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run."""
+        """Queue a request. `constraint`: what its structured outputs were compiled to; else that is done here.
+
+        Raises AdmissionError, saying what to change, for whatever could never run.
+        """
         arrival = next(self._ids)
         name = request_id or self._free_name()
         if name in self.requests:
@@ -119,7 +123,7 @@ class Engine:
         seq = Sequence(next(self._ids), list(prompt), len(prompt), kv)
         self._reserve(params)
         self.stopping.begin(request, seq)
-        seq.decode.constraint = self._constraint(params)
+        seq.decode.constraint = constraint or self._constraint(params)
         request.seqs.append(seq)
         request.metrics.arrival = self._clock()
         self.requests[name] = request

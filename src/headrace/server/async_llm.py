@@ -178,10 +178,11 @@ class AsyncLLM:
         pool: str = "",
         deadline: float | None = None,
         begun: bool = False,
+        grammar: str = "",
     ) -> list[Ticket]:
         """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings.
         What has not ended after `deadline` seconds fails with DeadlineError. `begun`: others of the same request were taken,
-        so these are taken in an orderly end, too.
+        so these are taken in an orderly end, too. `grammar`: of the structured outputs, as a look at them gave it.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError (QuarantinedError).
         """
@@ -196,7 +197,7 @@ class AsyncLLM:
                 )
         if len(prompts) > (most := self.waiting.max_requests):
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
-        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, salt, pool) for ids in prompts]
+        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, salt, pool, grammar) for ids in prompts]
         suspects = [self.quarantine.find(one) for one in asked]
         if any(suspect is not None and suspect.ends >= ENOUGH for suspect in suspects):
             raise QuarantinedError(f"the engine ended {ENOUGH} times while it had this request, which is not tried again")

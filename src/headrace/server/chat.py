@@ -87,11 +87,12 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     form = asked_form(request)
     tools = await unless_gone(http, _tooling(service, request, template, form))
     params = _params(service, request, tools.spec if tools is not None else form)
-    streams, late = bool(request.stream), False
+    streams, late, grammar = bool(request.stream), False, ""
     if form is not None:
-        late = bool(await unless_gone(http, check_form(form, streams=streams, param="response_format")))
+        looked = await unless_gone(http, check_form(form, streams=streams, param="response_format"))
+        late, grammar = bool(looked.late), looked.grammar
     if tools is not None:
-        await unless_gone(http, check_form(tools.spec, streams=streams, param="tools"))
+        grammar = (await unless_gone(http, check_form(tools.spec, streams=streams, param="tools"))).grammar
     variables = _variables(request)
     if tools is not None and tools.told:
         variables["tools"] = tools.tools
@@ -103,7 +104,8 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     else:
         new_turn = request.add_generation_prompt is not False
         prompt = await unless_gone(http, render(service.llm, talk, add_generation_prompt=new_turn, **variables))
-    tickets = service.llm.submit([prompt], params, salt=salt, deadline=service.deadline(request.deadline))
+    deadline = service.deadline(request.deadline)
+    tickets = service.llm.submit([prompt], params, salt=salt, deadline=deadline, grammar=grammar)
     job = Job(service, request, tickets, tools, held=form is not None)
     if request.stream:
         return await begun(_events(job), http, lambda: job.service.llm.abort(job.tickets))

@@ -17,7 +17,7 @@ from headrace.server.logprobs import CompletionLogprobs
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
-from headrace.server.structured import asked_form, check_form, check_text
+from headrace.server.structured import Looked, asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
 from headrace.weights.defaults import values
 
@@ -75,17 +75,18 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
     spec = asked_form(request)
     params = _params(service, request).replace(structured_outputs=spec)
     _check(service, request)
-    late: tuple[str, ...] = ()
+    looked = Looked()
     if spec is not None:
-        late = await unless_gone(http, check_form(spec, streams=bool(request.stream), param="structured_outputs"))
+        looked = await unless_gone(http, check_form(spec, streams=bool(request.stream), param="structured_outputs"))
     prompts, texts = await unless_gone(http, _prompts(service, request))
-    tickets = service.llm.submit(prompts, params, salt=salt, deadline=service.deadline(request.deadline))
+    deadline = service.deadline(request.deadline)
+    tickets = service.llm.submit(prompts, params, salt=salt, deadline=deadline, grammar=looked.grammar)
     job = Job(service, request, texts, tickets)
     if request.stream:
         return await begun(_events(job), http, lambda: job.service.llm.abort(job.tickets))
     try:
         answer = await unless_gone(http, _whole(job))
-        for choice in answer.choices if late else []:
+        for choice in answer.choices if looked.late else []:
             if spec is not None and choice.finish_reason == "stop":
                 await check_text(service, spec, choice.text)
         return answer

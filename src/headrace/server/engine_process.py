@@ -18,6 +18,7 @@ from typing import Any
 from headrace.data.params import ParamError
 from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, Request
+from headrace.decoding.constrained import Constraint
 from headrace.decoding.prompts import Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
@@ -103,10 +104,14 @@ class EngineLoop:
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Abort):
-            self._compiling.pop(message.request_id, None)
+            if (waiting := self._compiling.pop(message.request_id, None)) is not None:
+                waiting[1].cancel()
             self.engine.abort(message.request_id)
         elif isinstance(message, Submit) and (spec := message.params.structured_outputs) is not None and self.engine.grammars:
-            compiling = self._compiler.submit(self.engine.grammars.constraint, spec)
+            if not message.grammar:  # nothing is rewritten here: that is Python, whose cost a client chooses
+                self.channel.send(Refused(message.request_id, "the constraint was not looked at"))
+                return
+            compiling = self._compiler.submit(self.engine.grammars.constraint, spec, message.grammar)
             self._compiling[message.request_id] = (message, compiling)
         elif isinstance(message, Submit):
             self._submit(message)
@@ -122,20 +127,25 @@ class EngineLoop:
         return "" if self.engine.busy or not self._open else f"{len(self._open)} requests are open and nothing runs"
 
     def _compiled(self) -> None:
-        """Requests whose grammar was compiled meanwhile, or cannot be, go on: the engine finds it ready."""
+        """Requests whose grammar was compiled meanwhile, or cannot be, go on."""
         for name, (message, compiling) in list(self._compiling.items()):
             if compiling.done():
                 del self._compiling[name]
                 if (error := compiling.exception()) is not None:
                     self.channel.send(Refused(name, _said(error)))
                 else:
-                    self._submit(message)
+                    self._submit(message, compiling.result())
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: Submit, constraint: Constraint | None = None) -> None:
         try:
             strategy = Pooling(message.pool) if message.pool else None
             request = self.engine.add(
-                message.prompt, message.params, request_id=message.request_id, salt=message.salt, strategy=strategy
+                message.prompt,
+                message.params,
+                request_id=message.request_id,
+                salt=message.salt,
+                strategy=strategy,
+                constraint=constraint,
             )
         except (AdmissionError, ParamError) as error:
             self.channel.send(Refused(message.request_id, str(error)))

@@ -38,6 +38,7 @@ class Submit(msgspec.Struct, tag=True):
     params: SamplingParams
     salt: bytes = b""  # requests with different salts share no cached prefix
     pool: str = ""  # first, last or mean: an embedding instead of an answer
+    grammar: str = ""  # what the structured outputs are, as they are compiled; that was made where it can be stopped
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -1,6 +1,7 @@
 """What a request says about the form of its answers, in OpenAI's words or in other servers'."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -49,12 +50,21 @@ def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
         raise bad(str(error), "response_format") from None
 
 
-async def check_form(spec: StructuredOutputs, *, streams: bool, param: str) -> tuple[str, ...]:
-    """Whether answers can be held to it; what is left for a last look at the whole text. Raises ApiError."""
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was found in a constraint: its grammar, as the engine compiles it, and what is left for a last look."""
+
+    grammar: str = ""
+    late: tuple[str, ...] = ()
+
+
+async def check_form(spec: StructuredOutputs, *, streams: bool, param: str) -> Looked:
+    """Whether answers can be held to it. Raises ApiError."""
     try:
-        late = tuple((await _look(LOOK, {"spec": msgspec.to_builtins(spec)}))["late"])
+        answer = await _look(LOOK, {"spec": msgspec.to_builtins(spec)})
     except ConstraintError as error:
         raise bad(str(error), param) from None
+    late = tuple(answer["late"])
     if late and streams:
         raise ApiError(
             400,
@@ -62,7 +72,7 @@ async def check_form(spec: StructuredOutputs, *, streams: bool, param: str) -> t
             param=param,
             code="unsupported",
         )
-    return late
+    return Looked(answer["grammar"], late)
 
 
 async def prepared(schemas: list[dict[str, Any]]) -> list[Prepared]:
