@@ -84,8 +84,12 @@ class Engine:
         strategy: Strategy | None = None,
         processors: tuple[Processor, ...] = (),
         salt: bytes = b"",
+        turn: int = 0,
     ) -> Request:
-        """Queue a request. Raises AdmissionError, saying what to change, for whatever could never run."""
+        """Queue a request; of equal priorities the smallest `turn` begins first, then who came first.
+
+        Raises AdmissionError, saying what to change, for whatever could never run.
+        """
         arrival = next(self._ids)
         name = request_id or self._free_name()
         if name in self.requests:
@@ -100,6 +104,7 @@ class Engine:
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             strategy=strategy or strategy_for(params),
             arrival=arrival,
+            turn=turn,
             tenant=salt,
             processors=tuple(processors),
             stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,

@@ -38,8 +38,10 @@ from headrace.server.fields import (
     TokenizeRequest,
 )
 from headrace.server.guard import Guard
+from headrace.server.keys import Keys
 from headrace.server.models import Models
 from headrace.server.page.routes import add_page
+from headrace.server.principals import PRINCIPAL, QuotaError
 from headrace.server.schemas import CHAT, COMPLETION, EMBEDDINGS, describe
 from headrace.server.service import Service
 from headrace.server.storage_routes import add_batches, add_files, add_responses
@@ -53,6 +55,7 @@ log = logging.getLogger("headrace.server")
 KNOWN_ERRORS = (
     ApiError,
     BusyError,
+    QuotaError,
     QueueFullError,
     DeadlineError,
     EngineDownError,
@@ -91,11 +94,11 @@ class Application:
     worker: BatchWorker
 
 
-def make_app(models: Models, store: Store) -> Application:
+def make_app(models: Models, store: Store, keys: Keys) -> Application:
     """The whole ASGI application of a server's models."""
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
-    worker = BatchWorker(app, store, models.settings.limits.batch_bytes)
+    worker = BatchWorker(app, store, models.settings.limits.batch_bytes, keys.named)
     _add_protocol(app, models)
     _add_tools(app, models, worker)
     add_page(app)
@@ -104,7 +107,7 @@ def make_app(models: Models, store: Store) -> Application:
     add_responses(app, models, store)
     _add_errors(app)
     describe(app, {protocol.path: protocol.content for protocol in PROTOCOLS})
-    return Application(Guard(app, models.settings, models.figures.count), worker)
+    return Application(Guard(app, models.settings, keys, models.figures.count), worker)
 
 
 class StrictRequest(Request):
@@ -199,7 +202,7 @@ def _add_tools(app: FastAPI, models: Models, worker: BatchWorker) -> None:
     async def metrics() -> Response:
         for service in models.services:
             service.metrics.restarts.set(service.llm.restarts)
-        return Response(models.figures.text(), media_type=METRICS_TYPE)
+        return Response(models.figures.text(PRINCIPAL.get()), media_type=METRICS_TYPE)
 
 
 def _add_errors(app: FastAPI) -> None:

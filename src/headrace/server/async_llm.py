@@ -208,9 +208,10 @@ class AsyncLLM:
         wakeup = Wakeup()
         for ids in prompts:
             ticket = Ticket(f"{self._run}-{next(self._ids)}", ids, params, self.waiting, wakeup)
-            ticket.salted = bool(salt)
+            own = ticket.principal.salted(salt)
+            ticket.salted = bool(own) and ticket.principal.private
             self.tickets[ticket.request_id] = ticket
-            self._process.send(Submit(ticket.request_id, ids, params, salt, pool))
+            self._process.send(Submit(ticket.request_id, ids, params, own, pool, ticket.turn))
             if deadline is not None:
                 ticket.timer = asyncio.get_running_loop().call_later(deadline, self._expire, ticket, deadline)
             tickets.append(ticket)

@@ -133,7 +133,12 @@ class EngineLoop:
         try:
             strategy = Pooling(message.pool) if message.pool else None
             request = self.engine.add(
-                message.prompt, message.params, request_id=message.request_id, salt=message.salt, strategy=strategy
+                message.prompt,
+                message.params,
+                request_id=message.request_id,
+                salt=message.salt,
+                strategy=strategy,
+                turn=message.turn,
             )
         except (AdmissionError, ParamError) as error:
             self.channel.send(Refused(message.request_id, str(error)))

@@ -38,6 +38,7 @@ class Submit(msgspec.Struct, tag=True):
     params: SamplingParams
     salt: bytes = b""  # requests with different salts share no cached prefix
     pool: str = ""  # first, last or mean: an embedding instead of an answer
+    turn: int = 0  # of equal priorities the one with the smallest begins first
 
 
 class Abort(msgspec.Struct, tag=True):
