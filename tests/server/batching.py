@@ -13,6 +13,7 @@ from headrace.server import batches, files, store_schema
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.errors import ENGINE_LOST
 from headrace.server.fields import BatchRequest
+from headrace.server.principals import Principal
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 from tests.server.harness import PATIENCE, until
@@ -46,10 +47,12 @@ def answers(client: openai.OpenAI, file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in client.files.content(file).text.splitlines()]
 
 
-def keep(db: sqlite3.Connection, name: str, content: bytes, life: int | None = None) -> dict[str, Any]:
+def keep(
+    db: sqlite3.Connection, name: str, content: bytes, life: int | None = None, who: Principal | None = None
+) -> dict[str, Any]:
     """A file, as an upload keeps it."""
-    file = files.begin(db, Limits())
-    files.append(db, file, content, Limits().stored)
+    file = files.begin(db, Limits(), who or Principal())
+    files.append(db, file, content, Limits().stored, who or Principal())
     return files.complete(db, file, name, "batch", life)
 
 
@@ -114,9 +117,9 @@ async def make(store: Store, content: bytes, limits: Limits | None = None, url: 
 
 
 @asynccontextmanager
-async def working(app: Any, store: Store, most: int = Limits().batch_bytes) -> AsyncIterator[BatchWorker]:
+async def working(app: Any, store: Store, most: int = Limits().batch_bytes, **more: Any) -> AsyncIterator[BatchWorker]:
     """A worker of one's own."""
-    worker = BatchWorker(app, store, most)
+    worker = BatchWorker(app, store, most, **more)
     worker.begin()
     try:
         yield worker

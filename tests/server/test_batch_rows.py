@@ -9,6 +9,7 @@ import pytest
 
 from headrace.server import batch_rows
 from headrace.server.batch_rows import BATCHES, ROWS, ImpossibleError
+from headrace.server.principals import ANONYMOUS
 from headrace.server.store import Store
 from tests.server.batching import ASK, check_counters, lines, make, run
 
@@ -69,7 +70,7 @@ def test_whatever_happens_in_whatever_order_the_counters_are_right(seed: int, mo
                     batch_rows.recover(db)
                     running = []
                 case 4 | 5 | 6:
-                    running += [row.number for row in batch_rows.begin(db, chance.randrange(1, 9), not running)]
+                    running += [row.number for row in batch_rows.begin(db, chance.randrange(1, 9), not running, {ANONYMOUS: 0})]
                 case 7 if running:
                     batch_rows.lose(db, running.pop(chance.randrange(len(running))), "lost", "it was lost")
                 case _ if running:

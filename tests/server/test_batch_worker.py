@@ -10,6 +10,7 @@ import pytest
 from headrace.server import batch_rows, batches
 from headrace.server.batch_worker import WIDTH, BatchWorker
 from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, QUARANTINED
+from headrace.server.principals import ANONYMOUS
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 from tests.server.batching import Fragile, answering, come, ended, keep, lines, make, of, run, through, working, written
@@ -69,7 +70,7 @@ def test_a_line_under_which_the_server_ends_is_tried_three_times_too() -> None:
         store = Store()
         name = await make(store, of(40))
         for attempt in range(3):  # a server that ends under what it begins
-            rows = await store.run(lambda db: batch_rows.begin(db, WIDTH, True))
+            rows = await store.run(lambda db: batch_rows.begin(db, WIDTH, True, {ANONYMOUS: 0}))
             if attempt == 0:
                 assert len(rows) == WIDTH
                 for row in rows[1:]:  # only the first was the poison; the others are answered the next time
@@ -79,7 +80,7 @@ def test_a_line_under_which_the_server_ends_is_tried_three_times_too() -> None:
                 for row in fresh:
                     await store.run(lambda db, row=row: batch_rows.settle(db, row.number, b"{}", failed=False))  # type: ignore[misc]
                 if fresh:
-                    rows = await store.run(lambda db: batch_rows.begin(db, WIDTH, True))
+                    rows = await store.run(lambda db: batch_rows.begin(db, WIDTH, True, {ANONYMOUS: 0}))
                 assert [(row.custom_id, row.attempts) for row in rows] == [("r0", attempt)]
             await store.run(batch_rows.recover)
         batch = await batches.find(store, name)

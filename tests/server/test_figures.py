@@ -11,6 +11,7 @@ from headrace.data.types import Delta, RequestMetrics
 from headrace.server.logs import REQUESTS, JsonLines
 from headrace.server.messages import Deltas, Ended, Loaded, Stats
 from headrace.server.metrics import Figures, Metrics
+from headrace.server.principals import Principal
 from headrace.server.queueing import Queue
 from headrace.server.tickets import Ticket, Wakeup
 from tests.server.harness import ROOT, Running
@@ -59,7 +60,7 @@ def test_figures_of_a_request() -> None:
         metrics.step(Deltas([Delta("r", 0, [token], "ab")], stats=Stats(1, 2, 5, 1, fed=7)), {"r": ticket})
     last = Deltas([Delta("r", 0, finish_reason="stop", finished=True)], [Ended("r", times)], stats=Stats(0, 0, 0, 1))
     metrics.step(last, {"r": ticket})
-    text = figures.text().decode()
+    text = figures.text(Principal()).decode()
 
     def value(name: str) -> float:
         return float(re.findall(rf"^headrace:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)[0])

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.server import batches, files, store_schema
 from headrace.server.errors import ApiError
+from headrace.server.principals import Principal
 from headrace.server.settings import Limits
 from headrace.server.store import Store, StoreError
 from tests.server.batching import ASK, answering, check_counters, ended, keep, lines, make, read_file, run, working, written
@@ -148,7 +149,7 @@ def test_a_database_of_a_later_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "server.sqlite") as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(StoreError, match=r"has version 9 and this Headrace writes 3.*another --state"):
+    with pytest.raises(StoreError, match=r"has version 9 and this Headrace writes 4.*another --state"):
         Store(tmp_path)
 
 
@@ -206,9 +207,9 @@ def test_files_and_batches_are_bounded_in_number() -> None:
     async def test() -> None:
         store, limits = Store(), Limits(files=2, batches=3)
         for _ in range(2):
-            await store.run(lambda db: files.complete(db, files.begin(db, limits), "a", "batch", None))
+            await store.run(lambda db: files.complete(db, files.begin(db, limits, Principal()), "a", "batch", None))
         with pytest.raises(ApiError, match="keeps 2 files") as full:
-            await store.run(lambda db: files.begin(db, limits))
+            await store.run(lambda db: files.begin(db, limits, Principal()))
         assert full.value.code == "storage_full"
         broken = [await make(store, b"{", limits) for _ in range(2)]
         first = await make(store, lines([ASK]), limits)

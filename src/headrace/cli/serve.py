@@ -31,8 +31,8 @@ def serve(
 ) -> int:
     """Serve a model to OpenAI clients; it is downloaded where it is missing.
 
-    On 127.0.0.1 no key is needed; any other address insists on one (HEADRACE_API_KEY or --api-key-file). SIGTERM and Ctrl-C
-    finish what runs, a second one ends at once. A --config may name the model, or several, in MODEL's place.
+    On 127.0.0.1 no key is needed; any other address insists on one (HEADRACE_API_KEY, --api-key-file, --keys). SIGTERM and
+    Ctrl-C finish what runs, a second one ends at once. A --config may name the model, or several, in MODEL's place.
     """
     options.check()
     check_installed()
@@ -58,6 +58,7 @@ def serve(
         host=server.host,
         port=server.port,
         key=server.key(),
+        keys=server.keys,
         tls_cert=str(server.tls_cert) if server.tls_cert else None,
         tls_key=str(server.tls_key) if server.tls_key else None,
         grace=server.grace,

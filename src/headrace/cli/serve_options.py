@@ -1,6 +1,7 @@
 """Options of `serve`, and the file that can hold them."""
 
 import os
+import stat
 import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import ModelOptions
+from headrace.cli.output import say
 
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
@@ -95,6 +97,9 @@ class ServerOptions:
     served_model_name: Annotated[str | None, _server("What clients call the model (default: its name).")] = None
     api_key_file: Annotated[Path | None, _server("The key clients send.", **FILE)] = None
     api_key_env: Annotated[str, _server("The environment variable that holds it, where there is no file.")] = "HEADRACE_API_KEY"
+    keys: Annotated[
+        Path | None, _server("A file of several keys (TOML) with names, salts and quotas; it may change at any time.", **FILE)
+    ] = None
     tls_cert: Annotated[Path | None, _server("Certificate, PEM.", **FILE)] = None
     tls_key: Annotated[Path | None, _server("Its private key, PEM.", **FILE)] = None
     log_json: Annotated[bool, _server("The log as JSON lines; with HEADRACE_LOG=info every request, in numbers.")] = False
@@ -115,6 +120,8 @@ class ServerOptions:
         key = self.api_key_file.read_text("utf-8").strip()
         if not key:
             raise ValueError(f"{self.api_key_file} is empty; write the key into it")
+        if self.api_key_file.stat().st_mode & stat.S_IROTH:
+            say(f"{self.api_key_file} can be read by all users of this machine; say chmod o-r {self.api_key_file}")
         return key
 
 

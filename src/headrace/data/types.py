@@ -151,7 +151,8 @@ class Request:
     params: SamplingParams
     seed: int
     strategy: Any
-    arrival: int  # order of arrival, the tie-break of equal priorities
+    arrival: int  # order of arrival, the tie-break of equal priorities and turns
+    turn: int = 0  # whose turn it is among equal priorities
     width: int = 1  # the most sequences it may ever hold at once
     tenant: bytes = b""  # whose request it is: what is cached, or learnt from its outputs, is for the same tenant
     stop_ids: frozenset[int] = frozenset()  # token ids that end an output: eos and the caller's
@@ -173,9 +174,9 @@ class Request:
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Schedules before another request when smaller."""
-        return (self.params.priority, self.arrival)
+        return (self.params.priority, self.turn, self.arrival)
 
 
 class RequestMetrics(msgspec.Struct):

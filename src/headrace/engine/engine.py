@@ -86,8 +86,10 @@ class Engine:
         processors: tuple[Processor, ...] = (),
         salt: bytes = b"",
         constraint: Constraint | None = None,
+        turn: int = 0,
     ) -> Request:
-        """Queue a request. `constraint`: what its structured outputs were compiled to; else that is done here.
+        """Queue a request; of equal priorities the smallest `turn` begins first, then who came first. `constraint`: what its
+        structured outputs were compiled to; else that is done here.
 
         Raises AdmissionError, saying what to change, for whatever could never run.
         """
@@ -105,6 +107,7 @@ class Engine:
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             strategy=strategy or strategy_for(params),
             arrival=arrival,
+            turn=turn,
             tenant=salt,
             processors=tuple(processors),
             stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,

@@ -17,7 +17,8 @@ class Scheduler:
     """Builds step plans for the requests it holds.
 
     Running requests go first, those that only decode before those in prefill, then waiting ones, each in the order
-    (priority, arrival). A request whose blocks run short preempts the last running one; nothing is admitted in such a step.
+    (priority, turn, arrival). A request whose blocks run short preempts the last running one; nothing is admitted in such a
+    step.
     Requests whose step failed go before all others, each in a step of its own, until it has caught up.
     `depth`: plans that may be under way at once.
     """
@@ -309,7 +310,7 @@ class Scheduler:
         seq.wire = Wire(synced=[0] * len(seq.kv.tables))
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, int, int]:
     return request.order
 
 

@@ -39,9 +39,11 @@ from headrace.server.fields import (
     TokenizeRequest,
 )
 from headrace.server.guard import Guard
+from headrace.server.keys import Keys
 from headrace.server.models import Models
 from headrace.server.openapi import document
 from headrace.server.page.routes import add_page, file_routes
+from headrace.server.principals import PRINCIPAL, QuotaError
 from headrace.server.schemas import CHAT, COMPLETION, EMBEDDINGS, HEALTH, MODEL, MODELS, PROMPT, STATUS, TOKENS, VERSION, plain
 from headrace.server.service import Service
 from headrace.server.storage_routes import add_batches, add_files, add_responses
@@ -57,6 +59,7 @@ log = logging.getLogger("headrace.server")
 KNOWN_ERRORS = (
     ApiError,
     BusyError,
+    QuotaError,
     QueueFullError,
     DeadlineError,
     EngineDownError,
@@ -96,10 +99,10 @@ class Application:
     worker: BatchWorker
 
 
-def make_app(models: Models, store: Store) -> Application:
+def make_app(models: Models, store: Store, keys: Keys) -> Application:
     """The whole ASGI application of a server's models."""
     app = Starlette()
-    worker = BatchWorker(app, store, models.settings.limits.batch_bytes)
+    worker = BatchWorker(app, store, models.settings.limits.batch_bytes, keys.named)
     api = Api()
     _add_protocol(api, models)
     _add_tools(api, models)
@@ -110,7 +113,7 @@ def make_app(models: Models, store: Store) -> Application:
     add_responses(api, models, store)
     app.router.routes += [*api.routes(), *file_routes(), _document_route(api)]
     _add_errors(app)
-    return Application(Guard(app, models.settings, models.figures.count), worker)
+    return Application(Guard(app, models.settings, keys, models.figures.count), worker)
 
 
 def _document_route(api: Api) -> Route:
@@ -185,7 +188,7 @@ def _add_state(api: Api, models: Models, worker: BatchWorker) -> None:
     async def metrics(call: Call) -> Any:
         for service in models.services:
             service.metrics.supervise(service.llm.replica.supervision, service.llm.quarantine.banned)
-        return Response(models.figures.text(), media_type=METRICS_TYPE)
+        return Response(models.figures.text(PRINCIPAL.get()), media_type=METRICS_TYPE)
 
 
 def _add_errors(app: Starlette) -> None:

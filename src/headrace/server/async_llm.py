@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, Refused, Stats, Submit
+from headrace.server.principals import PRINCIPAL
 from headrace.server.quarantine import ENOUGH, Quarantine, Suspect
 from headrace.server.queueing import Queue, QueueFullError
 from headrace.server.replica import LoadError, Replica
@@ -197,7 +198,8 @@ class AsyncLLM:
                 )
         if len(prompts) > (most := self.waiting.max_requests):
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
-        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, salt, pool, grammar) for ids in prompts]
+        own = PRINCIPAL.get().salted(salt)
+        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, grammar) for ids in prompts]
         suspects = [self.quarantine.find(one) for one in asked]
         if any(suspect is not None and suspect.ends >= ENOUGH for suspect in suspects):
             raise QuarantinedError(f"the engine ended {ENOUGH} times while it had this request, which is not tried again")
@@ -207,7 +209,8 @@ class AsyncLLM:
         for one, suspect in zip(asked, suspects, strict=True):
             ticket = Ticket(one.request_id, one.prompt, params, self.waiting, wakeup)
             ticket.asked = one
-            ticket.salted = bool(salt)
+            ticket.salted = bool(one.salt) and ticket.principal.private
+            one.turn = ticket.turn
             self.tickets[ticket.request_id] = ticket
             if suspect is None:
                 self.replica.send(one)

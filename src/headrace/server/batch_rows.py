@@ -6,6 +6,8 @@ looked at twice, and nothing is counted.
 
 import logging
 import sqlite3
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +15,7 @@ import msgspec
 from headrace.server import files
 from headrace.server.answers import now
 from headrace.server.errors import ApiError
+from headrace.server.principals import Principal
 
 log = logging.getLogger("headrace.server")
 
@@ -50,6 +53,7 @@ class Row:
     body: bytes
     attempts: int
     url: str
+    owner: str
 
 
 def move_batch(db: sqlite3.Connection, batch: int, event: str) -> str:
@@ -94,33 +98,55 @@ def _running(db: sqlite3.Connection) -> list[int]:
     return [row for (row,) in db.execute(query)]
 
 
-def begin(db: sqlite3.Connection, room: int, alone: bool) -> list[Row]:
-    """Begin up to `room` rows, oldest batch first. Those under which the engine or the server has ended come last and, where
-    nothing else is under way (`alone`), one by one: so it shows which of them it was, and it takes no other along."""
-    rows = _pending(db, "= 0", room) or (_pending(db, "> 0", 1) if alone else [])
+def owners(db: sqlite3.Connection) -> list[str]:
+    """Who has batches in progress, the oldest first."""
+    query = "SELECT owner FROM batches WHERE status = 'in_progress' GROUP BY owner ORDER BY min(number)"
+    return [owner for (owner,) in db.execute(query)]
+
+
+def begin(db: sqlite3.Connection, room: int, alone: bool, running: Mapping[str, int]) -> list[Row]:
+    """Begin up to `room` rows: of the owners in `running` who has the fewest under way comes first, and of one owner the oldest
+    batch. Rows under which the engine or the server has ended come last and, where nothing else is under way (`alone`), one by
+    one: so it shows which of them it was, and it takes no other along."""
+    under_way = Counter(running)
+    fresh = {owner: _pending(db, owner, "= 0", room) for owner in running}
+    rows: list[int] = []
+    while len(rows) < room and (left := [owner for owner in running if fresh[owner]]):
+        owner = min(left, key=under_way.__getitem__)
+        under_way[owner] += 1
+        rows.append(fresh[owner].pop(0))
+    if not rows and alone:
+        rows = [row for owner in running for row in _pending(db, owner, "> 0", 1)][:1]
     for row in rows:
-        move_row(db, row.number, "begin")
-    return rows
+        move_row(db, row, "begin")
+    return [_row(db, row) for row in rows]
 
 
-def _pending(db: sqlite3.Connection, which: str, most: int) -> list[Row]:
+def _pending(db: sqlite3.Connection, owner: str, which: str, most: int) -> list[int]:
     """Rows to begin, by how often they were tried."""
     query = (
-        "SELECT rows.number, custom_id, body, attempts, endpoint FROM batches CROSS JOIN rows "
-        f"ON rows.batch = batches.number AND rows.state = 'pending' AND rows.attempts {which} WHERE status = 'in_progress' "
-        "ORDER BY batches.number, rows.attempts, rows.number LIMIT ?"
+        "SELECT rows.number FROM batches CROSS JOIN rows "
+        f"ON rows.batch = batches.number AND rows.state = 'pending' AND rows.attempts {which} "
+        "WHERE status = 'in_progress' AND owner = ? ORDER BY batches.number, rows.attempts, rows.number LIMIT ?"
     )
-    return [Row(*columns) for columns in db.execute(query, (most,))]
+    return [row for (row,) in db.execute(query, (owner, most))]
 
 
-def settle(db: sqlite3.Connection, row: int, answer: bytes, *, failed: bool, most: int | None = None) -> None:
+def _row(db: sqlite3.Connection, row: int) -> Row:
+    query = "SELECT rows.number, custom_id, body, attempts, endpoint, owner FROM rows JOIN batches ON batch = batches.number"
+    return Row(*db.execute(f"{query} WHERE rows.number = ?", (row,)).fetchone())
+
+
+def settle(
+    db: sqlite3.Connection, row: int, answer: bytes, *, failed: bool, most: int | None = None, who: Principal | None = None
+) -> None:
     """A row that runs has its answer: a line of the batch's output or, `failed`, of its errors.
 
-    Raises ApiError where all batches may hold `most` bytes and do.
+    Raises ApiError where all batches may hold `most` bytes and do, and those of `who` its share.
     """
     batch, body = db.execute("SELECT batch, length(body) FROM rows WHERE number = ?", (row,)).fetchone()
     if most is not None:
-        check_room(db, len(answer) + 1 - body, most)
+        check_room(db, len(answer) + 1 - body, most, who or Principal())
     move_row(db, row, "refuse" if failed else "answer")
     _end(db, row, batch, body, answer, failed)
 
@@ -165,10 +191,10 @@ def next_expiry(db: sqlite3.Connection) -> int | None:
     return None if when is None else int(when)
 
 
-def check_room(db: sqlite3.Connection, more: int, most: int) -> None:
-    """Whether all batches together may hold so many bytes more. Raises ApiError."""
-    (held,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM batches").fetchone()
-    if more > 0 and held + more > most:
+def check_room(db: sqlite3.Connection, more: int, most: int, who: Principal) -> None:
+    """Whether the batches of `who`, and all together, may hold so many bytes more. Raises ApiError."""
+    held = "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?), 0) FROM batches"
+    if more > 0 and who.room(most, *db.execute(held, (who.name,)).fetchone()) < more:
         message = f"the server keeps {most} bytes of batches and is full; delete the files of some that have ended"
         raise ApiError(400, message, code="storage_full")
 
@@ -196,12 +222,12 @@ def _end(db: sqlite3.Connection, row: int, batch: int, body: int, answer: bytes,
 
 def _finish(db: sqlite3.Connection, batch: int) -> None:
     """The answers, which stay where they are, become files."""
-    query = "SELECT id, output_life, done, failed, output_bytes, error_bytes FROM batches WHERE number = ?"
-    name, life, done, failed, *sizes = db.execute(query, (batch,)).fetchone()
+    query = "SELECT id, owner, output_life, done, failed, output_bytes, error_bytes FROM batches WHERE number = ?"
+    name, owner, life, done, failed, *sizes = db.execute(query, (batch,)).fetchone()
     db.execute("UPDATE batches SET finalizing_at = coalesce(finalizing_at, ?) WHERE number = ?", (now(), batch))
     for kind, state, count, size in (("output", "done", done, sizes[0]), ("error", "failed", failed, sizes[1])):
         if count:
             column = f"{kind}_file"
-            made = files.of_rows(db, f"{name}_{kind}.jsonl", size, life, batch, state)
+            made = files.of_rows(db, f"{name}_{kind}.jsonl", size, life, batch, state, owner)
             db.execute(f"UPDATE batches SET {column} = ? WHERE number = ?", (made, batch))
     log.info("batch %s is %s", name, move_batch(db, batch, "finish"))

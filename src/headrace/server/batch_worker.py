@@ -9,16 +9,19 @@ import contextlib
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
+from headrace.confined.pool import CLIENT
 from headrace.server import batch_rows, files
 from headrace.server.answers import new_id, now
 from headrace.server.batch_rows import Row
 from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, ApiError
 from headrace.server.guard import App
+from headrace.server.principals import PRINCIPAL, Principal
 from headrace.server.store import StorageError, Store
 
 log = logging.getLogger("headrace.server")
@@ -44,8 +47,11 @@ class _Refusal(msgspec.Struct):
 class BatchWorker:
     """`begin` goes on with what an earlier server left; `poke` says that there is something new."""
 
-    def __init__(self, app: App, store: Store, most: int, width: int = WIDTH) -> None:
+    def __init__(
+        self, app: App, store: Store, most: int, named: Callable[[str], Principal | None] = Principal, width: int = WIDTH
+    ) -> None:
         self._app = app
+        self._named = named  # the owners of batches; None: there is none of this name any more
         self._store = store
         self._most = most  # bytes of all batches
         self._width = width
@@ -55,6 +61,7 @@ class BatchWorker:
         self._recovered = False
         self._swept = -SWEEP
         self._lines: dict[int, asyncio.Task[None]] = {}
+        self._running: Counter[str] = Counter()  # lines under way by owner
         self._alone = False  # the one line under way is one that was tried before
         self._troubles: dict[int | None, str] = {}  # what keeps lines, and the worker itself (None), from going on
 
@@ -109,11 +116,7 @@ class BatchWorker:
             await self._store.run(batch_rows.recover)
             self._recovered = True
         more = await self._store.run(batch_rows.stop)
-        room = 0 if self._alone or self._stopped.is_set() else self._width - len(self._lines)
-        alone = not self._lines
-        for row in await self._store.run(lambda db: batch_rows.begin(db, room, alone)) if room else []:
-            self._alone = row.attempts > 0
-            self._lines[row.number] = asyncio.create_task(self._line(row))
+        patience = await self._begin_lines()
         if time.monotonic() >= self._swept + SWEEP:
             self._swept = time.monotonic()
             await self._store.run(files.sweep)
@@ -121,9 +124,31 @@ class BatchWorker:
                 pass
         if not more:
             expiry = await self._store.read(batch_rows.next_expiry)
-            seconds = SWEEP if expiry is None else min(SWEEP, max(expiry - now(), 0))
+            seconds = min(patience, SWEEP if expiry is None else max(expiry - now(), 0))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), seconds)
+
+    async def _begin_lines(self) -> float:
+        """Begin lines while there is room, of those owners who have something left of their quotas; returns the seconds until
+        another has, SWEEP at most."""
+        room = 0 if self._alone or self._stopped.is_set() else self._width - len(self._lines)
+        if not room:
+            return SWEEP
+        alone, patience = not self._lines, SWEEP
+        running: dict[str, int] = {}
+        for owner in await self._store.read(batch_rows.owners):
+            seconds = who.patience if (who := self._named(owner)) is not None else 0
+            if seconds:
+                patience = min(patience, seconds)
+            else:
+                running[owner] = self._running[owner]
+        for row in await self._store.run(lambda db: batch_rows.begin(db, room, alone, running)) if running else []:
+            if (who := self._named(row.owner)) is not None:
+                who.use("requests", 1)
+            self._alone = row.attempts > 0
+            self._running[row.owner] += 1
+            self._lines[row.number] = asyncio.create_task(self._line(row))
+        return patience
 
     async def _line(self, row: Row) -> None:
         """Answer a line, and keep the answer; both are tried until they succeed or the batch ends."""
@@ -147,13 +172,17 @@ class BatchWorker:
                 await self._pause(pause)
         finally:
             del self._lines[row.number]
+            self._running[row.owner] -= 1
             self._troubles.pop(row.number, None)
             self._alone = False
             self.poke()
 
     async def _outcome(self, row: Row) -> Outcome | None:
         """What becomes of a line now that it has been asked; None: the server is busy, and it is to be asked again."""
-        status, answer = await self._ask(row)
+        if (who := self._named(row.owner)) is None:
+            gone = batch_rows.unanswered(row.number, row.custom_id, "key_removed", "the key of this batch's owner was removed")
+            return lambda db: batch_rows.settle(db, row.number, gone, failed=True)
+        status, answer = await self._ask(row, who)
         if status in BUSY:
             code = msgspec.json.decode(answer, type=_Refusal).error.code
             if code == ENGINE_LOST:
@@ -162,10 +191,12 @@ class BatchWorker:
                 return None
         response = {"status_code": status, "request_id": new_id("req"), "body": msgspec.Raw(answer)}
         line = batch_rows.line(row.number, row.custom_id, response)
-        return lambda db: batch_rows.settle(db, row.number, line, failed=status != 200, most=self._most)
+        return lambda db: batch_rows.settle(db, row.number, line, failed=status != 200, most=self._most, who=who)
 
-    async def _ask(self, row: Row) -> tuple[int, bytes]:
-        """Status and body of one request through the application."""
+    async def _ask(self, row: Row, who: Principal) -> tuple[int, bytes]:
+        """Status and body of one request through the application, as if its owner had asked."""
+        PRINCIPAL.set(who)
+        CLIENT.set("" if who.alone else who.name)
         body = DEFAULTS | OF_ENDPOINT.get(row.url, {}) | msgspec.json.decode(row.body)
         sent: list[MutableMapping[str, Any]] = []
         given = [{"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}]

@@ -8,6 +8,7 @@ from headrace.server import batch_input, batch_rows, files
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import BatchRequest
+from headrace.server.principals import PRINCIPAL, Principal
 from headrace.server.settings import Limits
 from headrace.server.store import Store, listing
 
@@ -27,76 +28,84 @@ async def create(store: Store, request: BatchRequest, limits: Limits) -> dict[st
     if request.completion_window != "24h":
         raise bad("completion_window must be 24h", "completion_window")
     files.life(request.output_expires_after, "output_expires_after")
+    who = PRINCIPAL.get()
 
     def work(db: sqlite3.Connection) -> dict[str, Any]:
-        file = files.find(db, request.input_file_id, "input_file_id")
-        batch_rows.check_room(db, file.bytes, limits.batch_bytes)
-        _forget(db, limits.batches)
-        batch, name = _insert(db, request)
+        file = files.find(db, request.input_file_id, who.name, "input_file_id")
+        batch_rows.check_room(db, file.bytes, limits.batch_bytes, who)
+        _forget(db, limits.batches, who)
+        batch, name = _insert(db, request, who.name)
         total, size, errors = batch_input.add_rows(db, batch, file, request.endpoint, limits)
         if errors:
             query = "UPDATE batches SET status = 'failed', failed_at = created_at, errors = ? WHERE number = ?"
             db.execute(query, (json.dumps(errors), batch))
         else:
-            batch_rows.check_room(db, size, limits.batch_bytes)
+            batch_rows.check_room(db, size, limits.batch_bytes, who)
             columns = "status = 'in_progress', in_progress_at = created_at, total = ?, bytes = ?"
             db.execute(f"UPDATE batches SET {columns} WHERE number = ?", (total, size, batch))
-        return load(db, name)
+        return load(db, name, who.name)
 
     return await store.run(work)
 
 
-def _insert(db: sqlite3.Connection, request: BatchRequest) -> tuple[int, str]:
+def _insert(db: sqlite3.Connection, request: BatchRequest, owner: str) -> tuple[int, str]:
     """A batch without rows: its number and its id."""
     name, created = new_id("batch"), now()
     metadata = json.dumps(request.metadata)
     life = (request.output_expires_after or {}).get("seconds")
-    row = (name, request.endpoint, request.input_file_id, life, metadata, created, created + DAY)
-    query = "INSERT INTO batches (status, id, endpoint, input_file, output_life, metadata, created_at, expires_at)"
-    return int(db.execute(f"{query} VALUES ('validating', ?, ?, ?, ?, ?, ?, ?)", row).lastrowid or 0), name
+    row = (name, request.endpoint, request.input_file_id, life, metadata, created, created + DAY, owner)
+    query = "INSERT INTO batches (status, id, endpoint, input_file, output_life, metadata, created_at, expires_at, owner)"
+    return int(db.execute(f"{query} VALUES ('validating', ?, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid or 0), name
 
 
-def _forget(db: sqlite3.Connection, most: int) -> None:
-    """Make room for one more among `most` batches: the oldest that have ended and hold nothing go. Raises ApiError."""
-    (count,) = db.execute("SELECT count(*) FROM batches").fetchone()
-    ended = "status NOT IN ('in_progress', 'cancelling', 'finalizing') AND bytes = 0"
-    where = f"number IN (SELECT number FROM batches WHERE {ended} ORDER BY number LIMIT ?)"
-    if count >= most and db.execute(f"DELETE FROM batches WHERE {where}", (count - most + 1,)).rowcount <= count - most:
+def _forget(db: sqlite3.Connection, most: int, who: Principal) -> None:
+    """Make room for one more among `most` batches: the oldest of its own that have ended and hold nothing go and, where there
+    is no room at all, others'. Raises ApiError."""
+    held, own = db.execute("SELECT count(*), coalesce(sum(owner = ?), 0) FROM batches", (who.name,)).fetchone()
+    gone = 1 - who.room(most, held, own)
+    ended = "status NOT IN ('in_progress', 'cancelling', 'finalizing') AND bytes = 0 AND (owner = ? OR ?)"
+    where = f"number IN (SELECT number FROM batches WHERE {ended} ORDER BY owner <> ?, number LIMIT ?)"
+    given = (who.name, held >= most, who.name, gone)
+    if gone > 0 and db.execute(f"DELETE FROM batches WHERE {where}", given).rowcount < gone:
         message = f"the server keeps {most} batches; delete the files of some that have ended"
         raise ApiError(400, message, code="storage_full")
 
 
 async def listed(store: Store, after: str | None, limit: int) -> dict[str, Any]:
     query = (
-        f"SELECT {COLUMNS} FROM batches WHERE ? IS NULL OR number < (SELECT number FROM batches WHERE id = ?) "
-        "ORDER BY number DESC LIMIT ?"
+        f"SELECT {COLUMNS} FROM batches WHERE owner = :owner AND "
+        "(:after IS NULL OR number < (SELECT number FROM batches WHERE id = :after AND owner = :owner)) "
+        "ORDER BY number DESC LIMIT :most"
     )
-    rows = await store.read(lambda db: db.execute(query, (after, after, limit + 1)).fetchall())
+    given = {"owner": PRINCIPAL.get().name, "after": after, "most": limit + 1}
+    rows = await store.read(lambda db: db.execute(query, given).fetchall())
     return listing([_object(row) for row in rows], None, limit)
 
 
 async def find(store: Store, name: str) -> dict[str, Any]:
-    return await store.read(lambda db: load(db, name))
+    owner = PRINCIPAL.get().name
+    return await store.read(lambda db: load(db, name, owner))
 
 
 async def cancel(store: Store, name: str) -> dict[str, Any]:
     """Lines that have not begun are not begun any more."""
+    owner = PRINCIPAL.get().name
 
     def work(db: sqlite3.Connection) -> dict[str, Any]:
-        status = load(db, name)["status"]
+        status = load(db, name, owner)["status"]
         if status == "in_progress":
             (number,) = db.execute("SELECT number FROM batches WHERE id = ?", (name,)).fetchone()
             batch_rows.move_batch(db, number, "cancel")
         elif status != "cancelling":
             raise ApiError(409, f"the batch is {status} and cannot be cancelled", code="invalid_state")
-        return load(db, name)
+        return load(db, name, owner)
 
     return await store.run(work)
 
 
-def load(db: sqlite3.Connection, name: str) -> dict[str, Any]:
-    """Raises ApiError where there is no such batch."""
-    row = db.execute(f"SELECT {COLUMNS} FROM batches WHERE id = ?", (name,)).fetchone()
+def load(db: sqlite3.Connection, name: str, owner: str) -> dict[str, Any]:
+    """Raises ApiError where its owner has no such batch."""
+    row = db.execute(f"SELECT {COLUMNS} FROM batches WHERE id = ? AND owner = ?", (name, owner)).fetchone()
     if row is None:
         raise ApiError(404, f"there is no batch {name[:100]!r}", code="batch_not_found")
     return _object(row)

@@ -12,7 +12,8 @@ from headrace.data.outputs import unit
 from headrace.data.params import SamplingParams
 from headrace.server.errors import bad
 from headrace.server.fields import EmbeddingRequest
-from headrace.server.sampling import check_priority
+from headrace.server.principals import PRINCIPAL
+from headrace.server.sampling import priority_of
 from headrace.server.service import Service
 from headrace.server.stream import unless_gone
 from headrace.server.tickets import DeadlineError, Ticket, deltas
@@ -51,10 +52,11 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
 
 
 async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[int]], salt: bytes) -> dict[str, Any]:
-    check_priority(request.priority, service.limits)
+    priority = priority_of(request.priority, service.limits)
+    PRINCIPAL.get().check("tokens", sum(map(len, texts)))  # it is used as the texts are queued
     pool = request.pooling or service.llm.opened.pooling
     data: list[dict[str, Any]] = []
-    params = SamplingParams(max_tokens=1, priority=request.priority or 0)
+    params = SamplingParams(max_tokens=1, priority=priority or 0)
     seconds = service.deadline(request.deadline)
     ends = None if seconds is None else time.monotonic() + seconds
     together = min(TOGETHER, service.llm.waiting.max_requests)

@@ -146,6 +146,7 @@ class EngineLoop:
                 salt=message.salt,
                 strategy=strategy,
                 constraint=constraint,
+                turn=message.turn,
             )
         except (AdmissionError, ParamError) as error:
             self.channel.send(Refused(message.request_id, str(error)))

@@ -9,6 +9,7 @@ from headrace.confined.pool import BusyError
 from headrace.data.params import BEAM_NAMES, ParamError
 from headrace.decoding.tools import ToolError
 from headrace.server.fields import Meaningless
+from headrace.server.principals import QuotaError
 from headrace.server.queueing import QueueFullError
 from headrace.server.tickets import (
     DeadlineError,
@@ -84,6 +85,10 @@ def as_api_error(error: Exception) -> ApiError | None:
     match error:
         case ApiError():
             return error
+        case QuotaError(retry_after=None):
+            return ApiError(400, str(error), code="quota_exceeded")
+        case QuotaError():
+            return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
         case QueueFullError():
             message = f"the server is busy: {error}; try again in {error.retry_after} s"
             return ApiError(429, message, code="rate_limit_exceeded", retry_after=error.retry_after)

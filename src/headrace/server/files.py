@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, bad
+from headrace.server.principals import PRINCIPAL, Principal
 from headrace.server.settings import Limits
 from headrace.server.store import Store, listing
 from headrace.server.store_schema import PIECE
@@ -20,7 +21,7 @@ SECONDS = (3600, 2592000)  # of a file's life
 INPUT_SECONDS = SECONDS[1]  # of a batch's input, where the upload names none
 UPLOAD_SECONDS = 3600  # in which an upload has come, or will not
 PAGES = 1024  # of the database that are given back to the disk in one transaction
-COLUMNS = "number, id, created, filename, purpose, bytes, expires, batch, state"
+COLUMNS = "number, id, created, filename, purpose, bytes, expires, batch, state, owner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class File:
     expires: int | None
     batch: int | None
     state: str | None
+    owner: str
 
     def object(self) -> dict[str, Any]:
         """As the protocol has it."""
@@ -57,21 +59,21 @@ def life(policy: dict[str, Any] | None, name: str) -> int | None:
     return seconds
 
 
-def begin(db: sqlite3.Connection, limits: Limits) -> int:
+def begin(db: sqlite3.Connection, limits: Limits, who: Principal) -> int:
     """A file that nobody sees before it is complete; returns its number. Raises ApiError."""
     sweep(db)
-    (count,) = db.execute("SELECT count(*) FROM files WHERE batch IS NULL").fetchone()
-    if count >= limits.files:
+    count = "SELECT count(*), coalesce(sum(owner = ?), 0) FROM files WHERE batch IS NULL"
+    if who.room(limits.files, *db.execute(count, (who.name,)).fetchone()) < 1:
         raise ApiError(400, f"the server keeps {limits.files} files and is full; delete some", code="storage_full")
-    row = (new_id("file"), now(), "", "", 0, 0)
-    query = "INSERT INTO files (id, created, filename, purpose, bytes, complete) VALUES (?, ?, ?, ?, ?, ?)"
+    row = (new_id("file"), now(), "", "", 0, 0, who.name)
+    query = "INSERT INTO files (id, created, filename, purpose, bytes, complete, owner) VALUES (?, ?, ?, ?, ?, ?, ?)"
     return int(db.execute(query, row).lastrowid or 0)
 
 
-def append(db: sqlite3.Connection, file: int, piece: bytes, most: int) -> None:
+def append(db: sqlite3.Connection, file: int, piece: bytes, most: int, who: Principal) -> None:
     """More of it. Raises ApiError where all uploads together may have `most` bytes and do."""
-    (held,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE batch IS NULL").fetchone()
-    if held + len(piece) > most:
+    held = "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?), 0) FROM files WHERE batch IS NULL"
+    if who.room(most, *db.execute(held, (who.name,)).fetchone()) < len(piece):
         raise ApiError(400, f"the server keeps {most} bytes of files and is full; delete some", code="storage_full")
     db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, piece))
     db.execute("UPDATE files SET bytes = bytes + ? WHERE number = ?", (len(piece), file))
@@ -91,13 +93,13 @@ def abandon(db: sqlite3.Connection, file: int) -> None:
         _drop(db, one)
 
 
-def of_rows(db: sqlite3.Connection, name: str, size: int, life: int | None, batch: int, state: str) -> str:
-    """The rows of a batch that ended in this state, as a file; returns its id."""
+def of_rows(db: sqlite3.Connection, name: str, size: int, life: int | None, batch: int, state: str, owner: str) -> str:
+    """The rows of a batch that ended in this state, as a file of the batch's owner; returns its id."""
     created = now()
     expires = None if life is None else created + life
-    query = f"INSERT INTO files (complete, {COLUMNS}) VALUES (1, NULL, ?, ?, ?, 'batch_output', ?, ?, ?, ?)"
+    query = f"INSERT INTO files (complete, {COLUMNS}) VALUES (1, NULL, ?, ?, ?, 'batch_output', ?, ?, ?, ?, ?)"
     made = new_id("file")
-    db.execute(query, (made, created, name, size, expires, batch, state))
+    db.execute(query, (made, created, name, size, expires, batch, state, owner))
     return made
 
 
@@ -118,21 +120,24 @@ def shrink(db: sqlite3.Connection) -> bool:
 async def listed(store: Store, purpose: str | None, after: str | None, limit: int, order: str) -> dict[str, Any]:
     beyond, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
     query = (
-        f"SELECT {COLUMNS} FROM files WHERE complete AND (expires IS NULL OR expires > ?) AND (? IS NULL OR purpose = ?) "
-        f"AND (? IS NULL OR number {beyond} (SELECT number FROM files WHERE id = ?)) ORDER BY number {direction} LIMIT ?"
+        f"SELECT {COLUMNS} FROM files WHERE owner = :owner AND complete AND (expires IS NULL OR expires > :now) "
+        "AND (:purpose IS NULL OR purpose = :purpose) AND (:after IS NULL OR number "
+        f"{beyond} (SELECT number FROM files WHERE id = :after AND owner = :owner)) ORDER BY number {direction} LIMIT :most"
     )
-    given = (now(), purpose, purpose, after, after, limit + 1)
+    given = {"owner": PRINCIPAL.get().name, "now": now(), "purpose": purpose, "after": after, "most": limit + 1}
     rows = await store.read(lambda db: db.execute(query, given).fetchall())
     return listing([File(*row).object() for row in rows], None, limit)
 
 
 async def one(store: Store, name: str) -> dict[str, Any]:
-    return (await store.read(lambda db: find(db, name))).object()
+    owner = PRINCIPAL.get().name
+    return (await store.read(lambda db: find(db, name, owner))).object()
 
 
 async def content(store: Store, name: str) -> tuple[int, AsyncIterator[bytes]]:
     """How many bytes a file has, and those, piece by piece. Raises ApiError."""
-    file = await store.read(lambda db: find(db, name))
+    owner = PRINCIPAL.get().name
+    file = await store.read(lambda db: find(db, name, owner))
     return file.bytes, _content(store, file)
 
 
@@ -144,13 +149,14 @@ async def _content(store: Store, file: File) -> AsyncIterator[bytes]:
 
 
 async def delete(store: Store, name: str) -> dict[str, Any]:
-    await store.run(lambda db: _drop(db, find(db, name)))
+    owner = PRINCIPAL.get().name
+    await store.run(lambda db: _drop(db, find(db, name, owner)))
     return {"id": name, "object": "file", "deleted": True}
 
 
-def find(db: sqlite3.Connection, name: str, param: str | None = None) -> File:
-    """Raises ApiError where there is no such file, which says what field (`param`) has named it."""
-    for file in _select(db, "complete AND id = ?", name):
+def find(db: sqlite3.Connection, name: str, owner: str, param: str | None = None) -> File:
+    """Raises ApiError where its owner has no such file, which says what field (`param`) has named it."""
+    for file in _select(db, "complete AND id = ? AND owner = ?", name, owner):
         if file.expires is None or file.expires > now():
             return file
     raise ApiError(404, f"there is no file {name[:100]!r}", param=param, code="file_not_found")

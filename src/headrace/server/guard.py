@@ -1,7 +1,6 @@
 """The door: what every request passes before the application sees it. Plain ASGI."""
 
 import asyncio
-import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -9,9 +8,11 @@ from typing import Any
 
 from headrace.confined.pool import CLIENT
 from headrace.server.answers import new_id
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, as_api_error
+from headrace.server.keys import Keys
 from headrace.server.logs import HTTP_REQUEST, answered
 from headrace.server.page import files
+from headrace.server.principals import PRINCIPAL, Principal, QuotaError
 from headrace.server.settings import ServerSettings, is_loopback
 
 Message = MutableMapping[str, Any]
@@ -23,6 +24,7 @@ PROBES = frozenset({"/health", "/live", "/ready"})  # which are answered however
 OPEN_PATHS = PROBES | frozenset(files.PATHS)  # what may be asked without a key
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # a client's own name for a request
 UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
+NOBODY, ANYBODY = Principal(""), Principal()  # without the key that is needed, and where none is
 UPLOADS = "/v1/files"  # the one path that takes a form
 
 
@@ -33,18 +35,19 @@ class Guard:
     through a name that it points here. A body must say that it is JSON: a form of another site cannot.
     """
 
-    def __init__(self, app: App, settings: ServerSettings, count: Callable[[int], None]) -> None:
+    def __init__(self, app: App, settings: ServerSettings, keys: Keys, count: Callable[[int, str], None]) -> None:
         self._app = app  # what passes the door
         self._settings = settings
-        self._count = count  # is told the status of every response
+        self._keys = keys
+        self._count = count  # is told the status of every response, and whose it is
         self._active = 0
-        self._key = settings.key.encode() if settings.key is not None else None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             CLIENT.set((scope.get("client") or ("",))[0])
+            PRINCIPAL.set(NOBODY if self._keys.needed else ANYBODY)
             self._active += 1
             name = dict(scope["headers"]).get(b"x-request-id", b"")
             token = HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
@@ -61,8 +64,9 @@ class Guard:
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", HTTP_REQUEST.get().encode())]}
-                self._count(message["status"])
-                answered(scope["method"], scope["path"], message["status"], time.perf_counter() - begun)
+                self._count(message["status"], PRINCIPAL.get().name)
+                seconds = time.perf_counter() - begun
+                answered(scope["method"], scope["path"], message["status"], seconds, PRINCIPAL.get().name)
             await send(message)
 
         return told
@@ -75,14 +79,15 @@ class Guard:
             self._check_host(headers)
             self._check_key(scope["path"], headers)
             if scope["method"] in ("POST", "PUT", "PATCH"):
+                PRINCIPAL.get().charge("requests", 1)
                 receive = await self._read(scope["path"], headers, receive)
-        except ApiError as error:
-            await send_error(send, error)
+        except (ApiError, QuotaError) as error:
+            await send_error(send, as_api_error(error) or ApiError(500, "internal error"))
             return
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        if self._key is not None:
+        if self._keys.needed:
             return
         host = headers.get(b"host", b"").decode("latin-1")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -90,12 +95,17 @@ class Guard:
             raise ApiError(403, "without a key the server answers to localhost alone; use http://127.0.0.1 or set a key")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._key is None or path in OPEN_PATHS:
+        """Say who asks, to all that is done for it. Raises ApiError."""
+        if path in OPEN_PATHS or not self._keys.needed:
             return
         kind, _, given = headers.get(b"authorization", b"bearer " + headers.get(b"x-api-key", b"")).partition(b" ")
-        if not hmac.compare_digest(given.strip(), self._key) or kind.lower() != b"bearer":
+        found = self._keys.of(given.strip())
+        if found is None or kind.lower() != b"bearer":
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             raise ApiError(401, message, code="invalid_api_key")
+        PRINCIPAL.set(found)
+        if not found.alone:
+            CLIENT.set(found.name)
 
     async def _read(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The whole body, and a `receive` that gives it once and then waits for the client to go."""
@@ -111,6 +121,10 @@ class Guard:
         if announced.isdigit() and int(announced) > most:
             raise _too_large(most)
         seconds = limits.body_seconds + (int(announced) / UPLOAD_SPEED if announced.isdigit() else 0)
+        if b"transfer-encoding" in headers or not announced.isdigit():
+            receive = _charged(receive)
+        else:
+            PRINCIPAL.get().charge("bytes", int(announced))
         if upload:
             return _bounded(receive, most, seconds)
         try:
@@ -181,6 +195,17 @@ def _bounded(receive: Receive, limit: int, seconds: float) -> Receive:
         return message
 
     return bounded
+
+
+def _charged(receive: Receive) -> Receive:
+    """A `receive` for a body of which nobody has said how long it is."""
+
+    async def charged() -> Message:
+        message = await receive()
+        PRINCIPAL.get().charge("bytes", len(message.get("body", b"")))
+        return message
+
+    return charged
 
 
 def _too_large(limit: int) -> ApiError:

@@ -39,6 +39,7 @@ class Submit(msgspec.Struct, tag=True):
     salt: bytes = b""  # requests with different salts share no cached prefix
     pool: str = ""  # first, last or mean: an embedding instead of an answer
     grammar: str = ""  # what the structured outputs are, as they are compiled; that was made where it can be stopped
+    turn: int = 0  # of equal priorities the one with the smallest begins first
 
 
 class Abort(msgspec.Struct, tag=True):

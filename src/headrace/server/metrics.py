@@ -14,6 +14,7 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.server.logs import request_ended
 from headrace.server.messages import Deltas, Ended, Loaded
+from headrace.server.principals import Principal
 from headrace.server.supervision import State, Supervision
 from headrace.server.tickets import Ticket
 
@@ -69,7 +70,9 @@ class Figures:
         self._made: dict[str, Gauge | Counter | Histogram | Often] = {}
         ProcessCollector(registry=self.registry)
         self._responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
-
+        asked, took = "Responses by whose key asked.", "Tokens of prompts and answers, by whose key asked."
+        self._asked = Counter("headrace:principal_responses", asked, ("principal",), registry=self.registry)
+        self._took = Counter("headrace:principal_tokens", took, ("principal", "kind"), registry=self.registry)
         late = "How late the event loop came to what was due; it is looked at four times a second."
         self.lag = Histogram("headrace:event_loop_lag_seconds", late, registry=self.registry, buckets=LAGS)
 
@@ -81,13 +84,24 @@ class Figures:
             await asyncio.sleep(BEAT)
             self.lag.observe(max(0.0, clock() - due))
 
-    def text(self) -> bytes:
-        """The exposition format."""
-        return generate_latest(self.registry)
+    def text(self, who: Principal) -> bytes:
+        """The exposition format. What others have used is for operators alone."""
+        text = generate_latest(self.registry)
+        if who.alone or who.operator:
+            return text
+        own = f'principal="{who.name}"'.encode()
+        return b"".join(line for line in text.splitlines(True) if b'principal="' not in line or own in line)
 
-    def count(self, status: int) -> None:
-        """Take in a response."""
+    def count(self, status: int, principal: str) -> None:
+        """Take in a response; where no key was needed or the right one was missing `principal` is empty."""
         self._responses.labels(str(status)).inc()
+        if principal:
+            self._asked.labels(principal).inc()
+
+    def used(self, principal: str, prompt: int, generated: int) -> None:
+        """Take in the tokens of a request."""
+        self._took.labels(principal, "prompt").inc(prompt)
+        self._took.labels(principal, "generation").inc(generated)
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = LABELS) -> Gauge:
         return self._once(name, lambda: Gauge(f"headrace:{name}", text, labels, registry=self.registry))
@@ -214,8 +228,9 @@ class Metrics:
         metrics, prompt = ended.metrics, len(ticket.prompt)
         self.whole.observe(now - ticket.submitted)
         cached = metrics.cached_tokens
-        name, http = ended.request_id, ticket.http_request
-        request_ended(self._model, name, http, reason, prompt, ticket.generated, cached, now - ticket.submitted)
+        name, http, who = ended.request_id, ticket.http_request, ticket.principal.name
+        request_ended(self._model, name, http, who, reason, prompt, ticket.generated, cached, now - ticket.submitted)
+        self._figures.used(who, prompt, ticket.generated)
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)
         self.cache_hits.inc(metrics.cached_tokens)

@@ -13,6 +13,7 @@ from headrace.server import chat
 from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, as_api_error, bad
 from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest, StreamOptions
+from headrace.server.principals import PRINCIPAL
 from headrace.server.response_events import Events, chunks, ending, usage
 from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
 from headrace.server.sampling import not_built
@@ -158,16 +159,25 @@ class _Keeper:
 
     async def __call__(self) -> None:
         said, heard = json.dumps(self._response), json.dumps(self._items)
-        row = (self._response["id"], self._response["created_at"], len(said) + len(heard), said, heard)
+        size, owner = len(said) + len(heard), PRINCIPAL.get().name
+        row = (self._response["id"], self._response["created_at"], size, said, heard, owner)
 
         def work(db: sqlite3.Connection) -> None:
-            db.execute("INSERT INTO responses (id, created, bytes, object, input) VALUES (?, ?, ?, ?, ?)", row)
-            sums = "SELECT number, row_number() OVER newest AS place, sum(bytes) OVER newest AS held FROM responses"
-            oldest = f"SELECT number FROM ({sums} WINDOW newest AS (ORDER BY number DESC)) WHERE place > ? OR held > ?"
-            most = (self._limits.responses, self._limits.response_bytes)
-            db.execute(f"DELETE FROM responses WHERE number IN ({oldest})", most)
+            db.execute("INSERT INTO responses (id, created, bytes, object, input, owner) VALUES (?, ?, ?, ?, ?, ?)", row)
+            while _over(db, self._limits):
+                share = "sum(bytes) / :bytes + count(*) / :count"
+                biggest = f"SELECT owner FROM responses GROUP BY owner ORDER BY {share} DESC LIMIT 1"
+                oldest = f"SELECT min(number) FROM responses WHERE owner = ({biggest})"
+                limits = {"bytes": float(self._limits.response_bytes), "count": float(self._limits.responses)}
+                db.execute(f"DELETE FROM responses WHERE number = ({oldest})", limits)
 
         await self._store.run(work)
+
+
+def _over(db: sqlite3.Connection, limits: Limits) -> bool:
+    """Whether more is kept than may be; the oldest of whoever has the most make room."""
+    count, size = db.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM responses").fetchone()
+    return bool(count > limits.responses or size > limits.response_bytes)
 
 
 async def _history(store: Store, name: str | None) -> list[Item]:
@@ -179,8 +189,8 @@ async def _history(store: Store, name: str | None) -> list[Item]:
 
 
 async def _load(store: Store, name: str, param: str | None = None) -> tuple[dict[str, Any], list[Item]]:
-    query = "SELECT object, input FROM responses WHERE id = ?"
-    row = await store.read(lambda db: db.execute(query, (name,)).fetchone())
+    query, given = "SELECT object, input FROM responses WHERE id = ? AND owner = ?", (name, PRINCIPAL.get().name)
+    row = await store.read(lambda db: db.execute(query, given).fetchone())
     if row is None:
         raise ApiError(404, f"there is no response {name[:100]!r}; was it stored?", param=param, code="response_not_found")
     return json.loads(row[0]), json.loads(row[1])
@@ -198,6 +208,6 @@ async def input_items(store: Store, name: str, after: str | None, limit: int, or
 
 
 async def delete(store: Store, name: str) -> dict[str, Any]:
-    await _load(store, name)
+    await _load(store, name)  # which is its owner's
     await store.run(lambda db: db.execute("DELETE FROM responses WHERE id = ?", (name,)))
     return {"id": name, "object": "response", "deleted": True}

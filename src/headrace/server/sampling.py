@@ -5,6 +5,7 @@ from typing import Any
 from headrace.data.params import ParamError, SamplingParams, params_of
 from headrace.server.errors import ApiError, bad, blamed
 from headrace.server.fields import DRAWING, Sampling
+from headrace.server.principals import PRINCIPAL
 from headrace.server.settings import Limits
 
 WIDTHS = ("n", "best_of", "beam_width")
@@ -59,13 +60,23 @@ def _check(settings: dict[str, Any], limits: Limits) -> None:
         value = settings.get(name)
         if value is not None and most is not None and value > most:
             raise bad(f"{name} must be {most} or less on this server, not {value}", name)
-    check_priority(settings.get("priority"), limits)
+    if (priority := priority_of(settings.get("priority"), limits)) is not None:
+        settings["priority"] = priority
 
 
-def check_priority(given: int | None, limits: Limits) -> None:
-    """Nobody goes before all others. Raises ApiError."""
-    if given is not None and given < limits.priority:
-        raise bad(f"priority must be {limits.priority} or more on this server, not {given}", "priority")
+def priority_of(given: int | None, limits: Limits) -> int | None:
+    """The priority of a request, None for the one that all have. Nobody goes before those whom the server lets go before him.
+
+    Raises ApiError.
+    """
+    own = PRINCIPAL.get().priority
+    least = limits.priority if own is None else own
+    if given is None:
+        return own if own is not None and own > 0 else None
+    if given < least:
+        where = "on this server" if own is None else "with this key"
+        raise bad(f"priority must be {least} or more {where}, not {given}", "priority")
+    return given
 
 
 def _stop(stop: str | list[str], limits: Limits) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from headrace.data.config import parse_bytes
 from headrace.server.app import make_app
 from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.connection import connection
+from headrace.server.keys import Keys
 from headrace.server.metrics import Figures
 from headrace.server.models import LoadedModel, Models, expected_size, make_service
 from headrace.server.settings import ServerSettings, SettingsError
@@ -36,8 +37,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, models: Models) -> None:
         settings, limits = models.settings, models.settings.limits
+        self.keys = Keys(settings)  # what is wrong with them is said before anything is opened
         self.store = Store(settings.state)
-        application = make_app(models, self.store)
+        application = make_app(models, self.store, self.keys)
         self.worker = application.worker
         super().__init__(
             uvicorn.Config(
@@ -187,16 +189,16 @@ async def run(server: Server, sock: socket.socket, say: Callable[[str], None], p
     models.begin()
     server.worker.begin()
     loading = asyncio.create_task(_load(models, server, say, page))
-    watching = asyncio.create_task(models.figures.watch())
+    watching = [asyncio.create_task(one) for one in (models.figures.watch(), server.keys.watch())]
     try:
         await server.serve([sock])
     finally:
         await server.worker.close()
         await models.close()
         server.store.close()
-        watching.cancel()
-        loading.cancel()
-        (result,) = await asyncio.gather(loading, return_exceptions=True)
+        for task in (loading, *watching):
+            task.cancel()
+        result, *_ = await asyncio.gather(loading, *watching, return_exceptions=True)
     if isinstance(result, LoadError) and server.stopped_by is None:
         raise result
 

@@ -49,6 +49,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None
+    keys: Path | None = None  # a file of several, with names
     tls_cert: str | None = None
     tls_key: str | None = None
     grace: float = 30.0  # seconds to finish what is in flight after SIGTERM
@@ -56,15 +57,23 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if self.key is not None and (len(self.key) < MIN_KEY or not self.key.isascii() or any(c.isspace() for c in self.key)):
-            raise SettingsError(f"the API key must have {MIN_KEY} or more ASCII characters and no spaces; make a longer one")
-        if self.key is None and not is_loopback(self.host):
+        if self.key is not None:
+            check_key(self.key, "the API key")
+        if self.key is not None and self.keys is not None:
+            raise SettingsError("--keys holds all keys; leave --api-key-file and HEADRACE_API_KEY out")
+        if self.key is None and self.keys is None and not is_loopback(self.host):
             raise SettingsError(
                 f"--host {self.host} can be reached from other machines, so a key is needed: "
-                "set HEADRACE_API_KEY or give --api-key-file"
+                "set HEADRACE_API_KEY or give --api-key-file or --keys"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SettingsError("TLS needs both --tls-cert and --tls-key")
+
+
+def check_key(key: str, what: str) -> None:
+    """Raises SettingsError for one that could be guessed or not be sent."""
+    if len(key) < MIN_KEY or not key.isascii() or any(c.isspace() for c in key):
+        raise SettingsError(f"{what} must have {MIN_KEY} or more ASCII characters and no spaces; make a longer one")
 
 
 def is_loopback(host: str) -> bool:

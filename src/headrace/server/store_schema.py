@@ -5,20 +5,22 @@ import json
 import sqlite3
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 PIECE = 256 << 10  # bytes of a file that are read or written at once
 KEPT = 64 << 20  # bytes of the write-ahead log that stay on disk
 ROW = 256  # bytes that a row of a batch counts for besides its texts
 
 # A batch's answers are its rows, and stay there: the files that it writes (those with a `batch`) are read from them.
+# owner: the principal whose it is.
 # batches.bytes: what its rows hold, requests and answers; output_bytes, error_bytes: what its two files have.
 # rows.error: what went wrong at the last try that was counted.
 SCHEMA = """
 CREATE TABLE files (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, created INTEGER NOT NULL, filename TEXT NOT NULL,
-    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, expires INTEGER, complete INTEGER NOT NULL, batch INTEGER, state TEXT
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, expires INTEGER, complete INTEGER NOT NULL, batch INTEGER, state TEXT,
+    owner TEXT NOT NULL DEFAULT 'anonymous'
 );
-CREATE INDEX files_batch ON files (batch, bytes);
+CREATE INDEX files_held ON files (batch, owner, bytes);
 CREATE TABLE chunks (number INTEGER PRIMARY KEY, file INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE INDEX chunks_of ON chunks (file);
 CREATE TABLE batches (
@@ -27,9 +29,10 @@ CREATE TABLE batches (
     created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER,
     completed_at INTEGER, failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER,
     total INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
-    bytes INTEGER NOT NULL DEFAULT 0, output_bytes INTEGER NOT NULL DEFAULT 0, error_bytes INTEGER NOT NULL DEFAULT 0
+    bytes INTEGER NOT NULL DEFAULT 0, output_bytes INTEGER NOT NULL DEFAULT 0, error_bytes INTEGER NOT NULL DEFAULT 0,
+    owner TEXT NOT NULL DEFAULT 'anonymous'
 );
-CREATE INDEX batches_bytes ON batches (bytes);
+CREATE INDEX batches_held ON batches (owner, bytes);
 CREATE INDEX batches_status ON batches (status);
 CREATE TABLE rows (
     number INTEGER PRIMARY KEY AUTOINCREMENT, batch INTEGER NOT NULL, custom_id TEXT NOT NULL, state TEXT NOT NULL,
@@ -41,11 +44,17 @@ CREATE INDEX rows_pending ON rows (batch, attempts) WHERE state = 'pending';
 RESPONSES = """
 CREATE TABLE responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, created INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    object TEXT NOT NULL, input TEXT NOT NULL
+    object TEXT NOT NULL, input TEXT NOT NULL, owner TEXT NOT NULL DEFAULT 'anonymous'
 );
 """
 # Version 1 did not know how often the engine ended under a line.
 FROM_1 = "ALTER TABLE lines ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;"
+# Versions up to 3 had one principal.
+OWNED = "ALTER TABLE {} ADD COLUMN owner TEXT NOT NULL DEFAULT 'anonymous';"
+FROM_3 = f"""
+{OWNED.format("files")} {OWNED.format("batches")} DROP INDEX files_batch; DROP INDEX batches_bytes;
+CREATE INDEX files_held ON files (batch, owner, bytes); CREATE INDEX batches_held ON batches (owner, bytes);
+"""
 # Versions 1 and 2 had a file in one value, a batch as JSON, and its lines beside it.
 OLD = "ALTER TABLE files RENAME TO old_files; ALTER TABLE batches RENAME TO old_batches;"
 OLD_FILES = """
@@ -86,7 +95,7 @@ def open_database(path: str, *, reads: bool = False) -> sqlite3.Connection:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version == 0:
         db.executescript(f"BEGIN; {SCHEMA} {RESPONSES} PRAGMA user_version = {VERSION}; COMMIT;")
-    elif version in (1, 2):
+    elif 0 < version < VERSION:
         _upgrade(db, version)
     elif version != VERSION:
         raise sqlite3.DatabaseError(f"it has version {version} and this Headrace writes {VERSION}")
@@ -103,23 +112,33 @@ def _upgrade(db: sqlite3.Connection, version: int) -> None:
     """All of it, or nothing."""
     db.execute("BEGIN IMMEDIATE")
     try:
-        statements(db, (FROM_1 if version == 1 else "") + OLD + SCHEMA + OLD_FILES)
-        for file, old in db.execute("SELECT number, old_files.rowid FROM files JOIN old_files USING (id)").fetchall():
-            with db.blobopen("old_files", "content", old, readonly=True) as content:
-                while piece := content.read(PIECE):
-                    db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, piece))
-        for number, batch in db.execute("SELECT number, object FROM old_batches ORDER BY number").fetchall():
-            _insert(db, "batches", _columns(number, json.loads(batch)))
-        statements(db, OLD_ROWS)
-        db.execute(OLD_COUNTS, {"row": ROW})
-        statements(db, OLD_GONE)
+        if version < 3:
+            _make_rows(db, version)
+        else:
+            statements(db, FROM_3)
+        statements(db, OWNED.format("responses"))
         db.execute(f"PRAGMA user_version = {VERSION}")
     except BaseException:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
-    with contextlib.suppress(sqlite3.OperationalError):  # where the disk has no room for it, the file stays as large as it is
-        db.execute("VACUUM")
+    if version < 3:  # the file may become smaller, where the disk has room for that
+        with contextlib.suppress(sqlite3.OperationalError):
+            db.execute("VACUUM")
+
+
+def _make_rows(db: sqlite3.Connection, version: int) -> None:
+    """Files in pieces, batches in columns and rows."""
+    statements(db, (FROM_1 if version == 1 else "") + OLD + SCHEMA + OLD_FILES)
+    for file, old in db.execute("SELECT number, old_files.rowid FROM files JOIN old_files USING (id)").fetchall():
+        with db.blobopen("old_files", "content", old, readonly=True) as content:
+            while piece := content.read(PIECE):
+                db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, piece))
+    for number, batch in db.execute("SELECT number, object FROM old_batches ORDER BY number").fetchall():
+        _insert(db, "batches", _columns(number, json.loads(batch)))
+    statements(db, OLD_ROWS)
+    db.execute(OLD_COUNTS, {"row": ROW})
+    statements(db, OLD_GONE)
 
 
 def _columns(number: int, batch: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from headrace.confined.pool import CLIENT
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server.logs import HTTP_REQUEST
 from headrace.server.messages import Submit
+from headrace.server.principals import PRINCIPAL
 from headrace.server.queueing import Queue
 
 log = logging.getLogger("headrace.server")
@@ -80,6 +82,9 @@ class Ticket:
     def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Queue, wakeup: Wakeup) -> None:
         self.request_id = request_id
         self.http_request = HTTP_REQUEST.get()
+        self.principal = PRINCIPAL.get()
+        self.client = CLIENT.get()
+        self.turn = waiting.turn(self.client)  # it begins before those of its priority that have a later one
         self.prompt = prompt
         self.params = params
         self.wakeup = wakeup
@@ -133,13 +138,15 @@ class Ticket:
         self._begin()
         if self.timer is not None:
             self.timer.cancel()
+        if not self._done:
+            self.principal.use("tokens", self.generated)
         self._done = True
         self.wakeup.set()
 
     def _begin(self) -> None:
         """It waits no longer."""
         if self._waiting is not None:
-            self._waiting.leave(len(self.prompt))
+            self._waiting.leave(len(self.prompt), self.principal.name, self.client, self.turn)
             self._waiting = None
 
 

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from headrace.server import files
 from headrace.server.errors import ApiError, bad
+from headrace.server.principals import PRINCIPAL
 from headrace.server.settings import Limits
 from headrace.server.store import StorageError, Store
 from headrace.server.store_schema import PIECE
@@ -104,7 +105,7 @@ class Keeping:
     def __init__(self, store: Store, limits: Limits, form: Form) -> None:
         self.form = form
         self.file: int | None = None
-        self._store, self._limits = store, limits
+        self._store, self._limits, self._who = store, limits, PRINCIPAL.get()
 
     async def all_of(self, request: Request) -> None:
         """Keep what comes. What is refused is read to its end, within the limits, so that its client hears why.
@@ -140,8 +141,10 @@ class Keeping:
         content = self.form.content
         if len(content) >= PIECE or (self.form.ended and content):
             if self.file is None:
-                self.file = await self._store.run(lambda db: files.begin(db, self._limits))
-            await self._store.run(partial(files.append, file=self.file, piece=bytes(content), most=self._limits.stored))
+                self.file = await self._store.run(lambda db: files.begin(db, self._limits, self._who))
+            await self._store.run(
+                partial(files.append, file=self.file, piece=bytes(content), most=self._limits.stored, who=self._who)
+            )
             content.clear()
 
 
