@@ -24,7 +24,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
 from headrace.engine.turns import Turns
 from headrace.runner.executor import InProcess
-from headrace.startup.backend import Started, start
+from headrace.startup.backend import start
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
 from headrace.weights.defaults import values
@@ -99,20 +99,11 @@ class LLM:
             )
             started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
-        self.runner, self.backend, self.dtype = started.runner, started.name, started.dtype
-        self.exactness = started.exactness
+        self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
         log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, self.dtype)
-        scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
-        scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder, self.memory_plan.longer)
-        self.engine = Engine(
-            InProcess(self.runner),
-            EngineConfig(scheduler, CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)),
-            vocab_size=self.model_config.vocab_size,
-            tokenizer=self.tokenizer,
-            eos_ids=self.opened.eos_ids,
-            groups=recipe.groups(),
-            speculation=_speculation(speculate, started, draft_tokens, recipe),
-        )
+        scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
+        drafts = speculation(speculate, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
+        self.engine = self._engine(recipe, scheduler, enable_prefix_caching, drafts)
         self._open: dict[str, tuple[RequestOutput, Inbox]] = {}
         self._turns, self._seeds = Turns(), random.Random(seed) if seed is not None else None
 
@@ -290,6 +281,21 @@ class LLM:
         return max((seq.kv.computed[0] for seq in request.seqs), default=0)
 
     # -- driving the engine --------------------------------------------------------------------------------------------
+    def _engine(self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, drafts: Speculation | None) -> Engine:
+        config, plan = self.model_config, self.memory_plan
+        scheduler = replace(scheduler, longer=plan.longer)
+        return Engine(
+            InProcess(self.runner),
+            EngineConfig(
+                scheduler.for_encoder() if config.encoder else scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, caching)
+            ),
+            vocab_size=config.vocab_size,
+            tokenizer=self.tokenizer,
+            eos_ids=self.opened.eos_ids,
+            groups=recipe.groups(),
+            speculation=drafts,
+        )
+
     def _run(
         self,
         batch: Sequence[Prompt],
@@ -377,9 +383,7 @@ class LLM:
     def _advance(self, output: RequestOutput) -> None:
         """One step for an output that is waited for."""
         if not self.engine.busy:
-            raise RuntimeError(
-                f"the engine has lost request {output.request_id}; this is a fault of Headrace, please report it"
-            )
+            raise RuntimeError(f"the engine has lost request {output.request_id}: a fault of Headrace, please report it")
         self._step()
 
     def _abort(self, inbox: Inbox) -> None:
@@ -395,13 +399,3 @@ class LLM:
             finally:
                 for output, _ in [self._open.pop(name) for name in names if name in self._open]:
                     output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))
-
-
-def _adapted(scheduler: SchedulerConfig, tokens: int | None, encoder: bool, longer: str) -> SchedulerConfig:
-    """A preset with another budget of tokens, or as an encoder's texts need it; `longer`: what allows longer ones."""
-    scheduler = replace(scheduler if tokens is None else scheduler.with_budget(tokens), longer=longer)
-    return scheduler.for_encoder() if encoder else scheduler
-
-
-def _speculation(method: str | None, started: Started, draft_tokens: int | None, recipe: Recipe) -> Speculation | None:
-    return speculation(method, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())

@@ -101,19 +101,18 @@ class SchedulerConfig:
             raise ValueError(f"unknown policy {self.policy!r}; choose continuous or static")
 
     @classmethod
-    def preset(cls, name: str, max_model_len: int, max_num_seqs: int = 32, policy: str = "continuous") -> "SchedulerConfig":
-        """online: small chunks, low ITL; offline: big steps, most tokens/s."""
+    def preset(
+        cls, name: str, max_model_len: int, max_num_seqs: int = 32, policy: str = "continuous", budget: int | None = None
+    ) -> "SchedulerConfig":
+        """online: small chunks, low ITL; offline: big steps, most tokens/s. `budget`: tokens of a step, where it is another."""
         budgets = {"online": 512, "offline": 2048}
         if name not in budgets:
             raise ValueError(f"unknown preset {name!r}; choose online or offline")
-        return cls(max_num_seqs, budgets[name], max_model_len, policy)
+        return cls(max_num_seqs, budgets[name] if budget is None else budget, max_model_len, policy)
 
     def for_encoder(self) -> "SchedulerConfig":
         """Whole prompts: any that the context holds fits into a step."""
         return replace(self, whole=True, max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_model_len))
-
-    def with_budget(self, max_num_batched_tokens: int) -> "SchedulerConfig":
-        return replace(self, max_num_batched_tokens=max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)
