@@ -16,7 +16,7 @@ import pytest
 
 from headrace.bench.machine import process_seconds
 from headrace.server.tickets import Ticket
-from tests.server.harness import ENDLESS, Running, in_thread, until
+from tests.server.harness import ENDLESS, PATIENCE, Running, in_thread, until
 
 
 def aborted(server: Running) -> float:
@@ -176,6 +176,20 @@ def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
         until(lambda: not Path(f"/proc/{pid}").exists())
         with pytest.raises(openai.InternalServerError, match="no sign of life"):
             server.complete()
+
+
+def test_what_has_begun_is_finished_in_an_orderly_end_all_parts_of_it(tiny: Path) -> None:
+    """Embeddings of more texts than are asked for together: when the first have been, the server already shuts down."""
+    with Running(tiny, grace=PATIENCE) as server:
+        body = {"model": "tiny", "input": [f"text {number}" for number in range(40)]}
+        with server.paused():
+            whole = in_thread(lambda: server.post("/v1/embeddings", body))
+            until(lambda: len(server.llm.tickets) == 32)
+            server.drain()
+            until(lambda: server.llm.state == "draining")
+        answer = whole.result()
+        assert (answer.status_code, len(answer.json()["data"])) == (200, 40)
+        server.join()
 
 
 def test_what_is_not_finished_within_the_grace_period_fails(endless: Path) -> None:

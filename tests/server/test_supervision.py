@@ -44,7 +44,7 @@ ready     drain    draining  nothing  -     BYE
 ready     close    closed    stop     down  the server has shut down
 draining  begin    draining  nothing  -     BYE
 draining  loaded   draining  nothing  -     BYE
-draining  refused  draining  kill     lost  it broke; BYE
+draining  refused  draining  kill     lost  BYE
 draining  late     draining  kill     lost  it broke; BYE
 draining  gone     draining  kill     lost  it broke; BYE
 draining  silent   draining  kill     lost  it broke; BYE
@@ -78,8 +78,8 @@ def rows() -> dict[tuple[State, Event], tuple[State, Action, type[EngineDownErro
 def test_every_row(state: State, event: Event) -> None:
     after, action, lost, says = rows()[state, event]
     one = Supervision()
-    one.state, one._why = state, "it broke"
-    row = one.on(event, "" if event in (Event.RESUME, Event.LOADED) else "it broke")
+    one.state, one.detail = state, AGAIN
+    row = one.on(event, "it broke" if event in supervision.ENDS else "")
     assert (one.state, row.action, row.lost, one.detail) == (after, action, lost, says)
 
 
@@ -89,7 +89,7 @@ def test_there_are_no_other_rows() -> None:
         Supervision().on(Event.GONE)
 
 
-def test_no_state_but_closed_and_draining_is_without_a_way_back() -> None:
+def test_from_every_state_there_is_a_way_back() -> None:
     """From every state an engine is ready again, or its end was asked for."""
     for state in State:
         reached, todo = {state}, [state]
@@ -222,6 +222,7 @@ def test_one_that_was_ready_once_is_tried_again_and_again() -> None:
         one.begin()
         await come(lambda: len(link.made) == 5 and one.state is State.READY)
         assert [each.ended for each in link.made] == ["killed"] * 4 + [""]
+        assert "no memory" not in one.supervision.detail
         assert one.supervision.ends == {Event.GONE: 2, Event.LATE: 1, Event.REFUSED: 1, Event.SILENT: 0, Event.FAILED: 0}
         assert [type(each) for each in heard] == [Loaded, EngineLostError, Loaded]
         await one.close()

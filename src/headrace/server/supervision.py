@@ -59,7 +59,8 @@ class Action(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Row:
     """`lost`: what clients hear of requests that are in flight (None: they go on). `says`: what those hear that come while
-    the state lasts, a 503, and everybody at /health; `{why}` is what the event came with."""
+    the state lasts, a 503, and everybody at /health; `{why}` is what the event came with, `{said}` what was said before. Why a
+    model cannot be loaded again may name files, and goes to the log alone."""
 
     state: State
     action: Action
@@ -83,7 +84,7 @@ TABLE: dict[tuple[State, Event], Row] = {
     (S.READY, E.GONE): Row(S.DEAD, A.RESTART, LOST, AGAIN),
     (S.READY, E.SILENT): Row(S.STUCK, A.RESTART, LOST, AGAIN),
     (S.READY, E.FAILED): Row(S.FAILING, A.RESTART, LOST, AGAIN),
-    **{(state, E.RESUME): Row(state, A.START, None, AGAIN) for state in DOWN},
+    **{(state, E.RESUME): Row(state, A.START, None, "{said}") for state in DOWN},
     **{(state, E.LOADED): Row(S.READY, A.NOTHING, None, "") for state in DOWN},
     **{
         (state, E.REFUSED): Row(S.DEAD, A.RESTART, None, "the model cannot be loaded again; the log says why") for state in DOWN
@@ -94,6 +95,7 @@ TABLE: dict[tuple[State, Event], Row] = {
     **{(state, E.DRAIN): Row(S.DRAINING, A.NOTHING, None, BYE) for state in State},
     **{(S.DRAINING, event): Row(S.DRAINING, A.NOTHING, None, BYE) for event in (E.BEGIN, E.LOADED)},
     **{(S.DRAINING, event): Row(S.DRAINING, A.KILL, LOST, f"{{why}}; {BYE}") for event in ENDS},
+    (S.DRAINING, E.REFUSED): Row(S.DRAINING, A.KILL, LOST, BYE),
     (S.DRAINING, E.RESUME): Row(S.DRAINING, A.KILL, None, BYE),
     **{(state, E.CLOSE): Row(S.CLOSED, A.STOP, LATER, "the server has shut down") for state in State},
 }
@@ -114,7 +116,6 @@ class Supervision:
         self.restarts = 0
         self.ends: dict[Event, int] = dict.fromkeys(ENDS, 0)  # how often what ended it
         self._clock = clock
-        self._why = ""
         self._since: float | None = None  # when it became ready
         self._attempts = 0  # of late
 
@@ -136,12 +137,11 @@ class Supervision:
         if row.action is Action.RESTART:
             self.pause = self.pauses[min(self._attempts, len(self.pauses) - 1)]
             self._attempts += 1
-        self.restarts += event is Event.RESUME
-        self._why = why or self._why
-        detail = row.says.format(why=self._why)
+        self.restarts += event is Event.RESUME and row.action is Action.START
+        detail = row.says.format(why=why, said=self.detail)
         if row.state is not self.state or event in ENDS:
             level = logging.WARNING if row.state in DOWN else logging.INFO
-            said = why if event is Event.REFUSED else detail  # clients are not told why a model cannot be loaded again
+            said = why if event is Event.REFUSED else detail
             log.log(level, "%s%s", row.state.value, f": {said}" if said else "")
         self.state, self.detail = row.state, detail
         return row
