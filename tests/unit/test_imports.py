@@ -53,7 +53,7 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.encoding": "startup.opening text confined",
     "startup.runnable": "startup.opening startup.memory native weights",
-    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
+    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
