@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.given import SETTINGS, Messages, Params, Prompt, as_batch, as_talks, settings_of, spread
-from headrace.data.near import did_you_mean, near
+from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, settings_of, spread, template_variables
 from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
@@ -18,6 +17,7 @@ from headrace.decoding.base import Strategy
 from headrace.decoding.looking import look_again
 from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Pooling, Scoring
+from headrace.decoding.tools import ToolChoice, conversation, tooling
 from headrace.drafting.methods import speculation
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
@@ -27,6 +27,7 @@ from headrace.runner.executor import InProcess
 from headrace.startup.backend import start
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
+from headrace.text.chat import validate_messages
 from headrace.weights.defaults import values
 from headrace.weights.progress import Moving, Progress, Silent, on_terminal, waiting
 
@@ -137,24 +138,31 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         sampling_params: Params | Sequence[Params] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         **more: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for conversations ([{"role": …, "content": …}, …], or a text: what the user says) put through the
         model's chat template. Without `params` they are `default_params()`. `more`: single settings (max_tokens=48), and
-        variables of the template (enable_thinking=False)."""
-        template = self._variables(more)
+        variables of the template (enable_thinking=False). `tools`, `tool_choice` and `parallel_tool_calls` are as the server
+        takes them: calls fit their schemas, and are `tool_calls` of an output. Raises ToolError, TemplateError, TypeError."""
+        source = self.opened.template.source
+        template = template_variables(more, source or "")
         settings = {name: value for name, value in more.items() if name not in template}
-        chosen = settings_of(params, sampling_params, settings, self._own())
-        return self.generate([self.render(talk, **template) for talk in as_talks(messages)], chosen)
-
-    def _variables(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that are the template's. Raises TypeError for one that looks like a setting and that no template reads."""
-        found = {name: value for name, value in more.items() if name not in SETTINGS}
-        source = self.opened.template.source or ""
-        for name in found:
-            if name not in source and near(name, SETTINGS):
-                raise TypeError(f"{name!r} is no setting and no variable of the template; {did_you_mean(name, SETTINGS)}")
-        return found
+        talks = as_talks(messages)
+        each = spread(settings_of(params, sampling_params, settings, self._own()), len(talks))
+        asked = ToolChoice(None if tools is None else [dict(tool) for tool in tools], tool_choice, parallel_tool_calls)
+        given = tooling(asked, source, self.tokenizer.control_id)
+        if given is not None:
+            each = [given.held(one) for one in each]
+            template |= {"tools": given.tools} if given.told else {}
+        talks = [conversation(validate_messages(talk), given, source) for talk in talks]
+        outputs = self.generate([self.render(talk, **template) for talk in talks], each)
+        if given is not None:
+            for output in outputs:
+                given.read(output)
+        return outputs
 
     def stream(
         self,

@@ -13,10 +13,11 @@ from headrace.decoding.constrained import Grammars
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
 from headrace.decoding.tools import ToolError, conversation, tooling
+from headrace.llm import LLM
 from headrace.server.fields import ChatRequest
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import Tokenizer
-from tests.server.harness import Running
+from tests.server.harness import ENGINE, Running
 from tests.tiny_files import write_tiny_gguf
 from tests.unit.vocabularies import byte_level
 
@@ -408,3 +409,30 @@ def test_strict_tools_are_held_to_all_or_refused() -> None:
     tool["function"]["strict"] = True  # type: ignore[index]
     with pytest.raises(ToolError, match="uniqueItems"):
         tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "turn_wheel"}}])
+def test_python_does_what_the_server_does(server: Running, choice: Any) -> None:
+    """The same prompt, the same grammar, the same calls."""
+    asked = {"tools": [TURN, STOP], "tool_choice": choice, "parallel_tool_calls": False}
+    drawn = {"seed": 3, "max_tokens": 90}
+    body = {"model": "tiny", "messages": TALK, **asked, **drawn}
+    said = server.post("/v1/chat/completions", body).json()
+    expected = said["choices"][0]
+    with LLM(server.llm.model, **ENGINE) as llm:
+        (output,) = llm.chat(TALK, **asked, **drawn)
+        (plain,) = llm.chat(TALK, **drawn)
+        with pytest.raises(ToolError, match="tool_choice names a function that is not among the tools"):
+            llm.chat(TALK, tools=[TURN], tool_choice={"type": "function", "function": {"name": "fly"}})
+        with pytest.raises(ToolError, match="cannot be held to a format too"):
+            llm.chat(TALK, tools=[TURN], structured_outputs={"regex": "a"})
+    (one,) = output.outputs
+    assert len(output.prompt_token_ids) == said["usage"]["prompt_tokens"] > len(plain.prompt_token_ids)
+    assert one.finish_reason == expected["finish_reason"]
+    assert [call["function"] for call in one.tool_calls] == [
+        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in expected["message"].get("tool_calls") or []
+    ]
+    assert (one.text or None) == (expected["message"]["content"] or None)
+    assert bool(one.tool_calls) or choice == "auto"
+    assert plain.outputs[0].tool_calls == []

@@ -59,7 +59,7 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.encoding": "startup.opening text confined",
     "startup.runnable": "startup.opening startup.memory native weights",
-    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
+    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader weights.parts models layers text data",
     "compress": "quant startup.opening text models weights.loader weights.parts weights data",
     "workflows": "llm data",

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.data.near import did_you_mean
+from headrace.data.near import did_you_mean, near
 from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, BeamSearchParams, SamplingParams, params_of
 
 Prompt = str | Sequence[int]
@@ -61,3 +61,13 @@ def settings_of(
     if isinstance(params, Params):
         return msgspec.structs.replace(params, **changes)
     return [msgspec.structs.replace(one, **changes) for one in params]
+
+
+def template_variables(given: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Of a call's further arguments those that are no settings. Raises TypeError for one that looks like a slip of a setting,
+    and that the template does not read."""
+    found = {name: value for name, value in given.items() if name not in SETTINGS}
+    for name in found:
+        if name not in template and near(name, SETTINGS):
+            raise TypeError(f"{name!r} is no setting and no variable of the template; {did_you_mean(name, SETTINGS)}")
+    return found

@@ -15,6 +15,7 @@ from headrace.data.types import Delta, Request, RequestMetrics
 @dataclass(slots=True)
 class CompletionOutput:
     """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None.
+    `tool_calls`: those of a conversation with tools, as OpenAI's protocol writes them; `text` is what stands beside them.
 
     Beam search ranks its outputs by `score` (the length-normalised log-probability) and gives `cumulative_logprob`."""
 
@@ -23,9 +24,10 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
-    finish_reason: str | None = None  # stop | length | abort | error
+    finish_reason: str | None = None  # stop | length | tool_calls | abort | error
     stop_reason: int | str | None = None
     score: float | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"CompletionOutput({self.text!r}, {_tokens(self.token_ids)}, finish_reason={self.finish_reason!r})"

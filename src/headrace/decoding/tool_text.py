@@ -1,7 +1,10 @@
 """Calls of tools in a model's text: where they begin and end, as the text comes."""
 
 import re
+import secrets
+import string
 from dataclasses import dataclass
+from typing import Any
 
 MOST_HEAD = 1024  # characters within which a call must say its name
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
@@ -196,3 +199,22 @@ class ToolText:
             return True
         self._held, self._state = after[1:] if after[0] == "]" else after, "text"
         return True
+
+
+def new_call_id() -> str:
+    """A name for a call of a tool: nine letters and digits, which Mistral's templates insist on and others take."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def read_calls(text: str, form: CallFormat) -> tuple[str, list[dict[str, Any]]]:
+    """A whole answer taken apart: its plain text, and its calls as the protocol writes them."""
+    reader, said = ToolText(form), ""
+    calls: list[dict[str, Any]] = []
+    for piece in [*reader.push(text), *reader.close()]:
+        if piece.call is None:
+            said += piece.text
+            continue
+        if piece.name is not None:
+            calls.append({"id": new_call_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        calls[piece.call]["function"]["arguments"] += piece.text
+    return said, calls

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headrace.data.outputs import RequestOutput
+from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, format_of
+from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, format_of, read_calls
 
 MOST = 128  # tools
 NINE = re.compile(r"[A-Za-z0-9]{9}")
@@ -43,6 +45,15 @@ class Asked(Protocol):
     parallel_tool_calls: bool | None
 
 
+@dataclass(slots=True)
+class ToolChoice:
+    """`Asked` by a caller in this process."""
+
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Tooling:
     """The tools of one request. `told`: whether the template is told of them, or a system message has to."""
@@ -51,6 +62,19 @@ class Tooling:
     form: CallFormat
     told: bool
     spec: StructuredOutputs
+
+    def held(self, params: SamplingParams) -> SamplingParams:
+        """Parameters of an answer that is held to their schemas. Raises ToolError."""
+        if params.structured_outputs is not None:
+            raise ToolError("an answer that may call tools cannot be held to a format too; leave one out", "tools")
+        return params.replace(structured_outputs=self.spec)
+
+    def read(self, output: RequestOutput) -> None:
+        """Take the calls out of the texts of a finished output."""
+        for one in output.outputs:
+            one.text, one.tool_calls = read_calls(one.text, self.form)
+            if one.tool_calls and one.finish_reason == "stop":
+                one.finish_reason = "tool_calls"
 
 
 def callable_tools(request: Asked) -> tuple[list[dict[str, Any]], bool]:

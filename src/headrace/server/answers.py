@@ -1,7 +1,6 @@
 """What goes out: the protocol's responses as structs, encoded by msgspec."""
 
 import secrets
-import string
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -117,11 +116,6 @@ class Model(msgspec.Struct):
 def new_id(kind: str) -> str:
     """A name for an answer or a part of one, joined as OpenAI joins it: cmpl-…, chatcmpl-…, file-…, and else msg_…, fc_…"""
     return f"{kind}{'-' if kind in DASHED else '_'}{secrets.token_hex(12)}"
-
-
-def new_call_id() -> str:
-    """A name for a call of a tool: nine letters and digits, which Mistral's templates insist on and others take."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def now() -> int:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.data.types import Delta
-from headrace.decoding.tool_text import Piece, ToolText
+from headrace.decoding.tool_text import Piece, ToolText, new_call_id
 from headrace.decoding.tools import Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
 from headrace.server.answers import (
     Chat,
@@ -22,7 +22,6 @@ from headrace.server.answers import (
     ChatMessage,
     ToolCall,
     ToolFunction,
-    new_call_id,
     new_id,
     now,
     usage,
