@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import subprocess
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -165,6 +166,25 @@ def test_threads_and_chunks_leave_the_bytes_alone(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_one_matrix_is_in_memory_at_a_time(kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a writer that keeps what it read."""
+    folder = write_folder(tmp_path / "folder", "llama-gqa")
+    right, alive, most, held = run.write_parts, [], [0], []
+
+    def watched(parts: Any, values: Any) -> torch.Tensor:
+        made = right(parts, values)
+        alive.append(weakref.ref(made))
+        most[0] = max(most[0], sum(one() is not None for one in alive))
+        held.append(made if kept else None)
+        return made
+
+    monkeypatch.setattr(run, "write_parts", watched)
+    compress(folder, tmp_path / "out.gguf", Pipeline(format="Q8_0"))
+    assert (most[0] == 1) != kept
+    assert len(alive) > 20
+
+
 def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf", edit=lambda tensors: tensors["blk.1.ffn_up.weight"].fill(1e30))
     (tmp_path / "out.gguf").write_text("the old one")
@@ -197,6 +217,8 @@ def test_what_cannot_be_is_refused_at_once(pipeline: Pipeline, out: str, message
 def test_models_that_are_not_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"encoders \(bert\) are not written as GGUF"):
         predict(write_tiny_bert(tmp_path / "bert"))
+    with pytest.raises(WeightError, match=r"encoders \(bert\) decode no tokens"):
+        survey(tmp_path / "bert", ["Q8_0"])
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ValueError, match="is the model that is read"):
         compress(model, model, overwrite=True)
@@ -369,6 +391,10 @@ def test_a_survey_says_what_the_file_will_be(tmp_path: Path) -> None:
     assert now.cost.weights - now.cost.multiplied in (table, read_config(GGUFFile(model)).vocab_size * 32)
     with pytest.raises(ValueError, match="unknown format 'Q9'"):
         survey(model, ["Q9"])
+    (_, gemma) = survey(write_folder(tmp_path / "gemma", "gemma3-one-kv-head"), ["Q8_0"], errors=False)
+    (_, mistral) = survey(write_folder(tmp_path / "mistral", "mistral-window"), ["Q8_0"])
+    assert gemma.error is None
+    assert mistral.error is not None
 
 
 @pytest.mark.peers
