@@ -11,6 +11,8 @@ from headrace.quant import super as superblocks
 from headrace.quant.encode import ENCODERS, WRITTEN, encode
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.safetensors import SafetensorsFolder
+from tests.places import model_file
 
 THEIRS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # that the package quantises
 # Square error over the square of normal numbers: a slip in a layout or a search loses more than this.
@@ -155,3 +157,17 @@ def test_what_cannot_be_written_is_one_line() -> None:
             encode(np.full((1, 256), value, np.float32), kind)
     assert set(WRITTEN) == set(KINDS) - {"IQ4_XS"}
     assert set(FLOATS) < set(WRITTEN)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("kind", THEIRS)
+def test_real_matrices_have_less_error_than_the_reference_quantiser_leaves(kind: str) -> None:
+    """Every linear of MiniLM, as it was published in float32."""
+    source = SafetensorsFolder(model_file("all-MiniLM-L6-v2"))
+    weights = [name for name in source.names() if name.endswith("weight") and ".layer." in name]
+    matrices = [name for name in weights if len(source.info(name).shape) == 2]
+    assert len(matrices) == 36
+    for name in matrices:
+        x = source.raw(name)[::4].view("<f4")
+        ours, reference = square(x, back(encode(x, kind), kind)), square(x, theirs(x, kind))
+        assert ours < (1 if kind == "Q8_0" else 0.97) * reference, name

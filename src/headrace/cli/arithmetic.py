@@ -56,8 +56,8 @@ def arithmetic(
         print(json.dumps([_record(one, context, batch, rate, most) for one in found], indent=2))
         return
     cost = found[0].cost
-    each = f"{cost.operations / 1e9:.3g} billion operations, {cost.kv_bytes:,.0f} bytes of K and V"
-    say(f"{cost.weights:,} weights; a token: {each}")
+    operations = f"{cost.operations / 1e9:.3g} billion operations"
+    say(f"{cost.weights:,} weights; a token takes {operations} and {cost.kv_bytes:,.0f} bytes of K and V")
     say(f"at a context of {context} and a batch of {batch}; memory read at {rate / 1e9:.1f} GB/s")
     print_table(
         (

@@ -77,6 +77,8 @@ class Report:
     @property
     def error(self) -> float | None:
         """Square error over squares, a mean over the weights that were rounded; None before that."""
+        if any(one.error is None for one in self.matrices.values()):
+            return None
         rounded = [(one.error, one.weights) for one in self.matrices.values() if one.error]
         return sum(error * weights for error, weights in rounded) / max(sum(weights for _, weights in rounded), 1)
 
@@ -124,7 +126,7 @@ def compress(
         raise ValueError(f"{path} takes {human_size(job.report.bytes)} and {human_size(free)} are free in {path.parent}")
     for line in job.report.warnings:
         tell.note(line)
-    tell.start(path.name, job.report.bytes)
+    tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
         write_gguf(path, job.entries, job.tensors, _chunks(job, pipeline, tell.advance), job.alignment)
     finally:

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from headrace.compress.mixes import HEAD, MIXES, SHORT, TABLE, tensor_kind
+from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.arithmetic import Cost, kv_token_bytes
 from headrace.quant.errors import Error, measure
 from headrace.quant.spec import Spec, near, parse
 from headrace.startup.opening import open_files
-from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
-from headrace.weights.source import WeightSource
+from headrace.weights.source import WeightError, WeightSource
 
 ROWS = 32  # of each matrix that are rounded, evenly spread: a sample
 
@@ -40,8 +40,10 @@ def survey(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", er
     chosen = [_chosen(name) for name in formats]
     opened = open_files(model)
     source, config = opened.source, opened.config
-    target = config if isinstance(source, GGUFFile) or config.encoder else gguf_keys.stored_config(config)
-    stored = stored_as(describe(target), "safetensors" if config.encoder else "gguf")
+    if config.encoder:
+        raise WeightError(f"{opened.path}: encoders ({config.architecture}) decode no tokens, of which this is the arithmetic")
+    target = gguf_keys.named(config)
+    stored = stored_as(describe(target), "gguf")
     read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
     kv = kv_token_bytes(config, kv_dtype)
     sizes = {name: prod(parts[0].stored) for name, parts in stored.items()}
@@ -78,10 +80,10 @@ def _chosen(name: str) -> str | Spec:
         raise ValueError(near(name, MIXES, "or a grid such as int4-g128") if "unknown" in str(error) else str(error)) from None
 
 
-def _spec(mix: str | Spec, name: str, shape: tuple[int, ...], config: object) -> Spec:
+def _spec(mix: str | Spec, name: str, shape: tuple[int, ...], config: ModelConfig) -> Spec:
     """The format of a tensor: norms, biases and positions stay float32; a grid is for all matrices but tables and head."""
-    kind = tensor_kind(mix if isinstance(mix, str) else "F32", name, shape[-1], config)  # type: ignore[arg-type]
-    vector = tensor_kind("Q8_0", name, shape[-1], config) == "F32"  # type: ignore[arg-type]
+    kind = tensor_kind(mix if isinstance(mix, str) else "F32", name, shape[-1], config)
+    vector = tensor_kind("F16", name, shape[-1], config) == "F32"
     if isinstance(mix, str) or vector:
         return Spec("kind", kind=kind)
     return Spec("kind", kind="BF16") if name in (TABLE, HEAD) else mix

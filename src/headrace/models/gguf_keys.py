@@ -14,7 +14,7 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def stored_config(config: ModelConfig) -> ModelConfig:
-    """The config that a reader of the GGUF file finds: Mistral's is llama's there. Raises WeightError where there is none."""
+    """The config that a reader of the GGUF file finds. Raises WeightError where there is none."""
     if config.architecture not in KNOWN:
         raise WeightError(
             f"a folder of {config.architecture} is not written as GGUF; begin with its .gguf file, "
@@ -22,6 +22,11 @@ def stored_config(config: ModelConfig) -> ModelConfig:
         )
     if any(layer.window for layer in config.layers):
         raise WeightError("sliding windows are not written as GGUF; begin with the model's own .gguf file")
+    return named(config)
+
+
+def named(config: ModelConfig) -> ModelConfig:
+    """The config by the architecture that GGUF files say: Mistral's is llama there."""
     return replace(config, architecture="llama") if config.architecture == "mistral" else config
 
 

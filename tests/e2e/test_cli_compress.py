@@ -1,0 +1,75 @@
+"""compress and arithmetic as a person runs them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli_shell import Shell
+from tests.tiny_files import write_tiny_gguf
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+def test_a_model_is_written_and_inspected(shell: Shell, tmp_path: Path) -> None:
+    model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
+    code, said, err = shell("compress", model, "-o", out, "-f", "q8_0", "--matrices")
+    assert code == 0
+    assert "error:           0.00" in said
+    assert "blk.0.attn_q.weight\tQ8_0\t1088\t" in said
+    assert "out.gguf: 100 %" in err
+    code, said, _ = shell("inspect", out, "--json")
+    found = json.loads(said)
+    assert (code, found["types"]["Q8_0"]) == (0, 14)
+    assert 8.5 < found["bits"] < 9.5
+    code, said, _ = shell("inspect", out)
+    assert f"{found['bits']:.2f} bits each" in said
+
+
+def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Path) -> None:
+    model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
+    code, said, err = shell("compress", model, "--dry-run", "-f", "Q4_K_M", "--json")
+    predicted = json.loads(said)
+    assert (code, list(tmp_path.glob("*.gguf"))) == (0, [model])
+    assert predicted["error"] is None
+    assert "rows of 32, 48 numbers are no multiple of 256, which K-quants need" in err
+    shell("compress", model, "-o", out, "-f", "Q4_K_M")
+    assert out.stat().st_size == predicted["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (("-o", "OUT"), 1, "OUT exists; give another name, or --overwrite"),
+        ((), 2, "give a file to write with -o OUT.gguf, or --dry-run"),
+        (("--dry-run", "-f", "Q4"), 1, "unknown format 'Q4'"),
+        (("--dry-run", "--imatrix", "OUT"), 1, "it is no importance matrix, or damaged"),
+    ],
+)
+def test_mistakes_are_one_line(shell: Shell, tmp_path: Path, arguments: tuple[str, ...], code: int, line: str) -> None:
+    model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
+    out.write_bytes(b"\xff" * 64)
+    found, said, err = shell("compress", model, *(str(out) if one == "OUT" else one for one in arguments))
+    assert (found, said) == (code, "")
+    assert line.replace("OUT ", f"{out} ") in err
+    assert err.count("\n") == 1
+
+
+def test_what_a_token_costs(shell: Shell, tmp_path: Path) -> None:
+    """2 layers of 2 heads of 8: 128 bytes of K and V in 16 bits; the table of tokens is not read."""
+    model = write_tiny_gguf(tmp_path / "tiny.gguf")
+    arguments = ("arithmetic", model, "-f", "Q8_0", "-f", "int4-g16", "--context", 100, "--batch", 2, "--bandwidth", 1)
+    code, said, _ = shell(*arguments, "--speed", 0.001, "--json")
+    now, eight, grid = json.loads(said)
+    assert (code, now["kv_bytes"], now["operations"] % 2) == (0, 128, 0)
+    assert eight["step_bytes"] == eight["read_bytes"] + 2 * 100 * 128
+    assert eight["tokens_per_s_at_most"] == pytest.approx(2 / max(eight["step_bytes"] / 1e9, 2 * eight["operations"] / 1e9))
+    assert eight["critical_batch"] == pytest.approx(eight["read_bytes"] / eight["operations"])
+    assert grid["error"]["sqnr"] < 30 < 40 < eight["error"]["sqnr"]
+    code, said, err = shell(*arguments)
+    table = [line.split("\t") for line in said.splitlines()]
+    assert [row[0] for row in table] == ["FORMAT", "as it is", "Q8_0", "int4-g16"]
+    assert "128 bytes of K and V" in err
