@@ -1,5 +1,6 @@
 """One tiny model, one server of it, and the same model offline."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,26 @@ from typing import Any
 import pytest
 
 from headrace.llm import LLM
+from tests import audit
 from tests.server.browser import CHROMIUM, MILLISECONDS, opened
 from tests.server.harness import ENGINE, Running
 from tests.tiny_files import write_tiny_gguf
+
+HOSTILE = ("bad_inputs", "fuzz", "hostile", "native_core", "page", "structured", "tools")  # whose requests are
+
+
+@pytest.fixture(scope="session", autouse=True)
+def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the servers of these tests, and their processes, do to the world around them."""
+    return audit.install(tmp_path_factory.mktemp("audit"))
+
+
+@pytest.fixture(autouse=True)
+def watched(request: pytest.FixtureRequest, audit_log: Path) -> Iterator[None]:
+    """No hostile request makes them do anything; a server that is started for the test may be starting still."""
+    hostile = request.node.path.stem.removeprefix("test_") in HOSTILE
+    with audit.nothing_found(audit_log) if hostile else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ class Running:
         self.server = Server(models)
         self.error: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread = threading.Thread(target=self._main, name="server", daemon=True)
 
     def __enter__(self) -> Self:
         headers = {"Authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}

@@ -1,0 +1,105 @@
+"""Every row of docs/security.md with its defence taken out: in a copy of the house without it, the row's test fails.
+
+tests/defences.toml says what is taken out. A few are tried always, all of them by `pytest -m slow`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.harness import ROOT
+
+PAGE = (ROOT / "docs/security.md").read_text("utf-8").partition("## Complaints")[0]
+ROWS = {
+    cells[1].strip(): cells[3] for line in PAGE.splitlines() if len(cells := line.split("|")) == 5 and "`tests/" in cells[3]
+}
+DEFENCES: list[dict[str, Any]] = tomllib.loads((ROOT / "tests/defences.toml").read_text("utf-8"))["defence"]
+NAMES = [defence["class"] for defence in DEFENCES]
+SHORT = [defence for defence in DEFENCES if defence.get("short")]
+SECONDS = 570  # for one test, which may wait for what does not come
+PATIENCE = ("PATIENCE = 300.0", "PATIENCE = 20.0")  # seconds that a test of the copy waits for that
+FAILED = 1  # pytest's exit status; a test that cannot be collected has another
+
+
+def test_every_row_has_a_defence_that_can_be_taken_out() -> None:
+    """Each once, in the words of the row, with a test of that row, and what is taken out is there."""
+    assert len(ROWS) > 30
+    for row, tests in ROWS.items():
+        found = [defence for defence in DEFENCES if row.startswith(defence["class"])]
+        assert len(found) == 1, f"{row}: {len(found)} defences"
+        assert f"`{found[0]['test']}`" in tests, row
+    assert len(DEFENCES) == len(ROWS)
+    for defence in DEFENCES:
+        source = (ROOT / "src/headrace" / defence["file"]).read_text("utf-8")
+        for old, new in patches(defence):
+            assert source.count(old) == 1, f"{defence['class']}: {old!r} is {source.count(old)} times in {defence['file']}"
+            assert old != new
+
+
+@pytest.mark.parametrize("defence", SHORT, ids=lambda defence: defence["class"])
+def test_without_its_defence_a_test_fails(tmp_path: Path, defence: dict[str, Any]) -> None:
+    status, said = attempt(tmp_path, defence)
+    assert status == FAILED, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defence", DEFENCES, ids=NAMES)
+def test_without_any_defence_a_test_fails(tmp_path: Path, defence: dict[str, Any]) -> None:
+    test_without_its_defence_a_test_fails(tmp_path, defence)
+
+
+def test_with_its_defence_the_test_passes(tmp_path: Path) -> None:
+    """The control: the copy itself fails no test."""
+    for defence in SHORT[:1]:
+        status, said = attempt(tmp_path, {**defence, "new": defence["old"]})
+        assert status == 0, said
+
+
+def patches(defence: dict[str, Any]) -> list[tuple[str, str]]:
+    both = [[one] if isinstance(one, str) else one for one in (defence["old"], defence["new"])]
+    return list(zip(*both, strict=True))
+
+
+def attempt(folder: Path, defence: dict[str, Any]) -> tuple[int, str]:
+    """The row's test in a copy of the house without the defence: pytest's exit status, and what it said."""
+    for name in ("src", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"), symlinks=True)
+    for core in (ROOT / "src/headrace/native").glob("*.so"):
+        (folder / "src/headrace/native" / core.name).symlink_to(core.resolve())
+    for name in ("benchmarks", "csrc", "tools", "Makefile", "README.md", "README.zh-CN.md"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    edit(folder / "src/headrace" / defence["file"], patches(defence))
+    edit(folder / "tests/server/harness.py", [PATIENCE])
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n0", defence["test"]]
+    environment = {name: value for name, value in os.environ.items() if not re.match("PYTEST_|PYTHONPATH$", name)}
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            raise
+    return process.returncode, said[-3000:]
+
+
+def edit(file: Path, changes: list[tuple[str, str]]) -> None:
+    text = file.read_text("utf-8")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text, "utf-8")
