@@ -7,6 +7,7 @@ inside its function, so that `headrace --help` and `headrace list` stay instant.
 
 import io
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = code if isinstance(code, int) else OK
         sys.stdout.flush()
     except typer.TyperException as error:
-        return _wrong_usage(error)
+        return _wrong_usage(error, arguments)
     except typer.Abort:
         say("headrace: nothing done")
         return ERROR
@@ -52,11 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _wrong_usage(error: Any) -> int:
+def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "headrace"
+    if arguments and error.format_message().startswith("No such command") and _is_model(arguments[0]):
+        typed = shlex.join(arguments)
+        say(f"headrace: {arguments[0]} is a model and no command; to ask it something: headrace run {typed}")
+        return error.exit_code
     say(f"headrace: {error.format_message().replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")
     return error.exit_code
+
+
+def _is_model(name: str) -> bool:
+    from headrace.cli.models import complete_model
+
+    return name in complete_model(name) or name.endswith(".gguf") or os.path.exists(name)
 
 
 def _failed(error: Exception) -> int:

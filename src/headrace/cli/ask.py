@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
@@ -16,7 +17,11 @@ DRAWN = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Generate")(with_groups(ask))
+    short = short_help(
+        "budget passages preset temperature top_p max_tokens seed",
+        ('headrace ask MODEL docs "How are models loaded?"', "An answer, and the passages it cites."),
+    )
+    app.command(rich_help_panel="Generate", cls=short)(with_groups(ask))
 
 
 def ask(

@@ -1,27 +1,36 @@
 """chat: a conversation on the terminal, or through pipes."""
 
 import json
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headrace.cli.conversation import Conversation, Message, load
+from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.lines import Lines, Typed
+from headrace.cli.markdown import Markdown
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, check, with_groups
 from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
+from headrace.data.fields import declared
 from headrace.data.near import did_you_mean
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
+from headrace.text.width import crop, width
+from headrace.weights.progress import counted
 
 INTERRUPTED = 130
 HELP = """\
 /system [TEXT]      show or set the system prompt ("" for none)
-/set [NAME VALUE]   show or change a sampling setting: /set temperature 0.5, /set seed none, /set preset creative
+/set [NAME VALUE]   the settings and what they do (/set all: all of them); change one: /set temperature 0.5, /set seed none
+/set preset NAME    precise, balanced or creative
+/markdown [off|on]  whether headings, lists, emphasis and code get a look of their own
 /clear              forget what was said; system prompt and settings stay
 /retry              answer the last message again
 /save FILE          write the conversation to a file
@@ -31,16 +40,24 @@ HELP = """\
 /exit               leave (Ctrl-D, too)
 A line that ends in a backslash goes on in the next; three quotes (\"\"\") open a message of several lines, three close it.
 Ctrl-C stops an answer."""
-COMMANDS = ["/system", "/set", "/clear", "/retry", "/save", "/load", "/stats", "/help", "/exit"]
+COMMANDS = ["/system", "/set", "/markdown", "/clear", "/retry", "/save", "/load", "/stats", "/help", "/exit"]
 # Settings a chat has no use for.
 FIXED = frozenset({"n", "best_of", "beam", "logprobs", "logprobs_mode", "prompt_logprobs", "priority"})
 DRAW = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+USUAL = (*DRAW[:4], "repetition_penalty", "max_tokens", "seed", "stop")  # what a bare /set shows in any case
+NEUTRAL = SamplingParams()
 SETTINGS = [name for name in SamplingParams.__struct_fields__ if name not in FIXED]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Generate", epilog=HELP.replace("\n", "\n\n"))(with_groups(chat))
+    short = short_help(
+        "system resume preset temperature top_p max_tokens seed draft max_model_len",
+        ("headrace chat smollm2-135m", "Talk; /help lists what else can be typed."),
+        ('headrace chat MODEL --system "Answer in French." -t 0.3', "With a system prompt of one's own, and less chance."),
+        ("headrace chat MODEL --load talk.json", "Go on with what /save has written."),
+    )
+    app.command(rich_help_panel="Generate", epilog=HELP.replace("\n", "\n\n"), cls=short)(with_groups(chat))
 
 
 def chat(
@@ -82,6 +99,7 @@ class Chat:
         self.limit: int = llm.memory_plan.max_model_len
         self.last: RequestOutput | None = None  # the last answer
         self.tokens = 0  # of all answers
+        self.markdown = not os.environ.get("NO_COLOR")
         self.interrupt = Interrupt()
 
     def run(self, lines: Lines) -> int:
@@ -137,7 +155,7 @@ class Chat:
 
     def _stream(self, prompt: list[int]) -> str:
         """The answer's text, written as it comes; what Ctrl-C leaves of it, too."""
-        answer = AnswerWriter(wrapped=True)
+        answer = AnswerWriter(wrapped=True, form=Markdown if self.markdown else None)
         made: list[RequestOutput] = []
         told = moving()
         told.start("reading the prompt")
@@ -163,7 +181,8 @@ class Chat:
     def _command(self, name: str, rest: str = "") -> None:
         action = getattr(self, f"_do_{name[1:]}", None) if name in COMMANDS else None
         if action is None:
-            raise ValueError(f'unknown command {name}; /help lists them (a message that begins with a slash: """{name} …""")')
+            question = did_you_mean(name, COMMANDS, "/help lists them")
+            raise ValueError(f'unknown command {name}; {question} (a message that begins with a slash: """{name} …""")')
         action(rest.strip())
 
     def _do_help(self, _: str) -> None:
@@ -176,20 +195,27 @@ class Chat:
 
     def _do_set(self, text: str) -> None:
         name, _, value = text.partition(" ")
-        if not text:
-            shown = {one: getattr(self.params, one) for one in SETTINGS}
-            note(", ".join(f"{one} {_shown(value)}" for one, value in shown.items() if value not in ((), None)))
+        if text in ("", "all"):
+            note(_table(self.params, everything=text == "all"))
+        elif name not in (*SETTINGS, "preset"):
+            question = did_you_mean(name, [*SETTINGS, "preset"], "/set all lists them")
+            raise ValueError(f"unknown setting {name}; {question}")
         elif not value.strip():
-            raise ValueError("/set takes a name and a value, as in /set temperature 0.5")
+            if name == "preset":
+                raise ValueError(f"/set preset takes a name: {', '.join(Preset)}")
+            note(_table(self.params, names=(name,)))
         elif name == "preset":
             self.params = self.params.replace(**_preset(value.strip()))
             note(f"settings: {value.strip()}")
-        elif name not in SETTINGS:
-            known = f"known: preset, {', '.join(SETTINGS)}"
-            raise ValueError(f"unknown setting {name}; {did_you_mean(name, ['preset', *SETTINGS], known)}")
         else:
             self.params = self.params.replace(**{name: _value(value.strip())})
             note(f"{name}: {_shown(getattr(self.params, name))}")
+
+    def _do_markdown(self, text: str) -> None:
+        if text not in ("", "on", "off"):
+            raise ValueError("/markdown takes on or off")
+        self.markdown = not self.markdown if not text else text == "on"
+        note(f"markdown: {'on' if self.markdown else 'off'}")
 
     def _do_clear(self, _: str) -> None:
         self.conversation.turns.clear()
@@ -222,16 +248,27 @@ class Chat:
         from headrace.cli.report import figures
 
         used = len(self.llm.render(self.conversation.messages)) if self.conversation.turns else 0
-        note(f"{self._turns()}, {used} of {self.limit} tokens of context, {self.tokens} tokens answered")
+        note(f"{self._turns()}, {used} of {self.limit} tokens of context, {counted(self.tokens, 'tokens')} answered")
         if self.last is not None:
             note(f"last answer: {figures(self.last)}")
 
 
 def _fit_line(text: str, end: str) -> str:
     """One line of the terminal, cut where it is too long."""
-    from headrace.text.width import crop, width
-
     return crop(text, shutil.get_terminal_size().columns - width(end)) + end
+
+
+def _table(params: SamplingParams, *, everything: bool = False, names: Sequence[str] = ()) -> str:
+    """Settings, a line each: name, value and what it does; of the rarer ones those that were changed."""
+    said = {one.name: one.field.help for one in declared(SamplingParams)}
+    rows = []
+    for name in names or SETTINGS:
+        value = getattr(params, name)
+        if everything or names or name in USUAL or value != getattr(NEUTRAL, name):
+            rows.append((name, "none" if value in ((), None) else _shown(value), said.get(name, "")))
+    widths = [max(len(row[at]) for row in rows) for at in range(2)]
+    room = max(shutil.get_terminal_size().columns - 1, 40)
+    return "\n".join(crop(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {what}".rstrip(), room) for name, value, what in rows)
 
 
 def _path(text: str, command: str) -> Path:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.files import writable
+from headrace.cli.help import short_help
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
@@ -15,7 +16,11 @@ from headrace.weights.progress import counted
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Measure")(with_groups(compare))
+    short = short_help(
+        "source modes csv prompts max_tokens seed raw amateur",
+        ("headrace compare MODEL -i prompts.txt --modes greedy,sample,beam4 --prompts 8", "Three methods on eight prompts."),
+    )
+    app.command(rich_help_panel="Measure", cls=short)(with_groups(compare))
 
 
 def compare(

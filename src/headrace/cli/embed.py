@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.status import status
@@ -17,7 +18,12 @@ BATCH = 64  # texts handed over at a time
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Generate")(with_groups(embed))
+    short = short_help(
+        "file pooling dimensions max_model_len threads",
+        ('headrace embed MODEL "the mill" "a wheel"', "Two vectors, a JSON line each."),
+        ("headrace embed MODEL --file texts.txt > vectors.jsonl", "A text a line."),
+    )
+    app.command(rich_help_panel="Generate", cls=short)(with_groups(embed))
 
 
 def embed(

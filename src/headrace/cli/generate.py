@@ -10,6 +10,7 @@ import typer
 
 from headrace.cli.batch_lines import BadLine, Job, read_jobs
 from headrace.cli.batch_output import BatchOutput, Input, survey
+from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import fetch, open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, check, with_groups
@@ -26,7 +27,12 @@ SAY_EVERY = 10.0  # seconds, where there is no terminal
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Generate")(with_groups(generate))
+    short = short_help(
+        "source target overwrite max_num_seqs preset temperature top_p max_tokens seed json_schema draft max_model_len",
+        ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -m 200", "The same command goes on after a stop."),
+        ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -t 0 --overwrite", "Begin anew, without chance."),
+    )
+    app.command(rich_help_panel="Generate", cls=short)(with_groups(generate))
 
 
 def generate(

@@ -12,6 +12,7 @@ import typer
 from msgspec import to_builtins
 
 from headrace.bench import machine
+from headrace.cli.help import HelpAll
 from headrace.cli.models import complete_model
 from headrace.cli.output import say
 from headrace.data.fields import Declared, Use, declared
@@ -36,7 +37,7 @@ ModelName = Annotated[
 
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command`, for typer: each parameter that is a dataclass of options is replaced by that dataclass's fields.
+    """`command`, for typer: each parameter that is a dataclass of options is replaced by its fields, and --help-all is added.
 
     What it raises names arguments of Python; a person who typed options is told of options.
     """
@@ -49,7 +50,10 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
         flat = inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
         parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in flat]
 
+    parameters.append(inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll))
+
     def call(**values: Any) -> Any:
+        values.pop("help_all", None)
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         try:

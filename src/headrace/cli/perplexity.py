@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.inputs import read_text
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
@@ -23,7 +24,14 @@ BATCH = 4  # windows in one call: few enough that Ctrl-C and the count of window
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Measure")(with_groups(perplexity))
+    short = short_help(
+        "window stride limit as_json kv_dtype quantize",
+        (
+            "headrace perplexity MODEL text.txt --limit 4096",
+            "Of the first 4,096 tokens of a text, with its error.",
+        ),
+    )
+    app.command(rich_help_panel="Measure", cls=short)(with_groups(perplexity))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.inputs import join_prompt
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import open_llm
@@ -20,7 +21,14 @@ INTERRUPTED = 130
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Generate")(with_groups(run))
+    short = short_help(
+        "file system raw n as_json quiet preset temperature top_p max_tokens seed json_schema draft max_model_len",
+        ('headrace run smollm2-135m "Name three rivers."', "The answer on stdout, figures on stderr."),
+        ("git diff | headrace run MODEL 'Summarise this change.' -f notes.txt", "What is piped in and files are added."),
+        ("headrace run MODEL -q -t 0 --json-schema person.json 'Who wrote Faust?'", "Nothing but JSON that fits a schema."),
+        ("headrace run model.gguf --raw 'Once upon a time' -m 60", "A file of one's own continues a text."),
+    )
+    app.command(rich_help_panel="Generate", cls=short)(with_groups(run))
 
 
 def run(

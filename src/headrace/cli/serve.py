@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.opening import look_at
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import say
@@ -18,7 +19,13 @@ PACKAGES = tuple("starlette uvicorn h11 prometheus_client python_multipart yaml 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Generate")(with_groups(serve))
+    short = short_help(
+        "host port api_key_file config served_model_name max_num_seqs max_model_len draft quantize threads",
+        ("headrace serve smollm2-135m", "The page and the API on http://127.0.0.1:8000."),
+        ("headrace serve MODEL --port 8080 --draft SMALLER", "Another port; a smaller model drafts."),
+        ("headrace serve --config serve.toml", "Several models, limits and keys from a file."),
+    )
+    app.command(rich_help_panel="Generate", cls=short)(with_groups(serve))
 
 
 def serve(

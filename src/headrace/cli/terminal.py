@@ -1,9 +1,11 @@
 """Text on a terminal: without what could steer it, broken between words, remarks set apart from answers."""
 
 import os
+import re
 import shutil
 import sys
-from typing import TextIO
+from collections.abc import Callable
+from typing import Protocol, TextIO
 
 from headrace.cli.output import printable
 from headrace.cli.status import status
@@ -14,6 +16,7 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 
 CLOSING = frozenset("，。！？；：、）」』】》〉”’…,.!?;:)]}")
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+STYLE = re.compile(r"\x1b\[[0-9]*m")  # takes no cells
 JOINER = "\u200d"  # makes one sign of two
 
 
@@ -23,14 +26,26 @@ def note(line: str) -> None:
     status().note(f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text)
 
 
-class AnswerWriter:
-    """Writes an answer as it comes. A terminal gets it `wrapped` between words and without control characters; a file or
-    a pipe gets it as it is."""
+class Form(Protocol):
+    """What is made of a text that comes in pieces."""
 
-    def __init__(self, out: TextIO | None = None, *, wrapped: bool = False) -> None:
+    def write(self, text: str) -> str: ...
+
+    def close(self) -> str:
+        """What was held back, when nothing more will come."""
+
+
+class AnswerWriter:
+    """Writes an answer as it comes. A terminal gets it `wrapped` between words, or in a `form` that wraps, and without control
+    characters; a file or a pipe gets it as it is."""
+
+    def __init__(
+        self, out: TextIO | None = None, *, wrapped: bool = False, form: "Callable[[Wrap], Form] | None" = None
+    ) -> None:
         self._out = out or sys.stdout
         self._terminal = self._out.isatty()
-        self._wrap = Wrap(shutil.get_terminal_size().columns) if wrapped and self._terminal else None
+        wrap = Wrap(shutil.get_terminal_size().columns)
+        self._wrap: Form | None = (form(wrap) if form else wrap) if wrapped and self._terminal else None
         self._last = "\n"
 
     def write(self, text: str) -> None:
@@ -68,7 +83,7 @@ class Wrap:
     def close(self) -> str:
         """The word held back, when nothing more will come."""
         word, self._word = self._word, ""
-        cells = cell_len(word)
+        cells = cell_len(STYLE.sub("", word))
         breaks = self._column > 0 and self._column + cells > self.width
         self._column = cells if breaks else self._column + cells
         return "\n" + word if breaks else word

@@ -6,7 +6,7 @@ Where a mix has S, M or L, matrices that lose most by rounding (values, the MLP'
 import re
 
 from headrace.data.config import ModelConfig
-from headrace.quant.spec import near, parse
+from headrace.quant.spec import parse, unknown
 from headrace.weights.kinds import FLOATS, KINDS
 
 # Name -> (kind of most matrices, general.file_type).
@@ -46,7 +46,7 @@ def mix_named(name: str) -> str:
         try:
             grid = parse(name)
         except ValueError:
-            raise ValueError(near(name, MIXES)) from None
+            raise ValueError(unknown(name, MIXES)) from None
         raise ValueError(f"no kind of GGUF holds {grid}: choose {', '.join(MIXES)}; `headrace arithmetic` tells its error")
     return wanted
 
@@ -55,7 +55,7 @@ def kind_named(name: str) -> str:
     """A kind that matrices may be stored in. Raises ValueError, with the nearest ones, where there is none."""
     kinds = [kind for kind in KINDS if kind != "IQ4_XS"]
     if name.upper() not in kinds:
-        raise ValueError(near(name, kinds))
+        raise ValueError(unknown(name, kinds))
     return name.upper()
 
 

@@ -14,7 +14,7 @@ from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.arithmetic import Cost, kv_token_bytes
 from headrace.quant.errors import Error, measure
-from headrace.quant.spec import Spec, near, parse
+from headrace.quant.spec import Spec, parse, unknown
 from headrace.startup.opening import open_files
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
@@ -77,7 +77,9 @@ def _chosen(name: str) -> str | Spec:
     try:
         return parse(name)
     except ValueError as error:
-        raise ValueError(near(name, MIXES, "or a grid such as int4-g128") if "unknown" in str(error) else str(error)) from None
+        raise ValueError(
+            unknown(name, MIXES, "or a grid such as int4-g128") if "unknown" in str(error) else str(error)
+        ) from None
 
 
 def _spec(mix: str | Spec, name: str, shape: tuple[int, ...], config: ModelConfig) -> Spec:

@@ -6,9 +6,10 @@ from difflib import get_close_matches
 
 def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """Of the known names those that `name` may be a slip of, and else those that it is a part of; the nearest first."""
-    known = list(dict.fromkeys(known))
-    if found := get_close_matches(name.lower(), known, n=most):
-        return found
+    lower = {one.lower(): one for one in known}
+    known = list(lower.values())
+    if found := get_close_matches(name.lower(), lower, n=most):
+        return [lower[one] for one in found]
     return [one for one in known if len(name) > 2 and name.lower() in one.lower()][:most]
 
 

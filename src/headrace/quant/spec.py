@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
+from headrace.data.near import did_you_mean
 from headrace.quant.encode import WRITTEN
 from headrace.weights.kinds import KINDS
 
@@ -56,7 +56,7 @@ def parse(text: str) -> Spec:
     words = text.lower().split("-")
     found = _GRID.fullmatch(words[0])
     if found is None:
-        raise ValueError(near(text, WRITTEN, f"or a grid such as {EXAMPLES}"))
+        raise ValueError(unknown(text, WRITTEN, f"or a grid such as {EXAMPLES}"))
     family, bits = (found[1], int(found[2])) if found[1] else (found[3], FLOATS[found[3]])
     if family == "nf" and bits != 4:
         raise ValueError(f"{text!r}: quantiles of the normal distribution are known in 4 bits only: nf4")
@@ -70,9 +70,8 @@ def parse(text: str) -> Spec:
     return Spec(family, bits, group, family != "int" or rest == ["sym"])
 
 
-def near(text: str, names: Iterable[str], more: str = "") -> str:
+def unknown(text: str, names: Iterable[str], more: str = "") -> str:
     """What is said of a format that is not known: names like it, and all there are."""
     known = list(names)
-    close = get_close_matches(text.upper().replace("-", "_"), known, 2, 0.6)
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"unknown format {text!r}; {meant}known are {', '.join(known)}{', ' if more else ''}{more}"
+    meant = did_you_mean(text.upper().replace("-", "_"), known)
+    return f"unknown format {text!r}; {meant}{' ' if meant else ''}known are {', '.join(known)}{', ' if more else ''}{more}"

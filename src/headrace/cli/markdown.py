@@ -1,0 +1,122 @@
+"""Markdown on a terminal, as it comes: headings, lists, quotes, emphasis and code get a look of their own, words are wrapped.
+
+What a mark means is known at the latest a character after it, so that a text is never held back longer than a word is; what is
+still open at the end of a line ends there. Code in fences is neither wrapped nor changed.
+"""
+
+import re
+
+from headrace.cli.terminal import Wrap
+
+BOLD, ITALIC, CODE, QUOTE = "1", "3", "36", "2"  # of SGR: bold, italic, cyan, dim
+PLAIN = "\x1b[0m"
+FENCE = "```"
+# What a line may begin with, whole, and as long as more could make it so.
+HEADING = re.compile(r" {0,3}#{1,6} ")
+ITEM = re.compile(r"( *)[-*+] ")
+QUOTED = re.compile(r" {0,3}> ?(?=[^ ])")
+OPEN = re.compile(r" *| {0,3}#{1,6}| *[-*+]| {0,3}> ?| {0,3}`{1,2}")
+
+
+class Markdown:
+    """A text that comes in pieces, for a terminal that knows SGR. No more of it is held than its first marks and a word."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        self._wrap = wrap
+        self._line = ""  # the beginning of a line, until it is known what it begins
+        self._begun = False  # whether that is known
+        self._fenced = False
+        self._stars = 0  # asterisks that wait for what follows
+        self._before = " "  # the last character
+        self._styles: list[str] = []
+
+    def write(self, text: str) -> str:
+        return "".join(map(self._take, text))
+
+    def close(self) -> str:
+        """What is held back, when nothing more will come."""
+        return self._settle() + self._end() + self._wrap.close()
+
+    def _take(self, char: str) -> str:
+        if char == "\n":
+            return self._newline()
+        if self._begun:
+            return char if self._fenced else self._inline(char)
+        self._line += char
+        if self._fenced or self._line.lstrip(" ").startswith(FENCE):
+            return self._in_fence()
+        return "" if OPEN.fullmatch(self._line) else self._settle()
+
+    def _newline(self) -> str:
+        if self._line.strip(" ").startswith(FENCE):
+            self._fenced, self._line, self._begun = not self._fenced, "", False
+            return self._wrap.close()  # fences themselves are not shown
+        done = self._line + "\n" if self._fenced else self._settle() + self._end() + self._wrap.write("\n")
+        self._line, self._begun, self._before = "", False, " "
+        return self._shown(done) if self._fenced else done
+
+    def _in_fence(self) -> str:
+        """Code goes out as soon as its line is known not to end it; what stands behind a fence names the language."""
+        marks = self._line.lstrip(" ")
+        if FENCE.startswith(marks) or marks.startswith(FENCE):
+            return ""
+        held, self._line, self._begun = self._line, "", True
+        return f"\x1b[{CODE}m{held}"
+
+    def _shown(self, code: str) -> str:
+        return code.removesuffix("\n") + PLAIN + "\n"
+
+    def _settle(self) -> str:
+        """What a line begins with is known."""
+        held, self._line, self._begun = self._line, "", True
+        if found := HEADING.match(held):
+            return self._set(BOLD) + self._inlines(held[found.end() :])
+        if found := ITEM.match(held):
+            return self._wrap.write(f"{found[1]}• ") + self._inlines(held[found.end() :])
+        if found := QUOTED.match(held):
+            return self._wrap.write("│ ") + self._set(QUOTE) + self._inlines(held[found.end() :])
+        return self._inlines(held)
+
+    def _inlines(self, text: str) -> str:
+        return "".join(map(self._inline, text))
+
+    def _inline(self, char: str) -> str:
+        if char == "*" and CODE not in self._styles:
+            self._stars += 1
+            return ""
+        done = self._emphasis(char) if self._stars else ""
+        if char == "`":
+            done += self._unset(CODE) if CODE in self._styles else self._set(CODE)
+        else:
+            done += self._wrap.write(char)
+        self._before = char
+        return done
+
+    def _emphasis(self, after: str) -> str:
+        """Asterisks end what is emphasised behind a word, and begin it before one; else they are asterisks."""
+        count, self._stars = self._stars, 0
+        styles = {1: [ITALIC], 2: [BOLD], 3: [BOLD, ITALIC]}.get(count, [])
+        if styles and not self._before.isspace() and all(one in self._styles for one in styles):
+            return "".join(map(self._unset, styles))
+        inside = self._before.isalnum() and after.isalnum() and count == 1
+        if styles and not after.isspace() and not inside and not any(one in self._styles for one in styles):
+            return "".join(map(self._set, styles))
+        return self._wrap.write("*" * count)
+
+    def _end(self) -> str:
+        """Of a line: of its emphasis, too."""
+        done = self._emphasis(" ") if self._stars else ""
+        if self._fenced:
+            return PLAIN if self._begun else ""
+        if self._styles:
+            self._styles = []
+            done += self._wrap.write(PLAIN)
+        return done
+
+    def _set(self, style: str) -> str:
+        self._styles.append(style)
+        return self._wrap.write(f"\x1b[{style}m")
+
+    def _unset(self, style: str) -> str:
+        self._styles.remove(style)
+        return self._wrap.write(PLAIN + "".join(f"\x1b[{one}m" for one in self._styles))

@@ -1,0 +1,96 @@
+"""Help in two lengths, hints, settings of a chat and what is near a name that is not there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from headrace.cli import chat
+from headrace.cli.app import main
+from headrace.cli.commands import build
+from headrace.data.params import SamplingParams
+from tests.cli_shell import Shell
+
+LONG = ("run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare")
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    monkeypatch.setenv("COLUMNS", "100")
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+def options(text: str) -> set[str]:
+    return set(re.findall(r"│ +(?:\* +)?(--[\w-]+|-n)(?= )", text))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_help_has_the_common_ones_and_examples_and_help_all_the_rest(name: str, shell: Shell) -> None:
+    code, short, _ = shell(name, "--help")
+    assert code == 0
+    whole = shell(name, "--help-all")[1]
+    assert 4 <= len(options(short)) <= 18
+    assert options(short) < options(whole)
+    assert f"headrace {name}" in short.partition("Examples:")[2]
+    left = int(re.search(r"(\d+) more options, by group: headrace " + name + " --help-all", short)[1])  # type: ignore[index]
+    command: Any = get_command(build()).commands[name]  # type: ignore[attr-defined]
+    assert left == len({one.name for one in command.params if one.param_type_name == "option"}) + 1 - len(options(short))
+    assert "Examples:" not in whole
+    assert whole.count("╭") > short.count("╭") >= 2, "by group"
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_is_called_common_is_an_option(name: str) -> None:
+    """A name that was changed must not go missing from the help."""
+    command: Any = get_command(build()).commands[name]  # type: ignore[attr-defined]
+    assert command.common <= {one.name for one in command.params}
+
+
+def test_the_examples_are_commands_that_parse() -> None:
+    for name in LONG:
+        command: Any = get_command(build()).commands[name]  # type: ignore[attr-defined]
+        for line, _ in command.examples:
+            flags = set(re.findall(r"(?<= )--?[a-z][\w-]*", line.partition(f"headrace {name}")[2]))
+            known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+            assert flags <= known, line
+
+
+def test_a_command_is_imported_alone(shell: Shell) -> None:
+    assert set(get_command(build(["run"])).commands) == {"run"} if hasattr(get_command(build(["run"])), "commands") else True
+    assert len(get_command(build(["nosuch"])).commands) > 12, "to say which is near"  # type: ignore[attr-defined]
+
+
+def test_a_model_in_the_place_of_a_command_hints_at_run(shell: Shell, tmp_path: Path) -> None:
+    model = tmp_path / "mine.gguf"
+    code, _, err = shell("smollm2-135m", "hi there")
+    assert (code, err) == (
+        2,
+        "headrace: smollm2-135m is a model and no command; to ask it something: headrace run smollm2-135m 'hi there'\n",
+    )
+    assert f"headrace run {model}" in shell(model)[2]
+    assert "Did you mean 'run'?" in shell("runn", "x")[2]
+    assert "headrace run" not in shell("nosuchmodel", "x")[2]
+
+
+def test_settings_of_a_chat_are_a_table_with_what_each_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = chat._table(SamplingParams(temperature=0.5, top_n_sigma=1.5)).splitlines()
+    assert lines[0].split(maxsplit=2) == ["temperature", "0.5", "0: always the likeliest token; higher: more varied."]
+    assert len(lines) <= 10
+    assert any(line.startswith("top_n_sigma ") for line in lines), "what was changed is shown"
+    assert not any(line.startswith("xtc_threshold") for line in lines)
+    assert len(chat._table(SamplingParams(), everything=True).splitlines()) == len(chat.SETTINGS)
+    assert max(map(len, lines)) < 100
+
+
+@pytest.mark.parametrize(("typed", "near"), [("temprature", "temperature"), ("temp", "temperature"), ("topk", "top_k")])
+def test_a_setting_that_is_not_there_names_one_that_is(typed: str, near: str) -> None:
+    assert chat._near(typed, chat.SETTINGS) == f" (did you mean {near}?)"
+    assert chat._near("zzz", chat.SETTINGS) == ""
+
+
+def test_the_list_of_commands_comes_with_help_and_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help-al"]) == 2
+    assert "--help" in capsys.readouterr().err
