@@ -78,6 +78,7 @@ class AsyncLLM:
         self.stats = Stats()
         self.observer: Observer | None = None
         self.tickets: dict[str, Ticket] = {}
+        self._asking: set[str] = set()  # ids of what was submitted by those who have not said that they are through
         self.quarantine = Quarantine()
         self._suspect: tuple[Ticket, Suspect] | None = None  # the one that the engine has
         self._suspects: deque[tuple[Ticket, Suspect]] = deque()  # that wait until it shows that it is none
@@ -212,6 +213,7 @@ class AsyncLLM:
             ticket.salted = bool(one.salt) and ticket.principal.private
             one.turn = ticket.turn
             self.tickets[ticket.request_id] = ticket
+            self._asking.add(ticket.request_id)
             if suspect is None:
                 self.replica.send(one)
             else:
@@ -241,6 +243,7 @@ class AsyncLLM:
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Nobody waits for these any more: what has not ended is ended, and its blocks come back."""
         for ticket in tickets:
+            self._asking.discard(ticket.request_id)
             if self.tickets.pop(ticket.request_id, None) is not None:
                 ticket.close()
                 if self.pid is not None:
@@ -260,11 +263,11 @@ class AsyncLLM:
             self.abort([ticket])
 
     async def drain(self, grace: float) -> bool:
-        """Take nothing new and wait until all is answered, `grace` seconds at most; returns whether it was."""
+        """Take nothing new, wait `grace` seconds at most until all is answered and taken; returns whether all is answered."""
         self.replica.drain()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace
-        while self.tickets and loop.time() < deadline:
+        while self._asking and loop.time() < deadline:
             await asyncio.sleep(0.02)
         return not self.tickets
 
