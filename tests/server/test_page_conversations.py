@@ -179,6 +179,12 @@ def test_two_conversations_are_answered_at_once(page: Any, server: Running) -> N
         say(page, "A lantern")
         page.wait_for_selector(".dots")
         assert page.locator("#conversations .busy").count() == 2
+        page.hover("#conversations li >> nth=0")
+        page.click("#conversations .icon >> nth=0")
+        page.wait_for_selector("#menu:popover-open")
+        page.keyboard.press("Escape")  # closes the menu, and stops nothing
+        page.wait_for_selector("#menu", state="hidden")
+        assert page.locator(".dots").is_visible()
     page.wait_for_selector("#conversations:not(:has(.busy))")
     assert [len(one["messages"][1]["content"]) > 0 for one in kept(page)] == [True, True]
 

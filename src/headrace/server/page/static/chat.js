@@ -171,7 +171,7 @@ export class Chat {
   // -- an answer ------------------------------------------------------------------------------------------------------
   /** A new answer at the end of a conversation, or more of its last message. */
   answer(conversation, message = null) {
-    const body = asked(message ? conversation.messages : [...conversation.messages], this.hooks.model(), !!message);
+    const body = asked(conversation.messages, this.hooks.model(), !!message);
     if (!message) {
       message = { role: "assistant", content: "", figures: null, model: this.hooks.model() };
       if (settings.tokens) message.tokens = [];

@@ -74,7 +74,7 @@ function side(open) {
 function panel(open) {
   $("#panel").hidden = !open;
   $("#open-panel").setAttribute("aria-expanded", String(open));
-  if (open) drawPanel(models.find((one) => one.id === model)?.defaults ?? {}, () => { keepPanel(false); $("#open-panel").focus(); });
+  if (open) drawPanel(models.find((one) => one.id === model)?.defaults, () => { keepPanel(false); $("#open-panel").focus(); });
 }
 
 function keepPanel(open) {
@@ -216,7 +216,7 @@ document.addEventListener("keydown", (event) => {
   if (event.altKey && !event.ctrlKey && !event.metaKey && ALT[event.code]) {
     event.preventDefault();
     ALT[event.code]();
-  } else if (event.key === "Escape" && !$("dialog[open]")) {
+  } else if (event.key === "Escape" && !$("dialog[open], #menu:popover-open, #search:focus")) {
     if (chat.job) chat.stop();
     else side(false);
   } else if (!typing && !event.ctrlKey && !event.metaKey && (event.key === "/" || event.key === "?")) {

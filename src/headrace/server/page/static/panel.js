@@ -10,19 +10,27 @@ const NUMBERS = [
   ["repetition_penalty", 0.8, 2, 0.05], ["max_tokens", 1, null, 1, 4096],
 ];
 
-/** `defaults`: {name: {value, origin}} of what is in force where nothing is set, as far as the server tells. */
+const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1 };
+
+/** `defaults`: {name: {value, origin, of}} of what is in force where nothing is set; undefined where the server does not tell. */
 export function drawPanel(defaults, close) {
   const panel = $("#panel");
   const reset = h("button", { type: "button", onclick: () => { Object.assign(settings, DEFAULTS); saveSettings(); drawPanel(defaults, close); } }, t("reset"));
   panel.replaceChildren(
     h("div", { className: "head" }, h("h2", {}, t("settings")), button("close", "close", close)),
     text("system", t("system"), t("systemHint"), 4),
-    ...NUMBERS.map(([name, ...row]) => numeric(name, defaults[name], ...row)),
+    ...NUMBERS.map(([name, ...row]) => numeric(name, inForce(defaults, name), ...row)),
     seed(),
     text("stop", t("stopAt"), t("stopAtHint"), 2),
     check("tokens", t("askTokens"), t("askTokensHint")),
     reset,
   );
+}
+
+/** What is in force of a setting, where that is known. What a server that tells leaves out does nothing. */
+function inForce(defaults, name) {
+  if (!defaults || !(name in NEUTRAL)) return undefined;
+  return defaults[name] ?? { value: NEUTRAL[name], origin: "neutral" };
 }
 
 function set(name, value) {
@@ -33,7 +41,7 @@ function set(name, value) {
 function numeric(name, usual, min, max, step, end = max) {
   const origin = usual && (has(`origin_${usual.origin}`) ? t(`origin_${usual.origin}`) : usual.origin);
   const placeholder = usual ? t("inForce", { value: usual.value, origin }) : t("own");
-  const field = h("input", { type: "number", id: `set-${name}`, min, max, step, value: settings[name] ?? "", placeholder, inputMode: "decimal" });
+  const field = h("input", { type: "number", id: `set-${name}`, min, max, step, value: settings[name] ?? "", placeholder, inputMode: "decimal", title: usual?.of });
   const slider = h("input", { type: "range", min, max: end, step, "aria-label": t(name) });
   const range = wrong(max === null ? t("rangeLeast", { min }) : t("rangeBoth", { min, max }));
   const paint = () => {

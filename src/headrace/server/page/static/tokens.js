@@ -31,12 +31,13 @@ export function tokenView(tokens) {
     const one = at(event.target);
     if (one) showTip(one, tokens[[...node.children].indexOf(one)]);
   };
+  const scale = h("div", { className: "scale" }, t("unlikely"), ...[0, 1, 3, 5, 7, 9].map((step) => h("i", { className: `p${step}` })), t("likely"));
   node.addEventListener("pointerover", show);
   node.addEventListener("focusin", show);
   node.addEventListener("pointerleave", hideTip);
   node.addEventListener("focusout", hideTip);
   node.addEventListener("keydown", (event) => walk(event, at(event.target)));
-  return node;
+  return h("div", {}, node, scale);
 }
 
 function walk(event, one) {
