@@ -6,6 +6,7 @@ set(HEADRACE_KERNEL_SOURCES
   csrc/kernels_linear.cpp
   csrc/kernels_linear_direct.cpp
   csrc/kernels_pack.cpp
+  csrc/kernels_probe.cpp
   csrc/kernels_quantize_act.cpp
   csrc/kernels_sample.cpp
 )
@@ -23,6 +24,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/scale_check.cpp
   csrc/program_needs.cpp
   csrc/program_phases.cpp
+  csrc/program_profile.cpp
   csrc/program_seal.cpp
   csrc/program_step.cpp
   csrc/program_turns.cpp

@@ -13,6 +13,7 @@ namespace {
                                   &isa::attention_kernels, \
                                   &isa::linear_kernels,    \
                                   &isa::pack_kernels,      \
+                                  &isa::probe_kernels,     \
                                   &isa::quantize_kernels,  \
                                   &isa::sample_kernels};
 

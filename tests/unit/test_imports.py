@@ -56,13 +56,14 @@ ROOMS = {
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader models layers text data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader kv.layout text models ops weights data",
+    "bench.profile": "bench llm native.program native data",  # of the native core alone
     "bench.tools": "bench server llm data",  # asks as the server asks
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench workflows training llm startup text weights data",
+    "cli": "server bench.profile bench.tools bench workflows training llm startup text weights data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -78,7 +79,7 @@ STOREYS = (
     "startup startup.memory startup.opening startup.encoding",
     "llm",
     "training workflows",
-    "server bench bench.tools bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
+    "server bench bench.profile bench.tools bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",
 )
