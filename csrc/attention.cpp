@@ -160,6 +160,20 @@ void AttentionLayout::list(const std::vector<AttentionFeed>& feeds, const std::v
     }
 }
 
+std::pair<double, double> AttentionLayout::touches() const {
+    double pages = 0, keys = 0;
+    for (const AttentionTile& tile : tiles_) {
+        int begin = std::numeric_limits<int>::max(), end = 0;
+        for (int i = 0; i < tile.tokens; ++i) {
+            const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
+            keys += std::max(0, row.end - row.begin);
+            if (row.begin < row.end) begin = std::min(begin, row.begin), end = std::max(end, row.end);
+        }
+        if (begin < end) pages += (end - 1) / kPageTokens - begin / kPageTokens + 1;
+    }
+    return {pages * kv_.page_bytes, keys * (view_.heads / kv_.heads) * kv_.dim * 2};
+}
+
 void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds,
                             const std::vector<int32_t>& page_table, int threads) {
     see(step, feeds);

@@ -51,6 +51,8 @@ public:
     bool fused() const { return fused_; }
     int items() const { return static_cast<int>(items_.size()); }
     int appends() const { return static_cast<int>(appends_.size()); }
+    // Bytes of K and V that one layer reads, and its multiplications.
+    std::pair<double, double> touches() const;
 
 private:
     friend class AttentionStep;

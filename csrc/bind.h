@@ -8,6 +8,7 @@ namespace headrace {
 void bind_attention(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_pack(nanobind::module_& m);
+void bind_probe(nanobind::module_& m);
 void bind_program(nanobind::module_& m);
 void bind_sample(nanobind::module_& m);
 void bind_step(nanobind::module_& m);

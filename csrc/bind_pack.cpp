@@ -8,8 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
-#include <chrono>
-#include <cstring>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -164,25 +162,6 @@ int64_t bytes_packed(const std::string& kind, int64_t n, int64_t k, const std::s
     return row_block_bytes(packed_kind(parse_source_kind(kind), quantize), static_cast<int32_t>(k)) * ((n + 15) / 16);
 }
 
-// Bytes per second that the pool's threads read from `mebibytes` of memory, each its share; one figure per repeat.
-std::vector<double> read_bandwidth(ThreadPool& pool, int mebibytes, int repeats) {
-    require(mebibytes >= pool.size() && repeats > 0, "at least one MiB a thread and one repeat");
-    const nb::gil_scoped_release unlocked;
-    Arena arena(size_t(mebibytes) << 20);
-    const int64_t share = (int64_t(mebibytes) << 20) / pool.size() / 1024 * 1024;
-    uint8_t* memory = arena.allocate(share * pool.size());
-    pool.run([&](int thread) { std::memset(memory + thread * share, 1, share); });
-    std::atomic<int> sink{0};
-    std::vector<double> rates;
-    for (int i = 0; i < repeats; ++i) {
-        const auto start = std::chrono::steady_clock::now();
-        pool.run([&](int thread) { sink += kernels().pack->read(memory + thread * share, share); });
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        rates.push_back(double(share) * pool.size() / seconds);
-    }
-    return rates;
-}
-
 nb::dict cpu_info() {
     nb::dict info;
     nb::list isas;
@@ -273,7 +252,6 @@ void bind_pack(nb::module_& m) {
         "memory.");
     m.def("packed_bytes", &bytes_packed, "kind"_a, "n"_a, "k"_a, "quantize"_a = "",
           "Bytes that n rows of k columns of a stored kind take once they are packed, padding included.");
-    m.def("read_bandwidth", &read_bandwidth, "pool"_a, "mebibytes"_a = 256, "repeats"_a = 8);
 }
 
 }  // namespace headrace

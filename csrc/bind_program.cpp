@@ -1,7 +1,6 @@
 // Programs in Python: building one phase by phase, and carrying out steps.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -124,6 +123,26 @@ void run(Program& program, Step& step, std::pair<int, int> layers, const std::op
     program.run(step);
 }
 
+nb::list profile(const Program& program) {
+    nb::list entries;
+    for (const auto& [key, entry] : program.profile()) {
+        const auto& [rows, name, kernel] = key;
+        nb::dict line;
+        line["step_rows"] = rows;
+        line["phase"] = name;
+        line["kernel"] = kernel;
+        line["calls"] = entry.calls;
+        line["seconds"] = entry.seconds;
+        line["idle"] = entry.idle;
+        line["weight_bytes"] = entry.weights;
+        line["row_bytes"] = entry.rows;
+        line["macs"] = entry.macs;
+        line["products"] = products_name(entry.products);
+        entries.append(line);
+    }
+    return entries;
+}
+
 void bind_building(nb::class_<Program>& c) {
     c.def(
          "buffer",
@@ -243,7 +262,8 @@ void bind_program(nb::module_& m) {
              "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{},
              "Carry out a step: layers [first, last) (-1: to the end), from its ids or from `hidden`.")
         .def_rw("profiling", &Program::profiling)
-        .def_prop_ro("profile", &Program::profile)
+        .def_prop_ro("profile", &profile,
+                     "What the steps since then took, a dict for each phase; see program_profile.h.")
         .def("clear_profile", &Program::clear_profile)
         .def("seal", &Program::seal,
              "Look at the whole description, once: ValueError for what cannot be, with the phase. Nothing can be added "

@@ -13,6 +13,7 @@
 #include "isa.h"
 #include "linear_kernels.h"
 #include "pack_kernels.h"
+#include "probe_kernels.h"
 #include "quantize_act_kernels.h"
 #include "sample_kernels.h"
 
@@ -23,6 +24,7 @@ namespace headrace {
     extern const AttentionKernels attention_kernels; \
     extern const LinearKernels linear_kernels;       \
     extern const PackKernels pack_kernels;           \
+    extern const ProbeKernels probe_kernels;         \
     extern const QuantizeKernels quantize_kernels;   \
     extern const SampleKernels sample_kernels;       \
     }
@@ -31,6 +33,7 @@ HEADRACE_DECLARE_TABLES(plain)
 #if defined(HEADRACE_X86)
 HEADRACE_DECLARE_TABLES(avx2)
 HEADRACE_DECLARE_TABLES(avxvnni)
+HEADRACE_DECLARE_TABLES(avx512vnni)
 HEADRACE_DECLARE_TABLES(avx512)
 #endif
 
@@ -39,6 +42,7 @@ struct Kernels {
     const AttentionKernels* attention;
     const LinearKernels* linear;
     const PackKernels* pack;
+    const ProbeKernels* probe;
     const QuantizeKernels* quantize;
     const SampleKernels* sample;
 };

@@ -40,6 +40,7 @@ NB_MODULE(_core, m) {
         "sizes that do not belong together.");
     headrace::bind_attention(m);
     headrace::bind_pack(m);
+    headrace::bind_probe(m);
     headrace::bind_linear(m);
     headrace::bind_sample(m);
     headrace::bind_step(m);

@@ -27,8 +27,6 @@ struct PackKernels {
     void (*pack)(const PackSource& source, const PackedTensor& out, uint8_t* data, int first, int last);
     // Row `row` as float32 [k], the very values of the source's own dequantisation.
     void (*unpack)(const PackedTensor& tensor, int row, float* out);
-    // Reads `bytes` bytes (a multiple of 1024) as a kernel would, in order: for measuring what memory delivers.
-    uint8_t (*read)(const uint8_t* data, int64_t bytes);
 };
 
 }  // namespace headrace

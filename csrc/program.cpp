@@ -153,6 +153,7 @@ void Program::prepare(Step& step) {
     }
     plan_head(step);
     turns_.begin(turns(), pool_->size());
+    if (profiling) profile_.begin(pool_->size(), static_cast<size_t>(turns()));
 }
 
 // The most turns the step can take.
@@ -200,7 +201,9 @@ void Program::run(Step& step) {
     seal();
     const Exclusive mine(in_use), pages(kv_->in_use);
     const Readers readers(step.sequences());
+    const auto start = Clock::now();
     prepare(step);
+    const double prepared = std::chrono::duration<double>(Clock::now() - start).count();
     StepRun run{kernels_, buffers_, ropes_, attention_, step, turns_, pool_->size()};
     pool_->run([&](int thread) {
         const size_t number = static_cast<size_t>(thread);
@@ -212,15 +215,18 @@ void Program::run(Step& step) {
             throw;
         }
     });
+    if (profiling)
+        profile_.end(step.rows(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_}, kernels_,
+                     attention_);
 }
 
 void Program::work(Worker& worker, Step& step) {
     worker.rows = step.rows();
-    if (!step.hidden) run_segment(embed_, 0, worker);
+    if (!step.hidden) run_segment(embed_, SegmentKind::kEmbed, 0, worker);
     const int last = step.last_layer < 0 ? layers() : step.last_layer;
     for (int i = step.first_layer; i < last; ++i) {
         const size_t layer = static_cast<size_t>(i);
-        run_segment(layers_[layer], layer < step.skips.size() ? step.skips[layer] : 0, worker);
+        run_segment(layers_[layer], SegmentKind::kLayer, layer < step.skips.size() ? step.skips[layer] : 0, worker);
     }
     if (step.hidden_out) {
         const Buffer& from = buffers_[kHidden];
@@ -234,19 +240,36 @@ void Program::work(Worker& worker, Step& step) {
     for (const Chunk& chunk : chunks_) run_chunk(chunk, worker, step);
 }
 
-void Program::run_segment(const Segment& segment, unsigned skips, Worker& worker) {
-    const bool timed = profiling && worker.thread == 0;
+template <class F>
+void Program::visit(Profile::Visit visit, Worker& worker, F f) {
+    if (!profiling) return f();
+    worker.busy = &visit.busy;
+    const auto start = Clock::now();
+    f();
+    visit.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    worker.busy = nullptr;
+    profile_.visits(worker.thread).push_back(visit);
+}
+
+void Program::run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker) {
     for (const Phase& phase : segment) {
         if (phase.sublayer & skips) continue;
-        const auto start = timed ? Clock::now() : Clock::time_point{};
-        run_phase(phase, worker);
-        if (timed) profile_[phase.name] += std::chrono::duration<double>(Clock::now() - start).count();
+        visit({nullptr, &phase, kind, worker.rows, 0, 0}, worker, [&] { run_phase(phase, worker); });
     }
 }
 
 void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
-    const Buffer &from = buffers_[kHidden], &to = buffers_[kHeadRows];
     worker.rows = chunk.last - chunk.first;
+    visit({"head rows", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
+          [&] { gather_chunk(chunk, worker, step); });
+    run_segment(head_, SegmentKind::kHead, 0, worker);
+    visit({"answers", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
+          [&] { answer_chunk(chunk, worker, step); });
+}
+
+// The rows of a chunk into the head's buffer.
+void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step) {
+    const Buffer &from = buffers_[kHidden], &to = buffers_[kHeadRows];
     worker.share(worker.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
             const int row = step.head_rows()[static_cast<size_t>(chunk.first + r)];
@@ -254,9 +277,10 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
                         sizeof(float) * static_cast<size_t>(hidden_));
         }
     });
-    run_segment(head_, 0, worker);
-    const bool timed = profiling && worker.thread == 0;
-    const auto start = timed ? Clock::now() : Clock::time_point{};
+}
+
+// What was asked about the rows of a chunk, whose logits are there.
+void Program::answer_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
     Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
     const std::span<Contrast> contrasts = within(step.contrasts(), chunk.first, chunk.last);
@@ -271,7 +295,6 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
             answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)], rows);
         }
     });
-    if (timed) profile_["answers"] += std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 }  // namespace headrace

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <limits>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +13,7 @@
 #include "in_use.h"
 #include "program_needs.h"
 #include "program_phases.h"
+#include "program_profile.h"
 #include "program_step.h"
 #include "threadpool.h"
 
@@ -51,11 +51,11 @@ public:
     int vocab_size() const { return vocab_size_; }
     KVPool& kv() const { return *kv_; }
 
-    // Seconds by kind of phase, as thread 0 saw them, barriers included; gathered while `profiling` is set.
+    // Gathered while `profiling` is set.
     bool profiling = false;
-    std::map<std::string, double> profile() const {
+    std::map<Profile::Key, ProfileEntry> profile() const {
         const Exclusive mine(in_use);
-        return profile_;
+        return profile_.entries();
     }
     void clear_profile() {
         const Exclusive mine(in_use);
@@ -84,8 +84,13 @@ private:
     void plan_head(Step& step);
     void work(Worker& worker, Step& step);
     int turns() const;
-    void run_segment(const Segment& segment, unsigned skips, Worker& worker);
+    void run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker);
+    // Does something as a visit of the profile, where one is wanted.
+    template <class F>
+    void visit(Profile::Visit visit, Worker& worker, F f);
     void run_chunk(const Chunk& chunk, Worker& worker, Step& step);
+    void gather_chunk(const Chunk& chunk, Worker& worker, const Step& step);
+    void answer_chunk(const Chunk& chunk, Worker& worker, Step& step);
 
     const std::shared_ptr<ThreadPool> pool_;
     const std::shared_ptr<KVPool> kv_;
@@ -111,7 +116,7 @@ private:
     std::vector<Chunk> chunks_;
     int logits_ = -1, maxima_ = -1;  // buffers of the head's results
     int logits_width_ = 0;
-    std::map<std::string, double> profile_;
+    Profile profile_;
 };
 
 }  // namespace headrace

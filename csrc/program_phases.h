@@ -1,6 +1,7 @@
 // The phases a program is made of: each is an op of the vocabulary, or several fused, that all threads run together.
 #pragma once
 
+#include <chrono>
 #include <optional>
 #include <string>
 #include <variant>
@@ -151,17 +152,25 @@ struct Worker {
         pending_input;  // [buffers] inputs to be made by this thread before it uses them, or null
     int rows = 0;       // of the segment at hand
     int turn = 0;
-    FetchList fetch{};  // for linear layers to fetch
+    FetchList fetch{};       // for linear layers to fetch
+    double* busy = nullptr;  // where a profile wants the seconds in which this thread had work
 
     // f(first, last) for this thread's share of `items`. What was shared before is done.
     template <class F>
     void share(int items, F f, int grain = 1) {
-        run.turns.at(turn++).share(items, thread, f, grain);
+        run.turns.at(turn++).share(items, thread, [&](int first, int last) { timed([&] { f(first, last); }); }, grain);
     }
     // f(item, next) where items differ much.
     template <class F>
     void deal(int items, F f) {
-        run.turns.at(turn++).deal(items, thread, f);
+        run.turns.at(turn++).deal(items, thread, [&](int item, int next) { timed([&] { f(item, next); }); });
+    }
+    template <class F>
+    void timed(F f) {
+        if (!busy) return f();
+        const auto start = std::chrono::steady_clock::now();
+        f();
+        *busy += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     }
 
     const Buffer& buffer(int number) const { return run.buffers[static_cast<size_t>(number)]; }

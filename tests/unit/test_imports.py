@@ -65,6 +65,7 @@ ROOMS = {
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
     "weights data",
+    "bench.profile": "bench llm native.program native data",  # of the native core alone
     "bench.tools": "bench server decoding llm data",  # asks as the server asks
     "bench.cascade": "bench llm workflows training data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
@@ -72,8 +73,8 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench.cascade bench workflows training compress llm startup startup.opening startup.runnable "
-    "decoding text weights native data",
+    "cli": "server bench.tools bench.cascade bench.profile bench workflows training compress llm startup startup.opening "
+    "startup.runnable decoding text weights native data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -89,7 +90,7 @@ STOREYS = (
     "startup startup.memory startup.opening startup.encoding startup.runnable",
     "llm",
     "training workflows compress",
-    "server bench bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
+    "server bench bench.profile bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",
 )

@@ -22,10 +22,20 @@ def local(
     beside: Annotated[
         Path | None, typer.Option(metavar="OTHER_VENV", help="A virtual environment with another build: is this one slower?")
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="In place of speeds: where a step of 1 to 256 rows spends its time."),
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 tokens, load time,
-    memory. --beside: the same of two builds, in turns, and their ratios."""
+    memory. --beside: the same of two builds, in turns, and their ratios. --profile: phases of the native core, with what they
+    read and multiply and their share of what the machine can do; HEADRACE_ISA chooses the instruction set."""
+    if profile:
+        if cells or beside or backend not in ("auto", "native"):
+            raise ValueError("--profile has no cells, is of one build, and of the native core; leave the other options out")
+        _profile(model, 5 if rounds is None else rounds, threads, json_file)
+        return
     from headrace.bench import local as bench
 
     def done(result: dict[str, Any]) -> None:
@@ -45,6 +55,39 @@ def local(
         _print_beside(compare_builds(model, beside, wanted, pairs=PAIRS if rounds is None else rounds, **given))
     else:
         _print_alone(bench.measure_local(model, wanted, rounds=5 if rounds is None else rounds, **given))
+
+
+def _profile(model: str, rounds: int, threads: int | None, json_file: Path | None) -> None:
+    from headrace.bench.profile import profile
+
+    def done(result: dict[str, Any]) -> None:
+        rows, step = list(result["steps"].items())[-1]
+        say(f"{rows} rows: {step['ms']:.2f} ms a step")
+        if json_file is not None:
+            json_file.write_text(json.dumps(result, indent=2) + "\n")
+
+    _print_profile(profile(model, rounds=rounds, threads=threads, say=say, done=done))
+
+
+def _print_profile(result: dict[str, Any]) -> None:
+    columns = ("rows", "phase", "ms", "idle", "weights MB", "rows MB", "MMAC", "of limit", "kernel")
+    lines = []
+    for rows, step in result["steps"].items():
+        lines += [(rows, line["phase"], *_touched(line)) for line in step["phases"]]
+        lines += [(rows, "all of", *_touched(line)) for line in step["kernels"]]
+    print_table(columns, lines)
+    print()
+    for rows, step in result["steps"].items():
+        print(f"{rows} rows: {step['ms']:.3f} ms a step, {step['idle_ms']:.3f} idle, {step['outside_ms']:.3f} outside the core")
+    peaks = ", ".join(f"{products} {gmacs:.0f}" for products, gmacs in result["gmacs"].items())
+    print(f"{result['isa']}, {result['threads']} threads: memory read at {result['bandwidth_gb_s']:.1f} GB/s, ", end="")
+    print(f"products at most {peaks} GMAC/s")
+
+
+def _touched(line: dict[str, Any]) -> tuple[str, ...]:
+    share = "" if line["share"] is None else f"{line['share']:.0%} {line['limit']}"
+    times = (f"{line['ms']:.3f}", f"{line['idle_ms']:.3f}")
+    return (*times, f"{line['weight_mb']:.2f}", f"{line['row_mb']:.2f}", f"{line['mmacs']:.1f}", share, line["kernel"])
 
 
 def _print_alone(result: dict[str, Any]) -> None:
