@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
+from headrace.server.reading import read_json
 from headrace.server.tool_text import HERMES, MISTRAL, CallFormat, format_of
 
 MOST = 128  # tools
+MAX_CALLS = 10_000  # of a conversation
 NINE = re.compile(r"[A-Za-z0-9]{9}")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # What a text may not begin with, since its reader would take that for a call that nothing holds to a schema.
@@ -94,6 +98,9 @@ def tooling(
 def conversation(messages: list[dict[str, Any]], given: Tooling | None, template: str | None) -> list[dict[str, Any]]:
     """Messages as the template takes them: arguments of calls as objects; where it knows no tools, all about them as text."""
     known = format_of(template) is not None
+    calls = sum(len(said) for one in messages if isinstance(said := one.get("tool_calls"), list))
+    if calls > MAX_CALLS:
+        raise bad(f"the messages have {calls} tool_calls and {MAX_CALLS} are the most; leave some out", "messages")
     if template is None or "developer" not in template:  # its newer name, for templates that do not know it
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
     made = [_with_objects(number, message) if known else _as_text(number, message) for number, message in enumerate(messages)]
@@ -242,8 +249,8 @@ def _calls(number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
+                arguments = read_json((arguments or "{}").encode())
+            except (msgspec.DecodeError, RecursionError):
                 raise bad(f"message {number}: the arguments of a call are not JSON", "messages") from None
         made.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return made
