@@ -16,8 +16,8 @@ from tests.server.harness import Running
 from tests.server.test_bad_inputs import BOTH, check
 from tests.server.test_fuzz import SMALL, _ask, _fuzz, _strategies
 from tests.server.test_guard import test_every_route_needs_the_key as needs_the_key
-from tests.server.test_hostile import test_every_list_text_and_mapping_is_bounded as is_bounded
-from tests.server.test_hostile import test_unknown_fields_by_the_thousand_are_refused_for_the_first as tells_the_first
+from tests.server.test_large_bodies import test_every_list_text_and_mapping_is_bounded as is_bounded
+from tests.server.test_large_bodies import test_unknown_fields_by_the_thousand_are_refused_for_the_first as tells_the_first
 from tests.tiny_files import write_tiny_gguf
 from tests.unit.test_imports import SOURCES, wrong_imports
 

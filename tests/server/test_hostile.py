@@ -1,13 +1,12 @@
 """Requests that cost little to send: none of them asks another host, keeps others waiting, or fills the memory."""
 
 import asyncio
+import gc
 import json
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -16,16 +15,17 @@ import pytest
 
 from headrace.confined.pool import shared
 from headrace.confined.worker import Task, Worker
+from headrace.data.plan import TokenLogprob
 from headrace.decoding.looking import LOOK
-from headrace.server import fields, reading
-from headrace.server.bounds import Strict
-from headrace.server.errors import ApiError
+from headrace.server.logprobs import CompletionLogprobs, joined
 from headrace.server.page import markdown
-from headrace.server.page.routes import RenderRequest
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import PATIENCE, Running, in_thread, until
+from tests.server.held import MOST_HELD, Held, held
 from tests.trap import trap
 from tests.unit.vocabularies import byte_level
+
+__all__ = ["held"]
 
 TALK: Any = [{"role": "user", "content": "hi"}]
 OUTWARD = [
@@ -33,47 +33,6 @@ OUTWARD = [
     {"oneOf": [{"const": 1}, {"not": {"$dynamicRef": "URL"}, "multipleOf": 7}]},
     {"$ref": "URL"},
 ]
-
-
-MOST_HELD = 0.1  # seconds
-
-
-class Held:
-    """What this test's event loops did at most: the longest that one callback worked (CPU time of its thread, which no busy
-    machine makes longer), and how many bytes this process took."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds = 0.0
-        self.most = MOST_HELD
-        peak()
-        self._before = peak()
-        run = asyncio.events.Handle._run
-
-        def timed(handle: Any) -> None:
-            began = time.thread_time()
-            run(handle)
-            self.seconds = max(self.seconds, time.thread_time() - began)
-
-        monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
-
-    def check(self) -> None:
-        assert self.seconds < self.most
-        assert peak() - self._before < 200 << 20
-
-
-@pytest.fixture(autouse=True)
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """Every request of this file leaves the loop to others, and takes little memory."""
-    found = Held(monkeypatch)
-    yield found
-    found.check()
-
-
-def peak() -> int:
-    """The most bytes this process has held since the last call."""
-    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    Path("/proc/self/clear_refs").write_text("5")
-    return int(found.split()[1]) << 10
 
 
 def as_tool(schema: Any) -> dict[str, Any]:
@@ -95,179 +54,6 @@ def test_no_schema_of_a_request_makes_the_server_ask_another_host(server: Runnin
     assert got == []
     assert answer.status_code == 400
     assert "only references within it" in answer.json()["error"]["message"]
-
-
-MANY = 50_000
-MEGABYTES = 4 << 20  # bytes of a body at most
-REQUESTS = [
-    kind for kind in vars(fields).values() if isinstance(kind, type) and issubclass(kind, Strict) and kind is not Strict
-] + [RenderRequest]
-EACH = (
-    b"null",
-    b"1.5",
-    b"-1",
-    b"1",
-    b"true",
-    b'"x"',
-    b'""',
-    b"[]",
-    b"{}",
-    b"[null]",
-    b"[[1]]",
-    b'{"a":1}',
-    b"[[[[[]]]]]",
-)
-
-
-def filled(each: bytes, size: int) -> bytes:
-    """A list of so many bytes."""
-    return b"[" + b",".join([each] * (size // (len(each) + 1))) + b"]"
-
-
-@pytest.fixture(scope="module")
-def fillings() -> dict[str, bytes]:
-    """Values as large as a body may be."""
-    size = MEGABYTES - 200
-    made = {each.decode()[:10]: filled(each, size) for each in EACH}
-    made["many names"] = b"{" + b",".join(b'"%d":null' % at for at in range(size // 15)) + b"}"
-    made["a text"] = b'"' + b"x" * size + b'"'
-    made["quotes in a text"] = b'"' + rb"\"[" * (size // 3) + b'"'
-    made["digits"] = b"1" * size
-    made["digits behind a point"] = b"0." + b"1" * size
-    made["depth"] = b"[" * size
-    made["a long list behind a good one"] = b"[[1]," + filled(b"null", size)[1:]
-    return made
-
-
-EVERY_FIELD = {f"{kind.__name__}.{one.name}": (kind, one) for kind in REQUESTS for one in msgspec.structs.fields(kind)}
-# One of each kind: what differs in its bounds alone is read alike.
-FIELDS = {re.sub(r"Meta\([^)]*\)|\d+", "", str(one.type)): place for place, (_, one) in EVERY_FIELD.items()}.values()
-MOST_READ = 0.1  # seconds of CPU time until a large body is refused: some 0.02, and four times that where others work
-TRIES = 5  # what takes too long does so each time
-
-
-def refused(kind: type[Strict], body: bytes) -> tuple[float, ApiError | None]:
-    """What is said of a body, and the least time that took."""
-    least, error = float("inf"), None
-    for _ in range(TRIES):
-        began = time.thread_time()
-        try:
-            reading.read_body(body, kind)
-        except ApiError as said:
-            error = said
-        least = min(least, time.thread_time() - began)
-        if least < MOST_READ:
-            break
-    return least, error
-
-
-def check_filled(place: str, fillings: dict[str, bytes]) -> None:
-    kind, field = EVERY_FIELD[place]
-    for what, value in fillings.items():
-        seconds, error = refused(kind, b'{"%s":%s}' % (field.name.encode(), value))
-        assert seconds < MOST_READ, what
-        if error is not None:
-            assert error.status == 400
-            assert len(error.message) < 400
-            assert "\n" not in error.message
-
-
-@pytest.mark.parametrize("place", FIELDS)
-def test_a_field_filled_with_megabytes_is_refused_at_once(place: str, fillings: dict[str, bytes]) -> None:
-    check_filled(place, fillings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", EVERY_FIELD)
-def test_every_field_filled_with_megabytes_is_refused_at_once(place: str, fillings: dict[str, bytes]) -> None:
-    check_filled(place, fillings)
-
-
-@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
-def test_unknown_fields_by_the_thousand_are_refused_for_the_first(kind: type[Strict]) -> None:
-    body = b"{" + b",".join(b'"unknown%d":1' % at for at in range(MEGABYTES // 18)) + b"}"
-    seconds, error = refused(kind, body)
-    assert seconds < MOST_READ
-    assert error is not None
-    assert (error.message, error.param) == ("unknown field 'unknown0'; remove it", "unknown0")
-
-
-def test_what_a_body_may_hold_is_counted_outside_of_its_texts() -> None:
-    """A text may be full of brackets and quotes; more arrays, objects and texts than there may be are told by their number."""
-    text = rb"[{\"\\" * (reading.CONTAINERS // 2)
-    body = b'{"model":"m","prompt":"%s"}' % text
-    assert body.count(b"[") + body.count(b"{") > reading.CONTAINERS
-    assert reading.read_body(body, fields.CompletionRequest).prompt == json.loads(body)["prompt"]
-    for value, most, what in (
-        (filled(b"[]", 3 * reading.CONTAINERS), reading.CONTAINERS, "arrays and objects"),
-        (filled(b'"a["', 6 * reading.STRINGS), reading.STRINGS, "texts and names"),
-        (filled(b"1", 3 * reading.VALUES), reading.VALUES, "values"),
-    ):
-        with pytest.raises(ApiError, match=rf"the body holds more than {most} {what}; send less"):
-            reading.read_body(b'{"model":"m","messages":[],"audio":%s}' % value, fields.ChatRequest)
-    just = filled(b"[]", 3 * (reading.CONTAINERS - 4))
-    assert reading.read_body(b'{"model":"m","messages":[],"audio":%s}' % just, fields.ChatRequest).audio
-
-
-def test_without_the_count_a_million_small_lists_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
-    body = b'{"model":"m","prompt":%s}' % filled(b"[1]", MEGABYTES - 50)
-    counted, _ = refused(fields.CompletionRequest, body)
-    monkeypatch.setattr(reading, "check_size", lambda data: None)
-    assert refused(fields.CompletionRequest, body)[0] > 3 * counted
-
-
-@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
-def test_every_list_text_and_mapping_is_bounded(kind: type[Strict]) -> None:
-    """But for what is said to the model, which the context bounds, and objects that are looked at elsewhere."""
-    free = {"prompt", "input", "instructions", "suffix", "guided_json"}
-    schema = msgspec.json.schema_components((kind,))[1][kind.__name__]
-    for name, field in schema["properties"].items():
-        for way in field.get("anyOf", [field]):
-            least = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}.get(way.get("type", ""))
-            if least is not None and not (name in free and way["type"] in ("string", "object")):
-                assert least in way or "enum" in way or "const" in way, f"{name}: {way}"
-
-
-@pytest.fixture(scope="module")
-def door() -> Iterator[Running]:
-    """Without an engine: what is refused needs none."""
-    with Running("no-model", begin=False) as running:
-        yield running
-
-
-BODIES = {
-    "zeros": (b'{"model":"m","messages":[', b"0,", b"0]}"),
-    "numbers": (b'{"model":"m","prompt":[', b"1.5,", b"0]}"),
-    "lists": (b'{"model":"m","prompt":[', b"[1.5],", b"0]}"),
-    "words": (b'{"model":"m","prompt":"a","bad_words":[', b"[1],", b"[1]]}"),
-    "ids": (b'{"model":"m","prompt":"a","stop_token_ids":[', b"1,", b"1]}"),
-    "valid ids": (b'{"model":"m","prompt":[', b"1,", b"1]}"),
-    "texts": (b'{"model":"m","prompt":[', b'"a",', b'"a"]}'),
-    "stops": (b'{"model":"m","prompt":"a","stop":[', b'"a",', b'"a"]}'),
-}
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_a_large_body_of_mistakes_is_refused_and_leaves_no_trace(door: Running, name: str) -> None:
-    """4 MiB: a 400, with a tenth of the work and of the memory that all its mistakes would take."""
-    first, each, last = BODIES[name]
-    body = first + each * ((MEGABYTES - len(first) - len(last)) // len(each)) + last
-    path = "/v1/chat/completions" if b"messages" in first else "/v1/completions"
-    peak()
-    before = peak()
-    began = time.process_time()
-    answer = door.http.post(path, content=body, headers={"Content-Type": "application/json"})
-    used = time.process_time() - began
-    assert answer.status_code == 400, answer.text
-    assert used < 5  # seconds of this process, server and client
-    assert peak() - before < 200 << 20
-
-
-def test_many_unknown_fields_are_refused_for_one(door: Running) -> None:
-    body = {"model": "m", "prompt": "a", **{f"unknown{at}": 1 for at in range(MANY)}}
-    answer = door.post("/v1/completions", body)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "unknown field 'unknown0'; remove it")
 
 
 LONG = "The mill stands by the river and grinds. " * 12_000  # half a megabyte
@@ -362,7 +148,16 @@ def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatc
 
 
 LONG_PROSE = LONG * 3  # 1.5 MB
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[[]]"}}
+LONG_CALL = {"function": {"name": "f", "arguments": f"[{'[],' * 900_000}0]"}}
 WORK: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "a form of numbers": ("/v1/chat/completions", {"messages": TALK, **as_form({"enum": [1] * 300_000})}, (400,)),
+    "calls": ("/v1/chat/completions", {"messages": [*TALK, {"role": "assistant", "tool_calls": [CALL] * 30_000}]}, (400,)),
+    "arguments": ("/v1/chat/completions", {"messages": [*TALK, {"role": "assistant", "tool_calls": [LONG_CALL]}]}, (400,)),
+    "ids to text": ("/detokenize", {"tokens": [5, 70, 300] * 80_000}, (200,)),
+    "texts of ids": ("/tokenize", {"prompt": "a b " * 16_000, "return_token_strs": True}, (200,)),
+    "echo": ("/v1/completions", {"prompt": [[5] * 200] * 60, "echo": True, "logprobs": 20, "max_tokens": 1}, (400,)),
+    "echo of ids": ("/v1/completions", {"prompt": [[5] * 10_000] * 60, "echo": True, "max_tokens": 1}, (400,)),
     "tools": ("/v1/chat/completions", {"messages": TALK, **as_tool(COSTLY)}, (400,)),
     "a form": ("/v1/chat/completions", {"messages": TALK, **as_form(COSTLY)}, (400,)),
     "64 tools": (
@@ -439,3 +234,37 @@ def test_how_late_the_loop_is_is_a_figure(server: Running) -> None:
 
     before = count()
     until(lambda: count() > before + 2)
+
+
+PROMPT = 40_000  # tokens
+
+
+def test_the_log_probabilities_of_a_long_prompt_are_written_in_turns() -> None:
+    """Of an answer as large as one may be; the same lists as in one go, which takes this loop longer than anything may."""
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    ids = [at % 300 for at in range(PROMPT)]
+    top, values = tuple(range(20)), tuple(-0.5 * at for at in range(20))
+    entries = [None, *(TokenLogprob(token, -1.5, 0, top, values) for token in ids[1:])]
+    writer = CompletionLogprobs(tokenizer, 20, ids, True)
+    gc.freeze()  # what the collector walks through is not this work's
+    made = joined(asyncio.run(writer.written(ids, entries)))
+    gc.unfreeze()
+    seconds = time.thread_time()
+    whole = CompletionLogprobs(tokenizer, 20, ids, True)._lists(ids, entries)
+    assert time.thread_time() - seconds > MOST_HELD
+    assert {name: msgspec.json.decode(raw) for name, raw in made.items()} == whole
+
+
+def test_a_long_history_is_not_worked_through(server: Running) -> None:
+    """What a conversation holds together is bounded as one request is, in bytes and in values."""
+    body: dict[str, Any] = {"model": "tiny", "input": [{**TALK[0], "x": "a" * (1 << 20)}], "max_output_tokens": 2}
+    answers = []
+    for _ in range(5):
+        answers.append(server.post("/v1/responses", body))
+        if answers[-1].status_code == 200:
+            body["previous_response_id"] = answers[-1].json()["id"]
+    error = answers[-1].json()["error"]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 400]
+    assert (error["param"], "begin a new one" in error["message"]) == ("previous_response_id", True)
+    items = server.http.get(f"/v1/responses/{body['previous_response_id']}/input_items").json()
+    assert len(items["data"]) == 7  # four questions, three answers before

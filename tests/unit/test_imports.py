@@ -90,7 +90,8 @@ STOREYS = (
     "startup startup.memory startup.opening startup.encoding startup.runnable",
     "llm",
     "training workflows compress",
-    "server bench bench.profile bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
+    "server bench bench.profile bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam "
+    "bench.workers.ours_speculation",
     "cli",
     "__main__",
 )

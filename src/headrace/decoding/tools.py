@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
@@ -15,6 +17,7 @@ from headrace.decoding.json_schema.prepare import Prepared, prepare
 from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, format_of, read_calls
 
 MOST = 128  # tools
+MAX_CALLS = 10_000  # of a conversation
 NINE = re.compile(r"[A-Za-z0-9]{9}")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # What a text may not begin with, since its reader would take that for a call that nothing holds to a schema.
@@ -130,12 +133,22 @@ def tooling(
     return Tooling(usable, form_or_hermes, form is not None, spec)
 
 
-def conversation(messages: list[dict[str, Any]], given: Tooling | None, template: str | None) -> list[dict[str, Any]]:
-    """Messages as the template takes them: arguments of calls as objects; where it knows no tools, all about them as text."""
+def conversation(
+    messages: list[dict[str, Any]],
+    given: Tooling | None,
+    template: str | None,
+    read: Callable[[bytes], Any] = msgspec.json.decode,
+) -> list[dict[str, Any]]:
+    """Messages as the template takes them: arguments of calls as objects; where it knows no tools, all about them as text.
+    `read` makes values of JSON. Raises ToolError."""
     known = format_of(template) is not None
+    calls = sum(len(said) for one in messages if isinstance(said := one.get("tool_calls"), list))
+    if calls > MAX_CALLS:
+        raise ToolError(f"the messages have {calls} tool_calls and {MAX_CALLS} are the most; leave some out", "messages")
     if template is None or "developer" not in template:  # its newer name, for templates that do not know it
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
-    made = [_with_objects(number, message) if known else _as_text(number, message) for number, message in enumerate(messages)]
+    write = _with_objects if known else _as_text
+    made = [write(number, message, read) for number, message in enumerate(messages)]
     if format_of(template) is MISTRAL:
         made = list(map(_with_mistral_ids, made))
     if given is None or given.told:
@@ -232,9 +245,9 @@ def for_mask(prepared: Prepared) -> dict[str, Any]:
     return {**prepared.schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}}
 
 
-def _with_objects(number: int, message: dict[str, Any]) -> dict[str, Any]:
+def _with_objects(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -> dict[str, Any]:
     """Templates write a call's arguments as JSON themselves."""
-    if not (calls := _calls(number, message)):
+    if not (calls := _calls(number, message, read)):
         return message
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
@@ -253,11 +266,11 @@ def _nine(name: str) -> str:
     return name if NINE.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
-def _as_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
+def _as_text(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -> dict[str, Any]:
     """For templates that know no tools: calls and results in their tags."""
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{_plain(message.get('content'))}\n</tool_response>"}
-    if not (calls := _calls(number, message)):
+    if not (calls := _calls(number, message, read)):
         return message
     said = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
     texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in said]
@@ -270,7 +283,7 @@ def _plain(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _calls(number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
+def _calls(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -> list[dict[str, Any]]:
     """The calls of an assistant's message, their arguments as objects. Raises ToolError."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     made = []
@@ -281,8 +294,8 @@ def _calls(number: int, message: dict[str, Any]) -> list[dict[str, Any]]:
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
+                arguments = read((arguments or "{}").encode())
+            except (msgspec.DecodeError, RecursionError):
                 raise ToolError(f"message {number}: the arguments of a call are not JSON", "messages") from None
         made.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return made

@@ -156,7 +156,7 @@ def _add_tools(api: Api, models: Models) -> None:
     @api.post("/detokenize", PROMPT, DetokenizeRequest)
     async def detokenize(call: Call) -> Any:
         async with models.use(call.body.model) as service:
-            return tokens.detokenize(service, call.body)
+            return await tokens.detokenize(service, call.body)
 
 
 def _add_state(api: Api, models: Models, worker: BatchWorker) -> None:

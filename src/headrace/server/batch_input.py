@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 
 from headrace.server import files
+from headrace.server.errors import ApiError
+from headrace.server.reading import read_json
 from headrace.server.settings import Limits
 from headrace.server.store_schema import ROW
 
@@ -51,7 +53,9 @@ def _read_line(line: bytes, endpoint: str, longest: int) -> tuple[str, str, byte
     if len(line) > longest:
         return f"it has more than {longest} bytes", "", b""
     try:
-        data = msgspec.json.decode(line)
+        data = read_json(line)
+    except ApiError as error:
+        return error.message.replace("the body", "it", 1), "", b""
     except (msgspec.DecodeError, RecursionError):
         return "it is not JSON", "", b""
     if not isinstance(data, dict):

@@ -30,6 +30,7 @@ from headrace.server.async_llm import AsyncLLM
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
 from headrace.server.logprobs import chat_logprobs
+from headrace.server.reading import read_json
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
@@ -95,7 +96,7 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
     variables = _variables(request)
     if tools is not None and tools.told:
         variables["tools"] = tools.tools
-    talk = conversation(request.messages, tools, template)
+    talk = conversation(request.messages, tools, template, read_json)
     check_messages(talk)
     _check_ending(request)
     if request.continue_final_message:

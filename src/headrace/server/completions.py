@@ -13,15 +13,17 @@ from headrace.data.types import Delta
 from headrace.server.answers import Completion, CompletionChoice, new_id, now, usage
 from headrace.server.errors import bad
 from headrace.server.fields import CompletionRequest
-from headrace.server.logprobs import CompletionLogprobs
+from headrace.server.logprobs import CompletionLogprobs, Written, joined
 from headrace.server.sampling import not_built, sampling_params
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import Looked, asked_form, check_form, check_text
 from headrace.server.tickets import Ticket, deltas
+from headrace.server.turns import decoded
 from headrace.weights.defaults import values
 
 DEFAULT_MAX_TOKENS = 16  # the protocol's
+MAX_SCORES = 1 << 20  # log-probabilities of the prompts of a request
 
 
 @dataclass(slots=True)
@@ -38,8 +40,9 @@ class Job:
     logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)  # by choice
     echoed: set[int] = field(default_factory=set)
 
-    def choice(self, place: int, delta: Delta) -> CompletionChoice:
-        """What a delta adds to its answer; the first brings the prompt where it is echoed."""
+    async def choice(self, place: int, delta: Delta) -> tuple[CompletionChoice, Written | None]:
+        """What a delta adds to its answer, without and with its log-probabilities; the first brings the prompt where it is
+        echoed."""
         index = place * (self.request.n or 1) + delta.index
         text, tokens = delta.text, delta.token_ids
         entries: Sequence[TokenLogprob | None] = delta.logprobs
@@ -52,19 +55,19 @@ class Job:
             text = self.texts[place] + text
             tokens = self.tickets[place].prompt + tokens
             entries = [*self.tickets[place].prompt_logprobs, *entries]
-        logprobs = self._logprobs(index, place, tokens, entries)
-        return CompletionChoice(index, text, logprobs, finish, delta.stop_reason)
+        written = await self._logprobs(index, place, tokens, entries)
+        return CompletionChoice(index, text, None, finish, delta.stop_reason), written
 
-    def _logprobs(
+    async def _logprobs(
         self, index: int, place: int, tokens: list[int], entries: Sequence[TokenLogprob | None]
-    ) -> dict[str, Any] | None:
+    ) -> Written | None:
         top = self.request.logprobs
         if top is None:
             return None
         if index not in self.logprobs:
             prompt = self.tickets[place].prompt
             self.logprobs[index] = CompletionLogprobs(self.service.llm.opened.tokenizer, top, prompt, bool(self.request.echo))
-        return self.logprobs[index].lists(tokens, entries)
+        return await self.logprobs[index].written(tokens, entries)
 
     def answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
         return Completion(self.id, self.created, self.service.name, choices, **more)
@@ -132,21 +135,26 @@ async def _prompts(service: Service, request: CompletionRequest) -> tuple[list[l
         raise bad("a prompt is empty; give at least one token", "prompt")
     if not request.echo:
         return prompts, []
-    decode = service.llm.opened.tokenizer.decode
-    return prompts, [one if isinstance(one, str) else decode(ids) for one, ids in zip(given, prompts, strict=True)]
+    if request.logprobs is not None and (many := sum(map(len, prompts)) * (request.logprobs + 1)) > MAX_SCORES:
+        raise bad(f"echo with logprobs makes {many} entries and {MAX_SCORES} are the most; send fewer prompts", "prompt")
+    tokenizer = service.llm.opened.tokenizer
+    texts = [one if isinstance(one, str) else await decoded(tokenizer, ids) for one, ids in zip(given, prompts, strict=True)]
+    return prompts, texts
 
 
 async def _whole(job: Job) -> Completion:
     choices: dict[int, CompletionChoice] = {}
+    scores: dict[int, Written] = {}
     async for place, delta in deltas(job.tickets):
-        new = job.choice(place, delta)
+        new, written = await job.choice(place, delta)
         old = choices.setdefault(new.index, new)
         if old is not new:
             old.text += new.text
             old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
-            if old.logprobs is not None and new.logprobs is not None:
-                for name, values in new.logprobs.items():
-                    old.logprobs[name] += values
+        for name, parts in (written or {}).items():
+            scores.setdefault(new.index, {}).setdefault(name, []).extend(parts)
+    for index, all_parts in scores.items():
+        choices[index].logprobs = joined(all_parts)
     return job.answer([choices[index] for index in sorted(choices)], usage=usage(job.tickets, job.generated))
 
 
@@ -155,7 +163,8 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
     counted = options is not None and bool(options.include_usage)
     more: dict[str, Any] = {"usage": None} if counted else {}
     async for place, delta in deltas(job.tickets):
-        choice = job.choice(place, delta)
+        choice, written = await job.choice(place, delta)
+        choice.logprobs = None if written is None else joined(written)
         if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
             yield event(job.answer([choice], **more))
     if counted:

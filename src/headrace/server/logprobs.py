@@ -4,11 +4,17 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import msgspec
+
 from headrace.data.plan import TokenLogprob
+from headrace.server.turns import pieces
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # stands for minus infinity, which JSON has not
+TOGETHER = 256  # tokens that are written in one turn
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+Written = dict[str, list[bytes]]  # by list: its entries in JSON, some at a time
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], top: int) -> dict[str, Any]:
@@ -41,6 +47,11 @@ def _text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def joined(written: Written) -> dict[str, msgspec.Raw]:
+    """The lists, as they are sent."""
+    return {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in written.items()}
+
+
 class CompletionLogprobs:
     """Lists over the tokens of one answer, the older form. `text_offset` counts characters of the text they make up."""
 
@@ -50,9 +61,18 @@ class CompletionLogprobs:
         self._detokenizer = IncrementalDetokenizer(tokenizer, [] if echo else prompt)
         self._offset = 0
 
-    def lists(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """The next tokens' lists; a token without an entry (the first of a prompt) has null."""
-        made: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    async def written(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> Written:
+        """The next tokens' lists; a token without an entry (the first of a prompt) has null. A long prompt's are written in
+        turns, as they take a hundred times less room when they are."""
+        made: Written = {name: [] for name in LISTS}
+        async for places in pieces(range(len(tokens)), TOGETHER):
+            these = slice(places[0], places[-1] + 1)
+            for name, values in self._lists(tokens[these], entries[these]).items():
+                made[name].append(msgspec.json.encode(values)[1:-1])
+        return made
+
+    def _lists(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
+        made: dict[str, list[Any]] = {name: [] for name in LISTS}
         for token, entry in zip_longest(tokens, entries):
             made["tokens"].append(_text(self._tokenizer.token_bytes(token)))
             made["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))

@@ -1,6 +1,5 @@
 """/v1/responses: a chat in items, which may be kept and gone on from."""
 
-import json
 import sqlite3
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,6 +13,7 @@ from headrace.server.answers import new_id, now
 from headrace.server.errors import ApiError, as_api_error, bad
 from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest, StreamOptions
 from headrace.server.principals import PRINCIPAL
+from headrace.server.reading import read_json
 from headrace.server.response_events import Events, chunks, ending, usage
 from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
 from headrace.server.sampling import not_built
@@ -34,7 +34,7 @@ MAX_ITEMS = 10_000
 async def respond(service: Service, store: Store, request: ResponseRequest, http: Request, salt: bytes) -> Any:
     """Answer a request, streamed or whole, and keep the answer. Raises what `as_api_error` knows, and ClientGoneError."""
     _check(request)
-    items = [*await _history(store, request.previous_response_id), *as_items(request.input)]
+    items = [*await _history(store, request.previous_response_id, service.limits.body), *as_items(request.input)]
     if len(items) > MAX_ITEMS:
         raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
     talk = messages(items, request.instructions)
@@ -158,7 +158,7 @@ class _Keeper:
         self._store, self._response, self._items, self._limits = store, response, items, limits
 
     async def __call__(self) -> None:
-        said, heard = json.dumps(self._response), json.dumps(self._items)
+        said, heard = (msgspec.json.encode(one).decode() for one in (self._response, self._items))
         size, owner = len(said) + len(heard), PRINCIPAL.get().name
         row = (self._response["id"], self._response["created_at"], size, said, heard, owner)
 
@@ -180,29 +180,36 @@ def _over(db: sqlite3.Connection, limits: Limits) -> bool:
     return bool(count > limits.responses or size > limits.response_bytes)
 
 
-async def _history(store: Store, name: str | None) -> list[Item]:
-    """The items before a request that goes on from another."""
+async def _history(store: Store, name: str | None, most: int) -> list[Item]:
+    """The items before a request that goes on from another: at most as much as one request may say."""
     if name is None:
         return []
-    response, items = await _load(store, name, "previous_response_id")
-    return [*items, *response["output"]]
+    said, heard = await _load(store, name, "previous_response_id")
+    try:
+        if len(said) + len(heard) <= most:
+            return [*read_json(heard), *read_json(said)["output"]]
+    except ApiError:
+        pass  # too many values
+    raise bad("the conversation holds more than one request may; begin a new one", "previous_response_id")
 
 
-async def _load(store: Store, name: str, param: str | None = None) -> tuple[dict[str, Any], list[Item]]:
+async def _load(store: Store, name: str, param: str | None = None) -> tuple[bytes, bytes]:
+    """A response and the items that it answers, in JSON."""
     query, given = "SELECT object, input FROM responses WHERE id = ? AND owner = ?", (name, PRINCIPAL.get().name)
     row = await store.read(lambda db: db.execute(query, given).fetchone())
     if row is None:
         raise ApiError(404, f"there is no response {name[:100]!r}; was it stored?", param=param, code="response_not_found")
-    return json.loads(row[0]), json.loads(row[1])
+    return str(row[0]).encode(), str(row[1]).encode()
 
 
-async def find(store: Store, name: str) -> dict[str, Any]:
-    return (await _load(store, name))[0]
+async def find(store: Store, name: str) -> msgspec.Raw:
+    return msgspec.Raw((await _load(store, name))[0])
 
 
 async def input_items(store: Store, name: str, after: str | None, limit: int, order: str) -> dict[str, Any]:
     """What was said to the model, the answers before included."""
-    _, items = await _load(store, name)
+    _, heard = await _load(store, name)
+    items: list[Item] = msgspec.json.decode(heard)
     named = [{"id": f"item_{number}", "type": "message", **item} for number, item in enumerate(items)]
     return listing(named if order == "asc" else named[::-1], after, limit)
 

@@ -6,6 +6,7 @@ from headrace.server.chat import check_messages, render
 from headrace.server.errors import bad
 from headrace.server.fields import DetokenizeRequest, TokenizeRequest
 from headrace.server.service import Service
+from headrace.server.turns import TOKENS, decoded, pieces
 
 
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
@@ -23,14 +24,15 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
     found: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
     found["max_model_len"] = service.llm.loaded.max_model_len if service.llm.loaded is not None else None
     if request.return_token_strs:
-        found["token_strs"] = [service.llm.opened.tokenizer.token_text(token) for token in tokens]
+        text = service.llm.opened.tokenizer.token_text
+        found["token_strs"] = [text(token) async for piece in pieces(tokens, TOKENS) for token in piece]
     return found
 
 
-def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
     tokenizer = service.llm.opened.tokenizer
     largest = max(request.tokens, default=0)
     if largest >= tokenizer.vocab_size:
         raise bad(f"there is no token {largest}; ids are 0 to {tokenizer.vocab_size - 1}", "tokens")
-    return {"prompt": tokenizer.decode(request.tokens, skip_special=False)}
+    return {"prompt": await decoded(tokenizer, request.tokens, skip_special=False)}

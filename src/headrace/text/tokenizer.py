@@ -81,7 +81,14 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of token ids, without control tokens unless `skip_special` is off."""
-        data = b"".join([self.token_bytes(token) for token in ids if not (skip_special and token in self.special_ids)])
+        return self.text_of(self.spelled(ids, skip_special))
+
+    def spelled(self, ids: Iterable[int], skip_special: bool = True) -> bytes:
+        """The bytes of token ids; those of a sequence are those of its parts, joined."""
+        return b"".join([self.token_bytes(token) for token in ids if not (skip_special and token in self.special_ids)])
+
+    def text_of(self, data: bytes) -> str:
+        """The text that the bytes of all its tokens make up."""
         if self.strip_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", "replace")
