@@ -1,25 +1,19 @@
 """`LLM`: the offline face. It opens a model, plans memory, owns an engine, and turns prompts into outputs."""
 
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from headrace.confined.pool import shared
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, empty_output, unit
-from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.structured import ConstraintError, StructuredOutputs
+from headrace.data.given import Params, Prompt, as_batch, spread
+from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit
+from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
-from headrace.decoding.json_schema.validate import late_keywords
-from headrace.decoding.looking import CHECK, asked, found
+from headrace.decoding.looking import look_again
 from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Pooling, Scoring
 from headrace.drafting.methods import speculation
@@ -37,26 +31,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 
 log = logging.getLogger("headrace")
 
-Prompt = str | Sequence[int]
-Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
 Inbox = deque[Delta]  # where a caller finds what steps, its own or another thread's, have brought it
-
-
-@dataclass(slots=True)
-class Score:
-    """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.logprobs)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else math.nan
 
 
 class LLM:
@@ -121,11 +97,9 @@ class LLM:
             )
             started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
-        self.runner, self.backend, self.dtype = started.runner, started.name, started.dtype
-        self.exactness = started.exactness
+        self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
         log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, self.dtype)
-        scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy)
-        scheduler = _adapted(scheduler, max_num_batched_tokens, self.model_config.encoder)
+        scheduler = _scheduler(preset, started, max_num_seqs, policy, max_num_batched_tokens, self.model_config.encoder)
         self.engine = Engine(
             InProcess(self.runner),
             EngineConfig(scheduler, CacheConfig(self.memory_plan.num_blocks, BLOCK_SIZE, enable_prefix_caching)),
@@ -154,8 +128,8 @@ class LLM:
         each gets its own. One `strategy` object serves the whole batch: what it remembers belongs in `request.state` and
         `seq.decode.state`.
         """
-        batch = _as_batch(prompts)
-        settings = _spread(params or SamplingParams(), len(batch))
+        batch = as_batch(prompts)
+        settings = spread(params or SamplingParams(), len(batch))
         told = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
         return self._run(batch, settings, tuple(processors), strategy, told)
 
@@ -182,7 +156,7 @@ class LLM:
         RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked between steps, also where a step
         gives no delta; once it says yes the request ends with finish_reason "abort"."""
         inbox: Inbox = deque()
-        (made,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), None, inbox=inbox)
+        (made,) = self._add_all([prompt], spread(params or SamplingParams(), 1), tuple(processors), None, inbox=inbox)
         if output is not None:
             output.append(made)
         yield from self._drain([made], inbox, cancelled)
@@ -196,7 +170,7 @@ class LLM:
         strategy: Strategy | None = None,
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
-        (output,) = self._add_all([prompt], _spread(params or SamplingParams(), 1), tuple(processors), strategy)
+        (output,) = self._add_all([prompt], spread(params or SamplingParams(), 1), tuple(processors), strategy)
         return output
 
     def step(self) -> list[RequestOutput]:
@@ -214,7 +188,7 @@ class LLM:
                 output.add(delta)
                 inbox.append(delta)
                 if output.finished:
-                    _look_again(output)
+                    look_again(output)
                     del self._open[delta.request_id]
                     ended.append(output)
         return ended
@@ -326,7 +300,7 @@ class LLM:
     def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         """Running text is no conversation: what looks like a control token in it is text."""
         read = self.tokenizer.encode
-        return [read(text, parse_special=False) if isinstance(text, str) else text for text in _as_batch(texts)]
+        return [read(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -378,48 +352,14 @@ class LLM:
                     output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))
 
 
-def _adapted(scheduler: SchedulerConfig, tokens: int | None, encoder: bool) -> SchedulerConfig:
+def _scheduler(
+    preset: str, started: Started, max_num_seqs: int, policy: str, tokens: int | None, encoder: bool
+) -> SchedulerConfig:
     """A preset with another budget of tokens, or as an encoder's texts need it."""
+    scheduler = SchedulerConfig.preset(preset, started.plan.max_model_len, max_num_seqs, policy)
     scheduler = scheduler if tokens is None else scheduler.with_budget(tokens)
     return scheduler.for_encoder() if encoder else scheduler
 
 
 def _speculation(method: str | None, started: Started, draft_tokens: int | None, recipe: Recipe) -> Speculation | None:
     return speculation(method, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a text, a list of texts, token ids, or a list of those."""
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    return batch  # type: ignore[return-value]
-
-
-def _look_again(output: RequestOutput) -> None:
-    """Finished texts are checked against what no mask could hold them to."""
-    spec = output.structured
-    if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
-        return
-    for one in output.outputs:
-        if one.finish_reason == "stop" and (broken := _why_broken(spec, one.text)):
-            one.finish_reason, output.error = "error", broken
-
-
-def _why_broken(spec: StructuredOutputs, text: str) -> str:
-    """What is wrong with a finished text; a pattern may be one that is searched for ever, so that can be ended."""
-    try:
-        with asked():
-            return str(found(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
-    except ConstraintError as error:
-        return str(error)
-
-
-def _spread(params: Params | Sequence[Params], count: int) -> list[SamplingParams]:
-    if isinstance(params, Params):
-        params = [params] * count
-    if len(params) != count:
-        raise ValueError(f"{count} prompts and {len(params)} params; give one for all or one each")
-    return [one.sampling() if isinstance(one, BeamSearchParams) else one for one in params]

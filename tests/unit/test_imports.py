@@ -57,7 +57,7 @@ ROOMS = {
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "startup.encoding": "startup.opening text confined",
-    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights confined data",
+    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor weights data",
     "training": "llm startup.opening startup drafting runner.heads runner weights.loader weights.parts models layers text data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "

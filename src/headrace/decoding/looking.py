@@ -5,9 +5,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher
 
-from headrace.confined.pool import OverrunError, Task
+from headrace.confined.pool import OverrunError, Task, shared
+from headrace.data.outputs import RequestOutput
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.constrained import limits
 from headrace.decoding.grammar import grammar_of
@@ -72,3 +74,22 @@ def warm(_: str) -> None:
         look({"spec": spec})
         look({"spec": spec, "text": "[1, 1]"})
     look({"spec": {"grammar": "root ::= a"}})
+
+
+def look_again(output: RequestOutput) -> None:
+    """Finished texts are checked against what no mask could hold them to."""
+    spec = output.structured
+    if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
+        return
+    for one in output.outputs:
+        if one.finish_reason == "stop" and (broken := _why_broken(spec, one.text)):
+            one.finish_reason, output.error = "error", broken
+
+
+def _why_broken(spec: StructuredOutputs, text: str) -> str:
+    """What is wrong with a finished text; a pattern may be one that is searched for ever, so that can be ended."""
+    try:
+        with asked():
+            return str(found(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
+    except ConstraintError as error:
+        return str(error)
