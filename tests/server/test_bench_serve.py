@@ -18,7 +18,16 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_a_sweep_gives_every_figure(server: Running, shell: Shell, tmp_path: Path) -> None:
     before = server.figure("generation_tokens_total")
     options = "--kind text --concurrency 1,2 --requests 4 --input 20 --output 6 --cap-input 12 --warmup 1 --slo ttft:60".split()
-    files = ("--json", tmp_path / "x.json", "--plots", tmp_path / "plots", "--watch", os.getpid())
+    files = (
+        "--json",
+        tmp_path / "x.json",
+        "--plots",
+        tmp_path / "plots",
+        "--watch",
+        os.getpid(),
+        "--report",
+        tmp_path / "x.html",
+    )
     code, out, err = shell("bench", "serve", f"{server.base}/v1", *options, *files)
     assert code == 0, err
     assert "8 of 8 requests, 8 prompts shortened by 64 tokens in all" in err
@@ -30,7 +39,11 @@ def test_a_sweep_gives_every_figure(server: Running, shell: Shell, tmp_path: Pat
             assert 0 <= load[name]["p50"] <= load[name]["p99"] <= load[name]["max"]
         assert load["ttft"]["p50"] <= load["e2e"]["p50"]  # equal where a busy machine read an answer in one piece
     assert server.figure("generation_tokens_total") - before == 48 + 6
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"ttft.svg", "itl.svg", "e2e.svg", "load.svg"}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {
+        *(f"{name}.svg" for name in ("ttft", "itl", "e2e", "ttft-load", "itl-load"))
+    }
+    page = (tmp_path / "x.html").read_text()
+    assert (page.count("<svg"), page.count("tiny") > 5, "goodput" in page) == (5, True, True)
     assert "goodput, requests/s" in out
     assert "us a token" in out
 

@@ -18,9 +18,10 @@ def row(task: str, gamma: int, measured: float) -> Row:
 
 def test_the_drawing_has_a_measured_and_a_predicted_line_for_each_task() -> None:
     drawn = ElementTree.fromstring(svg([row("edits", 0, 3.0), row("edits", 1, 1.2), row("edits", 4, 2.0), row("chat", 4, 0.9)]))
-    lines = [each for each in drawn.iter() if each.tag.endswith("polyline") and each.get("stroke-width")]
+    lines = [each for each in drawn.iter() if each.get("class", "").startswith("line")]
     assert len(lines) == 4
-    heights = [float(point.split(",")[1]) for point in str(lines[0].get("points")).split()]
+    assert [each.get("stroke-dasharray") for each in lines] == [None, "5 4"] * 2
+    heights = [float(point.split()[1]) for point in str(lines[0].get("d"))[1:].split("L")]
     assert len(heights) == 3, "from no draft over 1 to 4"
     assert heights == sorted(heights, reverse=True), "faster is higher"
 
@@ -63,6 +64,6 @@ def test_tokens_are_shown_by_where_they_came_from() -> None:
     assert "\x1b[32mé\x1b[0m" in shown, "a character of two tokens"
     assert "\x1b[31mc\x1b[0m" in shown, "in a rejected draft's place"
     assert "ngram: 4 tokens accepted of 6 drafted" in shown
-    assert "corrected: 1 tokens" in shown
-    assert "bonus: 1 tokens" in shown, "after a draft that was right to its end"
+    assert "corrected: 1 token\x1b" in shown
+    assert "bonus: 1 token\n" in shown, "after a draft that was right to its end"
     assert "plain: 2 tokens" in shown

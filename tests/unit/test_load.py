@@ -2,17 +2,22 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from headrace.bench.load import drive, plots, summary
+from headrace.bench import plots
+from headrace.bench.load import drive, report, summary
 from headrace.bench.load.client import Answer, Exchange, Pending, Target
 from headrace.bench.load.workload import Bounds, Job, Lengths, poisson, read_trace, steady
+from headrace.bench.machine import commit, machine
 from tests.places import data_path
 
 OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -297,12 +302,38 @@ def test_real_traces(name: str) -> None:
     assert all(job.prompt > 0 and job.output >= 0 for job in jobs)
 
 
-def test_plots_are_svg(tmp_path: Path) -> None:
+def test_plots_are_svg_with_markers_and_where_they_are_from_in_both_schemes() -> None:
     lines = plots.distribution({"a < b": [0.1, 0.2, 0.4], "none": []})
-    assert [(name, x[0], x[-1], y[-1]) for name, x, y in lines] == [("a < b", 100.0, 400.0, 100.0)]
-    plots.plot(tmp_path / "x.svg", "T & T", "ms", "%", lines)
-    text = (tmp_path / "x.svg").read_text()
+    assert [(line.name, line.x[0], line.x[-1], line.y[-1]) for line in lines] == [("a < b", 100.0, 400.0, 100.0)]
+    few = plots.Line("few", [1.0, 2.0, 3.0], [5.0, 3.0, 4.0])
+    text = plots.draw("T & T", "ms", "%", [*lines, few], plots.about("mine & yours"))
+    drawn = ElementTree.fromstring(text)
     assert "a &lt; b" in text
     assert "T &amp; T" in text
-    assert text.count("<path") == 1
-    plots.plot(tmp_path / "y.svg", "nothing", "ms", "%", [])
+    assert text.count("<path") == 2
+    assert text.count("<circle") == 3, "points of a distribution are no measurements of their own"
+    said = "".join(drawn.itertext())
+    for part in ("mine & yours", str(machine()["cpu"]), commit(), str(datetime.now(UTC).year)):
+        assert part in said
+    assert "prefers-color-scheme: dark" in text
+    assert not set(plots.LIGHT) & set(plots.DARK)
+    assert ElementTree.fromstring(plots.draw("nothing", "ms", "%", [])).tag.endswith("svg")
+
+
+def test_a_report_is_one_page_that_asks_nobody() -> None:
+    told = {name: {"p50": 0.1, "p90": 0.2, "p99": 0.3} for name in ("ttft", "itl", "tpot", "e2e")}
+    times = {name: [0.1, 0.2, 0.3] for name in ("ttft", "itl", "e2e")}
+    made = {f"{n} at once": ({**told, "output_tokens_per_s": 10.0 * n}, times) for n in (2, 1)}
+    drawn = report.pictures("<model>", made)
+    assert set(drawn) == {"ttft", "itl", "e2e", "ttft-load", "itl-load"}, "times of one size share an axis"
+    assert drawn["ttft-load"].count("<circle") == 4
+    page = report.page("<model>", "2 of 2", [("", "1 at once"), ("ttft p50 ms", "100 <b>")], made)
+    assert page.count("<svg") == 5
+    assert "&lt;model&gt;" in page
+    assert "<model>" not in page
+    assert "<b>" not in page
+    assert "default-src 'none'" in page
+    assert re.findall(r"(?:src|href|url|import|action)\s*[=(]", page) == []
+    assert set(re.findall(r"https?://[^\s\"<]+", page)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
+    assert "<script" not in page
+    assert "prefers-color-scheme: dark" in page

@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from headrace.bench.plots import Line, draw
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
 from headrace.drafting.controller import expected
@@ -188,42 +189,18 @@ def theory(rows: Sequence[Row]) -> list[tuple[int, float]]:
     return line
 
 
-def svg(rows: Sequence[Row], width: int = 640, height: int = 360) -> str:
+def svg(rows: Sequence[Row], remark: str = "") -> str:
     """Gamma against speed-up as a drawing: what was measured and, dashed, the theory, of each task at the least batch size."""
     rows = [row for row in rows if row.gamma and row.batch == min(each.batch for each in rows)]
     if not rows:
         raise ValueError("nothing to draw: measure some gamma of 1 or more")
-    most = max(row.gamma for row in rows)
-    tasks = {task: [row for row in rows if row.task == task] for task in dict.fromkeys(row.task for row in rows)}
-    lines = {
-        task: {"": [(0, 1.0), *sorted((row.gamma, row.measured) for row in mine)], "5 4": theory(mine)}
-        for task, mine in tasks.items()
-    }
-    top = max(1.5, 1.1 * max(gain for each in lines.values() for points in each.values() for _, gain in points))
-    colours = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#bf8700", "#57606a")
+    lines = []
+    for task in dict.fromkeys(row.task for row in rows):
+        mine = [row for row in rows if row.task == task]
+        measured, predicted = [(0.0, 1.0), *sorted((float(row.gamma), row.measured) for row in mine)], theory(mine)
+        lines += [_line(task, measured), _line(task, predicted, dashed=True)]
+    return draw("Speed-up by drafting; dashed: theory", "tokens drafted (gamma)", "times as fast", lines, remark)
 
-    def at(gamma: float, gain: float) -> str:
-        return f"{50 + gamma / most * (width - 180):.1f},{height - 40 - gain / top * (height - 70):.1f}"
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<polyline points="{at(0, top)} {at(0, 0)} {at(most, 0)}" fill="none" stroke="#57606a"/>',
-        f'<polyline points="{at(0, 1)} {at(most, 1)}" stroke="#d0d7de" stroke-dasharray="2 3"/>',
-        f'<text x="{width / 2 - 60}" y="{height - 8}">tokens drafted (gamma)</text>',
-        '<text x="8" y="18">speed-up; dashed: theory</text>',
-    ]
-    for gamma in sorted({row.gamma for row in rows}):
-        x, y = at(gamma, 0).split(",")
-        parts.append(f'<text x="{x}" y="{float(y) + 16:.1f}" text-anchor="middle">{gamma}</text>')
-    for step in range(1, int(top) + 1):
-        x, y = at(0, step).split(",")
-        parts.append(f'<text x="{float(x) - 8:.1f}" y="{float(y) + 4:.1f}" text-anchor="end">{step}</text>')
-    for number, (task, drawn) in enumerate(lines.items()):
-        colour = colours[number % len(colours)]
-        for dash, points in drawn.items():
-            dashes = f' stroke-dasharray="{dash}"' if dash else ""
-            path = " ".join(at(*point) for point in points)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
-        parts.append(f'<text x="{width - 120}" y="{30 + 18 * number}" fill="{colour}">{task}</text>')
-    return "\n".join([*parts, "</svg>\n"])
+def _line(name: str, points: Sequence[tuple[float, float]], dashed: bool = False) -> Line:
+    return Line(name, [x for x, _ in points], [y for _, y in points], dashed)

@@ -50,6 +50,9 @@ def serve(
     watch: Annotated[str, typer.Option(help="Process ids whose CPU time is counted.", rich_help_panel=TOLD)] = "",
     json_file: JsonFile = None,
     plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder.", rich_help_panel=TOLD)] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="One page with figures and plots, to send.", rich_help_panel=TOLD)
+    ] = None,
 ) -> None:
     """Load on any OpenAI server: latencies, throughput, goodput.
 
@@ -75,12 +78,28 @@ def serve(
     drive.warm_up(target, Bounds(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
     processes = [int(number) for number in _numbers(watch)]
     made = {name: _measure(name, target, jobs, at_once, processes, limits) for name, jobs, at_once in loads}
-    _print(made)
-    whole = {"model": target.model, "cut": bounds.cut.said(), "loads": {name: told for name, (told, _) in made.items()}}
+    _tell(target.model, bounds.cut.said(), made, json_file, plots, report)
+
+
+def _tell(model: str, cut: str, made: dict[str, Any], json_file: Path | None, plots: Path | None, report: Path | None) -> None:
+    """The table, and the files that were asked for."""
+    from headrace.bench.load.report import page, pictures
+
+    rows = _rows(made)
+    print_table(rows[0], rows[1:])
+    for name, (one, _) in made.items():
+        for error in one["errors"]:
+            say(f"{name}: {error}")
     if json_file is not None:
+        whole = {"model": model, "cut": cut, "loads": {name: told for name, (told, _) in made.items()}}
         json_file.write_text(json.dumps(whole, indent=2) + "\n")
     if plots is not None:
-        _plot(plots, made)
+        plots.mkdir(parents=True, exist_ok=True)
+        for name, drawn in pictures(model, made).items():
+            (plots / f"{name}.svg").write_text(drawn, "utf-8")
+    if report is not None:
+        report.write_text(page(model, cut, rows, made), "utf-8")
+        say(f"the report: {report}")
 
 
 def latency(
@@ -154,8 +173,9 @@ def _measure(
     return summary.summary(run, limits), summary.times([one for one in run.answers if one.error is None])
 
 
-def _print(made: dict[str, Any]) -> None:
-    rows: list[tuple[str, ...]] = []
+def _rows(made: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table, its heads first."""
+    rows: list[tuple[str, ...]] = [("", *made)]
     told = [summary for summary, _ in made.values()]
     for name, label in {"requests": "requests", "failed": "failed", "output_tokens": "answer tokens"}.items():
         rows.append((label, *(str(one[name]) for one in told)))
@@ -171,25 +191,7 @@ def _print(made: dict[str, Any]) -> None:
     rows.append(("CPU of this client, s", *(f"{one['client_cpu_s']:.2f}" for one in told)))
     for pid in told[0]["cpu_us_per_token"]:
         rows.append((f"CPU of {pid}, us a token", *(f"{one['cpu_us_per_token'][pid]:.1f}" for one in told)))
-    print_table(("", *made), rows)
-    for name, (one, _) in made.items():
-        for error in one["errors"]:
-            say(f"{name}: {error}")
-
-
-def _plot(folder: Path, made: dict[str, Any]) -> None:
-    from headrace.bench.load.plots import distribution, plot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, title in {"ttft": "Time to first token", "itl": "Time between events", "e2e": "Time to the end"}.items():
-        lines = distribution({load: values[name] for load, (_, values) in made.items()})
-        plot(folder / f"{name}.svg", title, "ms", "% of all", lines)
-    loads = [told for told, _ in made.values() if told["ttft"] and told["itl"]]
-    if len(loads) > 1:
-        speed = [one["output_tokens_per_s"] for one in loads]
-        lines = [(f"TTFT {share}", speed, [one["ttft"][share] * 1000 for one in loads]) for share in ("p50", "p99")]
-        lines += [(f"ITL {share}", speed, [one["itl"][share] * 1000 for one in loads]) for share in ("p50", "p99")]
-        plot(folder / "load.svg", "Times against throughput", "answer tokens/s", "ms", lines)
+    return rows
 
 
 def _ms(seconds: float) -> str:

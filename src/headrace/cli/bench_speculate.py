@@ -76,6 +76,7 @@ def _gains(
     json_file: Path | None,
 ) -> None:
     from headrace.bench import speculation as bench
+    from headrace.bench.plots import about
     from headrace.bench.prompts import read_prompts, tokens_of
 
     tasks = {file.stem: [tokens_of(llm, text, True) for text in read_prompts(file, prompts)] for file in source}
@@ -89,7 +90,7 @@ def _gains(
     rows = bench.measure(llm, tasks, gammas=gammas, batches=batches, rounds=rounds, max_tokens=max_tokens, say=told)
     print_table(COLUMNS, [_cells(row) for row in rows])
     if plot is not None:
-        plot.write_text(bench.svg(rows), "utf-8")
+        plot.write_text(bench.svg(rows, about(llm.opened.name)), "utf-8")
     if json_file is not None:
         json_file.write_text(json.dumps([row.plain() for row in rows], indent=2) + "\n", "utf-8")
 

@@ -76,6 +76,22 @@ class Score:
 
 
 @dataclass(slots=True)
+class Score:
+    """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else math.nan
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A prompt and what came of it. `prompt_logprobs[i]` scores prompt token i given those before; the first is None."""
 

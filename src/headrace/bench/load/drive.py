@@ -23,12 +23,19 @@ class Run:
     watched_cpu: dict[int, float]
 
 
+Done = Callable[[int], None]  # told of every answer
+
+
+def nobody(count: int) -> None:
+    """Is told."""
+
+
 def drive(
     target: Target,
     jobs: Sequence[Job],
     at_once: int | None = None,
     watch: Sequence[int] = (),
-    done: Callable[[int], None] = lambda count: None,
+    done: Done = nobody,
 ) -> Run:
     """Send `jobs` when they are due, or `at_once` of them at any time. `watch`: processes whose CPU time is counted; `done` is
     told of every answer."""
@@ -47,7 +54,7 @@ def drive(
     return Run([one.read() for one in pending], ended - begun, client, after)
 
 
-async def _open(pending: list[Pending], jobs: Sequence[Job], done: Callable[[int], None]) -> tuple[float, float]:
+async def _open(pending: list[Pending], jobs: Sequence[Job], done: Done = nobody) -> tuple[float, float]:
     start = time.perf_counter() + LEAD
     tasks = []
     for one, job in zip(pending, jobs, strict=True):
@@ -59,7 +66,7 @@ async def _open(pending: list[Pending], jobs: Sequence[Job], done: Callable[[int
     return start, time.perf_counter()
 
 
-async def _closed(pending: list[Pending], at_once: int, done: Callable[[int], None]) -> tuple[float, float]:
+async def _closed(pending: list[Pending], at_once: int, done: Done = nobody) -> tuple[float, float]:
     waiting = iter(pending)
     start = time.perf_counter()
 
@@ -71,7 +78,7 @@ async def _closed(pending: list[Pending], at_once: int, done: Callable[[int], No
     return start, time.perf_counter()
 
 
-async def _run(one: Pending, due: float, done: Callable[[int], None]) -> None:
+async def _run(one: Pending, due: float, done: Done) -> None:
     await one.run(due)
     done(1)
 
