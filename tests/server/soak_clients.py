@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from benchmarks.attacks import attacks
+
 T = TypeVar("T")
 WORKERS = 10
 BIG = 5 << 20  # bytes: above the limit on bodies
@@ -51,6 +53,8 @@ class Clients:
         self.end = time.monotonic() + spec["seconds"]
         self.begun = 0
         self.fields, self.mistakes = self._in_turn(FIELDS), self._in_turn(list(BAD))
+        self.attacks = attacks()
+        self.attacked = self._in_turn(list(self.attacks))
         self.todo = self._kinds()
 
     async def run(self) -> dict[str, Any]:
@@ -67,8 +71,9 @@ class Clients:
         what one makes the server keep for good (a long prompt, tens of MiB) is no growth later."""
         answers, leaving = [self.same, self.same, self.streamed, self.chat], [self.leave, self.leave_early, self.slow]
         kinds = [*answers, *leaving, self.bad, self.bad_field, self.too_big, self.odd_path, self.small]
+        kinds.append(self.attack)
         first = True
-        round_ = [*kinds, *[self.bad] * len(BAD), *[self.bad_field] * 2 * len(FIELDS)]
+        round_ = [*kinds, *[self.bad] * len(BAD), *[self.bad_field] * 2 * len(FIELDS), *[self.attack] * len(self.attacks)]
         while first or not self.over:
             for kind in self.rng.sample(round_, len(round_)):
                 if first or not self.over:
@@ -172,6 +177,15 @@ class Clients:
             "/v1/completions", {"model": self.spec["model"], "prompt": "a", "max_tokens": 2, **field}
         )
         self.expect(str(list(field)), status, {400, 404})
+
+    async def attack(self) -> None:
+        """What is to cost much, and does not."""
+        name = next(self.attacked)
+        one = self.attacks[name]
+        body = one.raw or one.body.replace(b"MODEL", self.spec["model"].encode())
+        headers = "Transfer-Encoding: chunked\r\n" if one.raw else ""
+        status, _, _ = await self.ask("POST", one.path, body, headers=headers, plain=bool(one.raw))
+        self.expect(name, status, set(one.statuses))
 
     async def too_big(self) -> None:
         """A body above the limit, announced and not. Who goes on sending is cut off, and may lose the answer by that."""

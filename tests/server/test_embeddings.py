@@ -51,6 +51,8 @@ def test_the_answer_has_the_shape_of_the_protocol(server: Running) -> None:
         ({"input": ["a", ""]}, "an input is empty"),
         ({"input": [[]]}, "an input is empty"),
         ({"input": [[10**9]]}, "is not in the vocabulary"),
+        ({"input": [[5]] * 100 + [[5, 99_999]]}, "token 99999 is not in the vocabulary (0 to"),
+        ({"input": [[5, 99_999]]}, "another model's tokenizer? send texts"),
         ({"input": "mill " * 600}, "shorten the prompt"),
         ({"input": ["a"] * 2049}, "at most 2048 inputs"),
         ({"encoding_format": "int8"}, "float or base64"),

@@ -1,4 +1,4 @@
-"""Mixed traffic for a while: clients that leave, mistakes of every class, bodies that are too large, slow readers.
+"""Mixed traffic for a while: clients that leave, mistakes of every class, bodies that are too large, slow readers, attacks.
 
 Here for a minute on a tiny model, with pauses, as other tests run beside it; `make soak` runs it for 20 minutes on the default
 model, as fast as it goes (SOAK_SECONDS: for how long).

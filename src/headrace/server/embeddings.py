@@ -46,6 +46,9 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
     texts: list[list[int]] = given
     if isinstance(given[0], str):
         texts = await service.llm.encode_all(given, parse_special=False)
+    elif (largest := max(map(max, filter(None, texts)), default=0)) >= (size := service.llm.opened.tokenizer.vocab_size):
+        foreign = "is it of another model's tokenizer? send texts (langchain: check_embedding_ctx_length=False)"
+        raise bad(f"token {largest} is not in the vocabulary (0 to {size - 1}); {foreign}", "input")
     if not all(texts) or "" in given:
         raise bad("an input is empty; give at least one character or token", "input")
     return texts
