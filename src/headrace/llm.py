@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, settings_of, spread, template_variables
-from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit
+from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit, whole
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
@@ -224,10 +224,7 @@ class LLM:
         """Log-probability of every token of each text given those before it."""
         prompts = self._encode_running(texts)
         params = [SamplingParams(prompt_logprobs=0, max_tokens=1)] * len(prompts)
-        outputs = self._run(prompts, params, (), Scoring(), Silent())
-        for output in outputs:
-            if output.error is not None:
-                raise ValueError(output.error)
+        outputs = whole(self._run(prompts, params, (), Scoring(), Silent()))
         return [
             Score(output.prompt_token_ids, [entry.logprob for entry in (output.prompt_logprobs or []) if entry is not None])
             for output in outputs
@@ -243,12 +240,7 @@ class LLM:
             raise ValueError(f"dimensions must be 1 to {size} of this model, not {dimensions}")
         batch = self._encode_running(texts)
         params = [SamplingParams(max_tokens=1)] * len(batch)
-        inbox: Inbox = deque()
-        outputs = self._add_all(batch, params, (), Pooling(pooling or self.opened.pooling), inbox)
-        for _ in self._drain(outputs, inbox):
-            pass
-        if failed := next((output.error for output in outputs if output.error is not None), None):
-            raise ValueError(failed)
+        outputs = whole(self._run(batch, params, (), Pooling(pooling or self.opened.pooling), Silent()))
         return [Embedding(output.prompt_token_ids, unit(output.pooled, dimensions)) for output in outputs]
 
     def render(self, messages: Messages, **template: Any) -> list[int]:
@@ -291,12 +283,10 @@ class LLM:
     # -- driving the engine --------------------------------------------------------------------------------------------
     def _engine(self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, drafts: Speculation | None) -> Engine:
         config, plan = self.model_config, self.memory_plan
-        scheduler = replace(scheduler, longer=plan.longer)
+        scheduler = replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
         return Engine(
             InProcess(self.runner),
-            EngineConfig(
-                scheduler.for_encoder() if config.encoder else scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, caching)
-            ),
+            EngineConfig(scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, caching)),
             vocab_size=config.vocab_size,
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,

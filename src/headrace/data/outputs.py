@@ -76,22 +76,6 @@ class Score:
 
 
 @dataclass(slots=True)
-class Score:
-    """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.logprobs)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else math.nan
-
-
-@dataclass(slots=True)
 class RequestOutput:
     """A prompt and what came of it. `prompt_logprobs[i]` scores prompt token i given those before; the first is None."""
 
@@ -137,6 +121,13 @@ class RequestOutput:
         """Beam search may end with fewer hypotheses than were asked for."""
         born = [output for output in self.outputs if output.finish_reason is not None]
         self.outputs = born or self.outputs[:1]
+
+
+def whole(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs, where none has failed. Raises ValueError."""
+    if failed := next((output.error for output in outputs if output.error is not None), None):
+        raise ValueError(failed)
+    return outputs
 
 
 def empty_output(request: Request, prompt: str | None) -> RequestOutput:
