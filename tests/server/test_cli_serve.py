@@ -66,6 +66,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.P
     address = said(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
     said(process, f"^loading; the page is {re.escape(address)}/, and requests get a 503 until it is ready$")
     client = httpx.Client(base_url=address, timeout=PATIENCE, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
+    said(process, r"^mill: temperature 0\.8, top_k 40, top_p 0\.95, min_p 0\.05 \(default\)$")
     said(process, r"^ready: ")
     engine = engine_of(process)
     assert not loads_torch(process.pid), "the web process answers without it, and starts at once"
