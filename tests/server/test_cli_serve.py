@@ -68,6 +68,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.P
     address = said(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
     said(process, "^loading; requests get a 503 until it is ready$")
     client = httpx.Client(base_url=address, timeout=PATIENCE, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
+    said(process, r"^mill: temperature 0\.8, top_k 40, top_p 0\.95, min_p 0\.05 \(default\)$")
     said(process, r"^ready: .*context")
     said(process, f"^ready: the page is {re.escape(address)}/$")
     assert client.get("/health").json()["status"] == "ready"
