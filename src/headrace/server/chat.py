@@ -280,16 +280,18 @@ def _said(piece: Piece) -> ChatDelta:
 
 async def _whole(job: Job) -> Chat:
     choices: dict[int, ChatChoice] = {}
+    scores: dict[int, list[bytes]] = {}  # by answer: log-probabilities in JSON, which take far less room so
     async for _, delta in deltas(job.tickets):
         choice = choices.setdefault(delta.index, ChatChoice(delta.index, ChatMessage("")))
         for piece in job.pieces(delta):
             _add(choice.message, piece)
         choice.finish_reason, choice.stop_reason = job.finish_reason(delta), delta.stop_reason
-        found = job.logprobs(delta)
-        if found is not None and choice.logprobs is not None:
-            choice.logprobs["content"] += found["content"]
-        else:
+        if (found := job.logprobs(delta)) is not None:
+            parts = scores.setdefault(delta.index, [])
+            parts += [msgspec.json.encode(found["content"])[1:-1]] if found["content"] else []
             choice.logprobs = found
+    for index, parts in scores.items():
+        choices[index].logprobs = {"content": msgspec.Raw(b"[" + b",".join(parts) + b"]"), "refusal": None}
     ordered = [choices[index] for index in sorted(choices)]
     for choice in ordered:
         if choice.message.tool_calls is not msgspec.UNSET:

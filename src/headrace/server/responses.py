@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from headrace.decoding.tools import ToolError
 from headrace.server import chat
-from headrace.server.answers import new_id, now
+from headrace.server.answers import Chat, new_id, now
 from headrace.server.errors import ApiError, as_api_error, bad
 from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest, StreamOptions
 from headrace.server.principals import PRINCIPAL
@@ -51,11 +51,11 @@ async def respond(service: Service, store: Store, request: ResponseRequest, http
     if isinstance(answer, EventStream):
         events = Events(response)
         return EventStream(events.begin(), _events(events, answer, keep), answer.on_end, done=b"")
-    said = msgspec.to_builtins(answer)
-    (choice,) = said["choices"]
-    response["output"] = output_items(choice["message"], choice.get("logprobs"))
-    response["usage"] = usage(said["usage"])
-    response |= ending(choice["finish_reason"])
+    assert isinstance(answer, Chat)
+    (choice,) = answer.choices
+    response["output"] = output_items(msgspec.to_builtins(choice.message), choice.logprobs)
+    response["usage"] = usage(msgspec.to_builtins(answer.usage))
+    response |= ending(str(choice.finish_reason))
     if keep is not None:
         await keep()
     return response
