@@ -1,5 +1,6 @@
 """Several principals: who sees what, and who may use how much."""
 
+import contextvars
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from headrace.server import principals
 from headrace.server.errors import ApiError
 from headrace.server.principals import PRINCIPAL, Meter, Principal
+from headrace.server.sampling import priority_of
 from headrace.server.settings import Limits
 from tests.server.batching import end, lines, start
 from tests.server.harness import Running
@@ -191,8 +193,6 @@ def test_a_quota_of_tokens(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_priority_floor(tmp_path: Path) -> None:
-    from headrace.server.sampling import priority_of
-
     def of(own: int | None, given: int | None) -> int | None:
         PRINCIPAL.set(Principal(priority=own))
         return priority_of(given, Limits())
@@ -202,7 +202,5 @@ def test_a_priority_floor(tmp_path: Path) -> None:
         for own, given in ((None, -1), (5, 4), (-5, -6)):
             with pytest.raises(ApiError, match="priority must be"):
                 of(own, given)
-
-    import contextvars
 
     contextvars.copy_context().run(contexts)
