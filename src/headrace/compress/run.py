@@ -253,9 +253,12 @@ def _chunks(job: Job, pipeline: Pipeline, advance: Callable[[int], None]) -> Chu
 def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndarray, float]]:
     """Bytes of some rows after others, and their part of the error."""
     source = job.opened.source
-    if info.name in job.given or job.copied(info):
-        yield job.given[info.name] if info.name in job.given else source.raw(info.name), 0.0
-        source.release(info.name) if info.name in source.names() else None
+    if info.name in job.given:
+        yield job.given[info.name], 0.0
+        return
+    if job.copied(info):
+        yield source.raw(info.name), 0.0
+        source.release(info.name)
         return
     values = write_parts(job.stored[info.name], lambda target: read_part(job.read[target], source, torch.float32)).numpy()
     rows = values.reshape(-1, values.shape[-1])
