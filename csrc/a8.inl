@@ -24,7 +24,7 @@ HEADRACE_INLINE void put_group(const float* x, const GroupScale& by, A8Block* bl
     I32v q[kVectors];
     for (int i = 0; i < kVectors; ++i) q[i] = by.finite ? round_i32(load_f32(x + i * kLanes) * inverse) : set_i32(0);
     int32_t sums[2] = {0, 0};
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
     store_i8_sums(block->q + half * 32, q, sums);
 #else
     for (int i = 0; i < kVectors; ++i) {

@@ -5,9 +5,9 @@
 // A line is 64 bytes: 16 tokens of K, or 16 dimensions of V, by kDeep dimensions or tokens; a product with a line takes
 // kDeep numbers of a row at once.
 constexpr int kParts = 16 / kLanes;  // vectors of a line
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
 constexpr int kMaxRows = 6, kMaxPages = 4, kMaxVectors = 4;
-#elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
+#elif HEADRACE_LANES == 8
 constexpr int kMaxRows = 3, kMaxPages = 1, kMaxVectors = 2;
 #else
 constexpr int kMaxRows = 2, kMaxPages = 1, kMaxVectors = 2;
@@ -86,6 +86,7 @@ struct F32Pages {
 // lost is what was lost when K and V were stored. Sums are exact integers.
 struct Int8Pages {
     static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2;
+    static constexpr int kOffset = 128 - kWideZero;  // of the bytes that are multiplied
     static constexpr bool kScaled = true;
     struct Sum {
         I32v high, low;
@@ -96,17 +97,18 @@ struct Int8Pages {
     struct Weights {
         float scaled[kRows][kChunk];  // by the values' scales
         int8_t high[kRows][kChunk], low[kRows][kChunk];
-        int32_t offset[kRows];  // what the 128 of every value adds up to
+        int32_t offset[kRows];  // what kOffset of every value adds up to
         float unit[kRows];      // of the weights' integers
         Row row(int r) const { return {high[r], low[r]}; }
     };
 
     HEADRACE_INLINE Sum multiply(Sum sum, U8v line, Row row, int i) {
-        return {dot<true>(sum.high, line, row.high + i), dot<true>(sum.low, line, row.low + i)};
+        const U8v w = wide_bytes(line);
+        return {dot<true>(sum.high, w, row.high + i), dot<true>(sum.low, w, row.low + i)};
     }
     HEADRACE_INLINE Sum zero() { return {set_i32(0), set_i32(0)}; }
     HEADRACE_INLINE I32v total(Sum sum, int32_t offset) { return (sum.high << 7) + sum.low - offset; }
-    // A query in scratch: high, low, then the unit of its integers and their sum times 128.
+    // A query in scratch: high, low, then the unit of its integers and their sum times kOffset.
     HEADRACE_INLINE Row query(const float* q, int dp) { return {(const int8_t*)q, (const int8_t*)q + dp}; }
     HEADRACE_INLINE F32v score(Sum sum, const float* q, int dp) {
         int32_t offset;
@@ -138,7 +140,7 @@ struct Int8Pages {
         }
         const bool finite = poison == 0.0f, tiny = !(largest > 1e-30f);
         const float inverse = finite && !tiny ? 16256.0f / largest : 0.0f;
-        const int32_t offset = finite ? 128 * split(x, dp, inverse, (int8_t*)row, (int8_t*)row + dp) : 0;
+        const int32_t offset = finite ? kOffset * split(x, dp, inverse, (int8_t*)row, (int8_t*)row + dp) : 0;
         row[dp / 2] = !finite ? poison : tiny ? 0.0f : largest / 16256.0f;
         __builtin_memcpy(row + dp / 2 + 1, &offset, 4);
     }
@@ -159,7 +161,7 @@ struct Int8Pages {
         const float top = top_lane(largest);
         const bool tiny = !(top > 1e-30f);
         const float inverse = tiny ? 0.0f : 16256.0f / top;
-        out.offset[r] = 128 * split(out.scaled[r], chunk.count * kPageTokens, inverse, out.high[r], out.low[r]);
+        out.offset[r] = kOffset * split(out.scaled[r], chunk.count * kPageTokens, inverse, out.high[r], out.low[r]);
         out.unit[r] = tiny ? 0.0f : top / 16256.0f;
     }
 };

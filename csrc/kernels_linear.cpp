@@ -125,8 +125,8 @@ static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
     }
 }
 
-// Panels pay from so many rows on: measured with weights from memory. Without VNNI they never do.
-constexpr int kPanelsFrom = HEADRACE_IS(avx512) ? 40 : HEADRACE_IS(avxvnni) ? 24 : 1 << 30;
+// Panels pay from so many rows on.
+constexpr int kPanelsFrom = kLanes == 16 ? 40 : 24;
 
 static void run(const LinearTask& task, int first, int last, int row0, int row1) {
     const bool bf16 = task.weight->kind == PackedKind::kBf16;

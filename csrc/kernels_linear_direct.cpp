@@ -10,13 +10,11 @@ extern const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows];
 const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows] = {
 #define HEADRACE_ROWS(kind, rows) direct<PackedKind::kind, rows>
 #define HEADRACE_TWO(kind, rows) HEADRACE_ROWS(kind, rows), HEADRACE_ROWS(kind, rows + 1)
-#if HEADRACE_IS(plain)
+#if HEADRACE_LANES == 4
 #define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1)},
-#elif HEADRACE_IS(avx512)
+#else
 #define HEADRACE_ENTRY(kind) \
     {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5), HEADRACE_TWO(kind, 7)},
-#else
-#define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5)},
 #endif
     HEADRACE_INTEGER_KINDS(HEADRACE_ENTRY)};
 

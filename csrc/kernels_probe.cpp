@@ -22,51 +22,69 @@ static uint8_t read(const uint8_t* data, int64_t bytes) {
 // As many sums side by side as hide how long one takes; plain vectors are narrow, and the compiler keeps few of them.
 constexpr int kSums = kLanes == 4 ? 4 : 10;
 
-template <class Sum, class Multiply>
-HEADRACE_INLINE void repeat(int64_t rounds, Sum start, Multiply multiply, Sum* sums) {
-    for (int i = 0; i < kSums; ++i) sums[i] = start;
-    for (int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 10
-        for (int i = 0; i < kSums; ++i) sums[i] = multiply(sums[i]);
-    }
-}
+// So that products are made anew: what `p` points to may have changed.
+HEADRACE_INLINE void look_again(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-HEADRACE_INLINE void give(const F32v* sums, float* sink) {
+static int64_t give(int64_t count, const F32v* sums, float* sink) {
     F32v sum = sums[0];
     for (int i = 1; i < kSums; ++i) sum = sum + sums[i];
     store_f32(sink, sum);
+    return count;
 }
 
 static int64_t int8(int64_t rounds, float* sink) {
+    constexpr int kProducts = 8;  // in a sum, as of a group of 32 columns
     alignas(64) uint8_t bytes[64];
     for (int i = 0; i < 64; ++i) bytes[i] = (uint8_t)(i % 16);
-    const int8_t quad[4] = {1, -2, 3, -4};
+    int8_t quads[4 * kSums];  // another for each sum, or products would be shared
+    for (int i = 0; i < 4 * kSums; ++i) quads[i] = (int8_t)(i % 2 ? -i : i);
     const U8v w = load_u8(bytes);
-    I32v sums[kSums];
-    repeat(rounds, set_i32(0), [&](I32v sum) __attribute__((always_inline)) { return dot<false>(sum, w, quad); }, sums);
+    I32v dots[kSums];
+    for (int i = 0; i < kSums; ++i) dots[i] = set_i32(0);
+    for (int64_t round = 0; round < rounds; ++round) {
+        DotSum sums[kSums];
+#pragma GCC unroll 10
+        for (int i = 0; i < kSums; ++i) sums[i] = dot_begin(dots[i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kProducts; ++j) {
+            look_again(quads);
+#pragma GCC unroll 10
+            for (int i = 0; i < kSums; ++i) sums[i] = dot_add<false>(sums[i], w, quads + 4 * i);
+        }
+#pragma GCC unroll 10
+        for (int i = 0; i < kSums; ++i) dots[i] = dot_end(dots[i], sums[i]);
+    }
     F32v floats[kSums];
-    for (int i = 0; i < kSums; ++i) floats[i] = to_f32(sums[i]);
-    give(floats, sink);
-    return rounds * kSums * kLanes * 4;
+    for (int i = 0; i < kSums; ++i) floats[i] = to_f32(dots[i]);
+    return give(rounds * kSums * kProducts * kLanes * 4, floats, sink);
 }
 
 static int64_t bf16(int64_t rounds, float* sink) {
-    const uint16_t pair[2] = {0x3f80, 0xbf80};
+    uint16_t pairs[2 * kSums];
+    for (int i = 0; i < 2 * kSums; ++i) pairs[i] = (uint16_t)(i % 2 ? 0xbf80 : 0x3f80);
     const U8v w = (U8v)set_i32(0x3f803f80);
     F32v sums[kSums];
-    repeat(
-        rounds, set_f32(0.0f), [&](F32v sum) __attribute__((always_inline)) { return add_pairs(sum, w, pair); }, sums);
-    give(sums, sink);
-    return rounds * kSums * kLanes * 2;
+    for (int i = 0; i < kSums; ++i) sums[i] = set_f32(0.0f);
+    for (int64_t round = 0; round < rounds; ++round) {
+        look_again(pairs);
+#pragma GCC unroll 10
+        for (int i = 0; i < kSums; ++i) sums[i] = add_pairs(sums[i], w, pairs + 2 * i);
+    }
+    return give(rounds * kSums * kLanes * 2, sums, sink);
 }
 
 static int64_t f32(int64_t rounds, float* sink) {
-    const F32v w = set_f32(0.5f), x = set_f32(0.25f);
+    float x[kSums];
+    for (int i = 0; i < kSums; ++i) x[i] = (float)i;
+    const F32v w = set_f32(0.5f);
     F32v sums[kSums];
-    repeat(
-        rounds, set_f32(0.0f), [&](F32v sum) __attribute__((always_inline)) { return multiply_add(w, x, sum); }, sums);
-    give(sums, sink);
-    return rounds * kSums * kLanes;
+    for (int i = 0; i < kSums; ++i) sums[i] = set_f32(0.0f);
+    for (int64_t round = 0; round < rounds; ++round) {
+        look_again(x);
+#pragma GCC unroll 10
+        for (int i = 0; i < kSums; ++i) sums[i] = multiply_add(w, set_f32(x[i]), sums[i]);
+    }
+    return give(rounds * kSums * kLanes, sums, sink);
 }
 
 extern const ProbeKernels probe_kernels;

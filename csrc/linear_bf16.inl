@@ -3,7 +3,7 @@
 
 #include "linear_tile.inl"
 
-constexpr int kBf16Step = HEADRACE_IS(avx512) ? 6 : 2;  // rows x 2 vectors x 2 chains fill the registers
+constexpr int kBf16Step = kLanes == 16 ? 6 : 2;  // rows x 2 vectors x 2 chains fill the registers
 
 // `columns` vectors of weights (w[c]: the row block's first tile at its part) times `rows` rows. y[c][m]: where the
 // result goes.
@@ -54,7 +54,7 @@ HEADRACE_INLINE Bf16Kernel bf16_kernel(int rows) {
     switch (rows) {
         case 1:
             return bf16_rows<1, columns>;
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
         case 2:
             return bf16_rows<2, columns>;
         case 3:

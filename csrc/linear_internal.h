@@ -7,7 +7,7 @@
 namespace headrace::HEADRACE_ISA {
 
 // Most rows of one direct kernel: as many as the registers hold. (Plain kernels take long to compile.)
-constexpr int kDirectRows = HEADRACE_IS(plain) ? 2 : HEADRACE_IS(avx512) ? 8 : 6;
+constexpr int kDirectRows = kLanes == 4 ? 2 : 8;
 
 using DirectKernel = void (*)(const uint8_t* data, int64_t ahead, const Segments& segments, const A8Block* x,
                               int64_t stride, float* y);

@@ -6,8 +6,9 @@
 #include "linear_tile.inl"
 
 // Activation rows: with 2 vectors of weights they fill the registers.
-constexpr int kPanelRows = HEADRACE_IS(avx512) ? 6 : HEADRACE_IS(plain) ? 2 : 3;
-constexpr int kPanelTiles = 12;  // 768 columns: 24 KB and the scales
+constexpr int kPanelRows = kLanes == 16 ? 6 : kLanes == 4 ? 2 : 3;
+// 768 columns are 24 KB and the scales; CPUs without AVX-512 may have 32 KB of L1, for the input rows, too.
+constexpr int kPanelTiles = kLanes == 16 ? 12 : 8;
 constexpr int kPanelGroups = 2 * kPanelTiles;
 constexpr int kStepFloats = 32 * kPanelRows;  // [2 row blocks][rows][16]
 
@@ -28,7 +29,7 @@ template <PackedKind kind>
 static void fill_panel(const uint8_t* data, int first, int last, int column, Panel& panel) {
     constexpr Layout layout = layout_of(kind);
     constexpr int sub = 32 / layout.group();
-    const U8v table = load_table(kIq4Table);
+    const U8v table = load_iq4_table();
     uint8_t* to = panel.bytes + column * 64;
     for (int tile = first; tile < last; ++tile) {
         const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
@@ -37,7 +38,7 @@ static void fill_panel(const uint8_t* data, int first, int last, int column, Pan
         for (int half = 0; half < 2; ++half, to += panel_group_bytes(layout.group(), layout.has_min())) {
             for (int part = 0; part < kParts; ++part) {
                 U8v w[8];
-                load_group<kind>(integers + half * layout.group_bytes() + part * kPartBytes, table, w);
+                load_quads<kind, 0, 8>(integers + half * layout.group_bytes() + part * kPartBytes, table, w);
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; ++j) store_u8(to + j * 128 + part * kPartBytes, w[j]);
                 float* scale = (float*)(to + 1024) + part * kLanes;
@@ -64,28 +65,52 @@ HEADRACE_INLINE void fill_panel(const PackedTensor& weight, int block, int first
     }
 }
 
+// How a format's groups are multiplied: what a panel kernel is made for.
+struct PanelForm {
+    int group;
+    bool has_min;
+    bool wide;  // bytes from wide_bytes, where these differ
+    int step;   // quads_at_once
+};
+
+static constexpr PanelForm panel_form(const Layout& layout) {
+    return {layout.group(), layout.has_min(), layout.wide() && kWideZero != 0, quads_at_once(layout)};
+}
+
 // One group of 32 columns: `rows` rows times 2 vectors of weights. w: the group in the panel.
-template <int group, bool has_min, bool wide, int rows>
+template <PanelForm form, int rows>
 HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shift, int half, const A8Block* const* x,
                                      F32v (*acc)[2]) {
-    constexpr int sub = 32 / group;
+    constexpr int group = form.group, sub = 32 / group, quads = group / 4;
+    constexpr bool has_min = form.has_min, zero = has_min || form.wide;
 #pragma GCC unroll 2
     for (int s = 0; s < sub; ++s) {  // one group after the other: the sums of two would not fit the registers
         I32v dots[rows][2];
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m) {
             // Shifted before it is copied to all lanes: a vector's shift takes a port that the products want.
-            dots[m][0] = dots[m][1] = set_i32(has_min ? 0 : negative_sum<group>(*x[m], half, s) << zero_shift);
+            dots[m][0] = dots[m][1] = set_i32(zero ? 0 : negative_sum<group>(*x[m], half, s) << zero_shift);
         }
 #pragma GCC unroll 8
-        for (int j = s * 8 / sub; j < (s + 1) * 8 / sub; ++j) {
-            const U8v w0 = load_u8(w + j * 128 + vector * kPartBytes),
-                      w1 = load_u8(w + j * 128 + (vector + 1) * kPartBytes);
+        for (int from = s * quads; from < (s + 1) * quads; from += form.step) {
+            DotSum sums[rows][2];
+#pragma GCC unroll 6
+            for (int m = 0; m < rows; ++m) sums[m][0] = dot_begin(dots[m][0]), sums[m][1] = dot_begin(dots[m][1]);
+#pragma GCC unroll 8
+            for (int j = from; j < from + form.step; ++j) {
+                const U8v w0 = load_u8(w + j * 128 + vector * kPartBytes),
+                          w1 = load_u8(w + j * 128 + (vector + 1) * kPartBytes);
+#pragma GCC unroll 6
+                for (int m = 0; m < rows; ++m) {
+                    const int8_t* a = x[m]->q + half * 32 + 4 * j;
+                    sums[m][0] = dot_add<form.wide>(sums[m][0], w0, a);
+                    sums[m][1] = dot_add<form.wide>(sums[m][1], w1, a);
+                }
+            }
 #pragma GCC unroll 6
             for (int m = 0; m < rows; ++m) {
-                const int8_t* a = x[m]->q + half * 32 + 4 * j;
-                dots[m][0] = dot<wide>(dots[m][0], w0, a);
-                dots[m][1] = dot<wide>(dots[m][1], w1, a);
+                dots[m][0] = dot_end(dots[m][0], sums[m][0]);
+                dots[m][1] = dot_end(dots[m][1], sums[m][1]);
             }
         }
 #pragma GCC unroll 2
@@ -138,10 +163,10 @@ HEADRACE_INLINE void leave_panel_segment(int segment, float* levels, F32v (*acc)
     }
 }
 
-// Adds the panel to the sums of two vectors of weights.
-template <int group, bool has_min, bool wide, int rows>
+// Adds the panel to the sums of two vectors of weights. `fetches`: what is upcoming, which the first two do for all.
+template <PanelForm form, int rows, bool fetches>
 HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int vector) {
-    constexpr int group_bytes = panel_group_bytes(group, has_min);
+    constexpr int group_bytes = panel_group_bytes(form.group, form.has_min);
     const Segments& segments = *step.segments;
     const int n0 = vector * kLanes, n1 = n0 + kLanes, zero_shift = step.zero_shift;
     float *y0 = step.sums + n0 / 16 * rows * 16 + n0 % 16, *y1 = step.sums + n1 / 16 * rows * 16 + n1 % 16;
@@ -169,11 +194,11 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 2
-                for (int i = 0; i < kAheadBytes; i += 64) {
+                for (int i = 0; i < kAheadBytes && fetches; i += 64) {
                     prefetch_l2(upcoming0 + half * kAheadBytes + i);
                     prefetch_l2(upcoming1 + half * kAheadBytes + i);
                 }
-                add_panel_group<group, has_min, wide, rows>(w + half * group_bytes, vector, zero_shift, half, row, acc);
+                add_panel_group<form, rows>(w + half * group_bytes, vector, zero_shift, half, row, acc);
             }
 #pragma GCC unroll 6
             for (int m = 0; m < rows; ++m) ++row[m];
@@ -189,40 +214,45 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
     }
 }
 
-template <int group, bool has_min, bool wide, int rows>
+template <PanelForm form, int rows>
 static void panel_rows(const Panel& panel, const PanelStep& step) {
-    for (int vector = 0; vector < 2 * kParts; vector += 2) add_panel<group, has_min, wide, rows>(panel, step, vector);
+    add_panel<form, rows, true>(panel, step, 0);
+    for (int vector = 2; vector < 2 * kParts; vector += 2) add_panel<form, rows, false>(panel, step, vector);
 }
 
 using PanelKernel = void (*)(const Panel& panel, const PanelStep& step);
 
 template <int rows>
-HEADRACE_INLINE PanelKernel panel_kernel(const Layout& layout) {
-    if (layout.group() == 16)
-        return layout.has_min() ? panel_rows<16, true, false, rows> : panel_rows<16, false, false, rows>;
-    if (layout.has_min()) return panel_rows<32, true, false, rows>;
-    return kWideDiffers && layout.wide() ? panel_rows<32, false, kWideDiffers, rows>
-                                         : panel_rows<32, false, false, rows>;
+HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind) {
+    switch (kind) {
+#define HEADRACE_CASE(kind) \
+    case PackedKind::kind:  \
+        return panel_rows<panel_form(layout_of(PackedKind::kind)), rows>;
+        HEADRACE_INTEGER_KINDS(HEADRACE_CASE)
+#undef HEADRACE_CASE
+        default:
+            return nullptr;
+    }
 }
 
-HEADRACE_INLINE PanelKernel panel_kernel(const Layout& layout, int rows) {
+HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind, int rows) {
     switch (rows) {
         case 1:
-            return panel_kernel<1>(layout);
-#if !HEADRACE_IS(plain)
+            return panel_kernel<1>(kind);
+#if HEADRACE_LANES > 4
         case 2:
-            return panel_kernel<2>(layout);
+            return panel_kernel<2>(kind);
 #endif
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
         case 3:
-            return panel_kernel<3>(layout);
+            return panel_kernel<3>(kind);
         case 4:
-            return panel_kernel<4>(layout);
+            return panel_kernel<4>(kind);
         case 5:
-            return panel_kernel<5>(layout);
+            return panel_kernel<5>(kind);
 #endif
         default:
-            return panel_kernel<kPanelRows>(layout);
+            return panel_kernel<kPanelRows>(kind);
     }
 }
 
@@ -263,7 +293,7 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
                 upcoming[c] += weights ? fetched : 0;
             }
             wanted -= fetched;
-            panel_kernel(layout, rows)(panel, step);
+            panel_kernel(weight.kind, rows)(panel, step);
         }
     }
 }

@@ -13,20 +13,18 @@ HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v table) {
     U8v w = load_u8(group + 64 * (j % low));
     if constexpr (low < 8) w = field<low, low*(j / low), 0>(w);
     if constexpr (high > 0) w = w | field<high, high*(j / high), low>(load_u8(group + 64 * (low + j % high)));
-    if constexpr (layout_of(kind).table) w = lookup(table, w);
-    return w;
+    if constexpr (layout_of(kind).table) return lookup(table, w);
+    return layout_of(kind).wide() ? wide_bytes(w) : w;
 }
 
-template <PackedKind kind>
-HEADRACE_INLINE void load_group(const uint8_t* group, U8v table, U8v* w) {
-    w[0] = load_quad<kind, 0>(group, table);
-    w[1] = load_quad<kind, 1>(group, table);
-    w[2] = load_quad<kind, 2>(group, table);
-    w[3] = load_quad<kind, 3>(group, table);
-    w[4] = load_quad<kind, 4>(group, table);
-    w[5] = load_quad<kind, 5>(group, table);
-    w[6] = load_quad<kind, 6>(group, table);
-    w[7] = load_quad<kind, 7>(group, table);
+// What load_quad looks wide bytes of table formats up in.
+HEADRACE_INLINE U8v load_iq4_table() { return wide_bytes(load_table(kIq4Table)); }
+
+// Quads [first, first + count) of a group.
+template <PackedKind kind, int first, int count>
+HEADRACE_INLINE void load_quads(const uint8_t* group, U8v table, U8v* w) {
+    w[0] = load_quad<kind, first>(group, table);
+    if constexpr (count > 1) load_quads<kind, first + 1, count - 1>(group, table, w + 1);
 }
 
 HEADRACE_INLINE F32v half_row(const uint8_t* header, int index, int part) {
@@ -80,6 +78,17 @@ HEADRACE_INLINE int32_t negative_sum(const A8Block& x, int half, int s) {
     return group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s];
 }
 
+// Whether integer sums start at zero: no zero point, or one that wide_bytes has taken off.
+static constexpr bool starts_at_zero(const Layout& layout) {
+    return layout.zero == 0 || (layout.wide() && layout.zero == kWideZero);
+}
+
+// Of the vectors of a group, how many are multiplied into one sum: all, or a power of two of them.
+static constexpr int quads_at_once(const Layout& layout) {
+    const int all = layout.group() / 4, room = dot_room(layout.wide() && kWideZero ? kWideZero : layout.most());
+    return room >= all ? all : room >= 4 ? 4 : room >= 2 ? 2 : 1;
+}
+
 static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }
 
 // Sums of eight segments, joined in pairs as they come: level[l] holds a sum of 2^l segments. `acc` holds the sum of
@@ -105,7 +114,7 @@ HEADRACE_INLINE const uint8_t* next_piece(FetchList* list, int64_t bytes) {
 }
 
 // Rows in steps of nearly equal size, none above `most`: 7 is 4 + 3, not 6 + 1.
-HEADRACE_INLINE int step_rows(int left, int most) {
+static constexpr int step_rows(int left, int most) {
     const int steps = (left + most - 1) / most;
     return (left + steps - 1) / steps;
 }

@@ -59,6 +59,7 @@ struct Layout {
         return scales == Scales::kMin32 || scales == Scales::kSuper32 || scales == Scales::kSuper16Min;
     }
     constexpr bool wide() const { return table || low == 8; }  // multiplied bytes may be 128 or more
+    constexpr int most() const { return wide() ? 255 : (1 << (low + high)) - 1; }  // of the bytes that are multiplied
     constexpr int header_bytes() const {
         switch (scales) {
             case Scales::kZero32:

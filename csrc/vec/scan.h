@@ -19,7 +19,7 @@ typedef double F64v __attribute__((vector_size(4 * kLanes)));
 //   interleave<high, width>(x, y) words or pairs of words of x and y in turn, from one half of each 128 bits
 //   compress_f32 compress_i32     the chosen lanes side by side (room for kLanes)
 
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
 
 HEADRACE_INLINE uint32_t at_least(F32v x, F32v y) { return _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ); }
 HEADRACE_INLINE uint32_t above(F32v x, F32v y) { return _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ); }
@@ -64,7 +64,7 @@ HEADRACE_INLINE void compress_i32(int32_t* p, uint32_t lanes, I32v x) {
     for (; lanes; lanes &= lanes - 1) *p++ = x[__builtin_ctz(lanes)];
 }
 
-#if HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
+#if HEADRACE_LANES == 8
 
 HEADRACE_INLINE uint32_t at_least(F32v x, F32v y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_GE_OQ)); }
 HEADRACE_INLINE uint32_t above(F32v x, F32v y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_GT_OQ)); }

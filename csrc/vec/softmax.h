@@ -8,7 +8,7 @@ namespace headrace::HEADRACE_ISA {
 // a * b + c. Rounded once where the CPU can; attention's bits are not the same on all instruction sets anyway, and fma
 // in software costs a call a lane.
 HEADRACE_INLINE F32v multiply_add(F32v a, F32v b, F32v c) {
-#if HEADRACE_IS(plain)
+#if HEADRACE_LANES == 4
     return a * b + c;
 #else
     return fma(a, b, c);
@@ -17,7 +17,7 @@ HEADRACE_INLINE F32v multiply_add(F32v a, F32v b, F32v c) {
 
 // sum[n] + w[2n] * x[0] + w[2n + 1] * x[1] on bfloat16 pairs.
 HEADRACE_INLINE F32v add_pairs(F32v sum, U8v w, const uint16_t* x) {
-#if HEADRACE_IS(plain)
+#if HEADRACE_LANES == 4
     const I32v pairs = (I32v)w, x0 = set_i32((int32_t)((uint32_t)x[0] << 16)),
                x1 = set_i32((int32_t)((uint32_t)x[1] << 16));
     return as_f32(pairs & (int32_t)0xffff0000) * as_f32(x1) + (as_f32(pairs << 16) * as_f32(x0) + sum);
@@ -28,7 +28,7 @@ HEADRACE_INLINE F32v add_pairs(F32v sum, U8v w, const uint16_t* x) {
 
 // y where the lane's bit is set, else z.
 HEADRACE_INLINE F32v choose(uint32_t bits, F32v y, F32v z) {
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
     return _mm512_mask_blend_ps((__mmask16)bits, z, y);
 #else
     I32v lane;
@@ -40,9 +40,9 @@ HEADRACE_INLINE F32v choose(uint32_t bits, F32v y, F32v z) {
 
 // The largest of sixteen lanes; which way they are compared changes nothing.
 HEADRACE_INLINE float top_lane(const Lanes16& x) {
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
     return _mm512_reduce_max_ps(x.part[0]);
-#elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
+#elif HEADRACE_LANES == 8
     const F32v eight = max(x.part[0], x.part[1]);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -67,7 +67,7 @@ HEADRACE_INLINE F32v store_and_sum(uint16_t* p, F32v x, F32v sum) {
 // 2^x for x up to about 0, relative error 1e-7; exactly 1 at 0, 0 at -inf; NaN stays NaN.
 HEADRACE_INLINE F32v exp2(F32v x) {
     constexpr float kTerms[6] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba12p-10f};
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
     const F32v r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT);  // x less the nearest integer; 0 at -inf
 #else
     const F32v held = max(set_f32(-127.0f), x);
@@ -77,7 +77,7 @@ HEADRACE_INLINE F32v exp2(F32v x) {
     F32v p = set_f32(kTerms[5]);
 #pragma GCC unroll 5
     for (int i = 4; i >= 0; --i) p = multiply_add(p, r, set_f32(kTerms[i]));
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
     return _mm512_scalef_ps(p, x - r);
 #else
     const I32v gone = (I32v)(x < set_f32(-125.0f));  // the exponent would wrap

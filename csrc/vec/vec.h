@@ -1,5 +1,6 @@
 // One instruction set's vectors. The build compiles every kernels_*.cpp once per instruction set, with HEADRACE_ISA
-// set to plain, avx2, avxvnni or avx512; what is in such a file lives in `namespace headrace::HEADRACE_ISA`.
+// set to plain, avx2, avxvnni, avx512vnni or avx512; what is in such a file lives in `namespace
+// headrace::HEADRACE_ISA`.
 //
 // Rules for these files, so that no code of one instruction set is ever linked into another's path: include nothing of
 // the C++ library (only <stdint.h>, <stddef.h>, intrinsics and our plain-data headers), and keep every function in the
@@ -7,16 +8,20 @@
 //
 // A shim gives
 //   kLanes                        32-bit lanes of a vector: 16, 8 or 4 (a divisor of 16)
-//   kWideDiffers                  whether dot<true> costs more than dot<false>
 //   F32v I32v U32v U8v            kLanes floats, int32, uint32; 4 * kLanes bytes; operators are the compiler's
 //   load_f32 store_f32 set_f32 load_f16 load_i8_f32 load_u8_f32 load_u8_i32 load_i32 set_i32 load_u8
 //   shift_left(x, n)              x << n, by a vector instruction even where x is one value repeated
 //   fma(a, b, c) = a * b + c rounded once; max, min, max_i32, sum_i32, to_f32, round_i32 (nearest even), as_f32, as_i32
 //   field<bits, from, to>(x)      bits [from, from + bits) of every byte, moved to bit `to`
 //   lookup(table, index)          table[index] per byte, 16-byte table repeated in the vector
-//   dot<wide>(acc, w, a)          acc[n] + sum over i of w[4n + i] * a[i]; w unsigned (below 128 unless wide), a: 4
-//   int8
-//                                 in [-127, 127]
+//   DotSum                        products of bytes on their way into int32 lanes:
+//     dot_begin(acc)              a sum to which products are added; of acc where that costs nothing
+//     dot_add<wide>(sum, w, a)    + sum over i of w[4n + i] * a[i]; a: 4 int8 in [-127, 127]; w unsigned, below 128
+//     unless
+//                                 wide; wide bytes come from wide_bytes(w) and stand for w - kWideZero
+//     dot_end(acc, sum)           acc + the products; the same acc as at the beginning
+//   kWideZero                     128 where wide bytes are multiplied as signed ones, else 0
+//   dot_room(most)                how many dot_add of bytes up to `most` a sum holds
 //   dot_bf16(acc, w, x)           (acc[n] + w[2n + 1] * x[1]) + w[2n] * x[0] on bfloat16 pairs, each sum rounded once
 //   load_bf16 store_bf16          kLanes values, widened and rounded to nearest even
 //   prefetch(p), prefetch_l2(p)   into L1, or only as near as L2
@@ -33,14 +38,19 @@
 #define HEADRACE_CODE_plain 1
 #define HEADRACE_CODE_avx2 2
 #define HEADRACE_CODE_avxvnni 3
-#define HEADRACE_CODE_avx512 4
+#define HEADRACE_CODE_avx512vnni 4
+#define HEADRACE_CODE_avx512 5
 #define HEADRACE_IS(name) (HEADRACE_PASTE(HEADRACE_CODE_, HEADRACE_ISA) == HEADRACE_CODE_##name)
 
-#if HEADRACE_IS(avx512)
+// kLanes, where the preprocessor asks.
+#if HEADRACE_IS(avx512) || HEADRACE_IS(avx512vnni)
+#define HEADRACE_LANES 16
 #include "vec_avx512.h"
 #elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
+#define HEADRACE_LANES 8
 #include "vec_avx2.h"
 #else
+#define HEADRACE_LANES 4
 #include "vec_plain.h"
 #endif
 

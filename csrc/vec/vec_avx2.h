@@ -6,7 +6,6 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 8;
-constexpr bool kWideDiffers = !HEADRACE_IS(avxvnni);
 typedef __m256 F32v;
 typedef int32_t I32v __attribute__((vector_size(32)));
 typedef uint32_t U32v __attribute__((vector_size(32)));
@@ -87,22 +86,49 @@ HEADRACE_INLINE U8v load_table(const uint8_t* p) {
 }
 HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return (U8v)_mm256_shuffle_epi8(raw(table), raw(index)); }
 
-template <bool wide>
-HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
+HEADRACE_INLINE __m256i load_quads(const int8_t* a) {
     int32_t quad;
     __builtin_memcpy(&quad, a, 4);
-    const __m256i x = _mm256_set1_epi32(quad);
-#if HEADRACE_IS(avxvnni)
-    return (I32v)_mm256_dpbusd_avx_epi32(raw(acc), raw(w), x);
-#else
-    const __m256i ones = _mm256_set1_epi16(1);
-    if constexpr (!wide) return acc + (I32v)_mm256_madd_epi16(_mm256_maddubs_epi16(raw(w), x), ones);
-    // 255 * 127 * 2 would saturate an int16: the top bit goes separately.
-    const __m256i low = _mm256_and_si256(raw(w), _mm256_set1_epi8(0x7f)), top = _mm256_andnot_si256(low, raw(w));
-    return acc + (I32v)_mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones) +
-           (I32v)_mm256_madd_epi16(_mm256_maddubs_epi16(top, x), ones);
-#endif
+    return _mm256_set1_epi32(quad);
 }
+
+#if HEADRACE_IS(avxvnni)
+constexpr int kWideZero = 0;
+typedef I32v DotSum;
+static constexpr int dot_room(int) { return 1 << 20; }
+HEADRACE_INLINE U8v wide_bytes(U8v w) { return w; }
+HEADRACE_INLINE DotSum dot_begin(I32v acc) { return acc; }
+template <bool wide>
+HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
+    return (I32v)_mm256_dpbusd_avx_epi32(raw(sum), raw(w), load_quads(a));
+}
+HEADRACE_INLINE I32v dot_end(I32v, DotSum sum) { return sum; }
+#else
+// Sums of two products each in 16 bits, joined in 32 at the end.
+constexpr int kWideZero = 128;
+typedef int16_t DotSum __attribute__((vector_size(32)));
+// Each dot_add brings a lane two products, of bytes up to `most` and of 127 at most.
+static constexpr int dot_room(int most) { return 32767 / (2 * 127 * most); }
+HEADRACE_INLINE U8v wide_bytes(U8v w) { return w ^ 0x80; }
+HEADRACE_INLINE DotSum dot_begin(I32v) { return DotSum{}; }
+template <bool wide>
+HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
+    const __m256i x = load_quads(a);
+    if constexpr (wide) {  // the sign goes to the other factor: sizes are 128 at most, and 2 * 128 * 127 fits
+        sum += (DotSum)_mm256_maddubs_epi16(_mm256_abs_epi8(raw(w)), _mm256_sign_epi8(x, raw(w)));
+    } else {
+        sum += (DotSum)_mm256_maddubs_epi16(raw(w), x);
+    }
+    // In this order: a compiler that joins products as a tree keeps more of them than there are registers.
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+HEADRACE_INLINE I32v dot_end(I32v acc, DotSum sum) {
+    acc += (I32v)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+    __asm__("" : "+x"(acc));
+    return acc;
+}
+#endif
 
 HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
     const I32v pairs = (I32v)w;

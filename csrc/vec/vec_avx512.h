@@ -1,4 +1,4 @@
-// AVX-512 F, BW, DQ, VL, VNNI and BF16: 16 lanes.
+// AVX-512 F, BW, DQ, VL and VNNI: 16 lanes. Compiled twice: without BF16 (avx512vnni) and with it (avx512).
 #pragma once
 
 #include <immintrin.h>
@@ -6,7 +6,6 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 16;
-constexpr bool kWideDiffers = false;
 typedef __m512 F32v;
 typedef int32_t I32v __attribute__((vector_size(64)));
 typedef uint32_t U32v __attribute__((vector_size(64)));
@@ -84,17 +83,30 @@ HEADRACE_INLINE U8v load_table(const uint8_t* p) {
 }
 HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return (U8v)_mm512_shuffle_epi8(raw(table), raw(index)); }
 
+constexpr int kWideZero = 0;
+typedef I32v DotSum;
+static constexpr int dot_room(int) { return 1 << 20; }
+HEADRACE_INLINE U8v wide_bytes(U8v w) { return w; }
+HEADRACE_INLINE DotSum dot_begin(I32v acc) { return acc; }
 template <bool wide>
-HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
+HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
     int32_t quad;
     __builtin_memcpy(&quad, a, 4);
-    return (I32v)_mm512_dpbusd_epi32(raw(acc), raw(w), _mm512_set1_epi32(quad));
+    return (I32v)_mm512_dpbusd_epi32(raw(sum), raw(w), _mm512_set1_epi32(quad));
 }
+HEADRACE_INLINE I32v dot_end(I32v, DotSum sum) { return sum; }
 
 HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
     int32_t pair;
     __builtin_memcpy(&pair, x, 4);
+#if HEADRACE_IS(avx512)
     return _mm512_dpbf16_ps(acc, (__m512bh)raw(w), (__m512bh)_mm512_set1_epi32(pair));
+#else
+    const I32v both = set_i32(pair), pairs = (I32v)w;
+    const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
+    const F32v x0 = as_f32(both << 16), x1 = as_f32(both & (int32_t)0xffff0000);
+    return fma(even, x0, fma(odd, x1, acc));  // in the order vdpbf16ps has
+#endif
 }
 
 HEADRACE_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

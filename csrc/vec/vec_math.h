@@ -3,6 +3,12 @@
 
 namespace headrace::HEADRACE_ISA {
 
+// acc[n] + sum over i of w[4n + i] * a[i], as dot_add has it.
+template <bool wide>
+HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
+    return dot_end(acc, dot_add<wide>(dot_begin(acc), w, a));
+}
+
 // e^x to about 1 ulp of float, x held to [-87.3, 88.3]: never 0 and never infinite. NaN gives a finite value.
 HEADRACE_INLINE F32v exp(F32v x) {
     x = min(max(x, set_f32(-87.3f)), set_f32(88.3f));

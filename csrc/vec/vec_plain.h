@@ -4,7 +4,6 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 4;
-constexpr bool kWideDiffers = false;
 typedef float F32v __attribute__((vector_size(16)));
 typedef int32_t I32v __attribute__((vector_size(16)));
 typedef uint32_t U32v __attribute__((vector_size(16)));
@@ -118,8 +117,14 @@ HEADRACE_INLINE U8v lookup(U8v table, U8v index) {
 #endif
 }
 
+constexpr int kWideZero = 0;
+typedef I32v DotSum;
+static constexpr int dot_room(int) { return 1 << 20; }
+HEADRACE_INLINE U8v wide_bytes(U8v w) { return w; }
+HEADRACE_INLINE DotSum dot_begin(I32v acc) { return acc; }
+HEADRACE_INLINE I32v dot_end(I32v, DotSum sum) { return sum; }
 template <bool wide>
-HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
+HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
     // Bytes at even and at odd places as words: a product fits one, and the two of a lane are added.
     typedef int16_t I16v __attribute__((vector_size(16)));
     typedef uint16_t U16v __attribute__((vector_size(16)));
@@ -127,7 +132,7 @@ HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
     __builtin_memcpy(&quad, a, 4);
     const I16v x = (I16v)set_i32(quad), words = (I16v)w;
     const I32v even = (I32v)((words & 0xff) * ((x << 8) >> 8)), odd = (I32v)((I16v)((U16v)words >> 8) * (x >> 8));
-    return acc + (even << 16 >> 16) + (even >> 16) + (odd << 16 >> 16) + (odd >> 16);
+    return sum + (even << 16 >> 16) + (even >> 16) + (odd << 16 >> 16) + (odd >> 16);
 }
 
 HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {

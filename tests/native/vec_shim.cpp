@@ -43,8 +43,15 @@ static void find_field(int wanted, const uint8_t* x, uint8_t* out) {
 }
 
 template <bool wide>
-static void dots(const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out) {
-    EACH(16) put(out + i, dot<wide>(load_i32(acc + i), load_u8(w + 4 * i), a));
+static void dots(int count, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out) {
+    EACH(16) {
+        DotSum sum = dot_begin(load_i32(acc + i));
+        for (int j = 0; j < count; ++j) {
+            const U8v bytes = load_u8(w + 64 * j + 4 * i);
+            sum = dot_add<wide>(sum, wide ? wide_bytes(bytes) : bytes, a + 4 * j);
+        }
+        put(out + i, dot_end(load_i32(acc + i), sum));
+    }
 }
 
 template <bool high, int width>
@@ -83,7 +90,8 @@ static void interleaved(const uint32_t* x, const uint32_t* y, uint32_t* out) {
 // Not in vec_shim itself: the functions of a variable that others see would be weak symbols.
 static constexpr VecShim kFunctions = {
     .lanes = kLanes,
-    .wide_differs = kWideDiffers,
+    .wide_zero = kWideZero,
+    .dot_room = [](int most) { return dot_room(most); },
 
     .copy = FLOATS1(x),
     .load_part = [](const float* p, int count, float* out) { store_f32(out, load_f32(p, count)); },
@@ -161,7 +169,7 @@ static constexpr VecShim kFunctions = {
             EACH(n)
             store_i8(out + i, load_i32(x + i));
         },
-#if HEADRACE_IS(avx512)
+#if HEADRACE_LANES == 16
     .store_i8_sums =
         [](const int32_t* x, int8_t* out, int32_t* sums) {
             const I32v both[2] = {load_i32(x), load_i32(x + 16)};
@@ -181,8 +189,8 @@ static constexpr VecShim kFunctions = {
         [](const uint8_t* table, const uint8_t* index, uint8_t* out) {
             for (int i = 0; i < 64; i += 4 * kLanes) store_u8(out + i, lookup(load_table(table), load_u8(index + i)));
         },
-    .dot = [](bool wide, const int32_t* acc, const uint8_t* w, const int8_t* a,
-              int32_t* out) { wide ? dots<true>(acc, w, a, out) : dots<false>(acc, w, a, out); },
+    .dot = [](bool wide, int count, const int32_t* acc, const uint8_t* w, const int8_t* a,
+              int32_t* out) { wide ? dots<true>(count, acc, w, a, out) : dots<false>(count, acc, w, a, out); },
     .dot_bf16 =
         [](const float* acc, const uint16_t* w, const uint16_t* x, float* out) {
             EACH(16)

@@ -10,7 +10,8 @@ namespace headrace {
 // Arrays have n values, n a multiple of 16, where nothing else is said. Results stand where their lanes' inputs stood.
 struct VecShim {
     int lanes;
-    bool wide_differs;
+    int wide_zero;  // kWideZero
+    int (*dot_room)(int most);
 
     // vec.h: floats
     void (*copy)(const float* x, int n, float* out);           // load_f32, store_f32
@@ -44,8 +45,9 @@ struct VecShim {
     void (*copy_bytes)(const uint8_t* x, uint8_t* out);
     void (*field)(int bits, int from, int to, const uint8_t* x, uint8_t* out);
     void (*lookup)(const uint8_t* table, const uint8_t* index, uint8_t* out);
-    void (*dot)(bool wide, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out);  // 16 sums
-    void (*dot_bf16)(const float* acc, const uint16_t* w, const uint16_t* x, float* out);         // 16 sums, 32 of w
+    // 16 sums; `count` products in one of the shim's sums, w 64 bytes of each, a 4 of each
+    void (*dot)(bool wide, int count, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out);
+    void (*dot_bf16)(const float* acc, const uint16_t* w, const uint16_t* x, float* out);  // 16 sums, 32 of w
     void (*prefetch)(const void* p);
 
     // vec_math.h

@@ -219,39 +219,59 @@ void check_bytes(const VecShim& v, std::mt19937& rng) {
     v.prefetch(nullptr);  // of an address that is not there: nothing
 }
 
-void check_dots(const VecShim& v, std::mt19937& rng) {
-    for (const bool wide : {false, true}) {
-        for (int round = 0; round < 4000; ++round) {
-            std::vector<uint8_t> w = random_ints<uint8_t>(rng, 64, {0, 1, 127, 128, 255});
-            std::vector<int8_t> a(4);
-            std::vector<int32_t> acc = random_words(rng, 16), out(16);
-            for (int8_t& each : a) each = static_cast<int8_t>(below(rng, 255) - 127);
-            if (round % 2) {  // the extremes: 255 times 127 and -127, of all signs, in all lanes
-                for (int i = 0; i < 4; ++i) a[static_cast<size_t>(i)] = round >> (i + 1) & 1 ? 127 : -127;
-                if (round % 4 == 3) std::fill(w.begin(), w.end(), uint8_t{255});
-            }
-            if (!wide) {
-                for (uint8_t& each : w) each &= 127;
-            }
-            for (int32_t& each : acc) each >>= 1;
-            v.dot(wide, acc.data(), w.data(), a.data(), out.data());
-            equal(
-                out,
-                [&](size_t n) {
-                    int32_t sum = acc[n];
-                    for (size_t i = 0; i < 4; ++i) sum += w[4 * n + i] * a[i];
-                    return sum;
-                },
-                wide ? "dot of wide bytes" : "dot");
+// What `count` products added in one of the shim's sums must be.
+std::vector<int32_t> exact_dots(const VecShim& v, bool wide, const std::vector<int32_t>& acc,
+                                const std::vector<uint8_t>& w, const std::vector<int8_t>& a) {
+    std::vector<int32_t> sums = acc;
+    for (size_t j = 0; j < a.size() / 4; ++j) {
+        for (size_t n = 0; n < 16; ++n) {
+            for (size_t i = 0; i < 4; ++i) sums[n] += (w[64 * j + 4 * n + i] - (wide ? v.wide_zero : 0)) * a[4 * j + i];
         }
     }
+    return sums;
+}
+
+// Bytes up to `most`, as many products in a sum as it holds, or `count`.
+void check_dots_of(const VecShim& v, std::mt19937& rng, int most) {
+    const bool wide = most > 127;
+    const int room = v.dot_room(wide && v.wide_zero ? v.wide_zero : most), largest = std::min(room, 8);
+    require(room >= 1, "a sum that holds nothing");
+    for (int round = 0; round < 1000; ++round) {
+        const size_t count = static_cast<size_t>(1 + round % largest);
+        std::vector<uint8_t> w = random_ints<uint8_t>(rng, 64 * count, {0, 1, 127, 128, 255});
+        for (uint8_t& each : w) each = static_cast<uint8_t>(each % (most + 1));
+        std::vector<int8_t> a(4 * count);
+        for (int8_t& each : a) each = static_cast<int8_t>(below(rng, 255) - 127);
+        std::vector<int32_t> acc = random_words(rng, 16), out(16);
+        for (int32_t& each : acc) each >>= 1;
+        if (round %
+            2) {  // the extremes: the largest bytes, or the smallest, times 127 and -127, of all signs, in all lanes
+            for (size_t i = 0; i < a.size(); ++i) a[i] = round >> (i % 4 + 1) & 1 ? 127 : -127;
+            if (round % 4 == 3) std::fill(w.begin(), w.end(), static_cast<uint8_t>(round & 64 ? most : 0));
+        }
+        v.dot(wide, static_cast<int>(count), acc.data(), w.data(), a.data(), out.data());
+        require(out == exact_dots(v, wide, acc, w, a), wide ? "dot of wide bytes" : "dot");
+    }
+    if (room >= 16) return;
+    // The control: of the largest bytes one product more than there is room for does not fit.
+    const size_t count = static_cast<size_t>(room) + 1;
+    const std::vector<uint8_t> w(64 * count, static_cast<uint8_t>(wide ? 0 : most));
+    const std::vector<int8_t> a(4 * count, 127);
+    const std::vector<int32_t> acc(16, 0);
+    std::vector<int32_t> out(16);
+    v.dot(wide, static_cast<int>(count), acc.data(), w.data(), a.data(), out.data());
+    require(out != exact_dots(v, wide, acc, w, a), "a sum holds more than is said");
+}
+
+void check_dots(const VecShim& v, std::mt19937& rng) {
+    for (const int most : {1, 3, 7, 15, 31, 63, 127, 255}) check_dots_of(v, rng, most);
     // As many as the int8 pool adds up at 512 dimensions, all of one sign; 128 times that is still no overflow.
     for (const int8_t sign : {int8_t{127}, int8_t{-127}}) {
         const std::vector<uint8_t> w(64, 255);
         const std::vector<int8_t> a(4, sign);
         std::vector<int32_t> acc(16, 0);
-        for (int d = 0; d < 512; d += 4) v.dot(true, acc.data(), w.data(), a.data(), acc.data());
-        equal(acc, [&](size_t) { return 512 * 255 * sign; }, "dots of 512 dimensions");
+        for (int d = 0; d < 512; d += 4) v.dot(true, 1, acc.data(), w.data(), a.data(), acc.data());
+        equal(acc, [&](size_t) { return 512 * (255 - v.wide_zero) * sign; }, "dots of 512 dimensions");
         static_assert(int64_t{512} * 255 * 127 * 128 <= INT32_MAX);
     }
     // bfloat16 pairs; numbers that are neither too small nor too large for a sum to be normal.

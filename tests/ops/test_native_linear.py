@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from headrace import native
-from tests.native_blocks import INTEGER_KINDS, columns, dense, random_rows, round_bf16
+from headrace.weights.kinds import KINDS as STORED
+from tests.native_blocks import INTEGER_KINDS, SCALES, columns, dense, random_rows, round_bf16
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
@@ -59,6 +60,24 @@ def test_integers_are_exact(kind: str, isa: str, pool) -> None:
         assert np.abs(exact).max() < 2**22
         for path in PATHS:
             assert np.array_equal(core.linear(linear, x, pool, path=path, isa=isa), exact)
+
+
+@pytest.mark.parametrize("kind", INTEGER_KINDS)
+def test_the_largest_integers(kind: str, isa: str, pool) -> None:
+    """Weights of one byte each, the largest and the smallest among them, times 127 of one sign and of both: no overflow."""
+    k, block = max(columns(kind)[1], 192), STORED[kind].block
+    x = np.tile(np.resize(np.float32([127, 127, -127, -127]), k), (9, 1))
+    x[0], x[1], x[2, k // 2 :], x[3, ::2] = 127, -127, 127, -127
+    for byte in (0x00, 0xFF, 0x80, 0x7F, 0xF0, 0x0F):
+        rows = np.full((20, k // block, STORED[kind].nbytes), byte, np.uint8)
+        for at in SCALES[kind]:
+            rows[:, :, at : at + 2] = np.float16([0.5]).view(np.uint8)
+        rows = rows.reshape(20, -1)
+        linear = core.PackedLinear([core.pack(rows, kind, 20, k, core.Arena(1 << 21), pool)])
+        w = dense(rows, kind, k).astype(np.float64)
+        exact, bound = x.astype(np.float64) @ w.T, 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(w).T)
+        for path in PATHS:
+            assert (np.abs(core.linear(linear, x, pool, path=path, isa=isa) - exact) <= bound).all(), hex(byte)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +186,7 @@ def test_segments_join_as_a_fixed_tree(kind: str, isa: str, pool) -> None:
 @pytest.mark.parametrize("k", [4864, 8960])
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_panels_may_begin_inside_a_super_block(kind: str, k: int, isa: str, pool) -> None:
-    """Panels hold at most 12 tiles; stretches of 11 begin at tiles 11, 22, 33 ..., and super blocks are 4 tiles long."""
+    """Panels hold at most 12 tiles, or 8; stretches of 11 begin at tiles 11, 22, 33 ..., and super blocks are 4 tiles long."""
     x = inputs(13, k)
     for unit in (0, 64):
         linear, w = layer(kind, 37, k, pool, segment_unit=unit)
