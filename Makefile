@@ -68,7 +68,7 @@ sanitize: $(VENV)/.dev
 	$(call programs,sanitize-address,-DHEADRACE_SANITIZE=address)
 	$(call programs,sanitize-thread,-DHEADRACE_SANITIZE=thread)
 
-# Compiling is most of the time, so here the kernels are compiled once instead of four times.
+# Compiling is most of the time, so here the kernels are compiled once instead of five times.
 sanitize-short: $(VENV)/.dev
 	$(call programs,sanitize-address-short,-DHEADRACE_SANITIZE=address -DHEADRACE_PLAIN=ON)
 	$(call programs,sanitize-thread-short,-DHEADRACE_SANITIZE=thread -DHEADRACE_PLAIN=ON)

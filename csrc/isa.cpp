@@ -46,10 +46,10 @@ std::vector<Isa> detect() {
     if (!ymm || !has(one.c, {12, 28, 29}) || !has(seven.b, {3, 5, 8})) return found;
     found.insert(found.begin(), Isa::kAvx2);
     if (has(more.a, {4})) found.insert(found.begin(), Isa::kAvxVnni);
-    // F, DQ, BW, VL; VNNI; BF16
-    if (zmm && has(seven.b, {16, 17, 30, 31}) && has(seven.c, {11}) && has(more.a, {5})) {
-        found.insert(found.begin(), Isa::kAvx512);
-    }
+    // F, DQ, BW, VL; VNNI
+    if (!zmm || !has(seven.b, {16, 17, 30, 31}) || !has(seven.c, {11})) return found;
+    found.insert(found.begin(), Isa::kAvx512Vnni);
+    if (has(more.a, {5})) found.insert(found.begin(), Isa::kAvx512);  // BF16
     return found;
 }
 #else
@@ -59,16 +59,16 @@ std::vector<Isa> detect() { return {Isa::kPlain}; }
 }  // namespace
 
 std::string_view isa_name(Isa isa) {
-    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512"};
+    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512vnni", "avx512"};
     return kNames[static_cast<int>(isa)];
 }
 
 Isa parse_isa(std::string_view name) {
-    for (const Isa isa : {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512}) {
+    for (const Isa isa : {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512}) {
         if (name == isa_name(isa)) return isa;
     }
     throw std::invalid_argument("unknown instruction set '" + std::string(name) +
-                                "'; use avx512, avxvnni, avx2 or plain");
+                                "'; use avx512, avx512vnni, avxvnni, avx2 or plain");
 }
 
 const std::vector<Isa>& supported_isas() {

@@ -6,9 +6,9 @@
 
 namespace headrace {
 
-enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512 };
+enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512Vnni, kAvx512 };
 
-// "plain", "avx2", "avxvnni" (AVX2 with VNNI) or "avx512" (with VNNI and BF16).
+// "plain", "avx2", "avxvnni" (AVX2 with VNNI), "avx512vnni" (AVX-512 with VNNI) or "avx512" (with VNNI and BF16).
 std::string_view isa_name(Isa isa);
 
 // Throws std::invalid_argument, one line, for a name that is none of the above.

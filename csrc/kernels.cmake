@@ -56,13 +56,14 @@ endif()
 set(HEADRACE_FLAGS_plain)
 set(HEADRACE_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2)
 set(HEADRACE_FLAGS_avxvnni ${HEADRACE_FLAGS_avx2} -mavxvnni)
-set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16
+set(HEADRACE_FLAGS_avx512vnni ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
     -mprefer-vector-width=512)
+set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx512vnni} -mavx512bf16)
 
 add_library(headrace_kernels STATIC ${HEADRACE_HOST_SOURCES})
 set(HEADRACE_ISAS plain)
 if(NOT HEADRACE_PLAIN AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
-  list(APPEND HEADRACE_ISAS avx512 avxvnni avx2)
+  list(APPEND HEADRACE_ISAS avx512 avx512vnni avxvnni avx2)
   target_compile_definitions(headrace_kernels PUBLIC HEADRACE_X86)
 endif()
 

@@ -21,6 +21,7 @@ HEADRACE_TABLE(plain, Isa::kPlain)
 #if defined(HEADRACE_X86)
 HEADRACE_TABLE(avx2, Isa::kAvx2)
 HEADRACE_TABLE(avxvnni, Isa::kAvxVnni)
+HEADRACE_TABLE(avx512vnni, Isa::kAvx512Vnni)
 HEADRACE_TABLE(avx512, Isa::kAvx512)
 #endif
 
@@ -42,6 +43,8 @@ const Kernels& kernels_for(Isa isa) {
 #if defined(HEADRACE_X86)
         case Isa::kAvx512:
             return avx512_table;
+        case Isa::kAvx512Vnni:
+            return avx512vnni_table;
         case Isa::kAvxVnni:
             return avxvnni_table;
         case Isa::kAvx2:

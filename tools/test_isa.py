@@ -19,7 +19,13 @@ from pathlib import Path
 from headrace import native
 
 ROOT = Path(__file__).parents[1]
-PATHS = {"avx512": "avx512", "avxvnni": "avx2", "avx2": "avx2", "plain": "default"}  # and what torch calls such a CPU
+PATHS = {  # and what torch calls such a CPU
+    "avx512": "avx512",
+    "avx512vnni": "avx512",
+    "avxvnni": "avx2",
+    "avx2": "avx2",
+    "plain": "default",
+}
 # What runs kernels: the engine, beams, random loads. Tests of texts, files and the server do not.
 EACH = (
     "tests/property",
@@ -70,7 +76,7 @@ def run(path: str, tests: list[str], options: list[str], report: Path) -> tuple[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paths", default=",".join(PATHS), help="some of avx512,avxvnni,avx2,plain")
+    parser.add_argument("--paths", default=",".join(PATHS), help="some of avx512,avx512vnni,avxvnni,avx2,plain")
     args, options = parser.parse_known_args()
     wanted = args.paths.split(",")
     if unknown := sorted(set(wanted) - set(PATHS)):

@@ -22,6 +22,8 @@ const VecShim& shim_of(Isa isa) {
 #if defined(HEADRACE_X86)
         case Isa::kAvx512:
             return avx512::vec_shim;
+        case Isa::kAvx512Vnni:
+            return avx512vnni::vec_shim;
         case Isa::kAvxVnni:
             return avxvnni::vec_shim;
         case Isa::kAvx2:
