@@ -24,9 +24,19 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) <= kLinearScratchBytes, "the scratch must hold a panel and the sums");
 
-// Row blocks [block, block + blocks) of one tensor, at most four, into y. `again`: these weights were just read.
+// What pass number `pass` over a row block at `data` fetches, where the first fetches the weights before it comes to
+// them: later ones a piece of the list, the second, where there is none, the block that the next unit reads.
+HEADRACE_INLINE int64_t fetched_ahead(const LinearTask& task, const PackedTensor& weight, int block, int pass,
+                                      const uint8_t* data) {
+    const uint8_t* piece = pass > 0 ? next_piece(task.fetch, row_block_bytes(weight.kind, weight.k)) : nullptr;
+    if (piece) return piece - data;
+    const bool next = pass == 1 && block + task.unit_blocks < weight.row_blocks();
+    return next ? task.unit_blocks * weight.stride : kPrefetchBytes;
+}
+
+// Row blocks [block, block + blocks) of one tensor, at most four, into y. pass: how often these weights were read.
 static void multiply(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows,
-                     bool again, float* y) {
+                     int pass, float* y) {
     const Segments& segments = *task.segments;
     if (weight.kind == PackedKind::kBf16) {
         const uint16_t* x = task.bf16.x + (int64_t)row * task.bf16.kp;
@@ -40,8 +50,8 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
     const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
     for (int b = 0; b < blocks; ++b) {
         const uint8_t* data = weight.data + (block + b) * weight.stride;
-        const uint8_t* other = again ? next_piece(task.fetch, row_block_bytes(weight.kind, weight.k)) : nullptr;
-        kernel(data, other ? other - data : kPrefetchBytes, segments, x, task.a8.tiles, y + b * rows * 16);
+        const int64_t ahead = fetched_ahead(task, weight, block + b, pass, data);
+        kernel(data, ahead, segments, x, task.a8.tiles, y + b * rows * 16);
     }
 }
 
@@ -70,17 +80,17 @@ HEADRACE_INLINE void fetch_sums(const LinearTask& task, int block, int row, int 
 
 static void run_direct(const LinearTask& task, int unit, int row0, int row1, int most) {
     const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks;
-    for (int row = row0, rows; row < row1; row += rows) {
+    for (int row = row0, pass = 0, rows; row < row1; row += rows, ++pass) {
         rows = step_rows(row1 - row, most);
         alignas(64) Sums y;
         float* up = y + blocks * rows * 16;
-        const bool again = row > row0, gated = task.epilogue.kind == EpilogueKind::kGated;
+        const bool gated = task.epilogue.kind == EpilogueKind::kGated;
         if (task.epilogue.kind == EpilogueKind::kAdd) fetch_sums(task, first, row, rows);
         // Gate and up in the order in which they lie in memory; bfloat16 takes two blocks at a time.
         const int step = gated && task.weight->kind != PackedKind::kBf16 ? 1 : blocks;
         for (int b = 0; b < blocks; b += step) {
-            multiply(task, *task.weight, first + b, step, row, rows, again, y + b * rows * 16);
-            if (gated) multiply(task, *task.up, first + b, step, row, rows, again, up + b * rows * 16);
+            multiply(task, *task.weight, first + b, step, row, rows, pass, y + b * rows * 16);
+            if (gated) multiply(task, *task.up, first + b, step, row, rows, pass, up + b * rows * 16);
         }
         finish(task, unit, blocks, row, rows, y, up);
     }
