@@ -25,6 +25,7 @@ from headrace.runner.record import RecordError
 from headrace.startup import opening
 from headrace.text.tokenizer import TokenizerError
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.progress import Progress
 from tests.tiny_files import write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -57,10 +58,10 @@ def test_the_vocabulary_is_read_while_weights_are_packed(tiny: Path, monkeypatch
         assert packing.wait(30)
         return read(*found)
 
-    def pack_weights(weights: PackedWeights) -> None:
+    def pack_weights(weights: PackedWeights, progress: Progress) -> None:
         packing.set()
         assert reading.wait(30)
-        pack(weights)
+        pack(weights, progress)
 
     monkeypatch.setattr(opening, "_read_words", read_words)
     monkeypatch.setattr(PackedWeights, "pack", pack_weights)

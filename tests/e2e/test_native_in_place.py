@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.nn import Module, ModuleList
 
 from headrace.data.config import ModelConfig
 from headrace.layers.embedding import Embedding
+from headrace.layers.holder import Group
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
 from headrace.models import registry
@@ -23,9 +23,8 @@ WIDTH, LAYERS = 512, 8
 TEXT = np.random.default_rng(5).integers(0, 97, 40).tolist()
 
 
-class StraightBlock(Module):
+class StraightBlock(Group):
     def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
         self.norm = Norm(c.hidden_size, 1e-5)
         self.out = Linear(c.hidden_size, c.hidden_size)
 
@@ -36,7 +35,7 @@ class Straight(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = ModuleList(StraightBlock(config) for _ in range(config.num_layers))
+        self.layers = [StraightBlock(config) for _ in range(config.num_layers)]
         self.norm = Norm(config.hidden_size, 1e-5)
 
     def embed(self, ctx: Any) -> Any:

@@ -30,9 +30,8 @@ from headrace.text.gguf_keys import split_name
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocabulary import TokenizerError
 from headrace.weights import imatrix
-from headrace.weights.dequant import read_tensor
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.loader import load_model
+from headrace.weights.loader import load_model, read_tensor
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
 from headrace.weights.write_gguf import TYPE_CODES
