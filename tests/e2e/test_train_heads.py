@@ -114,7 +114,7 @@ def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:
 def test_what_does_not_fit_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
     made = heads_of(model, tmp_path / "made")
     LLM(model, draft=made).close()
-    info = json.loads((made / files.INFO).read_text())
+    info = json.loads((made / files.HEADS_INFO).read_text())
 
     def refused(match: str) -> None:
         with pytest.raises(ValueError, match=match) as error:
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_in_one_line(model: Path, tmp_path: Path) -
         ({"kind": "feature"}, "is missing or not of the shape"),
         ({"kind": 3}, "cannot be read"),
     ):
-        (made / files.INFO).write_text(json.dumps(info | change))
+        (made / files.HEADS_INFO).write_text(json.dumps(info | change))
         refused(match)
     for name, tensor, match in (
         ("norm.weight", torch.full((32,), torch.nan, dtype=torch.bfloat16), "NaN or infinite"),

@@ -13,6 +13,7 @@ from headrace.server.service import Service
 from headrace.server.stream import unless_gone
 from headrace.server.structured import asked_form
 from headrace.server.tickets import Ticket, deltas
+from headrace.weights.defaults import values
 
 
 class LinesRequest(Sampling, kw_only=True):
@@ -26,7 +27,7 @@ async def lines(service: Service, request: LinesRequest, http: Request, salt: by
         raise bad("stream_options goes with stream: true", "stream_options")
     not_built(bool(request.stream), "stream", "lines come when they are whole")
     not_built(asked_form(request) is not None, "structured_outputs", "a line is free")
-    params = sampling_params(request, service.llm.opened.sampling, service.limits, max_tokens=request.max_tokens)
+    params = sampling_params(request, values(service.llm.opened.defaults), service.limits, max_tokens=request.max_tokens)
     prompts = await service.llm.encode_all([request.prompt])
     if not prompts[0]:
         raise bad("prompt is empty; give a text", "prompt")

@@ -104,7 +104,7 @@ class Narrowed(Streamed):
             holder = self._holders[path]
             for field, spec in holder.params().items():
                 if field != "weight" or not isinstance(holder, Linear | Embedding):
-                    holder.allocate(field, spec, self.dtype)
+                    setattr(holder, field, Allocator(self.dtype).empty(spec.shape, spec.exact))
                     self._read(path, holder, field)
             narrow(holder, self._packed[path], self._weights, self.dtype)
             if not holder.params():

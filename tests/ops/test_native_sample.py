@@ -11,7 +11,7 @@ import torch
 from headrace import native
 from headrace.data.params import SamplingParams
 from headrace.native.sampling import sample_params
-from headrace.ops import noise, sampling
+from headrace.ops import keys, noise, sampling
 from headrace.ops.logprobs import token_logprobs
 from tests.ulps import rounded_once
 
@@ -120,7 +120,7 @@ def random_spec(rng: random.Random, vocab: int) -> sampling.RowSpec:
     )
     return sampling.RowSpec(
         params=params,
-        keys=[noise.key(rng.randrange(2**64), child) for child in range(rng.choice([1, 1, 3]))],
+        keys=[keys.key(rng.randrange(2**64), child) for child in range(rng.choice([1, 1, 3]))],
         tokens=tokens,
         prompt_len=rng.randrange(len(tokens) + 1),
         path=[rng.choice(some) for _ in range(rng.choice([0, 0, 3]))],
@@ -147,7 +147,7 @@ def test_noise_has_the_bits_of_the_reference(isa):
 
 @pytest.mark.parametrize("vocab", [1, 3, 16, 63, 64, 65, 1000, 49_152])
 def test_noise_of_a_row_and_of_chosen_ids(isa, vocab):
-    key = noise.key(vocab, 3)
+    key = keys.key(vocab, 3)
     for position, purpose in [(0, 0), (77, 2), (2**31, 4)]:
         wanted = noise.reference_gumbel_at(key, position, vocab, purpose)
         row = np.empty(vocab, dtype=np.float32)
@@ -188,14 +188,14 @@ def test_same_tokens_as_torch_on_large_vocabularies(isa, vocab):
     ]
     for case, setting in enumerate(settings):
         for spread in (0.3, 3.0):
-            spec = sampling.RowSpec(SamplingParams(**setting), [noise.key(case, 0), noise.key(case, 1)], [5, 9, 70], 1)
+            spec = sampling.RowSpec(SamplingParams(**setting), [keys.key(case, 0), keys.key(case, 1)], [5, 9, 70], 1)
             assert_same(*draw_both(logits(vocab, case, spread), spec, isa, maxima=case % 2 == 0))
 
 
 def test_all_equal_logits_keep_the_lowest_ids(isa):
     z = np.zeros(1000, dtype=np.float32)
     for setting in ({"temperature": 0.0}, {"top_k": 10}, {"top_p": 0.01}, {"typical_p": 0.01}):
-        spec = sampling.RowSpec(SamplingParams(**setting), [noise.key(s) for s in range(50)], [0], 1)
+        spec = sampling.RowSpec(SamplingParams(**setting), [keys.key(s) for s in range(50)], [0], 1)
         expected, reports, error = draw_both(z, spec, isa)
         assert_same(expected, reports, error)
         assert max(report.id for report in reports) < 10
@@ -209,8 +209,8 @@ def test_the_bound_on_noise_changes_nothing(isa):
     for seed in range(40):
         z = logits(vocab, seed, (0.1, 1.0, 4.0, 15.0)[seed % 4])
         history = core.History([1] * seed)
-        reports, error = sampler.draw(z, params, history, [noise.key(seed)])
-        core.gumbel_row(noise.key(seed), seed, row, 0, isa)
+        reports, error = sampler.draw(z, params, history, [keys.key(seed)])
+        core.gumbel_row(keys.key(seed), seed, row, 0, isa)
         assert not error
         assert reports[0].id == int(np.argmax(z + row))
 
@@ -218,9 +218,9 @@ def test_the_bound_on_noise_changes_nothing(isa):
 def test_one_key_off_is_another_stream(isa):
     """The control of the equalities above: with the wrong child key they do not hold."""
     z = logits(1000, 0, 1.0)
-    spec = sampling.RowSpec(SamplingParams(), [noise.key(3, child) for child in range(20)], [1], 1)
+    spec = sampling.RowSpec(SamplingParams(), [keys.key(3, child) for child in range(20)], [1], 1)
     expected, _, _ = draw_both(z, spec, isa)
-    wrong, _, _ = draw_both(z, replace(spec, keys=[noise.key(3, child + 1) for child in range(20)]), isa)
+    wrong, _, _ = draw_both(z, replace(spec, keys=[keys.key(3, child + 1) for child in range(20)]), isa)
     assert expected.tokens != wrong.tokens
     assert expected.tokens[1:] == wrong.tokens[:-1]
 
@@ -234,7 +234,7 @@ def test_a_grammar_mask_is_a_list_of_allowed_ids(isa):
         bits[allowed] = 1
         mask = np.packbits(np.pad(bits, (0, -vocab % 32)), bitorder="little").view(np.uint32)
         params = SamplingParams(top_p=0.8, logit_bias={allowed[0]: 2.0, 3: 1.0}, repetition_penalty=1.2)
-        z, key, history = logits(vocab, seed), [noise.key(seed)], core.History([3, allowed[0]])
+        z, key, history = logits(vocab, seed), [keys.key(seed)], core.History([3, allowed[0]])
         sampler = core.Sampler(vocab, isa)
         by_list, _ = sampler.draw(z, sample_params(params.replace(allowed_token_ids=tuple(allowed))), history, key)
         by_mask, error = sampler.draw(z, sample_params(params), history, key, mask=mask)
@@ -254,7 +254,7 @@ def test_a_grammar_mask_is_a_list_of_allowed_ids(isa):
 def test_broken_logits_are_an_error_of_their_row(isa, change, words):
     z = logits(100, 0)
     change(z)
-    spec = sampling.RowSpec(SamplingParams(), [noise.key(0)], [1], 1)
+    spec = sampling.RowSpec(SamplingParams(), [keys.key(0)], [1], 1)
     expected, _, error = draw_both(z, spec, isa)
     assert "logits are broken" in error
     assert words in error
@@ -264,12 +264,12 @@ def test_broken_logits_are_an_error_of_their_row(isa, change, words):
 def test_nothing_left_and_ids_outside_are_errors(isa):
     z = logits(100, 0)
     empty = SamplingParams(allowed_token_ids=(3,), bad_words=((3,),))
-    expected, _, error = draw_both(z, sampling.RowSpec(empty, [noise.key(0)], [1], 1), isa)
+    expected, _, error = draw_both(z, sampling.RowSpec(empty, [keys.key(0)], [1], 1), isa)
     assert "no token can be drawn" in error
     assert "no token can be drawn" in expected.error
     params = core.SampleParams()
     params.logit_bias = [(100, 1.0)]
-    _, error = core.Sampler(100, isa).draw(z, params, core.History([1]), [noise.key(0)])
+    _, error = core.Sampler(100, isa).draw(z, params, core.History([1]), [keys.key(0)])
     assert "100 is outside the vocabulary of 100" in error
 
 
@@ -338,10 +338,10 @@ def test_verification_walks_the_tree_as_single_draws_do(isa, setting):
         history = core.History([1, 2])
         history.extend([3])
         path, reports, error = core.Sampler(vocab, isa).verify(
-            z, sample_params(params), history, noise.key(seed), draft, parents, logprobs=0
+            z, sample_params(params), history, keys.key(seed), draft, parents, logprobs=0
         )
         assert not error
-        wanted_path, wanted = reference_walk(z, params, [1, 2, 3], draft, parents, noise.key(seed))
+        wanted_path, wanted = reference_walk(z, params, [1, 2, 3], draft, parents, keys.key(seed))
         assert path == wanted_path
         assert [report.id for report in reports] == wanted
         lengths.add(len(path))
@@ -352,7 +352,7 @@ def test_verification_ends_before_a_node_behind_which_nothing_can_be_drawn(isa):
     z = np.zeros((3, 8), np.float32)
     z[0, 5] = z[1, 6] = 9.0
     z[2] = math.nan
-    asks = (sample_params(SamplingParams(temperature=0.0)), core.History([1]), noise.key(0))
+    asks = (sample_params(SamplingParams(temperature=0.0)), core.History([1]), keys.key(0))
     for rows, path, drawn in ((z, [0], [5, 6]), (z[[0, 2, 2]], [], [5])):
         found, reports, error = core.Sampler(8, isa).verify(rows.copy(), *asks, [5, 6], [-1, 0], logprobs=0)
         assert (found, [report.id for report in reports], error) == (path, drawn, "")

@@ -69,8 +69,9 @@ def offline(tiny: Path) -> Iterator[LLM]:
     llm.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    """As long as a module: while it runs, so does an event loop of its driver, beside which no other may begin."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium; install it with: apt install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (extra `dev`)")

@@ -12,6 +12,7 @@ from typer.main import get_command
 
 from headrace.cli.commands import build
 from headrace.cli.serve_options import read_config
+from headrace.server.keys import read
 from headrace.weights import catalog, hub
 from tests.server.harness import Running
 
@@ -106,7 +107,12 @@ def tables(page: str) -> list[str]:
 
 
 def test_the_settings_of_the_documents_are_settings(tmp_path: Path) -> None:
-    (table,) = tables("server.md")
+    table, keys = tables("server.md")
+    for secret in ("a" * 40, "b" * 40):
+        keys = keys.replace('key = "…"', f'key = "{secret}"', 1)
+    (tmp_path / "keys.toml").write_text(keys.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'), "utf-8")
+    (tmp_path / "keys.toml").chmod(0o600)
+    assert {principal.name for _, principal in read(tmp_path / "keys.toml")} == {"alice", "nightly", "prometheus"}
     (tmp_path / "serve.toml").write_text(table, "utf-8")
     context: Any = SimpleNamespace(command=get_command(build()).commands["serve"], default_map=None, meta={})  # type: ignore[attr-defined]
     read_config(context, tmp_path / "serve.toml")

@@ -10,6 +10,7 @@ from typer.main import get_command
 from headrace.cli import chat
 from headrace.cli.app import main
 from headrace.cli.commands import build
+from headrace.data.near import did_you_mean
 from headrace.data.params import SamplingParams
 from tests.cli_shell import Shell
 
@@ -87,8 +88,8 @@ def test_settings_of_a_chat_are_a_table_with_what_each_does(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("typed", "near"), [("temprature", "temperature"), ("temp", "temperature"), ("topk", "top_k")])
 def test_a_setting_that_is_not_there_names_one_that_is(typed: str, near: str) -> None:
-    assert chat._near(typed, chat.SETTINGS) == f" (did you mean {near}?)"
-    assert chat._near("zzz", chat.SETTINGS) == ""
+    assert near in did_you_mean(typed, chat.SETTINGS)
+    assert did_you_mean("zzz", chat.SETTINGS) == ""
 
 
 def test_the_list_of_commands_comes_with_help_and_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,4 +60,4 @@ def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
         return {}
     dim = rope.dim or config.each_layer.head_dim
     plain = frequencies(replace(rope, scaling="none"), dim)
-    return {ROPE_DIVISORS: (plain / frequencies(rope, dim)).numpy().astype(np.float32)}
+    return {ROPE_DIVISORS: (plain / frequencies(rope, dim)).astype(np.float32)}

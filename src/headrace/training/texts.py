@@ -123,8 +123,7 @@ def hidden_rows(llm: LLM, tokens: list[int]) -> torch.Tensor:
     runner.reserve(FEATURES)
     with ScratchLive(runner, tokens, BLOCK_SIZE):
         runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens))]))
-        rows: torch.Tensor = runner.kept[FEATURES].read(runner.slots[SLOT].table, 0, len(tokens)).to(torch.bfloat16)
-    return rows
+        return torch.as_tensor(runner.kept[FEATURES].read(runner.slots[SLOT].table, 0, len(tokens))).to(torch.bfloat16)
 
 
 class Shards:
