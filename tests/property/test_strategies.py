@@ -173,7 +173,7 @@ def last_prompt_token_only(engine: Engine) -> None:
         count = feed.start + feed.count
         (prompt_len,) = [s.prompt_len for r in engine.requests.values() for s in r.seqs if s.wire.slot == feed.slot]
         rows = kept.read(table, 0, count + len(feed.nodes))
-        found: list[float] = (rows[prompt_len - 1 : count] @ rows[count:].T).amax(0).tolist()
+        found: list[float] = kept.nearest(rows[prompt_len - 1 : count], rows[count:])
         return found
 
     kept.closest = closest
