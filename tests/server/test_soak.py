@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace import LLM, SamplingParams
+from headrace import LLM
 from tests.server.harness import ENGINE, Running
 from tests.server.soak import Memory, Soak, clients
 
@@ -23,14 +23,14 @@ REAL = {**ENGINE, "dtype": "auto", "backend": "auto", "kv_cache_memory": "48MiB"
 
 def jobs(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Requests with the texts that offline generation gives."""
+    llm = LLM(model, **settings)
     params = [
-        SamplingParams(temperature=0.0, max_tokens=12 + 7 * n)
+        llm.default_params(temperature=0.0, max_tokens=12 + 7 * n)
         if n % 2
-        else SamplingParams(temperature=0.9, top_p=0.95, seed=n, max_tokens=40)
+        else llm.default_params(temperature=0.9, top_p=0.95, seed=n, max_tokens=40)
         for n in range(12)
     ]
     prompts = [f"The mill {'by the stream ' * n}stands" for n in range(12)]
-    llm = LLM(model, **settings)
     texts = [llm.generate(prompt, one)[0].outputs[0].text for prompt, one in zip(prompts, params, strict=True)]
     llm.close()
     bodies = [
