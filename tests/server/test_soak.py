@@ -15,7 +15,7 @@ from headrace import LLM
 from tests.server.harness import ENGINE, Running
 from tests.server.soak import Memory, Soak, clients
 
-SHORT, LONG = 60.0, float(os.environ.get("SOAK_SECONDS", "1200"))  # seconds
+SHORT, LONG = 45.0, float(os.environ.get("SOAK_SECONDS", "1200"))  # seconds
 PAUSE = 0.5  # seconds
 # A small KV pool: all of it has been used by the end of the warm-up, and requests are preempted.
 REAL = {**ENGINE, "dtype": "auto", "backend": "auto", "kv_cache_memory": "48MiB"}
