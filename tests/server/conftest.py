@@ -13,7 +13,7 @@ from tests.server.browser import CHROMIUM, MILLISECONDS, opened
 from tests.server.harness import ENGINE, Running
 from tests.tiny_files import write_tiny_gguf
 
-HOSTILE = ("bad_inputs", "fuzz", "hostile", "native_core", "page", "structured", "tools")  # whose requests are
+HOSTILE = ("bad_inputs", "fuzz", "hostile", "page", "structured", "tools", "torch_engine")  # whose requests are
 
 
 @pytest.fixture(scope="session", autouse=True)

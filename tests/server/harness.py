@@ -29,8 +29,8 @@ NEVER = 3600.0  # seconds without a sign of life that are no reason to end an en
 LOOK = 0.01  # seconds between two looks
 ROOT = Path(__file__).parents[2]
 ENDLESS: dict[str, Any] = {"max_tokens": 90_000, "extra_body": {"ignore_eos": True}}  # of a model with room for it
-ENGINE: dict[str, Any] = {"dtype": "float64", "threads": 1, "device": "cpu", "backend": "torch"}
-NATIVE: dict[str, Any] = {"dtype": "auto", "threads": 1, "device": "cpu", "backend": "native"}  # what is shipped
+ENGINE: dict[str, Any] = {"threads": 1, "device": "cpu", "backend": "native"}  # what is shipped, and starts soonest
+TORCH: dict[str, Any] = {"threads": 1, "device": "cpu", "backend": "torch", "dtype": "float64"}
 
 
 class Running:

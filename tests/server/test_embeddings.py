@@ -9,7 +9,7 @@ import pytest
 from openai.types import CreateEmbeddingResponse
 
 from headrace.llm import LLM
-from tests.server.harness import Running, until
+from tests.server.harness import TORCH, Running, until
 from tests.tiny_bert import CONTEXT, write_tiny_bert
 from tests.ulps import rounded_once
 
@@ -73,8 +73,8 @@ def test_a_bad_request_is_refused(server: Running, change: dict[str, object], sa
 
 def test_an_encoder_is_served(tmp_path: Path) -> None:
     folder = write_tiny_bert(tmp_path / "bert")
-    llm = LLM(folder, threads=1, device="cpu", dtype="float64")
-    with Running(folder) as running:
+    llm = LLM(folder, **TORCH)
+    with Running(folder, **TORCH) as running:
         made = running.openai.embeddings.create(model="tiny", input=["the mill", "a wheel"], encoding_format="float")
         for one, expected in zip(made.data, llm.embed(["the mill", "a wheel"]), strict=True):
             assert one.embedding == pytest.approx(expected.values, abs=1e-9)

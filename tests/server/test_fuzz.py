@@ -14,7 +14,7 @@ from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 
 from headrace.server.settings import Limits
-from tests.server.harness import NATIVE, PATIENCE, Running, until
+from tests.server.harness import PATIENCE, Running, until
 from tests.server.test_guard import ROUTES
 
 EXAMPLES = {GenerationMode.POSITIVE: 20, GenerationMode.NEGATIVE: 6}  # of each operation, well-formed and not
@@ -26,7 +26,7 @@ OPERATIONS = [(method, path) for method, path in ROUTES if (method, path) not in
 
 @pytest.fixture(scope="module")
 def small(tiny: Path) -> Iterator[Running]:
-    with Running(tiny, limits=SMALL, max_model_len=64, **NATIVE) as running:
+    with Running(tiny, limits=SMALL, max_model_len=64) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""The protocol, forms and tools once more, on the native core that is shipped; elsewhere the server's engine runs torch."""
+"""The protocol, forms and tools once more, on torch; elsewhere the server's engine runs the native core."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from headrace.llm import LLM
 from tests.server import test_protocol as protocol
 from tests.server import test_structured as structured
 from tests.server import test_tools as tools
-from tests.server.harness import NATIVE, Running
+from tests.server.harness import TORCH, Running
 from tests.tiny_files import write_tiny_gguf
 
 AGAIN = [
@@ -40,25 +40,25 @@ for again in AGAIN:  # collected here, with the fixtures of this module
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_gguf(tmp_path_factory.mktemp("native") / "tiny.gguf", context=1024)
+    return write_tiny_gguf(tmp_path_factory.mktemp("torch") / "tiny.gguf", context=1024)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Running]:
-    with Running(model, max_queued_requests=3, **NATIVE) as running:
+    with Running(model, max_queued_requests=3, **TORCH) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def offline(model: Path) -> Iterator[LLM]:
-    llm = LLM(model, **NATIVE)
+    llm = LLM(model, **TORCH)
     yield llm
     llm.close()
 
 
-def test_it_is_the_native_core(server: Running) -> None:
+def test_it_is_torch(server: Running) -> None:
     assert server.llm.loaded is not None
-    assert "(native, bitwise)" in server.llm.loaded.note
+    assert "(torch, near-tie-exact)" in server.llm.loaded.note
 
 
 def test_after_all_this_the_engine_is_the_one_it_was(server: Running) -> None:
