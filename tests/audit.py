@@ -60,7 +60,9 @@ def watch(log: Path, threads: tuple[str, ...] = ()) -> None:
 def install(folder: Path) -> Path:
     """Watch the servers of this process and all that they start; returns the log."""
     log = folder / "findings"
-    (folder / "sitecustomize.py").write_text(SITE.format(root=str(Path(__file__).parents[1]), log=str(log)))
+    hidden = getattr(sys.modules.get("sitecustomize"), "__file__", None)  # by the one that is written here
+    site = Path(hidden).read_text() if hidden else ""
+    (folder / "sitecustomize.py").write_text(site + SITE.format(root=str(Path(__file__).parents[1]), log=str(log)))
     sys.path.insert(0, str(folder))  # which the server hands on to its processes
     watch(log, OWN_THREADS)
     return log

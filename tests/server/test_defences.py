@@ -4,7 +4,6 @@ tests/defences.toml says what is taken out. A few are tried always, all of them 
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,10 @@ NAMES = [defence["class"] for defence in DEFENCES]
 SHORT = [defence for defence in DEFENCES if defence.get("short")]
 SECONDS = 570  # for one test, which may wait for what does not come
 PATIENCE = ("PATIENCE = 300.0", "PATIENCE = 20.0")  # seconds that a test of the copy waits for that
+# An installation that is edited in place finds its modules before any path is looked at; the copy must find its own.
+ALONE = """import sys
+sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in type(one).__module__]
+"""
 FAILED = 1  # pytest's exit status; a test that cannot be collected has another
 
 
@@ -79,7 +82,10 @@ def attempt(folder: Path, defence: dict[str, Any]) -> tuple[int, str]:
     edit(folder / "src/headrace" / defence["file"], patches(defence))
     edit(folder / "tests/server/harness.py", [PATIENCE])
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n0", defence["test"]]
-    environment = {name: value for name, value in os.environ.items() if not re.match("PYTEST_|PYTHONPATH$", name)}
+    (folder / "own").mkdir()
+    (folder / "own/sitecustomize.py").write_text(ALONE)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = os.pathsep.join((str(folder / "own"), str(folder / "src")))
     with subprocess.Popen(
         command,
         cwd=folder,
