@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.prompts import Prompt, read_prompts
+from headrace.bench.prompts import Prompt, read_prompts, tokens_of
 from headrace.data.params import SamplingParams
 from headrace.data.structured import StructuredOutputs
 from headrace.llm import LLM
 from headrace.training.calibration import Calibration, calibrate
-from headrace.workflows.cascade import Score, auroc, deferrals, losses_against, said, surety
+from headrace.workflows.cascade import Score, auroc, deferrals, losses_against, said, surety, tokens_used
 from headrace.workflows.consistency import last_number
 
 GRID = tuple(1.0 - i / 50 for i in range(51))  # thresholds, the safest first: 1 defers what is not certain
@@ -63,15 +63,14 @@ def ask(llm: LLM, questions: Sequence[Question], score: Score, params: SamplingP
     """All questions of one model, in one batch, through its chat template."""
     each = [_params(question, score, params) for question in questions]
     start = time.perf_counter()
-    talks = [q.prompt if not isinstance(q.prompt, str) else [{"role": "user", "content": q.prompt}] for q in questions]
-    outputs = llm.generate([llm.render(talk) for talk in talks], each)
+    outputs = llm.generate([tokens_of(llm, question.prompt, chat=True) for question in questions], each)
     seconds = time.perf_counter() - start
     right = [
         output.error is None and MATCHES["exact" if question.choices else match](said(output, score), question.answer)
         for output, question in zip(outputs, questions, strict=True)
     ]
-    tokens = sum(len(o.prompt_token_ids) + sum(len(one.token_ids) for one in o.outputs) for o in outputs)
-    return Answered(right, [surety(output, score) for output in outputs], tokens / len(outputs), seconds)
+    tokens = sum(map(tokens_used, outputs)) / len(outputs)
+    return Answered(right, [surety(output, score) for output in outputs], tokens, seconds)
 
 
 def _params(question: Question, score: Score, params: SamplingParams) -> SamplingParams:

@@ -12,8 +12,23 @@ from headrace.data.structured import StructuredOutputs
 from headrace.data.types import Delta, Request, RequestMetrics
 
 
+class Plain:
+    """A record that can be written as plain JSON data."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """By the names of its fields; log-probabilities as objects, too."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        for name in ("logprobs", "prompt_logprobs"):
+            entries = getattr(self, name, None)
+            if entries and isinstance(next((one for one in entries if one is not None), None), TokenLogprob):
+                found[name] = [one and msgspec.structs.asdict(one) for one in entries]
+        return found
+
+
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(Plain):
     """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None.
     `tool_calls`: those of a conversation with tools, as OpenAI's protocol writes them; `text` is what stands beside them.
 
@@ -32,13 +47,9 @@ class CompletionOutput:
     def __repr__(self) -> str:
         return f"CompletionOutput({self.text!r}, {_tokens(self.token_ids)}, finish_reason={self.finish_reason!r})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return _plain(self)
-
 
 @dataclass(slots=True)
-class Embedding:
+class Embedding(Plain):
     """A text's vector, of length 1."""
 
     token_ids: list[int]
@@ -47,13 +58,9 @@ class Embedding:
     def __repr__(self) -> str:
         return f"Embedding({len(self.values)} numbers of {_tokens(self.token_ids)})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return _plain(self)
-
 
 @dataclass(slots=True)
-class Score:
+class Score(Plain):
     """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
 
     token_ids: list[int]
@@ -61,10 +68,6 @@ class Score:
 
     def __repr__(self) -> str:
         return f"Score({_tokens(self.token_ids)}, total={self.total:.2f}, perplexity={self.perplexity:.2f})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return _plain(self)
 
     @property
     def total(self) -> float:
@@ -76,7 +79,7 @@ class Score:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(Plain):
     """A prompt and what came of it. `prompt_logprobs[i]` scores prompt token i given those before; the first is None."""
 
     request_id: str
@@ -96,7 +99,7 @@ class RequestOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON data: what was asked, the outputs, what it took."""
-        found = _plain(self)
+        found = super(RequestOutput, self).to_dict() | {"outputs": [one.to_dict() for one in self.outputs]}
         return {name: value for name, value in found.items() if name not in ("structured", "pooled")}
 
     def add(self, delta: Delta) -> None:
@@ -164,15 +167,3 @@ def unit(values: Sequence[float], dimensions: int | None = None) -> list[float]:
 
 def _tokens(ids: Sequence[int]) -> str:
     return "1 token" if len(ids) == 1 else f"{len(ids)} tokens"
-
-
-def _plain(output: Any) -> dict[str, Any]:
-    """A record by the names of its fields; log-probabilities as objects, too."""
-    found: dict[str, Any] = msgspec.to_builtins(output)
-    for name in ("logprobs", "prompt_logprobs"):
-        entries = getattr(output, name, None)
-        if entries and isinstance(next((one for one in entries if one is not None), None), TokenLogprob):
-            found[name] = [one and msgspec.structs.asdict(one) for one in entries]
-    if "outputs" in found:
-        found["outputs"] = [one.to_dict() for one in output.outputs]
-    return found

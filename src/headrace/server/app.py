@@ -142,7 +142,7 @@ def _asker(models: Models, protocol: Protocol) -> Callable[[Call], Awaitable[Any
     async def ask(call: Call) -> Any:
         async with models.use(call.body.model) as service:
             # as a response here, so that the model is in use until it is made
-            return as_response(await protocol.answer(service, call.body, call.http, _salt(call.body.cache_salt)))
+            return as_response(await protocol.answer(service, call.body, call.http, (call.body.cache_salt or "").encode()))
 
     return ask
 
@@ -238,7 +238,3 @@ def _model(service: Service) -> Model:
     if loaded is None:
         return Model(name, created, None, state)
     return Model(name, created, loaded.max_model_len, state, as_json(service.llm.opened.defaults))
-
-
-def _salt(salt: str | None) -> bytes:
-    return b"" if salt is None else salt.encode()

@@ -100,7 +100,7 @@ def add_responses(api: Api, models: Models, store: Store) -> None:
     @api.post("/v1/responses", RESPONSES, ResponseRequest)
     async def respond(call: Call) -> Any:
         body: ResponseRequest = call.body
-        salt = b"" if body.cache_salt is None else body.cache_salt.encode()
+        salt = (body.cache_salt or "").encode()
         async with models.use(body.model) as service:
             return await responses.respond(service, store, body, call.http, salt)
 

@@ -65,7 +65,7 @@ def answer(tiers: Sequence[Tier], prompts: Sequence[Prompt | Messages], params: 
         outputs = tier.llm.generate(asked, _asked(tier, params, scored=not last)) if asked else []
         deferred = []
         for at, output in zip(open_, outputs, strict=True):
-            costs[at] += tier.cost * _tokens(output)
+            costs[at] += tier.cost * tokens_used(output)
             if not last:
                 scores[at].append(surety(output, tier.score))
             if last or (output.error is None and scores[at][-1] >= tier.threshold):
@@ -123,8 +123,8 @@ def _rendered(llm: LLM, prompt: Any) -> Prompt:
     return llm.render(prompt) if talk else prompt
 
 
-def _tokens(output: RequestOutput) -> int:
-    """Tokens read and written."""
+def tokens_used(output: RequestOutput) -> int:
+    """Tokens read and written, of all answers together."""
     return len(output.prompt_token_ids) + sum(len(one.token_ids) for one in output.outputs)
 
 
