@@ -163,6 +163,10 @@ class LimitOptions:
     limit_priority: Annotated[int, _limit("The least priority that a request may name; lower ones run first.")] = 0
     limit_connections: Annotated[int, _limit("Requests at once.", min=1)] = 1024
 
+    limit_overhead: Annotated[
+        float, _limit("The part of the processors that a client's refused requests may take.", min=0.001, max=1)
+    ] = 0.03
+
     def limits(self) -> dict[str, Any]:
         """Arguments of Limits."""
         return {name.removeprefix("limit_"): value for name, value in asdict(self).items()}

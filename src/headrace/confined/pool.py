@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,13 +17,14 @@ import msgspec
 
 from headrace.confined.worker import OverrunError, Task, Worker
 
-__all__ = ["CLIENT", "BusyError", "Confined", "OverrunError", "Task", "shared"]
+__all__ = ["BILL", "CLIENT", "BusyError", "Confined", "OverrunError", "Task", "shared"]
 
 WIDTH = 8  # questions at a time; those that take long cost others next to nothing
 IDLE = 4  # processes that are kept for the next question
 MOST = 256  # questions that may wait
 REMEMBERED = 256  # answers
 CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")  # whom work is for
+BILL: ContextVar[Callable[[float], None] | None] = ContextVar("BILL", default=None)  # is told the CPU time that it took
 
 
 class BusyError(Exception):
@@ -36,6 +38,7 @@ class Job:
     task: Task
     frame: bytes
     client: str
+    bill: Callable[[float], None] | None
     future: "Future[Any]" = field(default_factory=Future)
     worker: Worker | None = None
     gone: bool = False  # nobody waits for the answer
@@ -97,7 +100,7 @@ class Confined:
             self._end.detach()
             self._begin()
         frame = msgspec.msgpack.encode((task.function, task.seconds, task.memory, question))
-        job = Job(task, frame, CLIENT.get())
+        job = Job(task, frame, CLIENT.get(), BILL.get())
         with self._lock:
             if task.remembered and (known := self._known.get(_name(job))) is not None:
                 job.future.set_result(known)
@@ -136,6 +139,7 @@ class Confined:
 
     def _answer(self, job: Job) -> Any:
         worker = self._worker(job.task)
+        began = worker.used if worker.ready else 0.0  # who needs a new one pays for its start
         try:
             with self._lock:
                 job.worker = worker
@@ -147,6 +151,8 @@ class Confined:
             raise
         finally:
             self._back(job, worker)
+            if job.bill is not None:
+                job.bill(worker.used - began)
         if job.task.remembered:
             self._remember(_name(job), answer)
         return answer

@@ -54,8 +54,8 @@ class Worker:
     def __init__(self, task: Task) -> None:
         self.kind = (task.module, task.argument)
         self.worn = False  # to be replaced
-        self._began = time.monotonic()
-        self._ready = False  # has loaded what it needs and has shut itself in
+        self._began, self._used = time.monotonic(), 0.0
+        self.ready = False  # has loaded what it needs and has shut itself in
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-B", "-m", CHILD, *self.kind]
         with theirs:
@@ -78,9 +78,9 @@ class Worker:
 
     def ask(self, task: Task, frame: bytes) -> Any:
         """The answer to a question of its module."""
-        if not self._ready:
-            self._ready = bool(self._exactly(1, time.monotonic() + PATIENCE))
-        began, last = self._used(), time.monotonic() + PATIENCE + 10 * task.seconds
+        if not self.ready:
+            self.ready = bool(self._exactly(1, time.monotonic() + PATIENCE))
+        began, last = self.used, time.monotonic() + PATIENCE + 10 * task.seconds
         try:
             self._socket.settimeout(PATIENCE)
             self._socket.sendall(len(frame).to_bytes(4, "big") + frame)
@@ -91,7 +91,7 @@ class Worker:
             self.end()
             raise OverrunError(-signal.SIGKILL)
         answer = msgspec.msgpack.decode(self._exactly(size, last, began))
-        self.worn = self.worn or self._used() > LIFE or self._held() > KEPT
+        self.worn = self.worn or self.used > LIFE or self._held() > KEPT
         return answer
 
     def kill(self) -> None:
@@ -100,6 +100,7 @@ class Worker:
 
     def end(self) -> int:
         """Leave nothing of it; returns its exit code."""
+        _ = self.used  # for the last time
         self._process.kill()
         self._socket.close()
         return self._process.wait()
@@ -114,7 +115,7 @@ class Worker:
             except TimeoutError:
                 if time.monotonic() > last:
                     raise OverrunError(self.end()) from None
-                if began is not None and self._used() - began > EASY:
+                if began is not None and self.used - began > EASY:
                     self._step_back()
             except ConnectionError:
                 raise OverrunError(self.end()) from None
@@ -124,12 +125,15 @@ class Worker:
                 data += part
         return bytes(data)
 
-    def _used(self) -> float:
-        """Seconds of CPU time; of the clock, where the system does not say."""
-        try:
-            return time.clock_gettime((~self.pid << 3) | 2)  # Linux's number for the clock of a process
-        except OSError:
-            return time.monotonic() - self._began
+    @property
+    def used(self) -> float:
+        """Seconds of CPU time, in the end those it had when it ended; of the clock, where the system does not say."""
+        if self._process.returncode is None:
+            try:
+                self._used = time.clock_gettime((~self.pid << 3) | 2)  # Linux's number for the clock of a process
+            except OSError:
+                self._used = time.monotonic() - self._began
+        return self._used
 
     def _held(self) -> int:
         """Bytes of memory; 0 where the system does not say."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from headrace.confined.pool import CLIENT
+from headrace.confined.pool import BILL, CLIENT
 from headrace.server.answers import new_id
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.keys import Keys
@@ -14,6 +14,7 @@ from headrace.server.logs import HTTP_REQUEST, answered
 from headrace.server.page import files
 from headrace.server.principals import PRINCIPAL, Principal, QuotaError
 from headrace.server.settings import ServerSettings, is_loopback
+from headrace.server.throttle import Bill, Throttle
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,6 +42,7 @@ class Guard:
         self._keys = keys
         self._count = count  # is told the status of every response, and whose it is
         self._active = 0
+        self._throttle = Throttle(settings.limits.overhead)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -51,18 +53,23 @@ class Guard:
             self._active += 1
             name = dict(scope["headers"]).get(b"x-request-id", b"")
             token = HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
+            bill = Bill(self._throttle, CLIENT.get())
+            BILL.set(bill.add)
             try:
-                await self._admit(_of_head(scope), receive, self._telling(scope, send))
+                await self._admit(_of_head(scope), _counted(receive, bill), self._telling(scope, send, bill), bill)
             finally:
                 HTTP_REQUEST.reset(token)
                 self._active -= 1
 
-    def _telling(self, scope: Message, send: Send) -> Send:
-        """A `send` under which an answer has its name, and is counted and logged when it begins."""
+    def _telling(self, scope: Message, send: Send, bill: Bill) -> Send:
+        """A `send` under which an answer begins when it may, has its name, and is counted and logged."""
         begun = time.perf_counter()
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if 400 <= message["status"] < 500 and message["status"] != 429:  # which says itself when to come again
+                    bill.refused()
+                await bill.settle()
                 message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", HTTP_REQUEST.get().encode())]}
                 self._count(message["status"], PRINCIPAL.get().name)
                 seconds = time.perf_counter() - begun
@@ -71,13 +78,17 @@ class Guard:
 
         return told
 
-    async def _admit(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _admit(self, scope: Message, receive: Receive, send: Send, bill: Bill) -> None:
         try:
             if self._active > self._settings.limits.connections and scope["path"] not in PROBES:
                 raise ApiError(503, "too many requests are open; try again", code="too_many_connections", retry_after=1)
             headers = dict(scope["headers"])
             self._check_host(headers)
             self._check_key(scope["path"], headers)
+            bill.client = CLIENT.get()
+            if self._throttle.full(bill.client) and scope["path"] not in PROBES:
+                message = "too many requests of this client were refused; their answers wait, and then so do others"
+                raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 PRINCIPAL.get().charge("requests", 1)
                 receive = await self._read(scope["path"], headers, receive)
@@ -195,6 +206,17 @@ def _bounded(receive: Receive, limit: int, seconds: float) -> Receive:
         return message
 
     return bounded
+
+
+def _counted(receive: Receive, bill: Bill) -> Receive:
+    """A `receive` that tells how much came."""
+
+    async def counted() -> Message:
+        message = await receive()
+        bill.size += len(message.get("body", b""))
+        return message
+
+    return counted
 
 
 def _charged(receive: Receive) -> Receive:

@@ -37,6 +37,7 @@ class Limits:
     max_tokens: int | None = None  # None: what the context holds
     logprobs: int = 20
     priority: int = 0  # that a request may name at least; lower ones run before all others
+    overhead: float = 0.03  # part of the processors that refused and costly requests may take
     stop: int = 16
     stop_chars: int = 256
 
