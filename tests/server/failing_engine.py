@@ -1,5 +1,5 @@
-"""An engine process whose steps fail while there is a file `fail` in the folder FAULTS, and that loads no model while there is a
-file `hold`. Started in place of `headrace.server.engine_process`."""
+"""An engine process whose steps fail while there is a file `fail` in the folder FAULTS, and that loads no model while there is
+one called `hold`. Started in place of `headrace.server.engine_process`."""
 
 import os
 import sys
