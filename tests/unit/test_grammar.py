@@ -90,6 +90,11 @@ CASES = {
         ['{"a": 1.0}', '{"a": 1}'],
         ['{"a": true}', '{"a": 1.5}'],
     ),
+    "the schema's order": (
+        StructuredOutputs(json='{"type": "object", "properties": {"b": {}, "a": {}}}'),
+        ['{"b":1,"a":1}', '{"a":1}', '{"b":1}', '{"b":1,"c":1}'],
+        ['{"a":1,"b":1}'],
+    ),
     "anything": (StructuredOutputs(json="true"), ["1", "[]", '"a"'], ["a", "[,]"]),
 }
 
