@@ -330,3 +330,32 @@ def test_from_the_command_line(
         assert main(["run", str(model), "The mill", "-m", "150", "--threads", "1", *option]) == 0
         assert fits(capsys.readouterr().out.strip())
     assert main(["run", str(model), "The mill", "--regex", "a", "--choice", "b"]) != 0
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "maximum": 150, "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ASKED = ("Give me a person as JSON.", "Who is Ada Lovelace? Answer as JSON.", "Make up a user with a name and an age.", "a cat")
+
+
+@pytest.mark.weights
+def test_an_object_of_two_fields_is_whole_within_eighty_tokens(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and hot, of a small model. The control: where blanks are free, some are cut."""
+    with LLM(default_model, threads=1, device="cpu", kv_cache_memory="256MiB") as llm:
+        prompts = [llm.render([{"role": "user", "content": text}]) for text in ASKED]
+
+        def reasons(title: str) -> set[str | None]:
+            held = StructuredOutputs.of({"json": {"title": title, **PERSON}})  # compiled once each
+            kinds = [
+                SamplingParams(max_tokens=80, temperature=0.0, structured_outputs=held),
+                SamplingParams(max_tokens=80, temperature=1.5, n=6, seed=3, structured_outputs=held),
+            ]
+            done = [answer for kind in kinds for answer in llm.generate(prompts, kind)]
+            return {one.finish_reason for answer in done for one in answer.outputs}
+
+        assert reasons("bounded") == {"stop"}
+        monkeypatch.setattr("headrace.decoding.grammar.WHITESPACE", r"[ \t\r\n]+")
+        assert reasons("free") == {"stop", "length"}

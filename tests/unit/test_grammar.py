@@ -69,6 +69,32 @@ CASES = {
     "object": (StructuredOutputs(json_object=True), ["{}", '{"a": [1]}', '{\n\t"a":1}'], ["[]", "1", '{  "a":1}']),
     "json": (StructuredOutputs(json='{"type": "array"}'), ["[]", '[1, "a"]', "[\r\n  1]"], ["{}", "1", "[   1]"]),
     "compact": (StructuredOutputs(json='{"type": "array"}', disable_any_whitespace=True), ["[]", "[1,2]"], ["[1, 2]", "[\n1]"]),
+    "1.0": (StructuredOutputs(json='{"const": 1.0}'), ["1", "1.0"], ["1.00", "1.5", "0.5", "1.25", "10", "-1"]),
+    "-10.0": (StructuredOutputs(json='{"enum": [-10.0, 3]}'), ["-10", "-10.0", "3"], ["-9.5", "-10.5", "10.0", "3.0"]),
+    "1": (StructuredOutputs(json='{"enum": [1]}'), ["1"], ["1.0"]),
+    "a whole number": (StructuredOutputs(json='{"type": "integer"}'), ["10"], ["10.0"]),
+    "at least a whole number": (StructuredOutputs(json='{"minimum": 0}'), ["10", "10.0", "10.5"], ["-1", "-1.0"]),
+    "1e15": (StructuredOutputs(json='{"const": 1e15}'), ["1000000000000000"], ["1000000000000000.5", "1000000000000001"]),
+    "1.0 inside": (
+        StructuredOutputs(json='{"const": {"a": [1.0, "x", {"b": 2.0, "c": 0.5}]}}'),
+        ['{"a":[1,"x",{"b":2.0,"c":0.5}]}', '{"a":[1.0,"x",{"b":2,"c":0.5}]}'],
+        ['{"a":[1,"x",{"b":2.5,"c":0.5}]}', '{"a":[1,"x"]}', '{"a":[1,"x",{"b":2,"c":0.5},1]}', '{"a":[1,"x",{"b":2}]}', "{}"],
+    ),
+    "1.0 in a list of old drafts": (
+        StructuredOutputs(json='{"$schema": "http://json-schema.org/draft-07/schema#", "const": [1.0]}'),
+        ["[1]", "[1.0]"],
+        ["[]", "[1,1]"],
+    ),
+    "1.0, not true": (
+        StructuredOutputs(json='{"allOf": [{"enum": [{"a": 1.0}]}, {"not": {"enum": [{"a": true}]}}]}'),
+        ['{"a": 1.0}', '{"a": 1}'],
+        ['{"a": true}', '{"a": 1.5}'],
+    ),
+    "the schema's order": (
+        StructuredOutputs(json='{"type": "object", "properties": {"b": {}, "a": {}}}'),
+        ['{"b":1,"a":1}', '{"a":1}', '{"b":1}', '{"b":1,"c":1}'],
+        ['{"a":1,"b":1}'],
+    ),
     "anything": (StructuredOutputs(json="true"), ["1", "[]", '"a"'], ["a", "[,]"]),
 }
 

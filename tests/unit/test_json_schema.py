@@ -25,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "not required, two": {**OBJECT, "not": {"required": ["a", "b"]}},
     "not properties": {**OBJECT, "not": {"properties": {"a": {"minimum": 3}}, "required": ["b"]}},
     "not enum": {"not": {"enum": ["x", "xy", "", 1, 2.5, None, True]}},
+    "enum, with fractions": {"enum": [1.0, "x", [1.0, 2, 3, "x"], {"a": 1.0}, {"a": 1.0, "b": "x"}]},
+    "const, with a fraction, draft 7": {"$schema": DRAFT_7, "const": [1.0]},
     "not type": {"not": {"type": ["string", "null"]}},
     "not not": {"not": {"not": {"type": "object"}}},
     "not anyOf": {"not": {"anyOf": [{"type": "string"}, {"minimum": 2}]}},

@@ -202,12 +202,15 @@ class Connection(H11Protocol):
         """Whether the connection stays open for what its client is still sending; nothing more is written."""
         if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
             return False
+        try:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        except OSError:  # it has just gone
+            return False
         self._refused = 0
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
         self.flow.resume_reading()
         self._stop()
         self._clock = self.loop.call_later(self.body_seconds, self.transport.close)

@@ -24,10 +24,12 @@ NAME = "server.sqlite"
 PATIENCE = 10.0  # seconds that a transaction may wait for those before it
 FULL = "the disk that holds the server's state is full; what it keeps is unharmed; make room there, then try again"
 BUSY = "the server's database cannot be used now; try again in 5 s; the server's log says why"
+DAMAGED = "the server's database is damaged; its log says how; end the server, and start it with a copy or another --state"
 PASSING = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOMEM),
     *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL),
 }  # errors of the disk, of its permissions, of who else uses the file: not of a statement
+HARMED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 class StoreError(ValueError):
@@ -35,7 +37,7 @@ class StoreError(ValueError):
 
 
 class StorageError(ApiError):
-    """What could not be kept or read, for now: the disk is full (507), or the database is held by somebody else (503)."""
+    """What could not be kept or read: the disk is full (507), the database is held by somebody else (503), or damaged (500)."""
 
 
 class Store:
@@ -112,8 +114,10 @@ def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Con
             if db.in_transaction:  # SQLite may have ended it
                 db.execute("ROLLBACK")
             raise
-    except sqlite3.OperationalError as error:
-        if (code := error.sqlite_errorcode & 0xFF) not in PASSING:
+    except sqlite3.DatabaseError as error:
+        if (code := error.sqlite_errorcode & 0xFF) in HARMED:
+            raise StorageError(500, DAMAGED, code="storage_damaged") from error
+        if code not in PASSING:
             raise
         if code == sqlite3.SQLITE_FULL:
             raise StorageError(507, FULL, code="disk_full") from error

@@ -6,6 +6,7 @@ from typing import Any
 TYPES = frozenset({"null", "boolean", "object", "array", "string", "number"})  # an integer is a number
 ANY_TEXT = "(?s:.)*"
 MAX_TEXT = 4000  # characters of texts in one complement
+MOST_WHOLE = 1e15  # beyond it a quarter more is the same float
 
 
 def type_of(value: Any) -> str:
@@ -34,6 +35,28 @@ def types_of(schema: Any) -> frozenset[str]:
     if isinstance(schema.get("enum"), list):
         found &= {type_of(value) for value in schema["enum"]}
     return found
+
+
+def has_fraction(value: Any) -> bool:
+    """Whether a number is in it that is whole, and written with a fraction (1.0)."""
+    if isinstance(value, float):
+        return value.is_integer() and abs(value) < MOST_WHOLE
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(has_fraction, inside))
+
+
+def either_spelling(value: Any, places: str) -> dict[str, Any]:
+    """A schema of just this value, whose numbers written as 1.0 may be written as 1 and as 1.0: the compiler knows one spelling
+    of a single number, and several of a multiple of 0.5 within a range. `places`: the keyword of schemas place by place."""
+    if not has_fraction(value):
+        return {"const": value}
+    if isinstance(value, float):
+        return {"type": "number", "minimum": value - 0.25, "maximum": value + 0.25, "multipleOf": 0.5}
+    if isinstance(value, list):
+        more = "additionalItems" if places == "items" else "items"
+        return {"type": "array", places: [either_spelling(each, places) for each in value], more: False, "minItems": len(value)}
+    properties = {name: either_spelling(each, places) for name, each in value.items()}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def literally(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.data.structured import ConstraintError
 from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document, InexpressibleError, is_local
-from headrace.decoding.json_schema.literals import types_of
+from headrace.decoding.json_schema.literals import either_spelling, has_fraction, types_of
 from headrace.decoding.json_schema.negation import SILENT, Negation, all_of, any_of
 
 MAX_DEPTH = 64  # schemas within schemas
@@ -27,6 +27,7 @@ NOT = "not:"  # begins the name of a complement
 LOOKAROUND = re.compile(r"\(\?(?:=|!|<)|\\[1-9]")  # what a finite automaton cannot do
 SOME = ("anyOf", "allOf", "prefixItems")  # keywords that hold lists of schemas
 ONE = ("additionalProperties", "additionalItems", "unevaluatedItems")  # and single ones
+VALUES = ("const", "enum")
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 NAMED = ("properties", "patternProperties")  # and named ones
 
@@ -133,7 +134,7 @@ class _Preparation:
             rules.append(self.positive(rule, depth + 1))
         made: dict[str, Any] = {}
         for key, value in own.items():
-            if key in REWRITTEN or (key == "format" and value not in FORMATS):
+            if key in REWRITTEN or (key == "format" and value not in FORMATS) or (key in VALUES and has_fraction(value)):
                 rules += [{"pattern": SPELLED[value]}] if key == "format" and value in SPELLED else []
                 continue
             if key == "pattern" and LOOKAROUND.search(str(value)):
@@ -160,6 +161,9 @@ class _Preparation:
     def rules(self, schema: dict[str, Any]) -> list[Any]:
         """What is to hold beside the keywords that stay: the others in other words."""
         rules = self.conditions(schema)
+        for key in VALUES:
+            if key in schema and has_fraction(schema[key]):
+                rules.append(self._values(schema[key] if key == "enum" else [schema[key]]))
         for key in ("not", "oneOf", "contains", "propertyNames", "unevaluatedProperties", "uniqueItems"):
             if key not in schema:
                 continue
@@ -181,6 +185,16 @@ class _Preparation:
                 need = {"required": needs} if isinstance(needs, list) else needs
                 rules.append({"anyOf": [{"properties": {name: False}}, need]})
         return rules
+
+    def _values(self, values: list[Any]) -> Any:
+        """An enumeration in which whole numbers are written as 1.0."""
+        ways: list[Any] = []
+        for value in values:
+            self.document.count()
+            if has_fraction(value):
+                ways.append(either_spelling(value, self.document.places))
+        plain = [value for value in values if not has_fraction(value)]
+        return any_of([{"enum": plain}, *ways] if plain else ways)
 
     # -- one keyword each ----------------------------------------------------------------------------------------------
     def _not(self, value: Any, schema: dict[str, Any]) -> list[Any]:
