@@ -13,18 +13,13 @@ import pytest
 # Before torch is imported: tests run side by side, and each on one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
 import torch
 
-from tests import places
+from tests import examples, places
 
 THREADS = torch.get_num_threads()
 
-# The same examples in every run, and no limits on time: what a machine is busy with must not decide a test.
-hypothesis.settings.register_profile(
-    "headrace", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("headrace")
+examples.settle()
 
 
 @pytest.fixture(scope="session")
