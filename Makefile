@@ -33,8 +33,9 @@ help:
 run: $(VENV)/.run
 	@$(VENV)/bin/headrace run $(MODEL) "$$PROMPT" </dev/null  # a pipe that make was given would join the prompt
 
+# Hundreds of processes are started: what they import is compiled once, also where the environment says otherwise.
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(PYTEST)
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest $(PYTEST)
 
 test-isa: $(VENV)/.dev
 	$(VENV)/bin/python tools/test_isa.py $(PYTEST)

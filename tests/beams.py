@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import lru_cache
 
 import pytest
 import torch
@@ -18,10 +19,15 @@ from tests.tiny import finish, tiny_config, tiny_engine, tiny_model, tokens_of
 EOS = 3
 
 
-def log_probs(model: Model, tokens: list[int]) -> list[float]:
-    """Next-token log-probabilities, computed with no cache."""
+def log_probs(model: Model, tokens: list[int]) -> tuple[float, ...]:
+    """Next-token log-probabilities, from the whole text with no KV cache; once for each text."""
+    return _log_probs(model, tuple(tokens))
+
+
+@lru_cache(maxsize=4096)
+def _log_probs(model: Model, tokens: tuple[int, ...]) -> tuple[float, ...]:
     pool = KVPool(model.config, 1, len(tokens), torch.float64)
-    return model(build(pool, [FeedRows(tokens, [0])]))[-1].log_softmax(-1).tolist()
+    return tuple(model(build(pool, [FeedRows(list(tokens), [0])]))[-1].log_softmax(-1).tolist())
 
 
 def score_of(model: Model, prompt: list[int], output: list[int]) -> float:

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,18 +13,13 @@ import pytest
 # Before torch is imported: tests run side by side, and each on one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
 import torch
 
-from tests import places
+from tests import examples, places
 
 THREADS = torch.get_num_threads()
 
-# The same examples in every run, and no limits on time: what a machine is busy with must not decide a test.
-hypothesis.settings.register_profile(
-    "headrace", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("headrace")
+examples.settle()
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +47,12 @@ def default_model() -> Path:
 def pytest_sessionstart() -> None:
     """A runner that was started in the background hands on an ignored SIGINT; the tests of Ctrl-C need the usual one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One more than there are cores: tests wait for servers and commands that start."""
+    return 1 + (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

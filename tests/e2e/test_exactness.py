@@ -166,7 +166,7 @@ def in_torch(model: Model, prompts: list[list[int]], draft: Model | None = None,
 
 @pytest.mark.parametrize(
     ("count", "length"),
-    [pytest.param(12, 32, id="12 x 32"), pytest.param(1000, LENGTH, id="1000 x 64", marks=pytest.mark.slow)],
+    [pytest.param(8, 24, id="8 x 24"), pytest.param(1000, LENGTH, id="1000 x 64", marks=pytest.mark.slow)],
 )
 def test_every_drafter_on_stories(count: int, length: int) -> None:
     model = stories()

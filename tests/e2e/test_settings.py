@@ -164,7 +164,8 @@ def test_a_file_of_a_family_takes_its_settings_and_generate_does_not(
     assert other.outputs[0].text != neutral.outputs[0].text
 
 
-def test_chat_in_python_is_as_long_and_as_drawn_as_on_the_command_line(tiny_llm: LLM) -> None:
+def test_chat_in_python_is_as_long_and_as_drawn_as_on_the_command_line(tmp_path: Path) -> None:
+    tiny_llm = LLM(write_tiny_gguf(tmp_path / "tiny.gguf", context=96), dtype="float64", threads=1)
     talk = [{"role": "user", "content": "hi"}]
     (plain,) = tiny_llm.chat(talk, seed=3)
     (expected,) = tiny_llm.generate(tiny_llm.render(talk), SamplingParams(**FALLBACK, **NONE, seed=3))

@@ -33,7 +33,9 @@ KINDS: dict[str, BeamSearchParams | SamplingParams] = {
     "samples": SamplingParams(n=3, max_tokens=9),
     "greedy": SamplingParams(temperature=0.0, max_tokens=9),
 }
-SEEDS = {"torch": range(24), "native": range(40)}
+# In torch, where the reference takes its time, those of the first 24 loads in which something is pushed out.
+SEEDS = {"torch": [0, 2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 23], "native": [*range(40)]}
+MANY = [*range(60)]
 BACKENDS = [
     "torch",
     pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason=native.reason() or "native")),
@@ -151,8 +153,17 @@ def assert_expected(backend: str, jobs: list[Job], found: list[list[list[int]]])
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_output_is_what_it_must_be(backend: str) -> None:
+    all_is_as_it_must_be(backend, SEEDS[backend])
+
+
+@pytest.mark.slow
+def test_every_output_of_many_more_loads_is() -> None:
+    all_is_as_it_must_be("torch", MANY)
+
+
+def all_is_as_it_must_be(backend: str, seeds: list[int]) -> None:
     pushed_out: Counter[str] = Counter()
-    for seed in SEEDS[backend]:
+    for seed in seeds:
         jobs, engine = load(backend, seed)
         requests: list[Request] = []
         assert_expected(backend, jobs, drive(engine, jobs, requests))

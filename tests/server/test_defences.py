@@ -73,7 +73,7 @@ def patches(defence: dict[str, Any]) -> list[tuple[str, str]]:
 def attempt(folder: Path, defence: dict[str, Any]) -> tuple[int, str]:
     """The row's test in a copy of the house without the defence: pytest's exit status, and what it said."""
     for name in ("src", "tests", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"), symlinks=True)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so"), symlinks=True)
     for core in (ROOT / "src/headrace/native").glob("*.so"):
         (folder / "src/headrace/native" / core.name).symlink_to(core.resolve())
     for name in ("benchmarks", "csrc", "tools", "Makefile", "README.md", "README.zh-CN.md"):
