@@ -75,19 +75,20 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
 void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
     tiles_.clear();
     appends_.clear();
-    const int tokens = tile_rows(view_.heads, kv_.heads) / (view_.heads / kv_.heads);
+    const int tokens = capacity();
     fused_ = std::all_of(feeds.begin(), feeds.end(), [&](const AttentionFeed& feed) { return feed.rows <= tokens; });
     for (int f = 0; f < static_cast<int>(feeds.size()); ++f) {
         const AttentionFeed& feed = feeds[static_cast<size_t>(f)];
         for (int head = 0; head < kv_.heads; ++head) {
             for (int first = 0; first < feed.rows; first += tokens) {
-                AttentionTile tile{f, head, feed.row + first, std::min(tokens, feed.rows - first), 0, 0, 0, 1};
+                AttentionTile tile{f, head, feed.row + first, std::min(tokens, feed.rows - first), 0, 0, 0, 1, 0};
                 int begin = std::numeric_limits<int>::max(), end = 0;
                 for (int i = 0; i < tile.tokens; ++i) {
                     const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
                     if (row.begin < row.end) begin = std::min(begin, row.begin), end = std::max(end, row.end);
                 }
                 if (begin < end) tile.first_split = begin / kSplit, tile.last_split = (end - 1) / kSplit + 1;
+                tile.own_split = tile.first_split;
                 tiles_.push_back(tile);
             }
             for (int first = 0; first < feed.rows && !fused_;) {
@@ -100,33 +101,122 @@ void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
     }
 }
 
-int64_t AttentionLayout::cost(const AttentionTile& tile, int first_split, int last_split) const {
-    return int64_t{last_split - first_split} * (tile.tokens * (view_.heads / kv_.heads) + kFetchCost);
+// Tokens of a tile.
+int AttentionLayout::capacity() const { return tile_rows(view_.heads, kv_.heads) / (view_.heads / kv_.heads); }
+
+// Finds feeds that hold the same tokens in the same blocks, where all their rows see them. A feed of many rows reads a
+// page for many rows as it is.
+void AttentionLayout::share(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table) {
+    sharers_.clear();
+    shared_.clear();
+    members_.clear();
+    for (size_t t = 0; t < tiles_.size(); t += static_cast<size_t>(kv_.heads)) {
+        const AttentionTile& tile = tiles_[t];
+        const AttentionFeed& feed = feeds[static_cast<size_t>(tile.feed)];
+        if (2 * feed.rows > capacity()) {
+            // the heads of a larger feed have several tiles each
+            t += static_cast<size_t>(kv_.heads) * static_cast<size_t>((feed.rows - 1) / capacity());
+            continue;
+        }
+        int begin = 0, end = feed.kv_start;
+        for (int i = 0; i < feed.rows; ++i) {
+            const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
+            begin = std::max(begin, row.begin), end = std::min(end, row.end);
+        }
+        const Sharer sharer{static_cast<int32_t>(t), feed.rows, feed.pages, (begin + kSplit - 1) / kSplit,
+                            end / kSplit};
+        if (feed.rows > 0 && sharer.first < sharer.last) sharers_.push_back(sharer);
+    }
+    std::sort(sharers_.begin(), sharers_.end(), [](const Sharer& a, const Sharer& b) { return a.first < b.first; });
+    for (size_t at = 0, end; at < sharers_.size(); at = end) {
+        for (end = at + 1; end < sharers_.size() && sharers_[end].first == sharers_[at].first;) ++end;
+        together({sharers_.data() + at, end - at}, sharers_[at].first, page_table);
+    }
+}
+
+// Feeds that share the splits before `split`: those of them that share this one and more.
+void AttentionLayout::together(std::span<Sharer> sharers, int split, const std::vector<int32_t>& page_table) {
+    constexpr int kPages = kSplit / kPageTokens;
+    const auto compare = [&](const Sharer& a, const Sharer& b, int at) {
+        if (at >= a.last || at >= b.last) return (at >= a.last) - (at >= b.last);
+        const int32_t *x = page_table.data() + a.pages + at * kPages, *y = page_table.data() + b.pages + at * kPages;
+        const auto [left, right] = std::mismatch(x, x + kPages, y);
+        return left == x + kPages ? 0 : *left < *right ? -1 : 1;
+    };
+    std::stable_sort(sharers.begin(), sharers.end(),
+                     [&](const Sharer& a, const Sharer& b) { return compare(a, b, split) < 0; });
+    for (size_t at = 0, end; at < sharers.size() && split < sharers[at].last; at = end) {
+        for (end = at + 1; end < sharers.size() && compare(sharers[at], sharers[end], split) == 0;) ++end;
+        const std::span<Sharer> same = sharers.subspan(at, end - at);
+        if (same.size() == 1) continue;
+        int last = split + 1;
+        const auto shares = [&](const Sharer& one) { return last < one.last && compare(same[0], one, last) == 0; };
+        while (std::all_of(same.begin(), same.end(), shares)) ++last;
+        pool(same, split, last);
+        together(same, last, page_table);
+    }
+}
+
+// Splits that these read together, in as many parts as their rows need.
+void AttentionLayout::pool(std::span<const Sharer> sharers, int first, int last) {
+    int tokens = 0;
+    for (const Sharer& one : sharers) tokens += one.tokens;
+    const int parts = (tokens + capacity() - 1) / capacity(), most = (tokens + parts - 1) / parts;
+    for (size_t at = 0, end; at < sharers.size(); at = end) {
+        int count = 0;
+        for (end = at; end < sharers.size() && (end == at || count + sharers[end].tokens <= most); ++end)
+            count += sharers[end].tokens;
+        for (int head = 0; head < kv_.heads; ++head) {
+            shared_.push_back({sharers[at].tile + head, first, last, false, count,
+                               static_cast<int32_t>(members_.size()), static_cast<int32_t>(end - at)});
+            for (size_t m = at; m < end; ++m) {
+                members_.push_back(sharers[m].tile + head);
+                tiles_[static_cast<size_t>(members_.back())].own_split = last;
+            }
+        }
+    }
+}
+
+int64_t AttentionLayout::cost(int tokens, int splits) const {
+    return int64_t{splits} * (tokens * (view_.heads / kv_.heads) + kFetchCost);
 }
 
 // Cuts tiles that are too long a piece of one thread's work, at splits.
 void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) {
     int64_t all = 0;
-    for (const AttentionTile& tile : tiles_) all += cost(tile, tile.first_split, tile.last_split);
+    for (const AttentionTile& tile : tiles_) all += cost(tile.tokens, tile.last_split - tile.own_split);
+    for (const AttentionItem& shared : shared_) all += cost(shared);
     const int64_t most = threads == 1 ? all : all / (threads * kPiecesAThread) + 1;
+    // Splits of one piece.
+    const auto step_of = [&](int tokens, int splits) {
+        const int pieces = static_cast<int>(std::min<int64_t>(splits, cost(tokens, splits) / most + 1));
+        return pieces > 1 ? (splits + pieces - 1) / pieces : splits;
+    };
     const int share = view_.heads / kv_.heads;
     size_t partials = 0;
     items_.clear();
+    for (AttentionTile& tile : tiles_) tile.items = 0;
+    for (AttentionItem item : shared_) {
+        const int last = item.last_split, step = step_of(item.tokens, last - item.first_split);
+        for (; item.first_split < last; item.first_split = item.last_split) {
+            item.last_split = std::min(item.first_split + step, last);
+            items_.push_back(item);
+            for (int m = 0; m < item.members; ++m)
+                ++tiles_[static_cast<size_t>(members_[static_cast<size_t>(item.first_member + m)])].items;
+        }
+    }
     for (int t = 0; t < static_cast<int>(tiles_.size()); ++t) {
         AttentionTile& tile = tiles_[static_cast<size_t>(t)];
         const AttentionFeed& feed = feeds[static_cast<size_t>(tile.feed)];
         const int splits = tile.last_split - tile.first_split;
-        const int pieces =
-            static_cast<int>(std::min<int64_t>(splits, cost(tile, tile.first_split, tile.last_split) / most + 1));
-        const int step = pieces > 1 ? (splits + pieces - 1) / pieces : splits;
+        const int step = step_of(tile.tokens, tile.last_split - tile.own_split);
         // The item that stores K and V must also be the one that reads them.
         const int tail = fused_ ? feed.kv_start / kSplit : tile.last_split;
-        int first = tile.first_split;
-        tile.items = 0;
+        int first = tile.own_split;
         do {
             int last = std::min(first + step, tile.last_split);
             if (last > tail) last = tile.last_split;
-            items_.push_back({t, first, last, fused_ && last == tile.last_split});
+            items_.push_back({t, first, last, fused_ && last == tile.last_split, tile.tokens, 0, 0});
             ++tile.items;
             first = last;
         } while (first < tile.last_split);
@@ -135,10 +225,8 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
         partials += static_cast<size_t>(splits) * state_floats(kv_, tile.tokens * share);
     }
     if (partials_.size() < partials + 16) partials_.resize(partials + 16);
-    std::stable_sort(items_.begin(), items_.end(), [&](const AttentionItem& a, const AttentionItem& b) {
-        return cost(tiles_[static_cast<size_t>(a.tile)], a.first_split, a.last_split) >
-               cost(tiles_[static_cast<size_t>(b.tile)], b.first_split, b.last_split);
-    });
+    std::stable_sort(items_.begin(), items_.end(),
+                     [&](const AttentionItem& a, const AttentionItem& b) { return cost(a) > cost(b); });
 }
 
 // The pages of every thread's items, as Turn::deal gives them out.
@@ -162,6 +250,8 @@ void AttentionLayout::list(const std::vector<AttentionFeed>& feeds, const std::v
 
 std::pair<double, double> AttentionLayout::touches() const {
     double pages = 0, keys = 0;
+    for (const AttentionItem& shared : shared_)
+        pages -= (shared.members - 1.0) * (shared.last_split - shared.first_split) * kSplit / kPageTokens;
     for (const AttentionTile& tile : tiles_) {
         int begin = std::numeric_limits<int>::max(), end = 0;
         for (int i = 0; i < tile.tokens; ++i) {
@@ -178,6 +268,7 @@ void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFe
                             const std::vector<int32_t>& page_table, int threads) {
     see(step, feeds);
     tile(feeds);
+    share(feeds, page_table);
     cut(feeds, threads);
     list(feeds, page_table, threads);
     if (done_size_ < tiles_.size()) {
@@ -230,6 +321,7 @@ void AttentionStep::prepare(AttentionLayout& layout, int layer, AttentionTask& t
     task.heads = layout.view_.heads;
     task.feeds = feeds_.data();
     task.tiles = layout.tiles_.data();
+    task.members = layout.members_.data();
     task.rows = layout.rows_.data();
     task.positions = step_.positions.data();
     task.page_table = page_table_.data();
@@ -257,14 +349,17 @@ void AttentionStep::append_job(const AttentionLayout& layout, const AttentionTas
 void AttentionStep::attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, int after,
                                 float* scratch) const {
     const AttentionItem& work = layout.items_[static_cast<size_t>(item)];
-    const AttentionTile& tile = layout.tiles_[static_cast<size_t>(work.tile)];
     const AttentionItem* next = after < 0 ? nullptr : &layout.items_[static_cast<size_t>(after)];
     kernels_.attention->attend(task, work, next, scratch);
-    if (tile.items == 1) return;
-    std::atomic<int>& done = layout.done_[static_cast<size_t>(work.tile)];
-    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.items) return;
-    done.store(0, std::memory_order_relaxed);
-    kernels_.attention->merge(task, tile, scratch);
+    const int32_t* members = work.members ? task.members + work.first_member : &work.tile;
+    for (int m = 0; m < std::max(1, work.members); ++m) {
+        const AttentionTile& tile = task.tiles[members[m]];
+        if (tile.items == 1) continue;
+        std::atomic<int>& done = layout.done_[static_cast<size_t>(members[m])];
+        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.items) continue;
+        done.store(0, std::memory_order_relaxed);
+        kernels_.attention->merge(task, tile, scratch);
+    }
 }
 
 void AttentionStep::append(const AttentionLayout& layout, const AttentionTask& task, int thread, float* scratch) const {

@@ -38,7 +38,9 @@ struct AppendJob {
 };
 
 // One view's tiles and items, the longest first. Every item stands alone; what is cut is merged by the last of its
-// tile.
+// tile. What several feeds hold in the same blocks, from beams, siblings or a common prefix, is one item's for all of
+// them, so that it is read once; no bit depends on that (as in Hydragen, Juravsky et al. 2024, and without its
+// rounding).
 class AttentionLayout {
 public:
     // Throws std::invalid_argument for heads that are no multiple of the KV heads.
@@ -58,9 +60,20 @@ private:
     friend class AttentionStep;
     void see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds);
     void tile(const std::vector<AttentionFeed>& feeds);
+    void share(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table);
     void cut(const std::vector<AttentionFeed>& feeds, int threads);
     void list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table, int threads);
-    int64_t cost(const AttentionTile& tile, int first_split, int last_split) const;
+    int64_t cost(int tokens, int splits) const;
+    int64_t cost(const AttentionItem& item) const { return cost(item.tokens, item.last_split - item.first_split); }
+    int capacity() const;
+
+    // A feed whose rows all see the splits [first, last); `pages`: where those of split 0 begin in the page table.
+    struct Sharer {
+        int32_t tile, tokens, pages;
+        int first, last;
+    };
+    void together(std::span<Sharer> sharers, int split, const std::vector<int32_t>& page_table);
+    void pool(std::span<const Sharer> sharers, int first, int last);
 
     const AttentionView view_;
     const KVShape kv_;
@@ -69,6 +82,9 @@ private:
     std::vector<AttentionRow> rows_;
     std::vector<AttentionTile> tiles_;
     std::vector<AttentionItem> items_;
+    std::vector<Sharer> sharers_;
+    std::vector<AttentionItem> shared_;  // the splits that tiles read together, not cut yet
+    std::vector<int32_t> members_;
     std::vector<AppendJob> appends_;
     std::vector<float> partials_;
     std::unique_ptr<std::atomic<int>[]> done_;  // items of a tile that are done; 0 again when all are

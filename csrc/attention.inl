@@ -315,9 +315,63 @@ HEADRACE_INLINE State partial_state(const AttentionTask& task, const AttentionTi
     return {task.partials + place, rows, task.kv.padded};
 }
 
+// The queries of a tile's rows, as the pool takes them.
+template <class Pool>
+HEADRACE_INLINE void prepare_rows(const AttentionTask& task, const AttentionTile& at, float* q, int q_stride,
+                                  float* head) {
+    const KVShape& kv = task.kv;
+    const int share = task.heads / kv.heads;
+    for (int r = 0; r < at.tokens * share; ++r) {
+        const int row = at.row + r / share, column = (at.kv_head * share + r % share) * kv.dim;
+        prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.rope,
+                     task.positions[row], head);
+        Pool::prepare(head, kv.padded, q + r * q_stride);
+    }
+}
+
+// Splits of several tiles at once: each page is read for all of them. Every tile gets its own partial results.
+template <class Pool>
+static void attend_together(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after,
+                            float* scratch) {
+    const KVShape& kv = task.kv;
+    const AttentionTile& first = task.tiles[item.tile];
+    const int32_t* members = task.members + item.first_member;
+    const int share = task.heads / kv.heads, rows = item.tokens * share, q_stride = kv.padded + 16;
+    float* q = scratch;
+    const State state{q + rows * q_stride, rows, kv.padded};
+    float* head = state.data + state_floats(kv, rows);
+    float* room = head + kv.padded;
+    for (int m = 0, row = 0; m < item.members; ++m) {
+        const AttentionTile& tile = task.tiles[members[m]];
+        prepare_rows<Pool>(task, tile, q + row * q_stride, q_stride, head);
+        row += tile.tokens * share;
+    }
+    const int begin = item.first_split * kSplit, end = item.last_split * kSplit;
+    const Tile tile{task,
+                    task.feeds[first.feed],
+                    first,
+                    share,
+                    q,
+                    q_stride,
+                    ahead_of(task, after),
+                    begin / kPageTokens,
+                    end / kPageTokens,
+                    state};
+    for (int split = item.first_split; split < item.last_split; ++split) {
+        attend_split<Pool>(tile, {begin, end, begin, end, false}, split, room);
+        for (int m = 0, row = 0; m < item.members; ++m) {
+            const State part = partial_state(task, task.tiles[members[m]], split);
+            __builtin_memcpy(part.data, state.sums(row), 4 * (size_t)part.rows * (size_t)part.stride());
+            __builtin_memcpy(part.row_max(), state.row_max() + row, 4 * (size_t)part.rows);
+            row += part.rows;
+        }
+    }
+}
+
 template <class Pool>
 static void attend_item(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after,
                         float* scratch) {
+    if (item.members) return attend_together<Pool>(task, item, after, scratch);
     const KVShape& kv = task.kv;
     const AttentionTile& at = task.tiles[item.tile];
     const AttentionFeed& feed = task.feeds[at.feed];
@@ -328,12 +382,7 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, co
     const State other{state.data + state_floats(kv, rows), rows, kv.padded};
     float* head = other.data + state_floats(kv, rows);
     float* room = head + kv.padded;
-    for (int r = 0; r < rows; ++r) {
-        const int row = at.row + r / share, column = (at.kv_head * share + r % share) * kv.dim;
-        prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.rope,
-                     task.positions[row], head);
-        Pool::prepare(head, kv.padded, q + r * q_stride);
-    }
+    prepare_rows<Pool>(task, at, q, q_stride, head);
     Tile tile{task, feed, at, share, q, q_stride, ahead_of(task, after), 0, 0, state};
     const Reach reach = reach_of(tile);
     const int begin = item.first_split * kSplit, end = item.last_split * kSplit;

@@ -43,12 +43,18 @@ struct AttentionTile {
     int32_t first_split, last_split;  // [first, last): of the splits that any of them sees
     int64_t partial;                  // place of the first split's partial result, where the tile is cut
     int32_t items;
+    int32_t own_split;  // the splits before it are read together with other tiles
 };
 
+// Some splits of a tile; or of several that read the same pages there, all of them seen by all their rows. Those are
+// the task's `members` from `first_member` on, the first of them is `tile`, and their tokens are few enough for one
+// tile.
 struct AttentionItem {
     int32_t tile;
     int32_t first_split, last_split;
     bool append;  // store the feed's K and V of this head first
+    int32_t tokens;
+    int32_t first_member, members;  // 0 members: the tile alone
 };
 
 // One layer of one step.
@@ -71,6 +77,7 @@ struct AttentionTask {
     // the step
     const AttentionFeed* feeds;
     const AttentionTile* tiles;
+    const int32_t* members;
     const AttentionRow* rows;
     const int32_t* positions;  // [rows], rotary
     const int32_t* page_table;
@@ -85,7 +92,7 @@ struct AttentionTask {
 struct AttentionKernels {
     // Stores K and V of rows [first, last) of the feed's, one head. Rows of one page belong to one call.
     void (*append)(const AttentionTask& task, int feed, int kv_head, int first, int last, float* scratch);
-    // An item's splits: its tile's result, or partial results where the tile is cut. `after`: the item that this thread
+    // An item's splits: its tile's result, or partial results where tiles are cut. `after`: the item that this thread
     // is likely to take next, or null; its memory is fetched meanwhile.
     void (*attend)(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch);
     // The result of a tile that was cut, once all its items are done.

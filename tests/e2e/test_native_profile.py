@@ -120,3 +120,26 @@ def test_the_command(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
 
 def by_name(step: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {line["phase"]: line for line in step["phases"]}
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_blocks_that_several_hold_are_read_once_and_change_no_bit(kv_dtype: str) -> None:
+    """Five texts with 530 tokens in common, in blocks of their own and in the same ones: the same logits, less to read."""
+    prefix, ends = [number % VOCAB for number in range(530)], range(3, 8)
+    texts = [prefix + list(range(40, 40 + end)) for end in ends]
+    read, logits = [], []
+    for shared in (0, 33):  # blocks
+        program = native_program(native_model("llama"), quantize="int8", blocks=200, max_positions=704, kv_dtype=kv_dtype)
+        feeder = Feeder(program, texts)
+        for number, (sequence, text) in enumerate(zip(feeder.sequences, texts, strict=True)):
+            own = range(40 * number, 40 * number + 38)
+            sequence.set_table(0, [*range(shared), *own[shared:]])
+            start = 16 * shared if number else 0
+            feeder.feed((number, start, len(text) - 1 - start))
+        program.core.clear_profile()
+        program.core.profiling = True
+        logits.append(feeder.feed(*((number, len(text) - 1, 1) for number, text in enumerate(texts))))
+        read.append(by_phase(program, len(texts))["attention"]["weight_bytes"])
+    assert all((one == other).all() for one, other in zip(*logits, strict=True))
+    page = read[0] / (5 * 34)  # of all layers and heads; each reads 34 of them
+    assert read[1] == pytest.approx(read[0] - 4 * 32 * page), "two stretches of 256 tokens, once instead of five times"

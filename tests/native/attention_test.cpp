@@ -1,5 +1,6 @@
-// Attention and its pool, as a program: what the sanitizers run. Random feeds, draft trees and chunkings on every
-// instruction set and kind of pool, on several threads; rows must have the bits they have when fed at once.
+// Attention and its pool, as a program: what the sanitizers run. Random feeds, draft trees, chunkings and common
+// prefixes on every instruction set and kind of pool, on several threads; rows must have the bits they have when fed at
+// once, and alone.
 #include "attention.h"
 
 #include <algorithm>
@@ -24,6 +25,20 @@ struct Fed {
     std::vector<int> parents;
     std::vector<float> rows;
 };
+
+void run_threads(ThreadPool& threads, AttentionStep& step, AttentionLayout& layout, const AttentionTask& task) {
+    const size_t floats = step.scratch_floats(task.heads);
+    std::atomic<int> next{0};
+    threads.run([&](int thread) {
+        auto* scratch = static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
+        if (!layout.fused()) {
+            step.append(layout, task, thread, scratch);
+            threads.barrier(thread);
+        }
+        step.attend(layout, task, next, scratch);
+        std::free(scratch);
+    });
+}
 
 // One sequence over one pool, fed step by step.
 class Runner {
@@ -65,7 +80,7 @@ public:
         task.softcap = layer_.softcap;
         task.out = out.data();
         task.out_stride = layer_.heads * layer_.dim;
-        run_threads(layout, task);
+        run_threads(threads_, step_, layout, task);
         return out;
     }
 
@@ -73,20 +88,6 @@ public:
     const std::vector<int32_t>& table() const { return table_; }
 
 private:
-    void run_threads(AttentionLayout& layout, const AttentionTask& task) {
-        const size_t floats = step_.scratch_floats(task.heads);
-        std::atomic<int> next{0};
-        threads_.run([&](int thread) {
-            auto* scratch = static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
-            if (!layout.fused()) {
-                step_.append(layout, task, thread, scratch);
-                threads_.barrier(thread);
-            }
-            step_.attend(layout, task, next, scratch);
-            std::free(scratch);
-        });
-    }
-
     const Layer layer_;
     ThreadPool& threads_;
     KVPool pool_;
@@ -141,6 +142,129 @@ void check(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& 
           "a moved path has other bits");
 }
 
+// Sequences over one pool that begin with the same blocks.
+class Family {
+public:
+    static constexpr int kWidth = 80;  // blocks of a table
+
+    Family(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& threads, std::mt19937& rng)
+        : layer_(layer),
+          threads_(threads),
+          rng_(rng),
+          pool_(type, 1, 1500, 16, layer.kv_heads, layer.dim),
+          step_(kernels, pool_, threads.size()) {}
+
+    // One that begins with `tokens` tokens of another (a multiple of 16; -1: of none) and has `more` of its own.
+    int add(int parent, int tokens, int more) {
+        std::vector<int32_t> table(kWidth, 0);
+        const int shared = parent < 0 ? 0 : tokens / 16;
+        for (int i = 0; i < shared; ++i)
+            table[static_cast<size_t>(i)] = tables_[static_cast<size_t>(parent)][static_cast<size_t>(i)];
+        for (int i = shared; i < (16 * shared + more + 15) / 16 + 1; ++i) table[static_cast<size_t>(i)] = next_++;
+        tables_.push_back(table), lengths_.push_back(16 * shared + more);
+        const int one = static_cast<int>(tables_.size()) - 1;
+        if (more) run({one}, {more}, {16 * shared});
+        return one;
+    }
+
+    // A sequence that holds the same tokens in the same blocks, but for one block that is its own.
+    int add_changed(int other, int block) {
+        tables_.push_back(tables_[static_cast<size_t>(other)]),
+            lengths_.push_back(lengths_[static_cast<size_t>(other)]);
+        tables_.back()[static_cast<size_t>(block)] = next_++;
+        const int one = static_cast<int>(tables_.size()) - 1, start = 16 * block;
+        if (start < lengths_.back()) run({one}, {16}, {start});
+        return one;
+    }
+
+    // The next rows of these in one step, and of each alone: the same bits, with less to read.
+    void check(const std::vector<int>& members, const std::vector<int>& rows, bool shares) {
+        std::vector<int> starts;
+        for (const int one : members) starts.push_back(lengths_[static_cast<size_t>(one)]);
+        const auto [got, read] = run(members, rows, starts);
+        const std::vector<float> x = x_;
+        double alone = 0;
+        size_t at = 0;
+        for (size_t m = 0; m < members.size(); ++m) {
+            given_ = x.data() + at / static_cast<size_t>(out_width()) * static_cast<size_t>(layer_.width());
+            const auto [wanted, bytes] = run({members[m]}, {rows[m]}, {starts[m]});
+            given_ = nullptr;
+            equal(wanted, got.data() + at, "a row has other bits beside those it shares blocks with");
+            at += wanted.size(), alone += bytes;
+        }
+        if (shares != (read < alone)) fail(shares ? "nothing was read together" : "what differs was read together");
+    }
+
+private:
+    int out_width() const { return layer_.heads * layer_.dim; }
+
+    std::pair<std::vector<float>, double> run(const std::vector<int>& members, const std::vector<int>& rows,
+                                              const std::vector<int>& starts) {
+        std::vector<int32_t> row_start{0}, kv_start, known, tables, positions;
+        std::vector<uint64_t> masks;
+        for (size_t m = 0; m < members.size(); ++m) {
+            row_start.push_back(row_start.back() + rows[m]);
+            kv_start.push_back(starts[m]), known.push_back(rows[m]);
+            for (int i = 0; i < rows[m]; ++i) positions.push_back(starts[m] + i);
+            const std::vector<int32_t>& table = tables_[static_cast<size_t>(members[m])];
+            tables.insert(tables.end(), table.begin(), table.end());
+        }
+        x_.resize(positions.size() * static_cast<size_t>(layer_.width()));
+        std::normal_distribution<float> normal;
+        for (size_t i = 0; i < x_.size(); ++i) x_[i] = given_ ? given_[i] : normal(rng_);
+        step_.begin({positions, masks, row_start, kv_start, known, tables, kWidth});
+        AttentionLayout& layout = step_.layout({layer_.heads, layer_.window, true});
+        std::vector<float> out(positions.size() * static_cast<size_t>(out_width()), NAN);
+        AttentionTask task{};
+        step_.prepare(layout, 0, task);
+        task.q = x_.data();
+        task.k = task.q + out_width();
+        task.v = task.k + layer_.kv_heads * layer_.dim;
+        task.stride = layer_.width();
+        task.scale = 1.0f / std::sqrt(static_cast<float>(layer_.dim));
+        task.softcap = layer_.softcap;
+        task.out = out.data();
+        task.out_stride = out_width();
+        run_threads(threads_, step_, layout, task);
+        return {out, layout.touches().first};
+    }
+
+    const Layer layer_;
+    ThreadPool& threads_;
+    std::mt19937& rng_;
+    KVPool pool_;
+    AttentionStep step_;
+    std::vector<std::vector<int32_t>> tables_;
+    std::vector<int> lengths_;
+    std::vector<float> x_;
+    const float* given_ = nullptr;  // rows to be used again
+    int32_t next_ = 0;              // a block that is free
+};
+
+void check_families(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& threads, std::mt19937& rng) {
+    Family family(kernels, type, layer, threads, rng);
+    const int root = family.add(-1, 0, 800);
+    const int stranger = family.add(-1, 0, 700);
+    std::vector<int> all{root, stranger}, rows{1, 1};
+    for (int child = 0; child < 20; ++child) {  // some of them share more with each other than with the others
+        const int one = family.add(root, 16 * (33 + static_cast<int>(rng() % 10)), 1 + static_cast<int>(rng() % 40));
+        const int other = child % 3 ? one : family.add(one, 528, 300);
+        all.push_back(other), rows.push_back(1 + static_cast<int>(rng() % 3));
+    }
+    const int nephew = family.add(root, 544, 400), niece = family.add(nephew, 800, 5);
+    for (const int one : {nephew, niece}) all.push_back(one), rows.push_back(2);
+    std::vector<size_t> order(all.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), rng);
+    std::vector<int> members, counts;
+    for (const size_t at : order) members.push_back(all[at]), counts.push_back(rows[at]);
+    family.check(members, counts, layer.window == 0);
+    // The control: one block in the middle differs, so neither split may be read together.
+    const int left = family.add(-1, 0, 592);
+    const int right = family.add_changed(family.add_changed(family.add_changed(left, 5), 25), 37);
+    family.check({left, right}, {1, 1}, false);
+}
+
 }  // namespace
 
 int main() {
@@ -150,7 +274,9 @@ int main() {
     for (const Isa isa : supported_isas()) {
         for (const KVType type : {KVType::kBf16, KVType::kInt8, KVType::kF32}) {
             for (const Layer& layer : layers) check(kernels_for(isa), type, layer, threads, rng);
+            check_families(kernels_for(isa), type, layers[0], threads, rng);
         }
+        check_families(kernels_for(isa), KVType::kBf16, layers[1], threads, rng);
     }
     std::puts("attention: ok");
     return 0;
