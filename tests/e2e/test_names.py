@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import run as run_module
-from headrace.cli.models import complete_model
+from headrace.cli.help import complete_model
 from headrace.cli.serve import served_name
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM

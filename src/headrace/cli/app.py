@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import typer
 
-    from headrace.cli.commands import build
+    from headrace.cli.commands import asked_for, build
 
     try:
-        code = build(arguments)(args=arguments, prog_name="headrace", standalone_mode=False)
+        code = build(asked_for(arguments))(args=arguments, prog_name="headrace", standalone_mode=False)
         code = code if isinstance(code, int) else OK
         sys.stdout.flush()
     except typer.TyperException as error:
@@ -65,7 +65,7 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
 
 
 def _is_model(name: str) -> bool:
-    from headrace.cli.models import complete_model
+    from headrace.cli.help import complete_model
 
     return name in complete_model(name) or name.endswith(".gguf") or os.path.exists(name)
 

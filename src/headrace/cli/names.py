@@ -20,8 +20,8 @@ NewName = Annotated[str, typer.Argument(metavar="NAME", help="What the model wil
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command(rich_help_panel="Models")(with_groups(add))
-    app.command("cp", rich_help_panel="Models")(with_groups(copy))
+    app.command()(with_groups(add))
+    app.command("cp")(with_groups(copy))
 
 
 @dataclass
