@@ -25,7 +25,7 @@ COMMANDS = {
         "list": "List the models that are here, by name and where they lie, and those of the catalog; or those in folders.",
         "show": "Show what is known of a model: where it lies, whether it runs here, and the settings in force.",
         "rm": "Delete a model from this machine; of a name that was given to one (headrace add) only the name.",
-        "add": "Give a model a name, with settings and a chat template of its own.",
+        "add": "Give a model a name, with settings, a system prompt and a chat template of its own.",
         "cp": "Give what is known by one name another, to change settings in; no file is copied.",
         "inspect": "Show a model's architecture, tensors, number formats, KV bytes per token, tokenizer and chat template.",
         "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "

@@ -130,6 +130,8 @@ def show(name: NameOrPath, catalogs: Catalogs = None) -> None:
     fields = [("name", name)] if named is None else [("name", name), ("model", target)]
     if named is not None and named.template is not None:
         fields.append(("template", f"of its own, {len(named.template):,} characters"))
+    if named is not None and named.system is not None:
+        fields.append(("system", named.system or "none"))
     if path is not None:
         fields += [] if named is not None else [("path", str(path.absolute()))]
         fields.append(("size", human_size(folder_size(path))))
