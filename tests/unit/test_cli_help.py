@@ -139,6 +139,8 @@ def test_a_model_in_the_place_of_a_command_hints_at_run(shell: Shell, tmp_path: 
     assert f"headrace run {model}" in shell(model)[2]
     assert "Did you mean 'run'?" in shell("runn", "x")[2]
     assert "headrace run" not in shell("nosuchmodel", "x")[2]
+    err = shell("run", "smollm2-135m", "x", "--temprature", "1")[2]
+    assert err == "headrace: No such option: --temprature; did you mean --temperature? (headrace run --help shows the usage)\n"
 
 
 def test_settings_of_a_chat_are_a_table_with_what_each_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,12 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
         typed = shlex.join(arguments)
         say(f"headrace: {arguments[0]} is a model and no command; to ask it something: headrace run {typed}")
         return error.exit_code
-    say(f"headrace: {error.format_message().replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")
+    text = error.format_message()
+    if options := getattr(error, "possibilities", None):
+        from headrace.data.near import did_you_mean, near
+
+        text = f"{error.message}; {did_you_mean(error.option_name, near(error.option_name, options, 1))}"
+    say(f"headrace: {text.replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")
     return error.exit_code
 
 
