@@ -81,6 +81,12 @@ def test_the_examples_are_commands_that_parse() -> None:
             assert flags <= known, line
 
 
+def test_the_recorded_help_is_what_help_says(shell: Shell) -> None:
+    walk = (Path(__file__).parents[2] / "docs/terminal-walk.md").read_text("utf-8")
+    recorded = walk.partition("$ headrace embed --help\n")[2].partition("```")[0]
+    assert recorded.strip() == shell("embed", "--help")[1].strip()
+
+
 def test_the_list_says_of_each_command_what_its_own_help_says() -> None:
     whole: Any = get_command(build())
     for group, listed in ((whole, COMMANDS), (whole.commands["bench"], BENCH)):

@@ -98,9 +98,9 @@ def build(arguments: Sequence[str] | None = None) -> typer.Typer:
 
 def asked_for(arguments: Sequence[str]) -> Sequence[str]:
     """The arguments; or what is typed so far, where a shell asks how it may go on."""
-    if "_HEADRACE_COMPLETE" not in os.environ:
+    if os.environ.get("_HEADRACE_COMPLETE") is None:
         return arguments
-    return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")).split()[1:]
+    return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or "").split()[1:]
 
 
 def _fill(app: typer.Typer, listed: Mapping[str, Mapping[str, str]], group: str, arguments: Sequence[str] | None) -> None:
