@@ -36,7 +36,8 @@ def test_the_tests_that_pages_name_exist() -> None:
 
 def test_every_case_of_the_first_quarter_names_its_test() -> None:
     page = (ROOT / "docs/first-quarter.md").read_text("utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    tables = page.partition("## How long it takes")[0]
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
     cases = [row for row in rows if row[0] != "case"]
     assert len(cases) > 40
     assert [row[0] for row in cases if len(row) != 4 or "::test_" not in row[3]] == []
