@@ -157,7 +157,7 @@ class LLM:
         if given is not None:
             each = [given.held(one) for one in each]
             template |= {"tools": given.tools} if given.told else {}
-        talks = [conversation(validate_messages(talk), given, source) for talk in talks]
+        talks = [conversation(self.opened.told(validate_messages(talk)), given, source) for talk in talks]
         outputs = self.generate([self.render(talk, **template) for talk in talks], each)
         if given is not None:
             for output in outputs:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import run as run_module
-from headrace.cli.models import complete_model
+from headrace.cli.help import complete_model
 from headrace.cli.serve import served_name
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
@@ -57,6 +57,33 @@ def test_python_and_the_server_take_it(shell: Shell, mill: str) -> None:
     assert model["id"] == "mill"
     assert model["defaults"]["temperature"] == {"value": 0.3, "origin": "name", "of": ""}
     assert said["choices"][0]["message"]["content"] == expected.outputs[0].text
+
+
+def test_a_name_has_a_system_prompt(shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a conversation says itself goes before it; `--system ""` is none."""
+    (shell.folder / "plain.jinja").write_text("{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}")
+    options = ("--system", "Be brief.", "--template", shell.folder / "plain.jinja")
+    assert shell("add", "brief", tiny_gguf, *options)[0] == 0
+    assert "system:          Be brief." in shell("show", "brief")[1]
+    used: list[list[int]] = []
+    monkeypatch.setattr(run_module, "_answer", lambda llm, prompt, *_: used.append(prompt) or 0)
+    assert [shell("run", "brief", "hi", *more)[0] for more in ((), ("--system", "Else."), ("--system", ""))] == [0, 0, 0]
+    encode = open_model(tiny_gguf).tokenizer.encode
+    whole, other, bare = (encode(text, add_special=False) for text in ("s:Be brief. u:hi ", "s:Else. u:hi ", "u:hi "))
+    assert used == [whole, other, bare]
+    with LLM("brief", dtype="float64", threads=1) as llm:
+        own = {"role": "system", "content": "Else."}
+        outputs = llm.chat(["hi", [own, {"role": "user", "content": "hi"}]], max_tokens=1)
+        assert [output.prompt_token_ids for output in outputs] == [whole, other]
+    with Running("brief", model_name="brief") as server:
+        counted = server.http.post(
+            "/tokenize", json={"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+        )
+        assert counted.json()["tokens"] == whole
+    assert shell("cp", "brief", "silent", "--system", "")[0] == 0
+    assert shell("cp", "brief", "twin")[0] == 0
+    assert [names.find(one).system for one in ("silent", "twin")] == ["", "Be brief."]  # type: ignore[union-attr]
+    assert open_model("silent").told([{"role": "user", "content": "hi"}]) == [{"role": "user", "content": "hi"}]
 
 
 def test_list_show_cp_rm(shell: Shell, mill: str, tiny_gguf: Path) -> None:

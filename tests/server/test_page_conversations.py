@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.conversation import Conversation
 from tests.server.browser import answers, ask, kept, opened, settled, sse
 from tests.server.harness import Running
 
@@ -80,6 +81,54 @@ def test_rename_search_and_export(page: Any, tmp_path: Path) -> None:
     made = json.loads(text)
     assert made["messages"] == [{"role": "user", "content": "The mill"}, {"role": "assistant", "content": said}]
     assert (made["title"], made["answers"][0]["tokens"], made["answers"][0]["finish_reason"]) == ("Wheels & water", 8, "length")
+
+
+def load(page: Any, path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+    with page.expect_file_chooser() as caught:
+        page.click("#load")
+    caught.value.set_files(path)
+
+
+def test_what_was_exported_is_imported(page: Any, server: Running, tmp_path: Path) -> None:
+    ask(page, "The mill")
+    (before,) = kept(page)
+    page.hover("#conversations li")
+    page.click("#conversations .icon")
+    with page.expect_download() as caught:
+        page.click("#menu button:has-text('Export as JSON')")
+    exported = Path(caught.value.path()).read_text("utf-8")
+    load(page, tmp_path / "talk.json", exported)
+    page.wait_for_function("document.querySelectorAll('#conversations .title').length === 2")
+    one, two = sorted(kept(page), key=lambda found: found["made"])
+    assert page.url == f"{server.base}/#chat/{two['id']}" != f"{server.base}/#chat/{one['id']}"
+    assert (one["title"], one["messages"]) == (before["title"], before["messages"])
+    assert two["title"] == one["title"]
+    for old, new in zip(one["messages"], two["messages"], strict=True):
+        assert all(new.get(name) == old.get(name) for name in ("role", "content", "model", "finish", "thought"))
+    assert two["messages"][1]["figures"]["tokens"] == 8
+    assert answers(page) == [one["messages"][1]["content"].strip()]
+    ask(page, "And then?")
+    assert len(next(found for found in kept(page) if found["id"] == two["id"])["messages"]) == 4, "it goes on"
+
+
+def test_what_a_terminal_saved_is_imported_and_what_is_no_conversation_is_refused(page: Any, tmp_path: Path) -> None:
+    talk = Conversation(system="Be brief.")
+    talk.ask("The mill")
+    talk.answer("It <b>grinds</b>.")
+    talk.save(tmp_path / "talk.json", "smollm2")
+    load(page, tmp_path / "again.json", (tmp_path / "talk.json").read_text("utf-8"))
+    page.wait_for_selector("#toast:has-text('Be brief.')")
+    assert page.title().startswith("The mill · ")
+    assert page.locator(".user .body").all_inner_texts() == ["The mill"]
+    assert answers(page) == ["It <b>grinds</b>."]
+    assert [one["messages"][1]["model"] for one in kept(page)] == ["smollm2"]
+    for number, wrong in enumerate(
+        ("no JSON", "[]", '{"messages": []}', '{"messages": [{"role": "user", "content": 5}]}', "null")
+    ):
+        load(page, tmp_path / f"wrong{number}.json", wrong)
+        page.wait_for_selector(f"#toast:has-text('wrong{number}.json is no conversation')")
+    assert len(kept(page)) == 1
 
 
 def test_conversations_of_before_are_found(page: Any) -> None:

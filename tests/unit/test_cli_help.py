@@ -1,6 +1,9 @@
 """Help in two lengths, hints, settings of a chat and what is near a name that is not there."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,17 @@ from typer.main import get_command
 
 from headrace.cli import chat
 from headrace.cli.app import main
-from headrace.cli.commands import build
+from headrace.cli.commands import BENCH, COMMANDS, build
 from headrace.data.near import did_you_mean
 from headrace.data.params import SamplingParams
 from tests.cli_shell import Shell
 
-LONG = ("run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare")
+LONG = (
+    "run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare", "train-heads",
+    "bench local", "bench peers", "bench peers-speculate", "bench serve", "bench speculate", "bench cascade", "bench tools",
+)  # fmt: skip
+# What costs a help more than all else of it.
+SLOW = ("pydantic", "rich.console", "filelock", "numpy", "torch", "huggingface_hub", "headrace.llm")
 
 
 @pytest.fixture
@@ -24,38 +32,102 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def options(text: str) -> set[str]:
-    return set(re.findall(r"│ +(?:\* +)?(--[\w-]+|-n)(?= )", text))
+    return set(re.findall(r"^  (?:-\w, )?(--[\w-]+|-n)(?= )", text, re.MULTILINE))
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r"^(\w[^:\n]*):$", text, re.MULTILINE)
+
+
+def command_of(name: str) -> Any:
+    found: Any = get_command(build())
+    for part in name.split():
+        found = found.commands[part]
+    return found
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_help_has_the_common_ones_and_examples_and_help_all_the_rest(name: str, shell: Shell) -> None:
-    code, short, _ = shell(name, "--help")
+    code, short, _ = shell(*name.split(), "--help")
     assert code == 0
-    whole = shell(name, "--help-all")[1]
+    whole = shell(*name.split(), "--help-all")[1]
     assert 4 <= len(options(short)) <= 18
     assert options(short) < options(whole)
     assert f"headrace {name}" in short.partition("Examples:")[2]
-    left = int(re.search(r"(\d+) more options, by group: headrace " + name + " --help-all", short)[1])  # type: ignore[index]
-    command: Any = get_command(build()).commands[name]  # type: ignore[attr-defined]
+    left = int(re.search(r"(\d+) more options?, by group: headrace " + name + " --help-all", short)[1])  # type: ignore[index]
+    command = command_of(name)
     assert left == len({one.name for one in command.params if one.param_type_name == "option"}) + 1 - len(options(short))
     assert "Examples:" not in whole
-    assert whole.count("╭") > short.count("╭") >= 2, "by group"
+    grouped = any(one.rich_help_panel for one in command.params)
+    assert (
+        (len(sections(whole)) > len(sections(short)) - 1 >= 2) if grouped else sections(short) == [*sections(whole), "Examples"]
+    )
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_what_is_called_common_is_an_option(name: str) -> None:
     """A name that was changed must not go missing from the help."""
-    command: Any = get_command(build()).commands[name]  # type: ignore[attr-defined]
+    command = command_of(name)
     assert command.common <= {one.name for one in command.params}
 
 
 def test_the_examples_are_commands_that_parse() -> None:
     for name in LONG:
-        command: Any = get_command(build()).commands[name]  # type: ignore[attr-defined]
+        command = command_of(name)
+        assert command.examples
         for line, _ in command.examples:
             flags = set(re.findall(r"(?<= )--?[a-z][\w-]*", line.partition(f"headrace {name}")[2]))
             known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
             assert flags <= known, line
+
+
+def test_the_recorded_help_is_what_help_says(shell: Shell) -> None:
+    walk = (Path(__file__).parents[2] / "docs/terminal-walk.md").read_text("utf-8")
+    recorded = walk.partition("$ headrace embed --help\n")[2].partition("```")[0]
+    assert recorded.strip() == shell("embed", "--help")[1].strip()
+
+
+def test_the_list_says_of_each_command_what_its_own_help_says() -> None:
+    whole: Any = get_command(build())
+    for group, listed in ((whole, COMMANDS), (whole.commands["bench"], BENCH)):
+        lines = {name: line for panel in listed.values() for name, line in panel.items()}
+        assert lines == {name: one.get_short_help_str(1000) for name, one in group.commands.items()}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["bench", "--help"]])
+def test_help_imports_nothing_that_it_does_not_need(arguments: list[str]) -> None:
+    """A help is there within 0.3 s of CPU time where none of this is imported; what is imported by hand must be seen."""
+    assert imported(arguments) == []
+    assert imported(arguments, "import pydantic") == ["pydantic"]
+
+
+def imported(arguments: list[str], first: str = "") -> list[str]:
+    code = f"import json, sys\n{first}\nfrom headrace.cli.app import main\nassert main({arguments!r}) == 0\n"
+    code += f"print(json.dumps([name for name in {SLOW!r} if name in sys.modules]), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stderr)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("headrace ru", {"run"}), ("headrace run --temp", {"--temperature"}), ("headrace bench pe", {"peers", "peers-speculate"})],
+)
+def test_a_shell_completes_commands_and_their_options(typed: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"_HEADRACE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": typed}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    code = "from headrace.cli.app import main; main([])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert expected <= set(re.findall(r'"([\w-]+)"', done.stdout)), done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "clue"),
+    [("run MODEL hi -n 0", 2, "greater than or equal to 1"), ("run MODEL hi -t warm", 2, "--temperature"), ("run", 2, "MODEL")],
+)
+def test_values_are_still_looked_at(arguments: str, code: int, clue: str, shell: Shell) -> None:
+    assert shell(*arguments.split())[0] == code
+    assert clue in shell(*arguments.split())[2]
 
 
 def test_a_command_is_imported_alone(shell: Shell) -> None:
@@ -73,6 +145,8 @@ def test_a_model_in_the_place_of_a_command_hints_at_run(shell: Shell, tmp_path: 
     assert f"headrace run {model}" in shell(model)[2]
     assert "Did you mean 'run'?" in shell("runn", "x")[2]
     assert "headrace run" not in shell("nosuchmodel", "x")[2]
+    err = shell("run", "smollm2-135m", "x", "--temprature", "1")[2]
+    assert err == "headrace: No such option: --temprature; did you mean --temperature? (headrace run --help shows the usage)\n"
 
 
 def test_settings_of_a_chat_are_a_table_with_what_each_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,15 @@ def test_the_tests_that_pages_name_exist() -> None:
     assert not is_test("tests/unit/test_docs.py::test_of_nothing")
 
 
+def test_every_case_of_the_first_quarter_names_its_test() -> None:
+    page = (ROOT / "docs/first-quarter.md").read_text("utf-8")
+    tables = page.partition("## How long it takes")[0]
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
+    cases = [row for row in rows if row[0] != "case"]
+    assert len(cases) > 40
+    assert [row[0] for row in cases if len(row) != 4 or "::test_" not in row[3]] == []
+
+
 def is_test(name: str) -> bool:
     """Whether `path` or `path::function` is a test file, or a function in it."""
     path, _, function = name.partition("::")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.commands import COMMANDS
+from headrace.cli.commands import BENCH, COMMANDS, module_of
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -138,7 +138,8 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "lla
 # `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
 QUICK = (
     *("headrace", "headrace.cli.app", "headrace.data.params", "headrace.text", "headrace.native"),
-    *(f"headrace.cli.{name}" for name in COMMANDS),
+    *sorted({module_of("", name) for panel in COMMANDS.values() for name in panel} - {"headrace.cli.bench"}),
+    *sorted({module_of("bench_", name) for panel in BENCH.values() for name in panel}),
     # the web process: what computes is in the engine's
     *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
     *("headrace.startup.runnable", "headrace.decoding.looking"),  # what is wrong is said before anything heavy is loaded
@@ -146,7 +147,7 @@ QUICK = (
     "headrace.weights.hub",
     "headrace.llm",  # the native core computes without torch, whose import would be most of a start
 )
-HEAVY = {"torch", "transformers", "scipy", "pandas", "huggingface_hub"}
+HEAVY = {"torch", "transformers", "scipy", "pandas", "huggingface_hub", "jsonschema"}
 MAX_LINES = {".py": 400, ".cpp": 500, ".h": 500, ".inl": 500}
 LONGER = {"src/headrace/engine/engine.py": 500, "src/headrace/engine/scheduler.py": 500}  # the loop, read as one
 MAX_FUNCTION = 60

@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import typer
 
-    from headrace.cli.commands import build
+    from headrace.cli.commands import asked_for, build
 
     try:
-        code = build(arguments)(args=arguments, prog_name="headrace", standalone_mode=False)
+        code = build(asked_for(arguments))(args=arguments, prog_name="headrace", standalone_mode=False)
         code = code if isinstance(code, int) else OK
         sys.stdout.flush()
     except typer.TyperException as error:
@@ -60,12 +60,17 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
         typed = shlex.join(arguments)
         say(f"headrace: {arguments[0]} is a model and no command; to ask it something: headrace run {typed}")
         return error.exit_code
-    say(f"headrace: {error.format_message().replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")
+    text = error.format_message()
+    if options := getattr(error, "possibilities", None):
+        from headrace.data.near import did_you_mean, near
+
+        text = f"{error.message}; {did_you_mean(error.option_name, near(error.option_name, options, 1))}"
+    say(f"headrace: {text.replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")
     return error.exit_code
 
 
 def _is_model(name: str) -> bool:
-    from headrace.cli.models import complete_model
+    from headrace.cli.help import complete_model
 
     return name in complete_model(name) or name.endswith(".gguf") or os.path.exists(name)
 

@@ -15,7 +15,7 @@ FORMATS = ("F16", "Q8_0", "Q4_K_M")
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Measure")(arithmetic)
+    app.command()(arithmetic)
 
 
 def arithmetic(

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
         "budget passages preset temperature top_p max_tokens seed",
         ('headrace ask MODEL docs "How are models loaded?"', "An answer, and the passages it cites."),
     )
-    app.command(rich_help_panel="Generate", cls=short)(with_groups(ask))
+    app.command(cls=short)(with_groups(ask))
 
 
 def ask(
@@ -29,7 +29,7 @@ def ask(
     sampling: SamplingOptions,
     options: ModelOptions,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", exists=True, file_okay=False, help="Text files, at any depth.")],
-    questions: Annotated[list[str], typer.Argument(metavar="QUESTION...", help="One or more questions.")],
+    questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="One or more questions.")],
     budget: Annotated[int, typer.Option(min=1, help="Tokens of documents in a prompt at most.")] = 1024,
     passages: Annotated[int, typer.Option(min=1, help="Passages in a prompt at most.")] = 8,
 ) -> None:

@@ -7,7 +7,22 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.files import writable
+from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the commands."""
+    beams_help = short_help(
+        "",
+        ("headrace bench beams smollm2-135m --no-peer", "Beside as many independent sequences."),
+    )
+    bench.command("beams", cls=beams_help)(beams)
+    sharing_help = short_help(
+        "",
+        ("headrace bench sharing MODEL -i prompts.txt", "Blocks of 2, 4 and 6 samples and beams."),
+    )
+    bench.command("sharing", cls=sharing_help)(sharing)
 
 
 def beams(

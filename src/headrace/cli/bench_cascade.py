@@ -7,8 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.files import writable
-from headrace.cli.options import ModelOptions
+from headrace.cli.help import short_help
+from headrace.cli.options import ModelOptions, with_groups
 from headrace.cli.output import print_table, say
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "source price score match most json_file",
+        (
+            "headrace bench cascade SMALL LARGE -i questions.jsonl --price 0.33",
+            "What deferring saves, and a threshold.",
+        ),
+    )
+    bench.command("cascade", cls=short)(with_groups(cascade))
 
 
 def cascade(

@@ -7,8 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.files import writable
+from headrace.cli.help import short_help
+from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "cells rounds threads beside profile json_file",
+        ("headrace bench local smollm2-135m", "Every cell of the table, on this machine."),
+        ("headrace bench local MODEL --cells pp512,b1 --json figures.json", "Two of them, written down."),
+        ("headrace bench local MODEL --beside ../before/.venv", "Is this build slower than another?"),
+    )
+    bench.command("local", cls=short)(with_groups(local))
 
 
 def local(

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "",
+        ("headrace bench masks schemas.jsonl --model smollm2-135m", "Schemas and instances, an object a line."),
+    )
+    bench.command("masks", cls=short)(masks)
 
 
 def masks(

@@ -7,9 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.files import writable
+from headrace.cli.help import short_help
+from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
 
 QUIET = 0.05  # share of the cores that other processes may use before a cell is called disturbed
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "engines install cells rounds threads json_file",
+        ("headrace bench peers smollm2-135m --install", "Beside llama.cpp, ONNX Runtime GenAI and OpenVINO GenAI."),
+        ("headrace bench peers MODEL --engines llama.cpp --cells b1,b8", "One engine, two cells."),
+    )
+    bench.command("peers", cls=short)(with_groups(peers))
 
 
 def peers(

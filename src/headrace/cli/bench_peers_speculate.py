@@ -7,7 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.files import writable
+from headrace.cli.help import short_help
+from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "draft source engines install rounds threads json_file",
+        (
+            "headrace bench peers-speculate MODEL --draft SMALLER -i code.txt --install",
+            "Beside two others.",
+        ),
+    )
+    bench.command("peers-speculate", cls=short)(with_groups(peers_speculate))
 
 
 def peers_speculate(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
 
@@ -14,6 +15,15 @@ PROMPTS = (
     "List five things to check before a long walk in the mountains.",
     "Summarise the story of Robinson Crusoe for a child.",
 )
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "",
+        ("headrace bench self-draft MODEL --minutes 5", "What pays is saved, for --speculate self."),
+    )
+    bench.command("self-draft", cls=short)(self_draft)
 
 
 def self_draft(

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.help import short_help
+from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
 
@@ -19,6 +21,25 @@ ModelOption = Annotated[str | None, typer.Option(help="Its name there (default: 
 Kind = Annotated[str, typer.Option(help="Prompts as token ids, text or chat.", rich_help_panel=ASKED)]
 KeyFile = Annotated[Path | None, typer.Option(help="The API key (or HEADRACE_API_KEY).", exists=True, rich_help_panel=ASKED)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", rich_help_panel=TOLD)]
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the commands."""
+    serve_help = short_help(
+        "model rate concurrency trace requests input_len output_len slo json_file report",
+        ("headrace bench serve http://127.0.0.1:8000/v1 --concurrency 1,8,32", "So many requests at once."),
+        (
+            "headrace bench serve http://127.0.0.1:8000/v1 --rate 1,2,4 --slo ttft:0.5,tpot:0.05",
+            "Poisson, with goodput.",
+        ),
+        ("headrace bench serve http://127.0.0.1:8000/v1 --report load.html", "One page with figures and plots, to send."),
+    )
+    bench.command("serve", cls=serve_help)(with_groups(serve))
+    latency_help = short_help(
+        "",
+        ("headrace bench latency http://127.0.0.1:8000/v1 --lengths 64,1024", "First tokens of short and long prompts."),
+    )
+    bench.command("latency", cls=latency_help)(latency)
 
 
 def serve(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.files import writable
+from headrace.cli.help import short_help
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -20,7 +21,13 @@ MOST_PROMPTS = 32  # of each task of the grid, whose largest batch is that
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
-    bench.command("speculate")(with_groups(speculate))
+    short = short_help(
+        "source prompts gamma batch sweep grid max_tokens json_file draft speculate",
+        ("headrace bench speculate MODEL -i code.txt -i chat.txt --draft SMALLER", "What a draft model gains on two tasks."),
+        ("headrace bench speculate MODEL -i chat.txt --speculate ngram --gamma 2 --gamma 4", "Prompt lookup, of two lengths."),
+        ("headrace bench speculate MODEL -i chat.txt --grid", "Is auto ever slower than plain decoding?"),
+    )
+    bench.command("speculate", cls=short)(with_groups(speculate))
 
 
 def speculate(

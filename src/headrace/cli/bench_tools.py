@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.files import writable
+from headrace.cli.help import short_help
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
 
@@ -15,7 +16,14 @@ SHOWN = 10  # names of cases that are not valid; the JSON file has all
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
-    bench.command("tools")(with_groups(tools))
+    short = short_help(
+        "data answers most at_once max_tokens penalty json_file",
+        (
+            "headrace bench tools MODEL --data BFCL_v4_simple_python.json --most 50",
+            "Fifty questions, held and free.",
+        ),
+    )
+    bench.command("tools", cls=short)(with_groups(tools))
 
 
 def tools(

@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
         ('headrace chat MODEL --system "Answer in French." -t 0.3', "With a system prompt of one's own, and less chance."),
         ("headrace chat MODEL --load talk.json", "Go on with what /save has written."),
     )
-    app.command(rich_help_panel="Generate", epilog=HELP.replace("\n", "\n\n"), cls=short)(with_groups(chat))
+    app.command(epilog=HELP.replace("\n", "\n\n"), cls=short)(with_groups(chat))
 
 
 def chat(

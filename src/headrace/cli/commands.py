@@ -2,22 +2,75 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 import typer
 
 import headrace
+from headrace.cli.help import App
 
-# Modules of commands in the order of the help, with the names of theirs that are not the module's own.
+# What the help lists: each command with the first sentence of its own help, so that none has to be imported for it.
 COMMANDS = {
-    **dict.fromkeys(("run", "chat", "ask", "generate", "embed", "serve"), ()),
-    "models": ("pull", "list", "show", "rm"),
-    "names": ("add", "cp"),
-    **dict.fromkeys(("inspect", "compress", "perplexity", "arithmetic", "compare"), ()),
-    "train_heads": ("train-heads",),
-    "bench": (),
-    "doctor": (),
+    "Generate": {
+        "run": "Answer a prompt; the answer goes to stdout as it comes, figures to stderr.",
+        "chat": "Talk with a model.",
+        "ask": "Answer questions from the documents of a folder (BM25 retrieval), and say which were cited.",
+        "generate": "Answer every line of a file; answers come in order of completion.",
+        "embed": 'Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.',
+        "serve": "Serve a model to OpenAI clients; it is downloaded where it is missing.",
+    },
+    "Models": {
+        "pull": "Download models; what is here already is checked.",
+        "list": "List the models that are here, by name and where they lie, and those of the catalog; or those in folders.",
+        "show": "Show what is known of a model: where it lies, whether it runs here, and the settings in force.",
+        "rm": "Delete a model from this machine; of a name that was given to one (headrace add) only the name.",
+        "add": "Give a model a name, with settings, a system prompt and a chat template of its own.",
+        "cp": "Give what is known by one name another, to change settings in; no file is copied.",
+        "inspect": "Show a model's architecture, tensors, number formats, KV bytes per token, tokenizer and chat template.",
+        "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "
+        "can have.",
+        "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",
+        "doctor": "Show what a bug report should say of this installation, and what is wrong with it (exit code 1).",
+    },
+    "Measure": {
+        "perplexity": "Measure how well a model predicts a text: exp of the mean negative log-likelihood of its tokens.",
+        "arithmetic": "Say what a token costs in each number format: bytes of weights, of K and V, the ceiling that memory "
+        "sets, the error.",
+        "compare": "Decoding methods on the same prompts: tokens/s, repetition, KV blocks.",
+        "bench": "Measure: batching policies, speed on this machine, servers under load.",
+    },
+}
+BENCH = {
+    "Commands": {
+        "local": "Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 "
+        "tokens, load time, memory.",
+        "peers": "Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth.",
+        "serve": "Load on any OpenAI server: latencies, throughput, goodput.",
+        "latency": "Time to the first token against prompt length, and greedy decoding against sampling.",
+        "speculate": "Plain and speculative decoding in turns: acceptance, tokens per step, costs, predicted and measured "
+        "speed-up.",
+        "peers-speculate": "Speculation with a draft model and by prompt lookup beside OpenVINO GenAI's and llama.cpp's, in "
+        "turns, in one run.",
+        "self-draft": "Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is "
+        "saved.",
+        "beams": "One and eight requests of beam search: tokens/s of the best hypotheses, beside a peer and beside as many "
+        "independent sequences, in turns.",
+        "sharing": "KV blocks of parallel samples and of beams, with and without sharing, on the same prompts.",
+        "batching": "Static against continuous batching on one trace, and KV memory under each reservation scheme.",
+        "masks": "How many JSON schemas can be held to, whether valid instances pass and invalid ones do not, and what a mask "
+        "costs.",
+        "tools": "How many tool calls fit their schema, and how many are right, with the calls' grammar and without.",
+        "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
+        "guarantee.",
+    }
+}
+# Where a command is, if not in the module of its name.
+MODULES = {
+    **dict.fromkeys(("pull", "list", "show", "rm"), "models"),
+    **dict.fromkeys(("add", "cp"), "names"),
+    "bench_sharing": "bench_beams",
+    "bench_latency": "bench_serve",
 }
 
 HELP = "Run language models on this machine: fast, offline, many decoding methods in one loop."
@@ -34,15 +87,47 @@ EPILOG = "\n\n".join(
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def build(arguments: Sequence[str] = ()) -> typer.Typer:
-    """The application, with the one command that is asked for, or with all."""
-    settings = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(help=HELP, epilog=EPILOG, pretty_exceptions_enable=False, context_settings=settings)
+def build(arguments: Sequence[str] | None = None) -> typer.Typer:
+    """The application: with the one command that `arguments` ask for, or, where they ask for none, with names of commands for
+    the help and for who mistyped one; without `arguments` with all commands."""
+    app = App(help=HELP, epilog=EPILOG, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_start)
-    asked = [module for module, names in COMMANDS.items() if arguments and arguments[0] in (names or (module,))]
-    for module in asked or COMMANDS:
-        import_module(f"headrace.cli.{module}").register(app)
+    _fill(app, COMMANDS, "", arguments)
     return app
+
+
+def asked_for(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments; or what is typed so far, where a shell asks how it may go on."""
+    if os.environ.get("_HEADRACE_COMPLETE") is None:
+        return arguments
+    return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or "").split()[1:]
+
+
+def _fill(app: typer.Typer, listed: Mapping[str, Mapping[str, str]], group: str, arguments: Sequence[str] | None) -> None:
+    names = [name for panel in listed.values() for name in panel]
+    words = [one for one in arguments or () if not one.startswith("-")]
+    asked = words[:1] if words and words[0] in names else []
+    if arguments is not None and not asked:
+        for panel, commands in listed.items():
+            for name, line in commands.items():
+                app.command(name, help=line, rich_help_panel=panel)(_elsewhere)
+        return
+    if "bench" in (asked or names):
+        bench = App(help=listed["Measure"]["bench"], no_args_is_help=True)
+        _fill(bench, BENCH, "bench_", None if arguments is None else words[1:])
+        app.add_typer(bench, name="bench")
+    for module in dict.fromkeys(module_of(group, name) for name in asked or names if name != "bench"):
+        import_module(module).register(app)
+
+
+def module_of(group: str, name: str) -> str:
+    """Where a command is. `group`: "bench_" or nothing."""
+    word = group + name.replace("-", "_")
+    return f"headrace.cli.{MODULES.get(word, word)}"
+
+
+def _elsewhere() -> None:
+    raise AssertionError("a command that is only listed was called")
 
 
 def _start(

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
         "source modes csv prompts max_tokens seed raw amateur",
         ("headrace compare MODEL -i prompts.txt --modes greedy,sample,beam4 --prompts 8", "Three methods on eight prompts."),
     )
-    app.command(rich_help_panel="Measure", cls=short)(with_groups(compare))
+    app.command(cls=short)(with_groups(compare))
 
 
 def compare(

@@ -13,7 +13,7 @@ from headrace.weights.progress import for_stream, human_size
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Models")(compress)
+    app.command()(compress)
 
 
 def compress(

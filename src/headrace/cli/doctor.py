@@ -24,7 +24,7 @@ SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Models")(doctor)
+    app.command()(doctor)
 
 
 def doctor(

@@ -23,14 +23,14 @@ def register(app: typer.Typer) -> None:
         ('headrace embed MODEL "the mill" "a wheel"', "Two vectors, a JSON line each."),
         ("headrace embed MODEL --file texts.txt > vectors.jsonl", "A text a line."),
     )
-    app.command(rich_help_panel="Generate", cls=short)(with_groups(embed))
+    app.command(cls=short)(with_groups(embed))
 
 
 def embed(
     model: ModelName,
     options: WeightOptions,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts; without any, the lines of --file or stdin.")
+        list[str] | None, typer.Argument(metavar="TEXTS", help="Texts; without any, the lines of --file or stdin.")
     ] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
     pooling: Annotated[str | None, typer.Option(help="mean, last or first (default: the model's own).")] = None,

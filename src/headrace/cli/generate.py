@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
         ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -m 200", "The same command goes on after a stop."),
         ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -t 0 --overwrite", "Begin anew, without chance."),
     )
-    app.command(rich_help_panel="Generate", cls=short)(with_groups(generate))
+    app.command(cls=short)(with_groups(generate))
 
 
 def generate(

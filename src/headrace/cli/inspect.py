@@ -11,7 +11,7 @@ from headrace.weights.progress import human_size
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(rich_help_panel="Models")(inspect)
+    app.command()(inspect)
 
 
 def inspect(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.help import complete_model
 from headrace.cli.output import print_fields, print_table, say
 from headrace.cli.status import status
 from headrace.weights import catalog, names
@@ -15,17 +16,10 @@ from headrace.weights.store import Record, Store, StoreError, folder_name, folde
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    panel = "Models"
-    app.command(rich_help_panel=panel)(pull)
-    app.command("list", rich_help_panel=panel)(list_models)
-    app.command(rich_help_panel=panel)(show)
-    app.command("rm", rich_help_panel=panel)(remove)
-
-
-def complete_model(incomplete: str) -> list[str]:
-    """Names of the catalog and of what is installed, for the shell."""
-    known = {*catalog.load(), *(record.name for record in Store().installed()), *(one.name for one in names.given())}
-    return sorted(name for name in known if name.startswith(incomplete))
+    app.command()(pull)
+    app.command("list")(list_models)
+    app.command()(show)
+    app.command("rm")(remove)
 
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name that `headrace list` shows.", autocompletion=complete_model)]
@@ -42,7 +36,7 @@ def pull(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help="Names of the catalog (headrace list), or of the model hub: organisation/repository[:FILE].",
             autocompletion=complete_model,
         ),
@@ -71,7 +65,7 @@ def pull(
 
 def list_models(
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Show the models in these folders.", exists=True)
+        list[Path] | None, typer.Argument(metavar="FOLDER", help="Show the models in these folders.", exists=True)
     ] = None,
     catalogs: Catalogs = None,
 ) -> None:
@@ -136,6 +130,8 @@ def show(name: NameOrPath, catalogs: Catalogs = None) -> None:
     fields = [("name", name)] if named is None else [("name", name), ("model", target)]
     if named is not None and named.template is not None:
         fields.append(("template", f"of its own, {len(named.template):,} characters"))
+    if named is not None and named.system is not None:
+        fields.append(("system", named.system or "none"))
     if path is not None:
         fields += [] if named is not None else [("path", str(path.absolute()))]
         fields.append(("size", human_size(folder_size(path))))

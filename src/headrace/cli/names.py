@@ -1,4 +1,4 @@
-"""add, cp: names for models, with settings and a chat template of their own."""
+"""add, cp: names for models, with settings, a system prompt and a chat template of their own."""
 
 from dataclasses import asdict, dataclass, make_dataclass
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.help import short_help
 from headrace.cli.options import DRAWS, SAMPLING_PANEL, ModelName, option_fields, with_groups
 from headrace.cli.output import say
 from headrace.data.params import ParamError
@@ -20,8 +21,17 @@ NewName = Annotated[str, typer.Argument(metavar="NAME", help="What the model wil
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command(rich_help_panel="Models")(with_groups(add))
-    app.command("cp", rich_help_panel="Models")(with_groups(copy))
+    add_help = short_help(
+        "system template temperature top_k top_p min_p max_tokens stop",
+        ("headrace add mill ~/models/mill.Q4_K_M.gguf -t 0.3", "Every command, the server and Python know mill now."),
+        ('headrace add brief smollm2-135m --system "Answer in one sentence."', "The same model with another beginning."),
+    )
+    copy_help = short_help(
+        "system template temperature top_k top_p min_p max_tokens stop",
+        ("headrace cp mill calm -t 0", "What mill is, but for the temperature."),
+    )
+    app.command(cls=add_help)(with_groups(add))
+    app.command("cp", cls=copy_help)(with_groups(copy))
 
 
 @dataclass
@@ -35,18 +45,24 @@ class OwnSettings(Settings):
         Path | None, typer.Option(help="A file with a chat template, in place of the model's.", exists=True, dir_okay=False)
     ] = None
 
+    system: Annotated[
+        str | None, typer.Option(help='What conversations without a system message begin with ("": nothing).')
+    ] = None
+
     def on(self, name: Name) -> Name:
         """The same name with what was given. Raises typer.BadParameter."""
-        sampling = {key: value for key, value in asdict(self).items() if value not in (None, []) and key != "template"}
+        words = ("template", "system")
+        sampling = {key: value for key, value in asdict(self).items() if value not in (None, []) and key not in words}
         template = self.template.read_text("utf-8") if self.template is not None else name.template
         try:
-            return Name(name.name, name.model, {**name.sampling, **sampling}, template)
+            system = name.system if self.system is None else self.system
+            return Name(name.name, name.model, {**name.sampling, **sampling}, template, system)
         except ParamError as error:
             raise typer.BadParameter(str(error)) from None
 
 
 def add(name: NewName, model: ModelName, settings: OwnSettings) -> None:
-    """Give a model a name, with settings and a chat template of its own.
+    """Give a model a name, with settings, a system prompt and a chat template of its own.
 
     Every command, the server and Python then take the name. Added again it is given anew. The files stay where they are.
     """
@@ -65,7 +81,7 @@ def copy(
     if known is None:
         add(name, source, settings)
     else:
-        _keep(settings.on(Name(name, known.model, known.sampling, known.template)))
+        _keep(settings.on(Name(name, known.model, known.sampling, known.template, known.system)))
 
 
 def _keep(name: Name) -> None:
@@ -82,8 +98,8 @@ def _keep(name: Name) -> None:
     names.save(name)
     try:
         opened = open_model(name.name, download=False)
-        if name.template is not None:
-            opened.template.render([{"role": "user", "content": "hi"}])
+        if name.template is not None or name.system:
+            opened.template.render(opened.told([{"role": "user", "content": "hi"}]))
     except Exception:
         names.remove(name.name) if before is None else names.save(before)
         raise

@@ -9,16 +9,16 @@ from headrace.cli.options import SamplingOptions, WeightOptions
 from headrace.cli.output import say
 from headrace.cli.status import moving, status
 from headrace.cli.terminal import note
-from headrace.weights import catalog
 from headrace.weights.progress import Moving, human_size
-from headrace.weights.store import Store
 
 
 def fetch(model: str) -> Path:
     """The model's file or folder on this machine, downloaded first where it is missing. Trained heads are what they are."""
     if (Path(model) / "heads.json").is_file():
         return Path(model)
+    from headrace.weights import catalog
     from headrace.weights.hub import resolve
+    from headrace.weights.store import Store
 
     entries = catalog.load()
     if model in entries and Store().find(model) is None:

@@ -12,8 +12,7 @@ import typer
 from msgspec import to_builtins
 
 from headrace.bench import machine
-from headrace.cli.help import HelpAll
-from headrace.cli.models import complete_model
+from headrace.cli.help import HelpAll, complete_model
 from headrace.cli.output import say
 from headrace.data.fields import Declared, Use, declared
 from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, SamplingParams, heeded, params_of

@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
             "Of the first 4,096 tokens of a text, with its error.",
         ),
     )
-    app.command(rich_help_panel="Measure", cls=short)(with_groups(perplexity))
+    app.command(cls=short)(with_groups(perplexity))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,8 @@ from headrace.cli.inputs import join_prompt
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, check, with_groups
-from headrace.cli.origins import Origins
 from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
-from headrace.data.outputs import RequestOutput
 
 INTERRUPTED = 130
 
@@ -28,7 +26,7 @@ def register(app: typer.Typer) -> None:
         ("headrace run MODEL -q -t 0 --json-schema person.json 'Who wrote Faust?'", "Nothing but JSON that fits a schema."),
         ("headrace run model.gguf --raw 'Once upon a time' -m 60", "A file of one's own continues a text."),
     )
-    app.command(rich_help_panel="Generate", cls=short)(with_groups(run))
+    app.command(cls=short)(with_groups(run))
 
 
 def run(
@@ -36,7 +34,7 @@ def run(
     sampling: SamplingOptions,
     choice: ChoiceOptions,
     options: ModelOptions,
-    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="What to answer.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer.", show_default=False)] = None,
     file: Annotated[
         list[Path] | None,
         typer.Option("--file", "-f", exists=True, dir_okay=False, readable=True, help="Text to add; may be repeated."),
@@ -70,7 +68,11 @@ def run(
     text = join_prompt(prompt, file or [])
     llm = open_llm(model, options, quiet=quiet, sampling=sampling, given=choice.changes(), max_num_seqs=widest, preset="online")
     params = sampling.bind(llm)(**more)
-    origins = Origins(llm.tokenizer) if show_speculation else None
+    origins = None
+    if show_speculation:
+        from headrace.cli.origins import Origins
+
+        origins = Origins(llm.tokenizer)
     return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, origins)
 
 
@@ -82,12 +84,12 @@ def _conversation(llm: Any, text: str, system: str | None) -> Any:
     return llm.render([*roles, {"role": "user", "content": text}])
 
 
-def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet: bool, origins: Origins | None) -> int:
+def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet: bool, origins: Any) -> int:
     """Stream, then report. What was said before a Ctrl-C or an error stays."""
     from headrace.cli.report import figures, record, speeds
 
     answer = AnswerWriter(wrapped=True)
-    made: list[RequestOutput] = []
+    made: list[Any] = []
     with Interrupt() as interrupt:
         told = moving(quiet)
         told.start("reading the prompt")

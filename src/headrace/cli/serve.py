@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
         ("headrace serve MODEL --port 8080 --draft SMALLER", "Another port; a smaller model drafts."),
         ("headrace serve --config serve.toml", "Several models, limits and keys from a file."),
     )
-    app.command(rich_help_panel="Generate", cls=short)(with_groups(serve))
+    app.command(cls=short)(with_groups(serve))
 
 
 def serve(

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import ModelName
+from headrace.cli.help import short_help
+from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
 
@@ -21,7 +22,13 @@ class Kind(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(name="train-heads", rich_help_panel="Models")(train_heads)
+    short = short_help(
+        "out kind source texts minutes tokens threads",
+        ("headrace train-heads smollm2-135m -o heads", "Heads in the folder heads, learnt from what the model writes."),
+        ("headrace train-heads MODEL -o heads -i prompts.txt --minutes 120", "From its answers to prompts of one's own."),
+        ("headrace chat MODEL --draft heads", "Use them."),
+    )
+    app.command("train-heads", cls=short)(with_groups(train_heads))
 
 
 def train_heads(

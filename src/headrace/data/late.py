@@ -1,4 +1,4 @@
-"""What loads when it is used: the half of Headrace that computes in torch, which takes longest to import."""
+"""What loads when it is used: what computes in torch, which takes longest to import, and what few runs need."""
 
 from importlib import import_module
 from typing import Any

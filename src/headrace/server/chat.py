@@ -135,7 +135,7 @@ async def _tooling(
 
 async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
     """Token ids of a conversation. Raises TemplateError, TokenizerError."""
-    text = await llm.opened.template.rendered(messages, **variables)
+    text = await llm.opened.template.rendered(llm.opened.told(messages), **variables)
     return await llm.encode(text, add_special=False)
 
 
@@ -143,7 +143,7 @@ async def render_open(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variab
     """The same up to the end of the last message's text, which the answer goes on with. The template renders it with a mark
     at its end, and is cut there. Raises ApiError also where the template leaves the mark out."""
     mark = secrets.token_hex(16)
-    messages = [*messages[:-1], _marked(messages[-1], mark)]
+    messages = llm.opened.told([*messages[:-1], _marked(messages[-1], mark)])
     text = await llm.opened.template.rendered(messages, add_generation_prompt=False, **variables)
     before, found, _ = text.rpartition(mark)
     if not found or mark in before:

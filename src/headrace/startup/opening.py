@@ -43,10 +43,16 @@ class Opened:
     config: ModelConfig
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     defaults: Defaults = field(default_factory=dict)  # how tokens are drawn where nothing is asked for
-    system: str | None = None
+    system: str | None = None  # what a conversation without a system message begins with
     own_template: str | None = None  # in place of the file's
     pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
     _words: Future[Words] | None = None
+
+    def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages, with the model's system prompt where they have none."""
+        if not self.system or (messages and messages[0].get("role") in ("system", "developer")):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -96,7 +102,7 @@ def open_files(model: str | Path, progress: Progress | None = None, *, download:
         generation=generation,
         defaults={} if config.encoder else _defaults(str(model), path, source, config, generation, entry, named),
         own_template=named.template if named is not None else None,
-        system=entry.chat.system if entry is not None else None,
+        system=named.system if named and named.system is not None else entry.chat.system if entry is not None else None,
         pooling=_pooling(path) if config.encoder else "last",
     )
 

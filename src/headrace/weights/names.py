@@ -13,12 +13,14 @@ from headrace.weights.store import StoreError, home
 
 class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`model`: an absolute path, or what else a model is called. `sampling`: fields of SamplingParams that go before the
-    model's own settings. `template`: the source of a chat template in place of its own. Raises ValueError."""
+    model's own settings. `template`: the source of a chat template in place of its own. `system`: what conversations without a
+    system message begin with. Raises ValueError."""
 
     name: str
     model: str
     sampling: dict[str, Any] = {}
     template: str | None = None
+    system: str | None = None
 
     def __post_init__(self) -> None:
         if not is_name(self.name):

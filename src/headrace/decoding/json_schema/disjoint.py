@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import jsonschema
-
-from headrace.decoding.json_schema.document import NOWHERE, Document, is_local
+from headrace.data.late import late
+from headrace.decoding.json_schema.document import Document, is_local
 from headrace.decoding.json_schema.literals import types_of
 
 DEPTH = 12  # references, properties and alternatives followed from the schemas asked about
@@ -105,7 +104,7 @@ def _fails(document: Document, base: dict[str, Any], schema: Any, value: Any) ->
     if not isinstance(schema, dict) or _far(schema):
         return False
     try:
-        return not jsonschema.validators.validator_for(base)({**base, **schema}, registry=NOWHERE).is_valid(value)
+        return not late("headrace.decoding.json_schema.checking", "validator")({**base, **schema}, base).is_valid(value)
     except Exception:  # references beyond the base, patterns of another dialect: it cannot be told
         return False
 

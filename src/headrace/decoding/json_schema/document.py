@@ -3,13 +3,9 @@
 from typing import Any
 from urllib.parse import unquote
 
-from referencing import Registry
-
 from headrace.data.structured import ConstraintError
 
 MAX_WORK = 20_000  # subschemas looked at
-# For validators: what a schema refers to is in it, or nowhere. Their default would fetch it, be it a file.
-NOWHERE: Registry[Any] = Registry()
 
 
 class InexpressibleError(Exception):

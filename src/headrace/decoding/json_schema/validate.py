@@ -2,10 +2,8 @@
 
 import json
 
-import jsonschema
-
+from headrace.data.late import late
 from headrace.data.structured import ConstraintError, StructuredOutputs
-from headrace.decoding.json_schema.document import NOWHERE
 from headrace.decoding.json_schema.prepare import prepare
 
 
@@ -20,9 +18,8 @@ def why_broken(spec: StructuredOutputs, text: str) -> str:
     if spec.json is None:
         return ""
     schema = read_schema(spec.json)
-    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     try:
-        error = next(kind(schema, registry=NOWHERE).iter_errors(json.loads(text)), None)
+        error = next(late("headrace.decoding.json_schema.checking", "validator")(schema).iter_errors(json.loads(text)), None)
     except Exception as problem:  # no JSON, a pattern Python does not know, a recursion without end
         return f"the output cannot be checked against its JSON schema ({type(problem).__name__})"
     if error is None:

@@ -71,6 +71,19 @@ export class Chat {
     };
   }
 
+  begin(title, messages) {
+    const one = { id: crypto.randomUUID?.() ?? String(Date.now()), title: title.trim().slice(0, TITLE), made: Date.now(), messages };
+    this.list.unshift(one);
+    return one;
+  }
+
+  /** One that was made elsewhere is kept here and opened. */
+  take(title, messages) {
+    const one = this.begin(title, messages);
+    this.save(one);
+    this.hooks.opened(one);
+  }
+
   rename(conversation, title) {
     conversation.title = title;
     this.save(conversation);
@@ -110,8 +123,7 @@ export class Chat {
   send(text) {
     if (!text.trim()) return false;
     if (!this.now) {
-      this.now = { id: crypto.randomUUID?.() ?? String(Date.now()), title: text.trim().slice(0, TITLE), made: Date.now(), messages: [] };
-      this.list.unshift(this.now);
+      this.now = this.begin(text, []);
       this.hooks.opened(this.now);
     }
     (this.now.queue ??= []).push(text.trim());

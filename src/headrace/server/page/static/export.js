@@ -1,4 +1,4 @@
-// A conversation as a file.
+// A conversation as a file, and back.
 import { h } from "/page/dom.js";
 import { split } from "/page/thoughts.js";
 import { t } from "/page/texts.js";
@@ -32,3 +32,28 @@ export function download(one, kind) {
   h("a", { href: url, download: `${name}.${kind}` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
+
+const LARGEST = 8 << 20; // bytes of a file; the browser keeps less
+
+/** A conversation from a file: the JSON from above, or what /save of `headrace chat` writes. Throws where it is neither. */
+export async function read(file) {
+  if (file.size > LARGEST) throw new RangeError("too large");
+  const data = JSON.parse(await file.text());
+  const said = data.messages.filter((one) => one.role !== "system");
+  const right = (one) => ["user", "assistant"].includes(one.role) && typeof one.content === "string" && one.content;
+  if (!said.length || !said.every(right)) throw new TypeError("no conversation");
+  const answers = Array.isArray(data.answers) ? [...data.answers] : [];
+  const messages = said.map(({ role, content }) => (role === "user" ? { role, content } : { role, content, ...known(answers.shift() ?? data) }));
+  const title = text(data.title) || (said.find((one) => one.role === "user") ?? said[0]).content;
+  const system = text(data.system) || text(data.messages.find((one) => one.role === "system")?.content);
+  return { title, messages, system };
+}
+
+/** Of an answer in a file; whatever is not of its kind is left out. */
+function known({ model, finish_reason: finish, reasoning_content: thought, ...rest }) {
+  const figures = Object.fromEntries(["tokens", "prompt", "cached", "ttft", "speed"].map((name) => [name, number(rest[name])]));
+  return { model: text(model) || undefined, finish: text(finish) || undefined, thought: text(thought) || undefined, figures: figures.tokens ? figures : null };
+}
+
+const text = (value) => (typeof value === "string" ? value : "");
+const number = (value) => (Number.isFinite(value) ? value : null);

@@ -21,6 +21,7 @@ const PATHS = {
   bin: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   tokens: "M4 6h5v5H4zM15 6h5v5h-5zM4 15h8v4H4zM16 15h4v4h-4z",
   more: "M5 12h.1M12 12h.1M19 12h.1",
+  load: "M12 15V4M7 9l5-5 5 5M5 20h14",
   save: "M12 4v11M7 11l5 5 5-5M5 20h14",
   goOn: "M5 6l7 6-7 6M13 6l7 6-7 6",
   thought: "M9 18h6M10 21h4M12 3a6 6 0 0 0-3.500 10.900c.6.500 1 1.200 1 2.100h5c0-.9.400-1.600 1-2.100A6 6 0 0 0 12 3z",

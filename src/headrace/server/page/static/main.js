@@ -4,6 +4,7 @@ import { Chat } from "/page/chat.js";
 import { Conversations, notice } from "/page/conversations.js";
 import { drawDashboard } from "/page/dashboard.js";
 import { $, h } from "/page/dom.js";
+import { read } from "/page/export.js";
 import { Watch } from "/page/figures.js";
 import { icon } from "/page/icons.js";
 import { drawPanel } from "/page/panel.js";
@@ -229,6 +230,19 @@ document.addEventListener("keydown", (event) => {
 // -- begin ------------------------------------------------------------------------------------------------------------
 for (const place of document.querySelectorAll("[data-icon]")) place.replaceWith(icon(place.dataset.icon));
 $("#new").addEventListener("click", () => openConversation(null));
+$("#load").addEventListener("click", () => $("#file").click());
+$("#file").addEventListener("change", async ({ target }) => {
+  const [file] = target.files;
+  target.value = ""; // the same file may be chosen again
+  if (!file) return;
+  try {
+    const { title, messages, system } = await read(file);
+    chat.take(title, messages);
+    if (system) notice(t("systemLeft", { system }));
+  } catch {
+    notice(t("notConversation", { name: file.name }));
+  }
+});
 $("#open-side").addEventListener("click", () => side(true));
 $("#veil").addEventListener("click", () => side(false));
 $("#open-panel").addEventListener("click", () => keepPanel($("#panel").hidden));

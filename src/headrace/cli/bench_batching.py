@@ -1,43 +1,26 @@
-"""bench: measurements a reader can repeat."""
+"""bench batching: one trace under two policies."""
 
 from typing import Annotated
 
 import typer
 
-from headrace.cli import bench_speculate, bench_tools
-from headrace.cli.bench_beams import beams, sharing
-from headrace.cli.bench_cascade import cascade
-from headrace.cli.bench_local import local
-from headrace.cli.bench_masks import masks
-from headrace.cli.bench_peers import peers
-from headrace.cli.bench_peers_speculate import peers_speculate
-from headrace.cli.bench_self_draft import self_draft
-from headrace.cli.bench_serve import latency, serve
+from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group of commands."""
-    bench = typer.Typer(help="Measure: batching policies, speed on this machine, servers under load.", no_args_is_help=True)
-    bench.command("batching")(batching)
-    bench.command("local")(local)
-    bench.command("peers")(peers)
-    bench.command("peers-speculate")(peers_speculate)
-    bench.command("serve")(serve)
-    bench.command("latency")(latency)
-    bench.command("beams")(beams)
-    bench_speculate.register(bench)
-    bench.command("sharing")(sharing)
-    bench.command("self-draft")(self_draft)
-    bench.command("masks")(masks)
-    bench.command("cascade")(cascade)
-    bench_tools.register(bench)
-    app.add_typer(bench, name="bench", rich_help_panel="Measure")
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "",
+        ("headrace bench batching", "Steps of a fake model: policies and KV memory."),
+        ("headrace bench batching smollm2-135m --on-model 16", "And the speed of a real one."),
+    )
+    bench.command("batching", cls=short)(batching)
 
 
 def batching(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A model to run a part of the trace on, besides the fake one.")
+        str | None, typer.Argument(metavar="MODEL", help="A model to run a part of the trace on, besides the fake one.")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 200,
     on_model: Annotated[int, typer.Option(min=1, help="How many of them run on MODEL.")] = 32,
