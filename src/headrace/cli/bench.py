@@ -7,6 +7,7 @@ import typer
 from headrace.cli import bench_speculate, bench_tools
 from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_cascade import cascade
+from headrace.cli.bench_linears import linears
 from headrace.cli.bench_local import local
 from headrace.cli.bench_masks import masks
 from headrace.cli.bench_peers import peers
@@ -21,6 +22,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure: batching policies, speed on this machine, servers under load.", no_args_is_help=True)
     bench.command("batching")(batching)
     bench.command("local")(local)
+    bench.command("linears")(linears)
     bench.command("peers")(peers)
     bench.command("peers-speculate")(peers_speculate)
     bench.command("serve")(serve)
