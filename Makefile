@@ -24,7 +24,7 @@ help:
 	@echo "make clang          the C++ core and its test programs built by clang++, and run: 190 s of CPU, half that on two cores"
 	@echo "make sanitize       the C++ test programs under the address, undefined-behaviour and thread sanitizers"
 	@echo "make sanitize-short the same with the plain kernels alone: 230 s of CPU, two minutes on two cores"
-	@echo "make bench          tokens per second, load time and memory of $(MODEL) on this machine"
+	@echo "make bench          tokens per second, load time and memory of $(MODEL) here, and the kernels' share of what this machine can do"
 	@echo "make mutants        mutation testing of the engine: are wrong lines noticed? (MODULES=... SAMPLE=100 SEED=1 JOBS=2)"
 	@echo "make lint           ruff, mypy, clang-format; make format puts right what they can"
 	@echo "make native         build the C++ core, showing the compiler's output"
@@ -76,6 +76,7 @@ sanitize-short: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(VENV)/bin/headrace bench local $(MODEL)
+	@$(VENV)/bin/headrace bench linears
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check

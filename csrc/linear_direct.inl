@@ -10,114 +10,163 @@ HEADRACE_INLINE void fetch(const uint8_t* from) {
     for (int i = 0; i < bytes; i += 64) later ? prefetch_l2(from + i) : prefetch(from + i);
 }
 
-// Input rows whose integer sums are held at once, of all parts of a row block.
+// Input rows and parts of a row block whose integer sums are held at once.
 constexpr int kTurnRows = kLanes == 16 ? kDirectRows : 4;
+constexpr int kTurnParts = kLanes == 4 ? 1 : kParts;
 
-// Quads [quad, end) of 32 columns, all parts, times `rows` rows, which take turns, so that none waits for the one
-// before.
-template <PackedKind kind, int rows, int quad, int end>
-HEADRACE_INLINE void add_quads(const uint8_t* integers, U8v table, const A8Block* const* x, int tile, int half,
+// Where a tile's integers (part after part of each quad) and scales come from: packed, or unpacked before.
+template <PackedKind kind>
+struct PackedTile {
+    const uint8_t *block, *integers;
+    int inner;  // which tile of the block
+    U8v table;
+};
+
+struct UnpackedTile {
+    U8v w[2 * 8][kParts];
+    F32v scale[4][kParts], min[4][kParts];  // by group
+};
+
+template <int quad, PackedKind kind>
+HEADRACE_INLINE U8v quad_of(const PackedTile<kind>& tile, int half, int part) {
+    const uint8_t* integers = tile.integers + half * layout_of(kind).group_bytes();
+    return load_quad<kind, quad>(integers + part * kPartBytes, tile.table);
+}
+template <int quad>
+HEADRACE_INLINE U8v quad_of(const UnpackedTile& tile, int half, int part) {
+    return tile.w[8 * half + quad][part];
+}
+
+template <PackedKind kind>
+HEADRACE_INLINE F32v scale_of(const PackedTile<kind>& tile, int group, int part) {
+    return load_scale<kind>(tile.block, tile.inner * (64 / layout_of(kind).group()) + group, part);
+}
+HEADRACE_INLINE F32v scale_of(const UnpackedTile& tile, int group, int part) { return tile.scale[group][part]; }
+
+template <PackedKind kind>
+HEADRACE_INLINE F32v min_of(const PackedTile<kind>& tile, int group, int part) {
+    return load_min<kind>(tile.block, tile.inner * (64 / layout_of(kind).group()) + group, part);
+}
+HEADRACE_INLINE F32v min_of(const UnpackedTile& tile, int group, int part) { return tile.min[group][part]; }
+
+template <PackedKind kind>
+HEADRACE_INLINE void unpack_tile(const PackedTile<kind>& from, UnpackedTile& to) {
+    constexpr Layout layout = layout_of(kind);
+    constexpr int quad_parts = 2 * kParts, scale_parts = 64 / layout.group() * kParts;
+#pragma GCC unroll 1
+    for (int i = 0; i < quad_parts; ++i) {
+        const int half = i / kParts, part = i % kParts;
+        U8v quads[8];
+        load_quads<kind, 0, 8>(from.integers + half * layout.group_bytes() + part * kPartBytes, from.table, quads);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) to.w[8 * half + j][part] = quads[j];
+    }
+#pragma GCC unroll 1
+    for (int i = 0; i < scale_parts; ++i) {
+        const int group = i / kParts, part = i % kParts;
+        to.scale[group][part] = scale_of(from, group, part);
+        if constexpr (layout.has_min()) to.min[group][part] = min_of(from, group, part);
+    }
+}
+
+// Quads [quad, end) of 32 columns, kTurnParts parts, times `rows` rows, which take turns, so that none waits for the
+// one before. x: the rows' blocks, of which `tile` is wanted.
+template <Form form, int rows, int quad, int end, class From>
+HEADRACE_INLINE void add_quads(const From& from, const A8Block* const* x, int tile, int half, int part,
                                DotSum (*sums)[rows]) {
-    U8v w[kParts];
+    U8v w[kTurnParts];
 #pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) w[p] = load_quad<kind, quad>(integers + p * kPartBytes, table);
+    for (int p = 0; p < kTurnParts; ++p) w[p] = quad_of<quad>(from, half, part + p);
 #pragma GCC unroll 8
     for (int m = 0; m < rows; ++m) {
 #pragma GCC unroll 4
-        for (int p = 0; p < kParts; ++p) {
-            sums[p][m] = dot_add<layout_of(kind).wide()>(sums[p][m], w[p], x[m][tile].q + half * 32 + 4 * quad);
+        for (int p = 0; p < kTurnParts; ++p) {
+            sums[p][m] = dot_add<form.wide>(sums[p][m], w[p], x[m][tile].q + half * 32 + 4 * quad);
         }
     }
-    if constexpr (quad + 1 < end) add_quads<kind, rows, quad + 1, end>(integers, table, x, tile, half, sums);
+    if constexpr (quad + 1 < end) add_quads<form, rows, quad + 1, end>(from, x, tile, half, part, sums);
 }
 
 // The same, with as many quads in a sum as it holds.
-template <PackedKind kind, int rows, int quad, int end>
-HEADRACE_INLINE void add_dots(const uint8_t* integers, U8v table, const A8Block* const* x, int tile, int half,
+template <Form form, int rows, int quad, int end, class From>
+HEADRACE_INLINE void add_dots(const From& from, const A8Block* const* x, int tile, int half, int part,
                               I32v (*dots)[rows]) {
-    constexpr int next = quad + quads_at_once(layout_of(kind));
-    DotSum sums[kParts][rows];
+    constexpr int next = quad + form.step;
+    DotSum sums[kTurnParts][rows];
 #pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) {
+    for (int p = 0; p < kTurnParts; ++p) {
 #pragma GCC unroll 8
         for (int m = 0; m < rows; ++m) sums[p][m] = dot_begin(dots[p][m]);
     }
-    add_quads<kind, rows, quad, next>(integers, table, x, tile, half, sums);
+    add_quads<form, rows, quad, next>(from, x, tile, half, part, sums);
 #pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) {
+    for (int p = 0; p < kTurnParts; ++p) {
 #pragma GCC unroll 8
         for (int m = 0; m < rows; ++m) dots[p][m] = dot_end(dots[p][m], sums[p][m]);
     }
-    if constexpr (next < end) add_dots<kind, rows, next, end>(integers, table, x, tile, half, dots);
+    if constexpr (next < end) add_dots<form, rows, next, end>(from, x, tile, half, part, dots);
 }
 
-// Adds group s of the 32 columns `half` of a tile to the sums of rows [first, rows), some at a time.
-template <PackedKind kind, int s, int first, int rows>
-HEADRACE_INLINE void add_columns(const uint8_t* integers, const F32v* scale, const F32v* min, int tile, int half,
-                                 U8v table, const A8Block* const* x, F32v (*acc)[rows]) {
-    constexpr Layout layout = layout_of(kind);
-    constexpr int group = layout.group(), quads = group / 4, some = step_rows(rows - first, kTurnRows);
-    I32v dots[kParts][some];
-#pragma GCC unroll 8
-    for (int m = 0; m < some; ++m) {
-        dots[0][m] = starts_at_zero(layout)
-                         ? set_i32(0)
-                         : shift_left(set_i32(negative_sum<group>(x[first + m][tile], half, s)), log2_of(layout.zero));
+// Adds group s of the 32 columns `half` of a tile to the sums of `rows` rows, kTurnParts parts from `part` on.
+template <Form form, int s, int rows, class From>
+HEADRACE_INLINE void add_columns(const From& from, int zero_shift, const A8Block* const* x, int tile, int half,
+                                 int part, F32v (*acc)[kParts]) {
+    constexpr int group = form.group, quads = group / 4;
+    const int g = half * (32 / group) + s;
+    F32v scale[kTurnParts], min[kTurnParts];
 #pragma GCC unroll 4
-        for (int p = 1; p < kParts; ++p) dots[p][m] = dots[0][m];
+    for (int p = 0; p < kTurnParts; ++p) {
+        scale[p] = scale_of(from, g, part + p);
+        min[p] = set_f32(0.0f);
+        if constexpr (form.has_min) min[p] = min_of(from, g, part + p);
     }
-    add_dots<kind, some, s * quads, (s + 1) * quads>(integers, table, x + first, tile, half, dots);
-#pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) {
+    I32v dots[kTurnParts][rows];
 #pragma GCC unroll 8
-        for (int i = 0; i < some; ++i) {
-            const int m = first + i;
-            acc[p][m] =
-                add_group<group, layout.has_min()>(acc[p][m], dots[p][i], scale[p], min[p], x[m][tile], half, s);
+    for (int m = 0; m < rows; ++m) {
+        dots[0][m] = form.has_min || form.wide
+                         ? set_i32(0)
+                         : shift_left(set_i32(negative_sum<group>(x[m][tile], half, s)), zero_shift);
+#pragma GCC unroll 4
+        for (int p = 1; p < kTurnParts; ++p) dots[p][m] = dots[0][m];
+    }
+    add_dots<form, rows, s * quads, (s + 1) * quads>(from, x, tile, half, part, dots);
+#pragma GCC unroll 4
+    for (int p = 0; p < kTurnParts; ++p) {
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; ++m) {
+            F32v& sum = acc[m][part + p];
+            sum = add_group<group, form.has_min>(sum, dots[p][m], scale[p], min[p], x[m][tile], half, s);
         }
     }
-    if constexpr (first + some < rows) {
-        add_columns<kind, s, first + some, rows>(integers, scale, min, tile, half, table, x, acc);
+}
+
+// Adds tile `tile` of a row block to the sums of `rows` rows.
+template <Form form, int rows, class From>
+HEADRACE_INLINE void add_tile(const From& from, int zero_shift, const A8Block* const* x, int tile,
+                              F32v (*acc)[kParts]) {
+#pragma GCC unroll 1
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 1
+        for (int part = 0; part < kParts; part += kTurnParts) {
+            add_columns<form, 0, rows>(from, zero_shift, x, tile, half, part, acc);
+            if constexpr (form.group == 16) add_columns<form, 1, rows>(from, zero_shift, x, tile, half, part, acc);
+        }
     }
 }
 
-// Adds group s of 32 columns of a tile. block: the tile's; integers: of the columns.
-template <PackedKind kind, int s, int rows>
-HEADRACE_INLINE void add_group_of(const uint8_t* block, const uint8_t* integers, int tile, int half, U8v table,
-                                  const A8Block* const* x, F32v (*acc)[rows]) {
-    constexpr Layout layout = layout_of(kind);
-    const int g = (tile % layout.tiles() * 2 + half) * (32 / layout.group()) + s;
-    F32v scale[kParts], min[kParts];
-#pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) {
-        scale[p] = load_scale<kind>(block, g, p);
-        min[p] = set_f32(0.0f);
-        if constexpr (layout.has_min()) min[p] = load_min<kind>(block, g, p);
-    }
-    add_columns<kind, s, 0, rows>(integers, scale, min, tile, half, table, x, acc);
+// The same of what was unpacked, once for all formats and numbers of rows: inlined in each it would take long to
+// compile.
+template <Form form, int rows>
+static __attribute__((noinline)) void add_unpacked(const UnpackedTile& from, int zero_shift, const A8Block* const* x,
+                                                   int tile, F32v (*__restrict acc)[kParts]) {
+    add_tile<form, rows>(from, zero_shift, x, tile, acc);
 }
 
-// Adds tile `tile` of a row block to the sums of `rows` rows. x: the rows' blocks. `ahead`: how far from the tile lies
-// what is fetched meanwhile.
-template <PackedKind kind, int rows>
-HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int64_t ahead, U8v table, const A8Block* const* x,
-                              F32v (*acc)[rows]) {
-    constexpr Layout layout = layout_of(kind);
-    const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
-    const int inner = tile % layout.tiles();
-    const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes();
-    if (ahead == kPrefetchBytes) {
-        if (inner == 0) fetch<layout.header_bytes(), false>(block + ahead);
-        fetch<layout.tile_bytes(), false>(integers + ahead);
-    } else {
-        if (inner == 0) fetch<layout.header_bytes(), true>(block + ahead);
-        fetch<layout.tile_bytes(), true>(integers + ahead);
-    }
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half, integers += layout.group_bytes()) {
-        add_group_of<kind, 0>(block, integers, tile, half, table, x, acc);
-        if constexpr (layout.group() == 16) add_group_of<kind, 1>(block, integers, tile, half, table, x, acc);
-    }
+// Fetches as many bytes as a tile has: a header, where one begins, and integers.
+template <PackedKind kind, bool later>
+HEADRACE_INLINE void fetch_tile(const uint8_t* header, const uint8_t* integers, bool begins) {
+    if (begins) fetch<layout_of(kind).header_bytes(), later>(header);
+    fetch<layout_of(kind).tile_bytes(), later>(integers);
 }
 
 // Row block `data` times `rows` rows of x (each `stride` blocks after the one before) into y[row][16]: one pass over
@@ -125,18 +174,39 @@ HEADRACE_INLINE void add_tile(const uint8_t* data, int tile, int64_t ahead, U8v 
 template <PackedKind kind, int rows>
 static void direct(const uint8_t* data, int64_t ahead, const Segments& segments, const A8Block* x, int64_t stride,
                    float* y) {
+    constexpr Layout layout = layout_of(kind);
+    constexpr Form form = form_of(layout);
+    constexpr int turn = step_rows(rows, kTurnRows), zero_shift = log2_of(layout.zero);
     const A8Block* row[rows];
     for (int m = 0; m < rows; ++m) row[m] = x + m * stride;
     const U8v table = load_iq4_table();
-    F32v acc[kParts][rows], level[kParts][kSegmentLevels][rows];
+    F32v acc[rows][kParts], level[kSegmentLevels][rows * kParts];
     for (int s = 0, tile = 0; s < segments.count; ++s) {
-        for (int part = 0; part < kParts; ++part) {
-            for (int m = 0; m < rows; ++m) acc[part][m] = set_f32(0.0f);
+        for (int m = 0; m < rows; ++m) {
+            for (int part = 0; part < kParts; ++part) acc[m][part] = set_f32(0.0f);
         }
-        for (; tile < segments.end[s]; ++tile) add_tile<kind, rows>(data, tile, ahead, table, row, acc);
-        for (int part = 0; part < kParts && segments.count > 1; ++part) join_segment<rows>(s, level[part], acc[part]);
+        for (; tile < segments.end[s]; ++tile) {
+            const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
+            const int inner = tile % layout.tiles();
+            const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes();
+            if (ahead == kPrefetchBytes) {
+                fetch_tile<kind, false>(block + ahead, integers + ahead, inner == 0);
+            } else {
+                fetch_tile<kind, true>(block + ahead, integers + ahead, inner == 0);
+            }
+            const PackedTile<kind> packed{block, integers, inner, table};
+            if constexpr (turn == rows) {
+                add_tile<form, rows>(packed, zero_shift, row, tile, acc);
+            } else {
+                UnpackedTile unpacked;
+                unpack_tile(packed, unpacked);
+                add_unpacked<form, turn>(unpacked, zero_shift, row, tile, acc);
+                add_unpacked<form, rows - turn>(unpacked, zero_shift, row + turn, tile, acc + turn);
+            }
+        }
+        if (segments.count > 1) join_segment<rows * kParts>(s, level, (F32v*)acc);
     }
-    for (int part = 0; part < kParts; ++part) {
-        for (int m = 0; m < rows; ++m) store_f32(y + m * 16 + part * kLanes, acc[part][m]);
+    for (int m = 0; m < rows; ++m) {
+        for (int part = 0; part < kParts; ++part) store_f32(y + m * 16 + part * kLanes, acc[m][part]);
     }
 }

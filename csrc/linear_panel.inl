@@ -65,20 +65,8 @@ HEADRACE_INLINE void fill_panel(const PackedTensor& weight, int block, int first
     }
 }
 
-// How a format's groups are multiplied: what a panel kernel is made for.
-struct PanelForm {
-    int group;
-    bool has_min;
-    bool wide;  // bytes from wide_bytes, where these differ
-    int step;   // quads_at_once
-};
-
-static constexpr PanelForm panel_form(const Layout& layout) {
-    return {layout.group(), layout.has_min(), layout.wide() && kWideZero != 0, quads_at_once(layout)};
-}
-
 // One group of 32 columns: `rows` rows times 2 vectors of weights. w: the group in the panel.
-template <PanelForm form, int rows>
+template <Form form, int rows>
 HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shift, int half, const A8Block* const* x,
                                      F32v (*acc)[2]) {
     constexpr int group = form.group, sub = 32 / group, quads = group / 4;
@@ -164,7 +152,7 @@ HEADRACE_INLINE void leave_panel_segment(int segment, float* levels, F32v (*acc)
 }
 
 // Adds the panel to the sums of two vectors of weights. `fetches`: what is upcoming, which the first two do for all.
-template <PanelForm form, int rows, bool fetches>
+template <Form form, int rows, bool fetches>
 HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int vector) {
     constexpr int group_bytes = panel_group_bytes(form.group, form.has_min);
     const Segments& segments = *step.segments;
@@ -214,7 +202,7 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
     }
 }
 
-template <PanelForm form, int rows>
+template <Form form, int rows>
 static void panel_rows(const Panel& panel, const PanelStep& step) {
     add_panel<form, rows, true>(panel, step, 0);
     for (int vector = 2; vector < 2 * kParts; vector += 2) add_panel<form, rows, false>(panel, step, vector);
@@ -227,7 +215,7 @@ HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind) {
     switch (kind) {
 #define HEADRACE_CASE(kind) \
     case PackedKind::kind:  \
-        return panel_rows<panel_form(layout_of(PackedKind::kind)), rows>;
+        return panel_rows<form_of(layout_of(PackedKind::kind)), rows>;
         HEADRACE_INTEGER_KINDS(HEADRACE_CASE)
 #undef HEADRACE_CASE
         default:

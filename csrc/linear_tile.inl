@@ -78,15 +78,22 @@ HEADRACE_INLINE int32_t negative_sum(const A8Block& x, int half, int s) {
     return group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s];
 }
 
-// Whether integer sums start at zero: no zero point, or one that wide_bytes has taken off.
-static constexpr bool starts_at_zero(const Layout& layout) {
-    return layout.zero == 0 || (layout.wide() && layout.zero == kWideZero);
-}
-
 // Of the vectors of a group, how many are multiplied into one sum: all, or a power of two of them.
 static constexpr int quads_at_once(const Layout& layout) {
     const int all = layout.group() / 4, room = dot_room(layout.wide() && kWideZero ? kWideZero : layout.most());
     return room >= all ? all : room >= 4 ? 4 : room >= 2 ? 2 : 1;
+}
+
+// How a format's groups are multiplied: what the kernels that read unpacked weights are made for.
+struct Form {
+    int group;
+    bool has_min;
+    bool wide;  // bytes from wide_bytes, where these differ: the zero point is off
+    int step;   // quads_at_once
+};
+
+static constexpr Form form_of(const Layout& layout) {
+    return {layout.group(), layout.has_min(), layout.wide() && kWideZero != 0, quads_at_once(layout)};
 }
 
 static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }

@@ -32,26 +32,31 @@ HEADRACE_INLINE void store_f32(float* p, F32v x, int n) {
 HEADRACE_INLINE F32v set_f32(float x) { return F32v{x, x, x, x}; }
 // a * b + c rounded once. Where the CPU cannot: the product is exact in double; the sum, rounded to odd there, rounds
 // to the right float (Boldo and Melquiond 2008).
-HEADRACE_INLINE float fma_once(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
-    return __builtin_fmaf(a, b, c);
+HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
+    return F32v{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
+                __builtin_fmaf(a[3], b[3], c[3])};
+}
 #else
-    const double product = (double)a * (double)b, addend = c, sum = product + addend, back = sum - product;
-    const double error = (product - (sum - back)) + (addend - back);
-    int64_t bits;
-    __builtin_memcpy(&bits, &sum, 8);
-    const bool inexact = error < 0 || error > 0, inward = (error > 0) != (sum > 0);
-    if (inexact && !(bits & 1)) bits += inward ? -1 : 1;
-    double odd;
-    __builtin_memcpy(&odd, &bits, 8);
-    return (float)odd;
-#endif
+typedef double F64pair __attribute__((vector_size(16)));
+typedef int64_t I64pair __attribute__((vector_size(16)));
+
+HEADRACE_INLINE F64pair fma_odd(F64pair a, F64pair b, F64pair c) {
+    const F64pair product = a * b, sum = product + c, back = sum - product;
+    const F64pair error = (product - (sum - back)) + (c - back);
+    const I64pair above = error > 0.0, inexact = (error < 0.0) | above, inward = above ^ (sum > 0.0);
+    const I64pair bits = (I64pair)sum, even = (bits & 1) - 1;
+    return (F64pair)(bits + ((inward | 1) & inexact & even));
 }
 
-HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
-    return F32v{fma_once(a[0], b[0], c[0]), fma_once(a[1], b[1], c[1]), fma_once(a[2], b[2], c[2]),
-                fma_once(a[3], b[3], c[3])};
+// Not inline: a product and a sum would be forty instructions in many hundred places.
+__attribute__((noinline, unused)) static F32v fma(F32v a, F32v b, F32v c) {
+    const F64pair low = fma_odd(F64pair{a[0], a[1]}, F64pair{b[0], b[1]}, F64pair{c[0], c[1]});
+    const F64pair high = fma_odd(F64pair{a[2], a[3]}, F64pair{b[2], b[3]}, F64pair{c[2], c[3]});
+    return F32v{(float)low[0], (float)low[1], (float)high[0], (float)high[1]};
 }
+#endif
+
 HEADRACE_INLINE F32v max(F32v a, F32v b) { return a > b ? a : b; }  // the second one where either is NaN, as x86 does
 HEADRACE_INLINE F32v min(F32v a, F32v b) { return a < b ? a : b; }
 

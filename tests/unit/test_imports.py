@@ -66,6 +66,7 @@ ROOMS = {
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
     "weights data",
     "bench.profile": "bench llm native.program native data",  # of the native core alone
+    "bench.linears": "bench bench.profile native weights",  # so too
     "bench.tools": "bench server decoding llm data",  # asks as the server asks
     "bench.cascade": "bench llm workflows training data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
@@ -73,8 +74,8 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench.cascade bench.profile bench workflows training compress llm startup startup.opening "
-    "startup.runnable decoding text weights native data",
+    "cli": "server bench.tools bench.cascade bench.linears bench.profile bench workflows training compress llm startup "
+    "startup.opening startup.runnable decoding text weights native data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -90,7 +91,7 @@ STOREYS = (
     "startup startup.memory startup.opening startup.encoding startup.runnable",
     "llm",
     "training workflows compress",
-    "server bench bench.profile bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam "
+    "server bench bench.profile bench.linears bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam "
     "bench.workers.ours_speculation",
     "cli",
     "__main__",
@@ -103,6 +104,7 @@ ARROWS = {
     *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "step", "program", "heads")),
     ("eager", "runner"),
     *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
+    ("bench.linears", "bench.profile"),
     ("bench.tools", "server"),
 }
 # What stands at the top of the package: another entry is a decision.

@@ -116,10 +116,7 @@ def _line(entries: Iterable[dict[str, Any]], steps: int, machine: dict[str, Any]
     """Entries of one kernel, together, a step's."""
     entries = list(entries)
     sums = {name: sum(entry[name] for entry in entries) / steps for name in SUMS}
-    products = entries[0]["products"]
-    reading = sums["weight_bytes"] / (machine["bandwidth_gb_s"] * 1e9)
-    multiplying = sums["macs"] / (machine["gmacs"][products] * 1e9) if products else 0.0
-    best = max(reading, multiplying)
+    limit, share = share_of(machine, entries[0]["products"], sums["weight_bytes"], sums["macs"], sums["seconds"])
     return {
         "kernel": entries[0]["kernel"],
         "calls": sum(entry["calls"] for entry in entries) / steps,
@@ -128,6 +125,18 @@ def _line(entries: Iterable[dict[str, Any]], steps: int, machine: dict[str, Any]
         "weight_mb": sums["weight_bytes"] / 1e6,
         "row_mb": sums["row_bytes"] / 1e6,
         "mmacs": sums["macs"] / 1e6,
-        "limit": "" if not best else "memory" if reading >= multiplying else products,
-        "share": best / sums["seconds"] if best and sums["seconds"] else None,
+        "limit": limit,
+        "share": share,
     }
+
+
+def share_of(
+    machine: dict[str, Any], products: str, weight_bytes: float, macs: float, seconds: float
+) -> tuple[str, float | None]:
+    """What bounds this work on the machine (`limits`), "memory" or the kind of products, and the share of the seconds that it
+    would take at best; "" and None where nothing does."""
+    reading = weight_bytes / (machine["bandwidth_gb_s"] * 1e9)
+    multiplying = macs / (machine["gmacs"][products] * 1e9) if products else 0.0
+    best = max(reading, multiplying)
+    limit = "" if not best else "memory" if reading >= multiplying else products
+    return limit, best / seconds if best and seconds else None

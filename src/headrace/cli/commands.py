@@ -45,6 +45,8 @@ BENCH = {
     "Commands": {
         "local": "Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 "
         "tokens, load time, memory.",
+        "linears": "Linear layers of every format of weights at 1 to 256 rows: their share of the machine's own peak of products and "
+        "of memory read, measured beside them.",
         "peers": "Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth.",
         "serve": "Load on any OpenAI server: latencies, throughput, goodput.",
         "latency": "Time to the first token against prompt length, and greedy decoding against sampling.",
