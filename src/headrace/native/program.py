@@ -9,6 +9,7 @@ import numpy as np
 
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.layout import kv_shape
+from headrace.layers.norm import Norm
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
@@ -87,10 +88,13 @@ class NativeProgram:
         self.inputs = inputs
         self.taps: Mapping[str, int] = lowered.taps
         self._sizes = num_blocks, block_size
-        self._norm = model.norm.kind, self.weights.vector(model.norm), self.weights.vector(model.norm, "bias"), model.norm.eps
+        self._norm = None if model.norm is None else self._read_norm(model.norm)
         self._step = NativeStep(config.vocab_size)
         if self.weights.said():
             log.info("%s", self.weights.said())
+
+    def _read_norm(self, norm: Norm) -> tuple[str, Any, Any, float]:
+        return norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps
 
     def live(self, new: NewSlot) -> NativeLive:
         return NativeLive.of(new)
@@ -105,12 +109,12 @@ class NativeProgram:
     def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
         """Rows [n, hidden] after the last layer, if they are to be kept."""
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
-        layers = (0, span.layers or -1)
+        layers = (span.first, span.layers or -1)
         self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips))
         return hidden
 
     def final(self, hidden: np.ndarray) -> np.ndarray:
-        if not len(hidden):
+        if self._norm is None or not len(hidden):
             return hidden
         normed: np.ndarray = core().norm(np.ascontiguousarray(hidden), *self._norm)
         return normed
