@@ -7,6 +7,7 @@ import typer
 from headrace.cli import bench_speculate, bench_tools
 from headrace.cli.bench_beams import beams, sharing
 from headrace.cli.bench_cascade import cascade
+from headrace.cli.bench_exits import exits
 from headrace.cli.bench_local import local
 from headrace.cli.bench_masks import masks
 from headrace.cli.bench_peers import peers
@@ -31,6 +32,7 @@ def register(app: typer.Typer) -> None:
     bench.command("self-draft")(self_draft)
     bench.command("masks")(masks)
     bench.command("cascade")(cascade)
+    bench.command("exits")(exits)
     bench_tools.register(bench)
     app.add_typer(bench, name="bench", rich_help_panel="Measure")
 

@@ -11,11 +11,12 @@ import headrace
 
 # Modules of commands in the order of the help, with the names of theirs that are not the module's own.
 COMMANDS = {
-    **dict.fromkeys(("run", "chat", "ask", "generate", "embed", "serve"), ()),
+    **dict.fromkeys(("run", "chat", "ask", "generate", "embed", "classify", "serve"), ()),
     "models": ("pull", "list", "show", "rm"),
     "names": ("add", "cp"),
     **dict.fromkeys(("inspect", "compress", "perplexity", "arithmetic", "compare"), ()),
     "train_heads": ("train-heads",),
+    "train_classifier": ("train-classifier",),
     "bench": (),
     "doctor": (),
 }

@@ -127,7 +127,7 @@ class Lowering:
             HIDDEN,
             scale,
             None if positions is None else self.weights.table(positions),
-            None if types is None else self.weights.vector(types)[: types.width],
+            None if types is None else self.weights.row(types, 0),
             name="embed",
         )
         self._set(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))

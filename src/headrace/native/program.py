@@ -9,7 +9,6 @@ import numpy as np
 
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.layout import kv_shape
-from headrace.layers.norm import Norm
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
@@ -93,7 +92,7 @@ class NativeProgram:
         if self.weights.said():
             log.info("%s", self.weights.said())
 
-    def _read_norm(self, norm: Norm) -> tuple[str, Any, Any, float]:
+    def _read_norm(self, norm: Any) -> tuple[str, Any, Any, float]:
         return norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps
 
     def live(self, new: NewSlot) -> NativeLive:
