@@ -37,8 +37,9 @@ private:
 };
 
 Activation parse_activation(const std::string& name) {
-    require(name == "silu" || name == "gelu_tanh", "activation must be silu or gelu_tanh, not " + name);
-    return name == "silu" ? Activation::kSilu : Activation::kGeluTanh;
+    require(name == "silu" || name == "gelu_tanh" || name == "gelu",
+            "activation must be silu, gelu_tanh or gelu, not " + name);
+    return name == "silu" ? Activation::kSilu : name == "gelu" ? Activation::kGelu : Activation::kGeluTanh;
 }
 
 Norm parse_norm(const std::string& kind, const std::optional<FloatVector>& weight,

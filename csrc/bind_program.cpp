@@ -91,11 +91,12 @@ void add_linear(Program& program, const BoundLinear& linear, int in, const std::
 }
 
 void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions,
-               const std::string& name) {
+               const std::optional<FloatVector>& offset, const std::string& name) {
     program.keep(table.arena);
     if (positions) program.keep(positions->arena);
-    program.add(
-        {EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out}, 0, name});
+    program.add({EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out,
+                            copied(offset)},
+                 0, name});
 }
 
 void run(Program& program, Step& step, std::pair<int, int> layers, const std::optional<FloatTable>& hidden,
@@ -155,7 +156,7 @@ void bind_building(nb::class_<Program>& c) {
         .def("tap", &Program::add_tap)
         .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
         .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(),
-             "name"_a = "")
+             "offset"_a = nb::none(), "name"_a = "")
         .def(
             "norm",
             [](Program& self, At in, At out, int width, const NormWeights& norm, uint8_t sublayer,

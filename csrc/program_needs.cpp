@@ -30,6 +30,8 @@ struct NeedsOf {
         require(segment != SegmentKind::kHead, "tokens are not looked up in the head");
         require(!work.positions || work.positions->k == work.table.k,
                 "the tables of tokens and of positions have rows of one width");
+        require(work.offset.empty() || work.offset.size() == static_cast<size_t>(work.table.k),
+                "what is added to every token is as wide as the table");
         return {writes({work.out, 0}, work.table.k)};
     }
 

@@ -29,8 +29,7 @@ void activate(const Kernels& kernels, ActKind kind, const float* x, int n, float
         case ActKind::kGeluTanh:
             return kernels.quantize->act(Activation::kGeluTanh, x, n, out);
         case ActKind::kGelu:
-            for (int i = 0; i < n; ++i) out[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
-            return;
+            return kernels.quantize->act(Activation::kGelu, x, n, out);
         case ActKind::kRelu:
             for (int i = 0; i < n; ++i) out[i] = x[i] < 0.0f ? 0.0f : x[i];
             return;
@@ -62,6 +61,7 @@ void run(const EmbedPhase& phase, Worker& w) {
             if (phase.scale != 1.0f) {
                 for (int i = 0; i < phase.table.k; ++i) row[i] *= phase.scale;
             }
+            for (size_t i = 0; i < phase.offset.size(); ++i) row[i] += phase.offset[i];
             if (!phase.positions) continue;
             w.run.kernels.pack->unpack(*phase.positions, w.run.step.positions()[static_cast<size_t>(r)], position_row);
             for (int i = 0; i < phase.table.k; ++i) row[i] += position_row[i];

@@ -35,12 +35,13 @@ struct Rope {
     int positions() const { return static_cast<int>(cos.size()) / (dim / 2); }
 };
 
-// Rows of `table` by id times `scale`, plus rows of `positions` by position.
+// Rows of `table` by id times `scale`, plus `offset`, plus rows of `positions` by position.
 struct EmbedPhase {
     PackedTensor table;
     std::optional<PackedTensor> positions;
     float scale;
     int out;
+    std::vector<float> offset;  // [width] or empty
 };
 
 struct NormPhase {

@@ -39,7 +39,7 @@ struct Norm {
     float eps;
 };
 
-enum class Activation : int32_t { kSilu, kGeluTanh };
+enum class Activation : int32_t { kSilu, kGeluTanh, kGelu };
 
 // Rows [first, last) of x, row r at x + r * stride. `scratch`: k floats of the calling thread, used when norm.kind is
 // set.

@@ -10,13 +10,13 @@ from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, settings_of, spread, template_variables
-from headrace.data.outputs import CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit, whole
+from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit, whole
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
 from headrace.decoding.looking import look_again
 from headrace.decoding.processors import Processor
-from headrace.decoding.prompts import Pooling, Scoring
+from headrace.decoding.prompts import Classifying, Pooling, Scoring
 from headrace.decoding.tools import ToolChoice, conversation, tooling
 from headrace.drafting.methods import speculation
 from headrace.drafting.speculation import Speculation
@@ -24,6 +24,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
 from headrace.engine.turns import Turns
 from headrace.runner.executor import InProcess
+from headrace.startup import exits
 from headrace.startup.backend import start
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
@@ -51,7 +52,8 @@ class LLM:
     seed alone, not on drafts, batch or chunks: bitwise on the native core, near-tie-exact in torch, whose sums depend on how
     many rows there are (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at
     once; by default what was measured decides. `draft_vocab`: among how many of the most frequent tokens the draft chooses
-    (0: all). Raises ValueErrors of one line that say what to change.
+    (0: all). `classifier`: a folder of exits that were trained for this model, for `classify`. Raises ValueErrors of one line
+    that say what to change.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class LLM:
         speculate: str | None = "auto",
         draft_tokens: int | None = None,
         draft_vocab: int | None = None,
+        classifier: str | Path | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.progress = on_terminal() if progress is None else progress
         with waiting(self.progress, f"loading {Path(model).name}"):
             self.device, self.opened = pick_device(device), open_files(model, progress)
+            self.classifier = None if classifier is None else exits.load(classifier, self.opened)
             recipe = Recipe(
                 open_roles(self.opened, draft, amateur, speculate == "self", progress),
                 Settings(
@@ -100,6 +104,7 @@ class LLM:
             )
             started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
+        started.runner.exits = None if self.classifier is None else self.classifier.exits
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
         log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, self.dtype)
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
@@ -222,13 +227,7 @@ class LLM:
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
         """Log-probability of every token of each text given those before it."""
-        prompts = self._encode_running(texts)
-        params = [SamplingParams(prompt_logprobs=0, max_tokens=1)] * len(prompts)
-        outputs = whole(self._run(prompts, params, (), Scoring(), Silent()))
-        return [
-            Score(output.prompt_token_ids, [entry.logprob for entry in (output.prompt_logprobs or []) if entry is not None])
-            for output in outputs
-        ]
+        return [Score.of(output) for output in self._asked(texts, Scoring(), prompt_logprobs=0)]
 
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
@@ -238,10 +237,24 @@ class LLM:
         size = self.model_config.hidden_size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ValueError(f"dimensions must be 1 to {size} of this model, not {dimensions}")
-        batch = self._encode_running(texts)
-        params = [SamplingParams(max_tokens=1)] * len(batch)
-        outputs = whole(self._run(batch, params, (), Pooling(pooling or self.opened.pooling), Silent()))
+        outputs = self._asked(texts, Pooling(pooling or self.opened.pooling))
         return [Embedding(output.prompt_token_ids, unit(output.pooled, dimensions)) for output in outputs]
+
+    def classify(
+        self, texts: Prompt | Sequence[Prompt], *, criterion: str | None = None, threshold: float | None = None
+    ) -> list[Classification]:
+        """The class of each text, said by the first exit that is sure enough: `criterion` max_prob, margin, entropy, kl or
+        patience with its `threshold`, or what was calibrated for it; by default the calibrated rule that computes least. "off"
+        is the whole model. Raises ValueError."""
+        known = exits.opened(self.classifier)
+        outputs = self._asked(texts, Classifying(*known.rule(criterion, threshold)))
+        return [known.said(output.prompt_token_ids, output.classified) for output in outputs]
+
+    def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, **settings: Any) -> list[RequestOutput]:
+        """What a strategy that writes nothing makes of running texts."""
+        batch = self._encode_running(texts)
+        params = [SamplingParams(max_tokens=1, **settings)] * len(batch)
+        return whole(self._run(batch, params, (), strategy, Silent()))
 
     def render(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation, ready for the answer. Raises TemplateError when the model has no template."""
@@ -272,13 +285,6 @@ class LLM:
     def __repr__(self) -> str:
         config, plan = self.model_config, self.memory_plan
         return f"LLM({self.opened.name!r}, {config.architecture}, {self.backend} in {self.dtype}, context {plan.max_model_len})"
-
-    def tokens_read(self, output: RequestOutput) -> int:
-        """How many tokens of an output's prompt have been computed, or found in the prefix cache, so far."""
-        request = self.engine.requests.get(output.request_id)
-        if request is None:
-            return len(output.prompt_token_ids)
-        return max((seq.kv.computed[0] for seq in request.seqs), default=0)
 
     # -- driving the engine --------------------------------------------------------------------------------------------
     def _engine(self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, drafts: Speculation | None) -> Engine:
@@ -352,9 +358,7 @@ class LLM:
         return [read(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _drain(
         self, outputs: list[RequestOutput], inbox: Inbox, cancelled: Callable[[], bool] | None = None
@@ -371,18 +375,14 @@ class LLM:
                     while left and left[0].finished:
                         left.popleft()
                     if left and not inbox:
-                        self._advance(left[0])
+                        if not self.engine.busy:
+                            raise RuntimeError(f"the engine has lost request {left[0].request_id}: please report this fault")
+                        self._step()
                     elif not left and not inbox:
                         return
         finally:
             if left:
                 self._abort(inbox)
-
-    def _advance(self, output: RequestOutput) -> None:
-        """One step for an output that is waited for."""
-        if not self.engine.busy:
-            raise RuntimeError(f"the engine has lost request {output.request_id}: a fault of Headrace, please report it")
-        self._step()
 
     def _abort(self, inbox: Inbox) -> None:
         """End what is open of the caller with this inbox, and take in the last that the engine says of it."""

@@ -1,6 +1,7 @@
 """Embeddings: BERT equals `transformers`, and pooling a decoder's rows does not depend on how its prompt was fed."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import transformers
 from headrace.data.params import SamplingParams
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
+from headrace.models.base import Model
+from headrace.runner.record import Recording, record
 from headrace.runner.wants import add_rows
 from headrace.weights.source import WeightError
 from tests.cli_shell import Shell
@@ -20,6 +23,7 @@ from tests.tiny_bert import CONTEXT, HIDDEN, write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
 
 TEXTS = ["The mill stands by a river.", "a wheel", "Water turns the wheel, the wheel turned the mills. " * 3]
+NEAR = 0.9998  # cosine with float32 of what is computed with bfloat16 weights, by their eight bits
 EXACT: dict[str, Any] = {"backend": "torch", "dtype": "float64", "threads": 1, "device": "cpu"}
 
 
@@ -45,9 +49,12 @@ def cosine(a: Any, b: Any) -> float:
     return float(np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize(("pooling", "rows"), [("mean", slice(None)), ("first", slice(1)), ("last", slice(-1, None))])
+POOLED = [("mean", slice(None)), ("first", slice(1)), ("last", slice(-1, None))]
+
+
+@pytest.mark.parametrize(("pooling", "rows"), POOLED)
 def test_bert_is_what_transformers_computes(bert: Path, pooling: str, rows: slice) -> None:
-    llm = LLM(bert, threads=1, device="cpu")
+    llm = LLM(bert, backend="torch", threads=1, device="cpu")
     made = llm.embed(TEXTS, pooling=pooling)
     for one in made:
         expected = oracle(bert, one.token_ids)
@@ -62,13 +69,52 @@ def test_bert_is_what_transformers_computes(bert: Path, pooling: str, rows: slic
     llm.close()
 
 
-def test_an_encoder_takes_whole_prompts_and_generates_nothing(bert: Path) -> None:
-    llm = LLM(bert, threads=1, device="cpu", max_num_batched_tokens=8)  # less than one of these texts
+@pytest.mark.parametrize(("pooling", "rows"), POOLED)
+def test_bert_runs_on_the_native_core(bert: Path, pooling: str, rows: slice) -> None:
+    """As near to float32 as bfloat16 weights let it be, and a text's vector is the same bits alone and in any company."""
+    llm = LLM(bert, threads=1, device="cpu")
+    assert (llm.backend, llm.exactness) == ("native", "bitwise")
+    made = llm.embed(TEXTS, pooling=pooling)
+    for one in made:
+        assert cosine(one.values, oracle(bert, one.token_ids)[rows].mean(0)) > NEAR
+    assert [llm.embed(text, pooling=pooling)[0].values for text in TEXTS] == [one.values for one in made]
+    assert [one.values for one in llm.embed(TEXTS[::-1], pooling=pooling)] == [one.values for one in made[::-1]]
+    llm.close()
+
+
+BREAKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
+    "causal attention": lambda op, settings: settings.update(causal=True) if op == "attention" else None,
+    "no token types": lambda op, settings: settings.update(types=None) if op == "embed" else None,
+    "the other gelu": lambda op, settings: settings.update(kind="silu") if op == "act" else None,
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_encoder_would_be_seen(bert: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a recording that is changed in one op."""
+
+    def broken(model: Model, embeds: bool = True) -> Recording:
+        made = record(model, embeds)
+        for segment in (made.embed, *made.layers):
+            for node in segment.nodes:
+                BREAKS[what](node.op, node.settings)
+        return made
+
+    monkeypatch.setattr("headrace.native.program.record", broken)
+    llm = LLM(bert, backend="native", threads=1)
+    near = [cosine(one.values, oracle(bert, one.token_ids).mean(0)) for one in llm.embed(TEXTS)]
+    assert min(near) < 1 - 5 * (1 - NEAR)
+    llm.close()
+
+
+@pytest.mark.parametrize(("backend", "least"), [("native", NEAR), ("torch", 0.99999)])
+def test_an_encoder_takes_whole_prompts_and_generates_nothing(bert: Path, backend: str, least: float) -> None:
+    llm = LLM(bert, backend=backend, threads=1, device="cpu", max_num_batched_tokens=8)  # less than one of these texts
     full = [2, *range(4, 4 + CONTEXT - 2), 3]
     prompts = [full, [2, 5, 3], full[:40], full]
     made = llm.embed(prompts)
     for one in made:
-        assert cosine(one.values, oracle(bert, one.token_ids).mean(0)) > 0.99999
+        assert cosine(one.values, oracle(bert, one.token_ids).mean(0)) > least
     assert made[0].values == made[3].values
     llm.engine.check()
     with pytest.raises(AdmissionError, match=f"{CONTEXT + 1} tokens and the model takes {CONTEXT}"):
@@ -79,9 +125,10 @@ def test_an_encoder_takes_whole_prompts_and_generates_nothing(bert: Path) -> Non
 
 
 @pytest.mark.weights
-def test_minilm_is_what_transformers_computes() -> None:
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_minilm_is_what_transformers_computes(backend: str) -> None:
     folder = model_file("all-MiniLM-L6-v2")
-    llm = LLM(folder, threads=1, device="cpu")
+    llm = LLM(folder, backend=backend, threads=1, device="cpu")
     texts = [
         "The mill stands by the river.",
         "A headrace brings water to the wheel.",

@@ -88,6 +88,7 @@ WRONG: dict[str, tuple[list[Call], str]] = {
         inserted(LAYER, ("residual", {"x": [0, 0], "y": [2, 0], "out": [0, 0], "width": 64, "post_norm": "@narrow"})),
         "a norm of 3 weights",
     ),
+    "an offset of another width": (changed("embed", offset="@few"), "is as wide as the table"),
     "positions of another width": (changed("embed", positions="@wide_table"), "rows of one width"),
     "a table wider than the rows": (changed("embed", table="@wide_table"), "cannot be 128 columns"),
     "a sublayer beyond the bits": (changed("quantize", sublayer=256), "incompatible function arguments"),
@@ -134,7 +135,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "rope": {"frequencies": st.lists(FLOATS, max_size=40), "positions": st.integers(-1, 99), "interleaved": FLAGS},
     "tap": {},
     "begin": {"segment": st.sampled_from(["embed", "layer", "head", "tail"])},
-    "embed": {"table": TABLES, "out": INTS, "scale": FLOATS, "positions": TABLES},
+    "embed": {"table": TABLES, "out": INTS, "scale": FLOATS, "positions": TABLES, "offset": VECTORS},
     "norm": {"source": PLACES, "out": PLACES, "width": INTS, "norm": NORMS},
     "quantize": {"source": PLACES, "out": INTS, "norm": NORMS, "sublayer": INTS},
     "linear": {

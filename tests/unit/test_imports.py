@@ -57,10 +57,12 @@ ROOMS = {
     "runner.heads runner weights.loader drafting kv.layout kv.pool models text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
+    "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
     "startup.runnable": "startup.opening startup.memory native weights",
-    "llm": "startup engine.signals engine.turns engine decoding drafting runner.executor text weights data",
-    "training": "llm startup.opening startup drafting runner.heads runner weights.loader weights.parts models layers text data",
+    "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
+    "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
+    "models layers text data",
     "compress": "quant startup.opening text models weights.loader weights.parts weights data",
     "workflows": "llm data",
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
@@ -69,12 +71,13 @@ ROOMS = {
     "bench.linears": "bench bench.profile native weights",  # so too
     "bench.tools": "bench server decoding llm data",  # asks as the server asks
     "bench.cascade": "bench llm workflows training data",
+    "bench.exits": "bench llm runner training",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench.cascade bench.linears bench.profile bench workflows training compress llm startup "
+    "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm startup "
     "startup.opening startup.runnable decoding text weights native data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
@@ -88,10 +91,10 @@ STOREYS = (
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
-    "startup startup.memory startup.opening startup.encoding startup.runnable",
+    "startup startup.memory startup.opening startup.exits startup.encoding startup.runnable",
     "llm",
     "training workflows compress",
-    "server bench bench.profile bench.linears bench.tools bench.cascade bench.workers.ours bench.workers.ours_beam "
+    "server bench bench.profile bench.linears bench.tools bench.cascade bench.exits bench.workers.ours bench.workers.ours_beam "
     "bench.workers.ours_speculation",
     "cli",
     "__main__",

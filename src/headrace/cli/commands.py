@@ -18,6 +18,7 @@ COMMANDS = {
         "ask": "Answer questions from the documents of a folder (BM25 retrieval), and say which were cited.",
         "generate": "Answer every line of a file; answers come in order of completion.",
         "embed": 'Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.',
+        "classify": 'Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", "layers"}.',
         "serve": "Serve a model to OpenAI clients; it is downloaded where it is missing.",
     },
     "Models": {
@@ -31,6 +32,8 @@ COMMANDS = {
         "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "
         "can have.",
         "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",
+        "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights stay as "
+        "they are.",
         "doctor": "Show what a bug report should say of this installation, and what is wrong with it (exit code 1).",
     },
     "Measure": {
@@ -65,6 +68,7 @@ BENCH = {
         "tools": "How many tool calls fit their schema, and how many are right, with the calls' grammar and without.",
         "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
         "guarantee.",
+        "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
     }
 }
 # Where a command is, if not in the module of its name.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.help import short_help
+from headrace.cli.inputs import texts_of
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.status import status
@@ -41,13 +42,7 @@ def embed(
     Encoders (BERT, MiniLM) and the hidden states of any other model alike.
     """
     options.check()
-    if texts and file:
-        raise typer.BadParameter("give texts or --file, not both")
-    given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
-    if not given:
-        raise ValueError("there is no text; give some as arguments, with --file, or pipe them in")
-    if not all(given):
-        raise ValueError("a text is empty; remove its line")
+    given = texts_of(texts, file)
     llm = open_llm(model, options)
     status().finish()
     told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough

@@ -4,6 +4,8 @@ import sys
 import threading
 from pathlib import Path
 
+import typer
+
 from headrace.cli.output import say
 
 WAIT = 2.0  # seconds of silence on stdin before it is said what we wait for
@@ -16,6 +18,18 @@ def join_prompt(prompt: str | None, files: list[Path]) -> str:
     if not text.strip():
         raise ValueError("the prompt is empty; give it as an argument, with --file, or pipe it in (headrace chat talks)")
     return text
+
+
+def texts_of(texts: list[str] | None, file: Path | None) -> list[str]:
+    """Arguments, or the lines of a file or of stdin. Raises typer.BadParameter, ValueError."""
+    if texts and file:
+        raise typer.BadParameter("give texts or --file, not both")
+    given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
+    if not given:
+        raise ValueError("there is no text; give some as arguments, with --file, or pipe them in")
+    if not all(given):
+        raise ValueError("a text is empty; remove its line")
+    return given
 
 
 def read_text(path: Path) -> str:

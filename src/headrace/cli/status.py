@@ -38,7 +38,7 @@ def reading(llm: Any, made: Sequence[Any], told: Progress, cancelled: Callable[[
     def ask() -> bool:
         nonlocal seen
         if made and seen >= 0:
-            total, now = len(made[0].prompt_token_ids), llm.tokens_read(made[0])
+            total, now = len(made[0].prompt_token_ids), llm.engine.tokens_read(made[0].request_id)
             if now >= total or total < READ_ALOUD:
                 seen = -1
             elif now > seen:

@@ -60,11 +60,29 @@ class Embedding(Plain):
 
 
 @dataclass(slots=True)
+class Classification(Plain):
+    """A text's class: its label, the probabilities of all labels, and after how many layers it was said."""
+
+    token_ids: list[int]
+    label: str
+    probabilities: dict[str, float]
+    layers: int
+
+    def __repr__(self) -> str:
+        return f"Classification({self.label!r}, {self.probabilities[self.label]:.3f}, {self.layers} layers)"
+
+
+@dataclass(slots=True)
 class Score(Plain):
     """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
 
     token_ids: list[int]
     logprobs: list[float]
+
+    @classmethod
+    def of(cls, output: "RequestOutput") -> "Score":
+        known = [entry.logprob for entry in (output.prompt_logprobs or []) if entry is not None]
+        return cls(output.prompt_token_ids, known)
 
     def __repr__(self) -> str:
         return f"Score({_tokens(self.token_ids)}, total={self.total:.2f}, perplexity={self.perplexity:.2f})"
@@ -92,6 +110,7 @@ class RequestOutput(Plain):
     error: str | None = None
     structured: StructuredOutputs | None = None  # what its outputs are held to
     pooled: list[float] = field(default_factory=list)  # what an embedding is made of, where one was asked for
+    classified: list[tuple[float, ...]] = field(default_factory=list)  # logits of the exits, where a class was asked for
 
     def __repr__(self) -> str:
         state = f", error={self.error!r}" if self.error else "" if self.finished else ", not finished"
@@ -100,7 +119,7 @@ class RequestOutput(Plain):
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON data: what was asked, the outputs, what it took."""
         found = super(RequestOutput, self).to_dict() | {"outputs": [one.to_dict() for one in self.outputs]}
-        return {name: value for name, value in found.items() if name not in ("structured", "pooled")}
+        return {name: value for name, value in found.items() if name not in ("structured", "pooled", "classified")}
 
     def add(self, delta: Delta) -> None:
         """Take in what one step added."""
@@ -153,6 +172,7 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
         metrics=request.metrics,
         structured=params.structured_outputs,
         pooled=request.pooled,
+        classified=request.classified,
     )
 
 

@@ -96,7 +96,15 @@ class Logits(Want, frozen=True, array_like=True, gc=False):
     at: Where = Where.LAST
 
 
-AnyWant = Sample | Verify | Reject | Propose | Top | Score | Pool | Logits
+class Classify(Want, frozen=True, array_like=True, gc=False):
+    """The class of a text that is fed whole, by the first exit (`runner.exits`) that is sure enough by a criterion and its
+    threshold, else by the last: Classified. An empty criterion is sure of nothing."""
+
+    criterion: str = ""
+    threshold: float = 0.0
+
+
+AnyWant = Sample | Verify | Reject | Propose | Top | Score | Pool | Logits | Classify
 WANTS: dict[type[Want], tuple[Where, ...]] = {  # where each may be asked
     Sample: (Where.LAST, Where.NODES, Where.TREE),
     Verify: (),
@@ -106,6 +114,7 @@ WANTS: dict[type[Want], tuple[Where, ...]] = {  # where each may be asked
     Score: (),
     Pool: (Where.FIRST, Where.LAST, Where.ALL),
     Logits: (Where.LAST, Where.TREE),
+    Classify: (),
 }
 
 
@@ -224,6 +233,12 @@ class LogitRow(msgspec.Struct, array_like=True, gc=False, tag=True):
     row: bytes
 
 
+class Classified(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Logits [classes] of every exit that the text came by, in their order; the last ones decide."""
+
+    logits: tuple[tuple[float, ...], ...]
+
+
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=True):
     """This row alone gave nothing: broken logits, or nothing that may come."""
 
@@ -236,7 +251,7 @@ class Each(msgspec.Struct, array_like=True, gc=False, tag=True):
     answers: tuple[Drawn | Ranked | LogitRow | Failed, ...]
 
 
-Answer = Drawn | Ranked | Scores | Pooled | LogitRow | Each | Failed
+Answer = Drawn | Ranked | Scores | Pooled | LogitRow | Classified | Each | Failed
 Answers = tuple[Answer, ...]  # of a feed, in the order of its wants
 
 

@@ -166,6 +166,7 @@ class Request:
     error: str | None = None
     dropped: str = ""  # why a sequence was given up last, where others go on without it
     pooled: list[float] = field(default_factory=list)  # of embeddings: the row, or the sum of the rows so far
+    classified: list[tuple[float, ...]] = field(default_factory=list)  # logits of the exits that it came by
     speculates: bool = False  # optional drafts may be verified
     shares: bool = True  # what the cache has of its tokens may be taken from there: the strategy's to say
     drafts: bool = False  # the strategy has drafts of its own

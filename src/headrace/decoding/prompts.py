@@ -1,6 +1,6 @@
-"""What is asked of prompts: the log-probability of each token, and embeddings. Strategies, not modes."""
+"""What is asked of prompts: the log-probability of each token, embeddings, classes. Strategies, not modes."""
 
-from headrace.data.plan import Answers, AnyWant, Feed, Pool, Pooled, Score, Scores, Where
+from headrace.data.plan import Answers, AnyWant, Classified, Classify, Feed, Pool, Pooled, Score, Scores, Where
 from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 
@@ -39,6 +39,27 @@ class Pooling(Strategy):
             if isinstance(answer, Pooled):
                 request.pooled[:] = answer.row
                 request.state = max(request.state or 0, feed.start + feed.count)
+
+
+class Classifying(Strategy):
+    """The class of the prompt, by the first exit that is sure enough: what each exit that it came by said, as logits, is in
+    `request.classified`. An empty criterion is the whole model."""
+
+    generates = False
+
+    def __init__(self, criterion: str = "", threshold: float = 0.0) -> None:
+        self.wanted = Classify(criterion, threshold)
+
+    def shares(self, request: Request) -> bool:
+        return False
+
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        return (self.wanted,)
+
+    def observe(self, request: Request, seq: Sequence, feed: Feed, answers: Answers) -> None:
+        for answer in answers:
+            if isinstance(answer, Classified):
+                request.classified[:] = answer.logits
 
 
 class Scored(Strategy):

@@ -54,8 +54,8 @@ class EagerProgram:
             for fed in step.fed
         ]
         ctx = build(self.pool, feeds)
-        x = self.enter(ctx, rows)
-        for layer in range(span.layers or self.config.num_layers):
+        x = rows if span.first and rows is not None else self.enter(ctx, rows)
+        for layer in range(span.first, span.layers or self.config.num_layers):
             skip = span.skip(layer)
             x = play(*self._recorded[layer], skip, x, ctx) if skip else self.model.layer(layer, x, ctx)
         index = torch.tensor(step.index, dtype=torch.int64, device=x.device)

@@ -11,6 +11,7 @@ from headrace.data.plan import (
     Answer,
     Answers,
     AnyWant,
+    Classify,
     Drawn,
     Each,
     Failed,
@@ -167,7 +168,7 @@ class EagerStep:
                 before = [[], *paths(fed.feed.nodes, fed.feed.parents)]
                 for at, node in enumerate(nodes):
                     self._ask_row(fed, want, fed.root + 1 + node, before[node + 1], Place(each, at), node)
-            case Pool():
+            case Pool() | Classify():
                 pass  # filled in where the hidden rows are
             case _:
                 assert_never(want)

@@ -7,7 +7,7 @@ from headrace.data.plan import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVG
 from headrace.data.types import Request
 from headrace.decoding.base import Strategy
 from headrace.decoding.processors import ProcessorError, check_processors
-from headrace.decoding.prompts import POOLS, Pooling
+from headrace.decoding.prompts import POOLS, Classifying, Pooling
 
 
 class AdmissionError(ValueError):
@@ -43,8 +43,12 @@ def _check_prompt(request: Request, limits: Limits) -> None:
         raise AdmissionError("the prompt is empty; give at least one token")
     if isinstance(request.strategy, Pooling):
         _check_pool(request, request.strategy.pool, limits)
+    elif isinstance(request.strategy, Classifying):
+        if not limits.scheduler.whole:
+            raise AdmissionError("classes are of encoders (BERT, MiniLM), and this model is a decoder; open another one")
+        _check_length(request, limits)
     elif limits.scheduler.whole:
-        raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings")
+        raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings or classes")
     elif length + _least_answer(request) > context:
         raise AdmissionError(
             f"the prompt has {length} tokens and the context holds {context}, the answer included; shorten the prompt"
@@ -61,11 +65,15 @@ def _least_answer(request: Request) -> int:
 
 
 def _check_pool(request: Request, pool: str, limits: Limits) -> None:
-    context = limits.scheduler.max_model_len
     if pool not in POOLS:
         raise AdmissionError(f"unknown pooling {pool!r}; use {', '.join(POOLS)}")
     if pool == "first" and not limits.scheduler.whole:
         raise AdmissionError("the first token of a decoder sees no other; pool mean or last")
+    _check_length(request, limits)
+
+
+def _check_length(request: Request, limits: Limits) -> None:
+    context = limits.scheduler.max_model_len
     if len(request.prompt) > context:
         raise AdmissionError(f"the text has {len(request.prompt)} tokens and the model takes {context}; shorten it")
 

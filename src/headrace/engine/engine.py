@@ -167,6 +167,11 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.requests or self._outbox)
 
+    def tokens_read(self, name: str) -> int:
+        """How many tokens of an open request's prompt have been computed, or found in the prefix cache, so far; else 0."""
+        request = self.requests.get(name)
+        return 0 if request is None else max((seq.kv.computed[0] for seq in request.seqs), default=0)
+
     # -- the loop ------------------------------------------------------------------------------------------------------
     def step(self) -> list[Delta]:
         """Run one step and return what it added to whom; empty when there is nothing to do."""

@@ -16,7 +16,7 @@ class Model(Group):
     """
 
     layers: Any  # a list of the file's own Block
-    norm: Any  # the Norm before the head
+    norm: Any = None  # the Norm before the head; an encoder, which has no head, has none
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config

@@ -33,9 +33,8 @@ class Bert(Model):
         self.layers = [Block(config, layer) for layer in config.layers]
 
     def embed(self, ctx: Any) -> Value:
-        x = embed(ctx.ids, self.tokens, pos=self.positions, positions=ctx.positions)
-        first = self.types.weight[:1].expand_as(x)  # one text a feed: all tokens are of the first type
-        return norm(residual(x, first), self.embed_norm)
+        x = embed(ctx.ids, self.tokens, types=self.types, pos=self.positions, positions=ctx.positions)
+        return norm(x, self.embed_norm)
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         block = self.layers[i]

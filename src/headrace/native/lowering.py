@@ -121,9 +121,14 @@ class Lowering:
         scale = float(node.settings["scale"])
         if scale != 1.0 and self.weights.rounds_to_bfloat16(table):
             scale = _bfloat16(scale)
-        positions = node.settings.get("pos")
+        positions, types = node.settings["pos"], node.settings["types"]
         self.program.embed(
-            self.weights.table(table), HIDDEN, scale, None if positions is None else self.weights.table(positions), name="embed"
+            self.weights.table(table),
+            HIDDEN,
+            scale,
+            None if positions is None else self.weights.table(positions),
+            None if types is None else self.weights.row(types, 0),
+            name="embed",
         )
         self._set(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
 

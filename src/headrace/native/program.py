@@ -87,10 +87,13 @@ class NativeProgram:
         self.inputs = inputs
         self.taps: Mapping[str, int] = lowered.taps
         self._sizes = num_blocks, block_size
-        self._norm = model.norm.kind, self.weights.vector(model.norm), self.weights.vector(model.norm, "bias"), model.norm.eps
+        self._norm = None if model.norm is None else self._read_norm(model.norm)
         self._step = NativeStep(config.vocab_size)
         if self.weights.said():
             log.info("%s", self.weights.said())
+
+    def _read_norm(self, norm: Any) -> tuple[str, Any, Any, float]:
+        return norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps
 
     def live(self, new: NewSlot) -> NativeLive:
         return NativeLive.of(new)
@@ -105,12 +108,12 @@ class NativeProgram:
     def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
         """Rows [n, hidden] after the last layer, if they are to be kept."""
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
-        layers = (0, span.layers or -1)
+        layers = (span.first, span.layers or -1)
         self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips))
         return hidden
 
     def final(self, hidden: np.ndarray) -> np.ndarray:
-        if not len(hidden):
+        if self._norm is None or not len(hidden):
             return hidden
         normed: np.ndarray = core().norm(np.ascontiguousarray(hidden), *self._norm)
         return normed

@@ -7,6 +7,7 @@ from headrace.data.plan import (
     Answer,
     Answers,
     AnyWant,
+    Classify,
     Drawn,
     Each,
     Failed,
@@ -119,7 +120,7 @@ class NativeStep:
                 if want.at is Where.LAST:
                     return self._ask_row(live, want, last, processed)
                 return [self._ask_row(live, want, last + 1 + node, processed) for node in named_rows(feed, want)]
-            case Pool():
+            case Pool() | Classify():
                 return None  # filled in where the hidden rows are
             case _:
                 assert_never(want)
@@ -143,7 +144,7 @@ def _most(logprobs: int | None) -> int:
 
 def _answer(step: Any, live: NativeLive, want: AnyWant, number: Any, going: Any) -> Any:
     """What came of a want: `number` are the step's, `going` those of the second question, for what goes on."""
-    if isinstance(want, Pool):
+    if isinstance(want, Pool | Classify):
         return None
     if isinstance(want, Score):
         return _scores(step, number)

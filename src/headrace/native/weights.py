@@ -180,6 +180,12 @@ class PackedWeights:
             return None
         return np.concatenate([self._floats(part) for part in self._parts(holder, field)])
 
+    def row(self, holder: Embedding, number: int) -> np.ndarray:
+        """A row of a table [width], float32."""
+        (part,) = self._parts(holder, "weight")
+        found: np.ndarray = self._numbers(part)[number]
+        return found
+
     def rounds_to_bfloat16(self, holder: Holder) -> bool:
         """Whether the file holds this table in bfloat16, so that scales applied to it are rounded to it too."""
         return all(self.source.info(part.source).kind == "BF16" for part in self._parts(holder, "weight"))

@@ -83,6 +83,8 @@ def embed_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     yield Case("plain", (ids, table))
     yield Case("scaled", (ids, table), {"scale": 4.0})
     yield Case("learned positions", (ids, table), {"pos": learned, "positions": draw.ids(20, 6)})
+    types = SimpleNamespace(weight=draw.normal(2, 16))
+    yield Case("token types", (ids, table), {"types": types, "pos": learned, "positions": draw.ids(20, 6)})
 
 
 def linear_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:

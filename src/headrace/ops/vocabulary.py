@@ -37,8 +37,8 @@ def tap(x: Any, name: str, ctx: Any) -> Any:
 
 
 @declare("headrace.ops.linears")
-def embed(ids: Any, w: Any, scale: float = 1.0, pos: Any = None, positions: Any = None) -> Any:
-    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus learned positions."""
+def embed(ids: Any, w: Any, scale: float = 1.0, types: Any = None, pos: Any = None, positions: Any = None) -> Any:
+    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus the first token type's, plus learned positions."""
 
 
 @declare("headrace.ops.linears")

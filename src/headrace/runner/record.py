@@ -70,7 +70,8 @@ class SymbolicContext:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A whole model. In `embed`, value 0 is the token ids and value 1 the positions; elsewhere value 0 is the hidden rows."""
+    """A whole model. In `embed`, value 0 is the token ids and value 1 the positions; elsewhere value 0 is the hidden rows. An
+    encoder's head has no nodes."""
 
     embed: Segment
     layers: tuple[Segment, ...]
@@ -96,7 +97,8 @@ def record(model: Model, embeds: bool = True) -> Recording:
         layers.append(layer)
     head = Segment(entry=0)
     rows = head.new_value()
-    _trace(head, "head", lambda: model.head(rows))
+    if not model.config.encoder:
+        _trace(head, "head", lambda: model.head(rows))
     return Recording(embed, tuple(layers), head)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.data.plan import FEATURES, HIDDEN, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
+from headrace.runner.exits import Exits, Staged, asked
 from headrace.runner.kept import Rows
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
@@ -32,6 +33,7 @@ class Runner:
         self._amateur = self._models[amateur][0] if amateur else None
         self.slots = Slots(target.live)
         self.kept = {HIDDEN: target.kept(), FEATURES: target.kept()}
+        self.exits: Exits | None = None  # of the target
         self._chains: dict[tuple[int, int], AnyLive] = {}  # by model and slot: a scratch copy
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -51,6 +53,8 @@ class Runner:
         keeps = not plan.model and span == WHOLE
         features = keeps and self.kept[FEATURES].reserved
         amateur = self._amateur_rows(plan) if self._amateur is not None and not plan.model else None
+        if self.exits is not None and asked(feeds):
+            return StepOutput(plan.step, Staged(self.exits, feeds, lives).run(program))
         step = program.step()
         if amateur is None and not features and program.inputs is None and step.draw_each(feeds, lives):
             program.run(step, span)

@@ -22,8 +22,6 @@ class Native:
 
     def why_not(self, recipe: Recipe) -> str:
         settings = recipe.settings
-        if recipe.target.config.encoder:
-            return "the native core runs decoders, and this model is an encoder"
         if not settings.device.startswith("cpu"):
             return f"the native core computes on the CPU, and the device is {settings.device}"
         if settings.dtype not in ("auto", "bfloat16"):

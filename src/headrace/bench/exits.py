@@ -1,0 +1,131 @@
+"""What the exits of a classifier save and lose on labelled texts: accuracy, layers, time by batch, and overthinking."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headrace.bench.machine import machine
+from headrace.bench.plots import Line
+from headrace.llm import LLM
+from headrace.runner.exits import CRITERIA, leave_at, probabilities
+from headrace.training.classifier import Labelled, exit_logits, grid_of
+
+BATCHES = (1, 8, 32)
+ROUNDS = 5
+TIMED = 256  # texts
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What all exits say of texts: probabilities [exits, texts, classes], and which class each is of [texts]."""
+
+    said: np.ndarray
+    classes: np.ndarray
+    layers: np.ndarray
+
+    @property
+    def right(self) -> np.ndarray:
+        """[exits, texts] bool."""
+        same: np.ndarray = self.said.argmax(-1) == self.classes
+        return same
+
+    def leaving(self, criterion: str, threshold: float) -> tuple[float, float]:
+        """Accuracy, and layers a text."""
+        at = leave_at(criterion, threshold, self.said)
+        return float(self.right[at, np.arange(len(at))].mean()), float(self.layers[at].mean())
+
+
+def ask(llm: LLM, data: Labelled) -> Said:
+    """All exits about all texts. Raises ValueError for labels that the classifier does not know."""
+    assert llm.classifier is not None
+    number = {label: at for at, label in enumerate(llm.classifier.exits.labels)}
+    if strange := sorted(set(data.labels) - set(number)):
+        raise ValueError(f"the classifier knows no label {strange[0]!r}; its labels are {', '.join(number)}"[:400])
+    logits = np.swapaxes(np.array(exit_logits(llm, data.texts)), 0, 1)
+    classes = np.array([number[label] for label in data.labels])
+    return Said(probabilities(logits), classes, np.array(llm.classifier.exits.layers))
+
+
+def overthinking(said: Said) -> dict[str, float]:
+    """Two ways of thinking too long (shallow-deep networks, Kaya et al., 2019): `wasteful`, an earlier exit is right, as is the
+    last; `destructive`, an earlier one is right and the last wrong. `best`: the accuracy of who knew where to leave; `needed`:
+    layers up to the first right exit, of texts that the last has right."""
+    right = said.right
+    early, last = right[:-1].any(0), right[-1]
+    needed = said.layers[right.argmax(0)][last]
+    return {
+        "wasteful": float((early & last).mean()),
+        "destructive": float((early & ~last).mean()),
+        "best": float(right.any(0).mean()),
+        "needed": float(needed.mean()) if len(needed) else float("nan"),
+    }
+
+
+def curves(said: Said) -> dict[str, list[dict[str, float]]]:
+    """By criterion: accuracy against layers, threshold by threshold."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for criterion in CRITERIA:
+        found[criterion] = []
+        for threshold in grid_of(criterion, said.said.shape[-1], len(said.layers)):
+            accuracy, layers = said.leaving(criterion, threshold)
+            found[criterion].append({"threshold": threshold, "accuracy": accuracy, "layers": layers})
+    return found
+
+
+def clock(llm: LLM, texts: Sequence[str], batch: int, rule: tuple[str, float], rounds: int) -> dict[str, float]:
+    """Time and CPU time of the whole model divided by those with exits, in alternating rounds: medians."""
+    walls, works = [], []
+    for number in range(rounds + 1):
+        each = [_timed(llm, texts, batch, *one) for one in (("off", None), rule)]
+        if number:  # the first warms up
+            walls.append(each[0][0] / each[1][0])
+            works.append(each[0][1] / each[1][1])
+    return {"batch": batch, "speedup": median(walls), "cpu": median(works), "least": min(walls), "most": max(walls)}
+
+
+def _timed(llm: LLM, texts: Sequence[str], batch: int, criterion: str, threshold: float | None) -> tuple[float, float]:
+    """Seconds, and CPU seconds of the process."""
+    wall, work = time.perf_counter(), time.process_time()
+    for start in range(0, len(texts), batch):
+        llm.classify(texts[start : start + batch], criterion=criterion, threshold=threshold)
+    return time.perf_counter() - wall, time.process_time() - work
+
+
+def measure(llm: LLM, data: Labelled, criterion: str | None, threshold: float | None, rounds: int = ROUNDS) -> dict[str, Any]:
+    """The figures of a classifier by one rule (default: as it was calibrated). Raises ValueError."""
+    assert llm.classifier is not None
+    rule = llm.classifier.rule(criterion, threshold)
+    if not rule[0]:
+        raise ValueError("this classifier has no calibrated threshold; name a criterion and a threshold")
+    said = ask(llm, data)
+    accuracy, layers = said.leaving(*rule)
+    depth = float(said.layers[-1])
+    texts = data.texts[:TIMED]
+    return {
+        "machine": machine(),
+        "backend": llm.backend,
+        "n": len(data.texts),
+        "criterion": rule[0],
+        "threshold": rule[1],
+        "full_accuracy": float(said.right[-1].mean()),
+        "accuracy": accuracy,
+        "mean_layers": layers,
+        "layers": depth / layers,
+        "by_exit": said.right.mean(-1).tolist(),
+        "batches": [clock(llm, texts[: 32 * batch], batch, rule, rounds) for batch in BATCHES],
+        "overthinking": overthinking(said),
+        "curves": curves(said),
+    }
+
+
+def lines(found: dict[str, Any]) -> list[Line]:
+    """Accuracy (percent) over layers a text, by criterion."""
+    made = []
+    for criterion, points in found["curves"].items():
+        ordered = sorted(points, key=lambda point: point["layers"])
+        made.append(Line(criterion, [one["layers"] for one in ordered], [100 * one["accuracy"] for one in ordered]))
+    return made

@@ -1,0 +1,65 @@
+"""classify: the class of each text, one JSON line each."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.help import short_help
+from headrace.cli.inputs import texts_of
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, WeightOptions, with_groups
+from headrace.cli.status import status
+from headrace.weights.progress import Silent
+
+BATCH = 64  # texts handed over at a time
+
+ClassifierFolder = Annotated[
+    Path, typer.Option("--classifier", "-c", exists=True, file_okay=False, help="A folder that train-classifier wrote.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "classifier file criterion threshold threads",
+        ('headrace classify MODEL -c FOLDER "a fine film"', "The class, as a JSON line."),
+        ("headrace classify MODEL -c FOLDER --criterion off", "By the whole model, for each line of stdin."),
+    )
+    app.command(rich_help_panel="Generate", cls=short)(with_groups(classify))
+
+
+def classify(
+    model: ModelName,
+    options: WeightOptions,
+    classifier: ClassifierFolder,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts; without any, the lines of --file or stdin.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
+    criterion: Annotated[
+        str | None,
+        typer.Option(help="When to leave early: max_prob, margin, entropy, kl, patience; off: never (default: as calibrated)."),
+    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="Of the criterion (default: as calibrated).")] = None,
+) -> None:
+    """Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", "layers"}.
+
+    A text leaves the model by the first exit that is sure enough; the layers above it are not computed for it.
+    """
+    options.check()
+    given = texts_of(texts, file)
+    llm = open_llm(model, options, classifier=classifier)
+    status().finish()
+    told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    told.start("classifying", len(given), unit="texts")
+    for start in range(0, len(given), BATCH):
+        part = given[start : start + BATCH]
+        for text, made in zip(part, llm.classify(part, criterion=criterion, threshold=threshold), strict=True):
+            line = {"text": text, "tokens": len(made.token_ids), "label": made.label}
+            line |= {"probabilities": made.probabilities, "layers": made.layers}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        told.advance(len(part))
+    told.finish()

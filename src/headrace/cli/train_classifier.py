@@ -1,0 +1,79 @@
+"""train-classifier: exits for an encoder, learnt from labelled texts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.options import ModelName
+from headrace.cli.output import print_table, say
+from headrace.cli.status import status
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="train-classifier", rich_help_panel="Models")(train_classifier)
+
+
+def train_classifier(
+    model: ModelName,
+    data: Annotated[
+        Path,
+        typer.Option("--data", "-d", exists=True, dir_okay=False, help='JSON lines (or .tsv, .csv): "text" and "label".'),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the classifier.")],
+    check: Annotated[
+        Path | None,
+        typer.Option("--check", exists=True, dir_okay=False, help="Texts to calibrate with (default: 3 in 10 of --data)."),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Exits after these layers, as in 2,4,6 (default: after each).")] = None,
+    delta: Annotated[float, typer.Option(help="The share of texts that may be lost against the whole model.")] = 0.01,
+    epsilon: Annotated[float, typer.Option(help="How often that may not hold.")] = 0.05,
+    decay: Annotated[float, typer.Option(min=0.0, help="How much large weights cost.")] = 1e-3,
+    most: Annotated[int | None, typer.Option(min=4, help="Only so many texts.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the texts that are held out.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights stay as they are.
+
+    Thresholds are calibrated on texts that trained nothing: with probability 1 - epsilon no more than delta of texts is lost.
+    """
+    from headrace.cli.opening import fetch
+    from headrace.training.classifier import Recipe, read_labelled, train
+
+    try:
+        places = None if layers is None else tuple(int(one) for one in layers.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--layers takes numbers, as in 2,4,6, not {layers!r}") from None
+    known, path = read_labelled(data, most), fetch(model)
+    recipe = Recipe(places, decay=decay, delta=delta, epsilon=epsilon, seed=seed, threads=threads)
+    result = train(str(path), known, out, recipe, _told(), None if check is None else read_labelled(check))
+    status().finish()
+    exits = zip(result.exits.layers, result.accuracy, strict=True)
+    print_table(("after layer", "right"), [(str(layer), f"{share:.3f}") for layer, share in exits])
+    rows = [(one.criterion, f"{one.threshold:.4g}", f"{one.mean_layers:.2f}", f"{one.risk:.4f}") for one in result.rules]
+    if rows:
+        print_table(("criterion", "threshold", "layers a text", "lost"), rows)
+    say(
+        f"thresholds lose at most {delta:g} with probability {1 - epsilon:g}"
+        if rows
+        else f"no threshold loses at most {delta:g} for sure on so few texts: none is set"
+    )
+    say(f"the classifier is in {out}; use it with: headrace classify {model} -c {out}")
+
+
+def _told() -> Callable[[str, int, int], None]:
+    """How far it is: texts that are read, then exits that are trained."""
+    units = {"reading": "texts", "training": "exits"}
+    at, before = "", 0
+
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal at, before
+        if name != at:
+            at, before = name, 0
+            status().start(name, total, 0, units[name])
+        status().advance(done - before)
+        before = done
+
+    return tell

@@ -1,0 +1,210 @@
+"""Classifiers after layers: a text leaves by the first that is sure enough, and the layers above it are not computed for it.
+
+BranchyNet (Teerapittayanon et al., 2016) leaves at a low entropy, shallow-deep networks (Kaya et al., 2019) at a high
+probability, PABEE (Zhou et al., 2020) once several exits in a row agree. For encoders, whose texts are fed whole: a text that
+has left is taken out of the batch between two layers, and no row of another changes by it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.data.plan import Classified, Classify, Feed, Pooled
+from headrace.runner.program import AnyLive, Program
+from headrace.runner.span import Span
+from headrace.runner.wants import add_rows, pools
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """How sure the last of several exits is: `measure` of the probabilities that all of them gave, [exits, texts, classes] ->
+    [texts]. It is sure from the threshold up (`rising`), or down. `most`: the largest threshold, by classes and exits."""
+
+    measure: Callable[[np.ndarray], np.ndarray]
+    rising: bool
+    most: Callable[[int, int], float]
+    least: float = 0.0
+
+
+def _max_prob(said: np.ndarray) -> np.ndarray:
+    best: np.ndarray = said[-1].max(-1)
+    return best
+
+
+def _margin(said: np.ndarray) -> np.ndarray:
+    ranked = np.sort(said[-1], -1)
+    ahead: np.ndarray = ranked[:, -1] - ranked[:, -2]
+    return ahead
+
+
+def _entropy(said: np.ndarray) -> np.ndarray:
+    return _cross(said[-1], said[-1])
+
+
+def _kl(said: np.ndarray) -> np.ndarray:
+    """From the exit before; nothing is near to the first."""
+    if len(said) == 1:
+        return np.full(said.shape[1], np.inf)
+    return np.maximum(_cross(said[-1], said[-2]) - _cross(said[-1], said[-1]), 0.0)
+
+
+def _patience(said: np.ndarray) -> np.ndarray:
+    """How many exits before the last, in a row, say what it says."""
+    best = said.argmax(-1)
+    same: np.ndarray = np.cumprod(best[-2::-1] == best[-1], 0).sum(0) if len(said) > 1 else np.zeros(said.shape[1])
+    return same
+
+
+def _cross(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """-sum of p log q, in nats; what p rules out adds nothing."""
+    sums: np.ndarray = -np.where(p > 0, p * np.log(np.maximum(q, 1e-300)), 0.0).sum(-1)
+    return sums
+
+
+CRITERIA: dict[str, Criterion] = {
+    "max_prob": Criterion(_max_prob, True, lambda classes, exits: 1.0),
+    "margin": Criterion(_margin, True, lambda classes, exits: 1.0),
+    "entropy": Criterion(_entropy, False, lambda classes, exits: math.log(classes)),
+    "kl": Criterion(_kl, False, lambda classes, exits: math.inf),
+    "patience": Criterion(_patience, True, lambda classes, exits: exits - 1, 1.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """Linear classifiers over pooled hidden rows: exit i reads them after `layers[i]` layers, the last one after all.
+    `weight` [exits, classes, hidden] and `bias` [exits, classes] are float64; `pooling`: first, last or mean."""
+
+    layers: tuple[int, ...]
+    labels: tuple[str, ...]
+    pooling: str
+    weight: np.ndarray
+    bias: np.ndarray
+
+    def logits(self, exit: int, pooled: np.ndarray) -> np.ndarray:
+        """Of pooled rows [texts, hidden]: [texts, classes]. A text's are summed in one order, whoever is beside it."""
+        summed: np.ndarray = (pooled[:, None] * self.weight[exit]).sum(-1) + self.bias[exit]
+        return summed
+
+    def check(self, criterion: str, threshold: float) -> None:
+        """Raise ValueError for what no exit can be asked; an empty criterion is the whole model."""
+        if not criterion:
+            return
+        if criterion not in CRITERIA:
+            raise ValueError(f"unknown criterion {criterion!r}; use {', '.join(CRITERIA)}")
+        rule = CRITERIA[criterion]
+        most = rule.most(len(self.labels), len(self.layers))
+        if not rule.least <= threshold <= most:
+            bounds = f"{rule.least:g} or more" if math.isinf(most) else f"{rule.least:g} to {most:g}"
+            raise ValueError(f"the threshold of {criterion} must be {bounds} here, not {threshold:g}")
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Softmax over the last axis."""
+    raised = np.exp(logits - logits.max(-1, keepdims=True))
+    shares: np.ndarray = raised / raised.sum(-1, keepdims=True)
+    return shares
+
+
+def sure(criterion: str, threshold: float, said: np.ndarray) -> np.ndarray:
+    """Which texts leave by the last of the exits that gave these probabilities [exits, texts, classes]: [texts] bool."""
+    if not criterion:
+        return np.zeros(said.shape[1], bool)
+    rule = CRITERIA[criterion]
+    measured = rule.measure(said)
+    passed: np.ndarray = measured >= threshold if rule.rising else measured <= threshold
+    return passed
+
+
+def leave_at(criterion: str, threshold: float, said: np.ndarray) -> np.ndarray:
+    """By which exit each text leaves, of all exits' probabilities [exits, texts, classes]: [texts]."""
+    last = len(said) - 1
+    exits = np.full(said.shape[1], last)
+    for exit in reversed(range(last)):
+        exits[sure(criterion, threshold, said[: exit + 1])] = exit
+    return exits
+
+
+def asked(feeds: Sequence[Feed]) -> bool:
+    """Whether a class is wanted of any feed."""
+    return any(isinstance(want, Classify) for feed in feeds for want in feed.wants)
+
+
+class Staged:
+    """A step that runs from exit to exit, with fewer texts each time. Feeds from which only rows are pooled stay to the end."""
+
+    def __init__(self, exits: Exits, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> None:
+        self.exits = exits
+        self.feeds = feeds
+        self.lives = lives
+        self.rules = [next((want for want in feed.wants if isinstance(want, Classify)), None) for feed in feeds]
+        self.here = list(range(len(feeds)))
+        self.said: list[list[np.ndarray]] = [[] for _ in feeds]  # logits [classes] of the exits that each came by
+        self.computed = 0  # rows times layers
+
+    def run(self, program: Program) -> list[tuple[Any, ...]]:
+        """The answers of every feed, in the order of their wants."""
+        rows, first = None, 0
+        for exit, last in enumerate(self.exits.layers):
+            step = program.step()
+            for number in self.here:
+                step.feed(self.feeds[number], self.lives[number])
+            rows = program.run(step, Span(last, first=first), rows, keep=True)
+            self.computed += len(rows) * (last - first)
+            first, staying = last, self._judge(exit, program.on_host(rows))
+            if not staying:
+                return self._answers(program, None)
+            if last < self.exits.layers[-1] and len(staying) < len(self.here):
+                rows = rows[np.concatenate([np.arange(one.start, one.stop) for one in self._places(staying)])]
+                self.here = staying
+        return self._answers(program, rows)
+
+    def _places(self, numbers: Sequence[int]) -> Iterator[slice]:
+        """Where the rows of some feeds are among those of all that are here."""
+        wanted, start = set(numbers), 0
+        for number in self.here:
+            end = start + self.feeds[number].count
+            if number in wanted:
+                yield slice(start, end)
+            start = end
+
+    def _judge(self, exit: int, rows: np.ndarray) -> list[int]:
+        """Ask an exit about the rows [n, hidden] after its layers; the feeds that go on."""
+        numbers = [number for number in self.here if self.rules[number] is not None]
+        if not numbers:
+            return self.here
+        pooled = np.stack([_pool(rows[place], self.exits.pooling) for place in self._places(numbers)])
+        for number, logits in zip(numbers, self.exits.logits(exit, pooled), strict=True):
+            self.said[number].append(logits)
+        gone: set[int] = set()
+        for rule in {self.rules[number] for number in numbers}:
+            assert rule is not None
+            same = [number for number in numbers if self.rules[number] == rule]
+            said = probabilities(np.stack([self.said[number] for number in same], 1))
+            leaving = sure(rule.criterion, rule.threshold, said)
+            gone.update(number for number, leaves in zip(same, leaving, strict=True) if leaves)
+        return [number for number in self.here if number not in gone]
+
+    def _answers(self, program: Program, rows: Any) -> list[tuple[Any, ...]]:
+        outputs: list[list[Any]] = [
+            [Classified(_as_tuples(said)) if isinstance(want, Classify) else None for want in feed.wants]
+            for feed, said in zip(self.feeds, self.said, strict=True)
+        ]
+        if rows is not None:
+            for at_here, at, which, want in pools([self.feeds[number] for number in self.here]):
+                summed = add_rows(want.before, program.on_host(program.final(rows[which])))
+                outputs[self.here[at_here]][at] = Pooled(summed)
+        return [tuple(answers) for answers in outputs]
+
+
+def _pool(rows: np.ndarray, pooling: str) -> np.ndarray:
+    """One row [hidden] of those [tokens, hidden] of a text."""
+    chosen: np.ndarray = rows[0] if pooling == "first" else rows[-1] if pooling == "last" else rows.sum(0) / len(rows)
+    return chosen
+
+
+def _as_tuples(rows: Sequence[np.ndarray]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row.tolist()) for row in rows)

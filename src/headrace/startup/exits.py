@@ -1,0 +1,153 @@
+"""A trained classifier on disk: classifier.json says what it is and for which model, classifier.safetensors holds its weights,
+calibration.json the thresholds that were shown to be good enough. Needs no torch."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from headrace.data.outputs import Classification
+from headrace.decoding.prompts import POOLS
+from headrace.runner.exits import Exits, probabilities
+from headrace.startup.opening import Opened
+from headrace.weights.dequant import read_floats
+
+INFO, WEIGHTS, CALIBRATION = "classifier.json", "classifier.safetensors", "calibration.json"
+VERSION = 1
+MOST_LABELS, LONGEST_LABEL = 4096, 1024
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What classifier.json says. `layers`: after how many of the model's each exit stands."""
+
+    model: str  # a name, for people
+    fits: str  # the fingerprint of the model that the exits were trained on
+    labels: tuple[str, ...]
+    layers: tuple[int, ...]
+    pooling: str
+    trained: dict[str, float | str] = {}  # how: for people
+    version: int = VERSION
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A criterion with a threshold for which it was shown, on `n` texts that trained nothing, that with probability 1 - epsilon
+    at most a share `delta` of texts like them is lost: the exit is wrong about it, and the whole model is right. `risk` and
+    `mean_layers` are those of the n texts."""
+
+    criterion: str
+    threshold: float
+    delta: float
+    epsilon: float
+    bound: str
+    n: int
+    risk: float
+    mean_layers: float
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """Exits, and the rules that were calibrated for them, the one that computes least first."""
+
+    exits: Exits
+    rules: tuple[Rule, ...] = field(default=())
+
+    def rule(self, criterion: str | None, threshold: float | None) -> tuple[str, float]:
+        """The criterion and threshold to leave by: "off" is the whole model, None what was calibrated. Raises ValueError."""
+        if criterion == "off" or (criterion is None and threshold is None and not self.rules):
+            if threshold is not None:
+                raise ValueError("a threshold is of a criterion; name one, or leave the threshold out")
+            return "", 0.0
+        if threshold is None:
+            found = [rule for rule in self.rules if criterion in (None, rule.criterion)]
+            if not found:
+                self.exits.check(str(criterion), 1.0)
+                raise ValueError(f"no threshold of {criterion} was calibrated for this classifier; give one")
+            return found[0].criterion, found[0].threshold
+        if criterion is None:
+            raise ValueError("a threshold is of a criterion; name one")
+        self.exits.check(criterion, threshold)
+        return criterion, threshold
+
+    def said(self, token_ids: list[int], logits: Sequence[Sequence[float]]) -> Classification:
+        """The class of a text that came by so many exits."""
+        shares = probabilities(np.array(logits[-1])).tolist()
+        each = dict(zip(self.exits.labels, shares, strict=True))
+        return Classification(token_ids, max(each, key=each.__getitem__), each, self.exits.layers[len(logits) - 1])
+
+
+def opened(classifier: Classifier | None) -> Classifier:
+    """Raise ValueError where there is none."""
+    if classifier is None:
+        raise ValueError("no classifier was opened; train one (headrace train-classifier), and give it as classifier=FOLDER")
+    return classifier
+
+
+def fingerprint(model: Opened) -> str:
+    """Of a model's numbers and of its small tensors (norms, biases): other weights have another."""
+    c, source = model.config, model.source
+    sign = hashlib.sha256(f"{c.architecture} {c.hidden_size} {c.vocab_size} {c.num_layers} {model.pooling}".encode())
+    for name in sorted(source.names()):
+        if len(source.info(name).shape) == 1:
+            sign.update(name.encode() + b"\0" + np.asarray(read_floats(source, name), "<f4").tobytes())
+    return sign.hexdigest()[:32]
+
+
+def save(folder: Path, exits: Exits, model: Opened, trained: dict[str, float | str], rules: Sequence[Rule]) -> None:
+    """Write all three files."""
+    info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{WEIGHTS}.part"
+    save_file({"weight": exits.weight.astype(np.float32), "bias": exits.bias.astype(np.float32)}, unfinished)
+    os.replace(unfinished, folder / WEIGHTS)
+    for name, what in ((CALIBRATION, sorted(rules, key=lambda rule: rule.mean_layers)), (INFO, info)):
+        (folder / name).write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
+
+
+def load(folder: str | Path, model: Opened) -> Classifier:
+    """The classifier of a model. Raises ValueError, in one line, where it cannot be read or is another model's."""
+    place, c = Path(folder), model.config
+    try:
+        info = msgspec.json.decode((place / INFO).read_bytes(), type=Info)
+        tensors = load_file(place / WEIGHTS)
+        found = place / CALIBRATION
+        rules = msgspec.json.decode(found.read_bytes(), type=tuple[Rule, ...]) if found.is_file() else ()
+    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+        raise ValueError(f"{place}: this classifier cannot be read ({' '.join(str(error).split())[:200]})") from None
+    if not c.encoder:
+        raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model.name} is a decoder; leave it out")
+    if info.version != VERSION:
+        raise ValueError(f"{place}: classifiers of version {info.version} are unknown; train it again")
+    if info.fits != fingerprint(model):
+        raise ValueError(
+            f"{place}: this classifier is for {info.model}, and {model.name} is another model; "
+            f"train one for it: headrace train-classifier {model.name}"
+        )
+    _check(place, info, tensors, model)
+    weight, bias = (tensors[name].astype(np.float64) for name in ("weight", "bias"))
+    exits = Exits(info.layers, info.labels, info.pooling, weight, bias)
+    for rule in rules:
+        exits.check(rule.criterion, rule.threshold)
+    return Classifier(exits, tuple(sorted(rules, key=lambda rule: rule.mean_layers)))
+
+
+def _check(place: Path, info: Info, tensors: dict[str, np.ndarray], model: Opened) -> None:
+    """Raises ValueError where a field or a tensor cannot be meant."""
+    layers, labels, c = info.layers, info.labels, model.config
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != c.num_layers:
+        raise ValueError(f"{place}: exits stand after ascending layers, the last after layer {c.num_layers}; train it again")
+    if len(set(labels)) != len(labels) or not 2 <= len(labels) <= MOST_LABELS or max(map(len, labels)) > LONGEST_LABEL:
+        raise ValueError(f"{place}: a classifier has 2 to {MOST_LABELS} different labels; train it again")
+    if info.pooling not in POOLS:
+        raise ValueError(f"{place}: unknown pooling {info.pooling!r}; train it again")
+    shape = len(layers), len(labels), c.hidden_size
+    for name, wanted in (("weight", shape), ("bias", shape[:2])):
+        if name not in tensors or tensors[name].shape != wanted or tensors[name].dtype != np.float32:
+            raise ValueError(f"{place}: tensor {name!r} is missing or not of the shape {wanted}; train it again")
+        if not np.isfinite(tensors[name]).all():
+            raise ValueError(f"{place}: tensor {name!r} has values that are NaN or infinite; train it again")

@@ -1,0 +1,222 @@
+"""Training a classifier with exits: a linear layer after every chosen layer of an encoder whose own weights stay as they are.
+
+What the exits read are the rows that the engine itself computes, so that they are trained on what they will see. Each is a
+logistic regression of its own. Thresholds are calibrated by Learn-then-Test on texts that trained nothing.
+"""
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from headrace.data.outputs import whole
+from headrace.data.params import SamplingParams
+from headrace.decoding.prompts import Classifying
+from headrace.llm import LLM
+from headrace.runner.exits import CRITERIA, Exits, leave_at, probabilities
+from headrace.startup.exits import Rule, save
+from headrace.training.calibration import calibrate
+
+STEPS = 200  # of L-BFGS, at most
+BATCH = 64  # texts that the engine is given at a time
+FINE = 100  # thresholds of a grid
+Told = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Texts and what they are."""
+
+    texts: list[str]
+    labels: list[str]
+
+    def part(self, which: Sequence[int]) -> "Labelled":
+        return Labelled([self.texts[at] for at in which], [self.labels[at] for at in which])
+
+
+def read_labelled(path: Path, most: int | None = None) -> Labelled:
+    """JSON lines, or .tsv and .csv with a header: "text" (or "sentence") and "label". Raises ValueError, naming the line."""
+    texts: list[str] = []
+    labels: list[str] = []
+    for number, row in enumerate(_rows(path), 1):
+        text = row.get("text", row.get("sentence"))
+        label = row.get("label")
+        if not isinstance(text, str) or not text or not isinstance(label, str | int) or isinstance(label, bool):
+            raise ValueError(f'{path}, entry {number}: wants "text" (or "sentence") and "label"')
+        texts.append(text)
+        labels.append(str(label))
+        if most is not None and len(texts) == most:
+            break
+    if not texts:
+        raise ValueError(f"{path} has no texts")
+    return Labelled(texts, labels)
+
+
+def _rows(path: Path) -> Iterator[dict[str, object]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix in (".tsv", ".csv"):
+            tabs = path.suffix == ".tsv"
+            yield from csv.DictReader(
+                file, delimiter="\t" if tabs else ",", quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+            )
+            return
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: wants a JSON object on a line")
+            yield row
+
+
+class Rows(Exits):
+    """In place of exits: what each would read, the pooled rows themselves."""
+
+    def logits(self, exit: int, pooled: np.ndarray) -> np.ndarray:
+        return pooled
+
+
+def pooled_rows(llm: LLM, texts: Sequence[str], layers: tuple[int, ...], told: Told) -> np.ndarray:
+    """[exits, texts, hidden] float32: what exits after these layers read. The engine must be idle."""
+    nothing = np.empty(0)
+    llm.runner.exits = Rows(layers, (), llm.opened.pooling, nothing, nothing)
+    made = np.empty((len(layers), len(texts), llm.model_config.hidden_size), np.float32)
+    for start in range(0, len(texts), BATCH):
+        made[:, start : start + BATCH] = np.swapaxes(exit_logits(llm, texts[start : start + BATCH]), 0, 1)
+        told("reading", min(start + BATCH, len(texts)), len(texts))
+    return made
+
+
+def exit_logits(llm: LLM, texts: Sequence[str]) -> list[list[tuple[float, ...]]]:
+    """For each text the logits [exits, classes] of all exits: nobody leaves early."""
+    ids = [llm.tokenizer.encode(text, parse_special=False) for text in texts]
+    outputs = whole(llm.generate(ids, SamplingParams(max_tokens=1), strategy=Classifying()))
+    return [output.classified for output in outputs]
+
+
+def fit(rows: np.ndarray, classes: np.ndarray, count: int, decay: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logistic regression of rows [texts, hidden] on classes [texts]: weight [count, hidden], bias [count], float32. Rows are
+    brought to mean 0 and variance 1, which is folded into both."""
+    mean, scale = rows.mean(0), rows.std(0) + 1e-6
+    x, y = torch.from_numpy((rows - mean) / scale).double(), torch.from_numpy(classes)
+    weight = torch.zeros(count, x.shape[1], dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(count, dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS([weight, bias], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        solver.zero_grad()
+        lost: torch.Tensor = cross_entropy(x @ weight.t() + bias, y) + decay * weight.square().sum()
+        lost.backward()
+        return lost
+
+    solver.step(loss)
+    folded = weight.detach().numpy() / scale
+    return folded.astype(np.float32), (bias.detach().numpy() - folded @ mean).astype(np.float32)
+
+
+def grid_of(criterion: str, classes: int, exits: int) -> list[float]:
+    """Thresholds from the safest on, the same whatever the data."""
+    if criterion == "patience":
+        return [float(count) for count in range(exits - 1, 0, -1)]
+    if criterion in ("entropy", "kl"):
+        return np.geomspace(1e-6, np.log(classes), FINE).tolist()
+    least = 1 / classes if criterion == "max_prob" else 0.0
+    return (1 - np.geomspace(1e-6, 1 - least, FINE)).tolist()
+
+
+def calibrated(
+    exits: Exits,
+    said: np.ndarray,
+    classes: np.ndarray,
+    delta: float,
+    epsilon: float,
+    criteria: Iterable[str] = CRITERIA,
+) -> list[Rule]:
+    """For each criterion the least careful threshold that can be shown, on probabilities [exits, texts, classes] of texts that
+    trained nothing. A text is lost where the exit is wrong and the whole model is right. Without one the criterion is left out.
+    """
+    best = said.argmax(-1)
+    rules = []
+    for criterion in criteria:
+        if criterion == "patience" and len(exits.layers) < 2:
+            continue
+
+        def losses(threshold: float, criterion: str = criterion) -> np.ndarray:
+            at = leave_at(criterion, threshold, said)
+            left = best[at, np.arange(len(at))]
+            return ((left != classes) & (best[-1] == classes)).astype(float)
+
+        grid = grid_of(criterion, len(exits.labels), len(exits.layers))
+        found = calibrate(losses, grid, delta=delta, epsilon=epsilon)
+        if found.threshold is not None and found.risk is not None:
+            at = leave_at(criterion, found.threshold, said)
+            layers = float(np.array(exits.layers)[at].mean())
+            rules.append(Rule(criterion, found.threshold, delta, epsilon, found.bound, found.n, found.risk, layers))
+    return rules
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a classifier is trained. `layers`: where exits stand, None after every layer. `held_out`: the share of the texts that
+    thresholds are calibrated on, where there are none of their own."""
+
+    layers: tuple[int, ...] | None = None
+    decay: float = 1e-3
+    delta: float = 0.01
+    epsilon: float = 0.05
+    held_out: float = 0.3
+    seed: int = 0
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of it: each exit's accuracy on the texts of the calibration, and the rules."""
+
+    exits: Exits
+    accuracy: list[float]
+    rules: list[Rule]
+
+
+def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, check: Labelled | None = None) -> Result:
+    """Train and calibrate a classifier for an encoder, and write it to a folder. Raises ValueError."""
+    labels = tuple(sorted(set(data.labels)))
+    if check is None:
+        order = list(range(len(data.texts)))
+        random.Random(recipe.seed).shuffle(order)
+        cut = round(len(order) * recipe.held_out)
+        data, check = data.part(order[cut:]), data.part(order[:cut])
+    if len(set(data.labels)) < 2 or len(check.texts) < 2:
+        raise ValueError("a classifier needs texts of two labels at least, and some to calibrate with; give more")
+    if strange := sorted(set(check.labels) - set(labels)):
+        raise ValueError(f"the label {strange[0]!r} is in no text to train with; give one, or leave its texts out")
+    with LLM(model, threads=recipe.threads) as llm:
+        if not llm.model_config.encoder:
+            raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model} is a decoder; take another model")
+        depth = llm.model_config.num_layers
+        layers = recipe.layers or tuple(range(1, depth + 1))
+        if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:
+            raise ValueError(f"exits stand after ascending layers, the last after layer {depth}; not {layers}")
+        rows = pooled_rows(llm, [*data.texts, *check.texts], layers, told)
+        number = {label: at for at, label in enumerate(labels)}
+        classes = np.array([number[label] for label in (*data.labels, *check.labels)])
+        known, weights = len(data.texts), []
+        for exit in range(len(layers)):
+            told("training", exit + 1, len(layers))
+            weights.append(fit(rows[exit, :known], classes[:known], len(labels), recipe.decay))
+        weight, bias = (np.stack(each).astype(np.float64) for each in zip(*weights, strict=True))
+        exits = Exits(layers, labels, llm.opened.pooling, weight, bias)
+        logits = np.stack([exits.logits(exit, rows[exit, known:].astype(np.float64)) for exit in range(len(layers))])
+        said = probabilities(logits)
+        rules = calibrated(exits, said, classes[known:], recipe.delta, recipe.epsilon)
+        accuracy = (said.argmax(-1) == classes[known:]).mean(-1).tolist()
+        about: dict[str, float | str] = {"texts": float(known), "decay": recipe.decay, "accuracy": float(accuracy[-1])}
+        save(out, exits, llm.opened, about, rules)
+    return Result(exits, accuracy, rules)

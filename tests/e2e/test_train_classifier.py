@@ -1,0 +1,161 @@
+"""Training exits, calibrating them, and measuring what they save: on texts whose class is in one of their words."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.bench.exits import Said, overthinking
+from headrace.llm import LLM
+from headrace.runner.exits import CRITERIA, Exits, leave_at
+from headrace.startup.exits import CALIBRATION
+from headrace.training.classifier import Labelled, calibrated, fit, grid_of, read_labelled
+from tests.cli_shell import Shell
+from tests.tiny_bert import LAYERS, write_tiny_bert
+
+
+def write_texts(path: Path, count: int, seed: int) -> Path:
+    draw, lines = random.Random(seed), []
+    for _ in range(count):
+        label = draw.choice(("still", "flowing"))
+        words = draw.choices(["the", "mill", "stands", "by", "a", "."], k=draw.randrange(2, 7))
+        words.insert(draw.randrange(len(words)), "water" if label == "flowing" else "wheel")
+        lines.append(json.dumps({"text": " ".join(words), "label": label}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_from_texts_to_figures(tmp_path: Path, shell: Shell) -> None:
+    bert, data = write_tiny_bert(tmp_path / "bert"), write_texts(tmp_path / "train.jsonl", 300, 1)
+    folder, dev = tmp_path / "classifier", write_texts(tmp_path / "dev.jsonl", 80, 2)
+    code, _, err = shell("train-classifier", bert, "-d", data, "-o", folder, "--delta", "0.1", "--threads", "1")
+    assert code == 0, err
+    rules = json.loads((folder / CALIBRATION).read_text())
+    assert {one["criterion"] for one in rules} <= set(CRITERIA)
+    assert rules == sorted(rules, key=lambda one: one["mean_layers"])
+    assert rules[0]["mean_layers"] < LAYERS
+    assert all(one["risk"] <= 0.1 and one["n"] == 90 for one in rules)
+    figures, plot = tmp_path / "figures.json", tmp_path / "exits.svg"
+    arguments = ("-c", folder, "-d", dev, "--rounds", "1", "--threads", "1", "--json", figures, "--plot", plot)
+    code, _, err = shell("bench", "exits", bert, *arguments)
+    assert code == 0, err
+    found = json.loads(figures.read_text())
+    assert found["full_accuracy"] > 0.8
+    assert found["accuracy"] > found["full_accuracy"] - 0.15
+    assert found["layers"] == pytest.approx(LAYERS / found["mean_layers"])
+    assert [one["batch"] for one in found["batches"]] == [1, 8, 32]
+    assert set(found["curves"]) == set(CRITERIA)
+    assert plot.read_text().startswith("<svg")
+    known = read_labelled(dev)
+    with LLM(bert, threads=1, classifier=folder) as llm:  # the curve is what really happens
+        made = llm.classify(known.texts)
+    assert np.mean([one.layers for one in made]) == pytest.approx(found["mean_layers"])
+    assert np.mean([one.label == label for one, label in zip(made, known.labels, strict=True)]) == found["accuracy"]
+    assert "the classifier knows no label 'x'" in shell("bench", "exits", bert, "-c", folder, "-d", _one_label(tmp_path))[2]
+
+
+def _one_label(folder: Path) -> Path:
+    path = folder / "other.tsv"
+    path.write_text("sentence\tlabel\nthe mill\tx\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no texts"),
+        ("{}\n", 'entry 1: wants "text"'),
+        ('{"text": "a", "label": true}\n', 'entry 1: wants "text"'),
+        ("no\n", "line 1: wants a JSON object"),
+    ],
+)
+def test_texts_that_cannot_be_read(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_labelled(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--layers", "1,2"), "the last after layer 3"),
+        (("--layers", "a"), "takes numbers"),
+        (("--delta", "2"), "between 0 and 1"),
+    ],
+)
+def test_training_that_cannot_be_is_refused(tmp_path: Path, shell: Shell, options: tuple[str, ...], says: str) -> None:
+    bert, data = write_tiny_bert(tmp_path / "bert"), write_texts(tmp_path / "train.jsonl", 20, 1)
+    code, _, err = shell("train-classifier", bert, "-d", data, "-o", tmp_path / "out", *options)
+    assert code != 0
+    assert says in err
+
+
+def test_files_with_a_header_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('sentence\tlabel\nthe "mill\t1\n')
+    (tmp_path / "a.csv").write_text('text,label\n"the mill, turning",1\n')
+    assert read_labelled(tmp_path / "a.tsv") == Labelled(['the "mill'], ["1"])
+    assert read_labelled(tmp_path / "a.csv") == Labelled(["the mill, turning"], ["1"])
+
+
+def test_a_fit_finds_the_line() -> None:
+    rng = np.random.default_rng(0)
+    rows = (rng.normal(size=(400, 5)) * 10 + 100).astype(np.float32)
+    classes = (rows[:, 2] > 100).astype(np.int64)
+    weight, bias = fit(rows, classes, 2, 1e-4)
+    assert ((rows @ weight.T + bias).argmax(-1) == classes).mean() > 0.97
+
+
+def test_measures_of_each_criterion() -> None:
+    said = np.array([[[0.7, 0.3], [0.5, 0.5]], [[0.9, 0.1], [0.4, 0.6]]])  # exits, texts, classes
+    found = {name: criterion.measure(said) for name, criterion in CRITERIA.items()}
+    assert found["max_prob"] == pytest.approx([0.9, 0.6])
+    assert found["margin"] == pytest.approx([0.8, 0.2])
+    assert found["entropy"] == pytest.approx([-0.9 * np.log(0.9) - 0.1 * np.log(0.1), -0.4 * np.log(0.4) - 0.6 * np.log(0.6)])
+    assert found["kl"] == pytest.approx([0.9 * np.log(9 / 7) + 0.1 * np.log(1 / 3), 0.4 * np.log(0.8) + 0.6 * np.log(1.2)])
+    assert found["patience"].tolist() == [1, 0]
+    assert leave_at("max_prob", 0.65, said).tolist() == [0, 1]
+    assert leave_at("patience", 1.0, np.repeat(said[:1], 4, 0)).tolist() == [1, 1]
+
+
+def test_overthinking_is_counted() -> None:
+    right = np.array([[1, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 1]])  # exits, texts; the first is forgotten
+    said = np.stack([1 - right, right], -1).astype(float)
+    found = overthinking(Said(said, np.ones(4, np.int64), np.array([2, 4, 6])))
+    assert found == {"wasteful": 0.5, "destructive": 0.25, "best": 0.75, "needed": 3.0}
+
+
+def test_calibrated_thresholds_keep_their_promise() -> None:
+    """Of many calibrations at most epsilon, and three standard errors, choose a threshold that loses more than delta. Control:
+    the least careful threshold that lost little on the same texts breaks that in half of the settings at least."""
+    runs, epsilon, rng = 40, 0.05, np.random.default_rng(5)
+    exits, grid = Exits((1, 2), ("a", "b"), "mean", np.empty(0), np.empty(0)), grid_of("max_prob", 2, 2)
+    true = dict(zip(grid, lost(*world(np.random.default_rng(9), 40_000), grid), strict=True))
+    most, naive_breaks = epsilon + 3 * (epsilon * (1 - epsilon) / runs) ** 0.5, 0
+    for n, delta in ((150, 0.02), (150, 0.05), (150, 0.1), (300, 0.02), (300, 0.05), (300, 0.1)):
+        broken = naive = 0
+        for _ in range(runs):
+            said, classes = world(rng, n)
+            rules = calibrated(exits, said, classes, delta, epsilon, ("max_prob",))
+            broken += any(true[rule.threshold] > delta for rule in rules)
+            risks = zip(grid, lost(said, classes, grid), strict=True)
+            naive += true[max((t for t, risk in risks if risk <= delta), key=grid.index)] > delta
+        assert broken / runs <= most
+        naive_breaks += naive / runs > most
+    assert naive_breaks >= 3
+
+
+def world(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """An early exit that is as sure as it is right, and a last one that always is."""
+    sure, classes = rng.uniform(0.5, 1, n), rng.integers(0, 2, n)
+    early = np.where(rng.random(n) < sure, classes, 1 - classes)
+    first = np.where(early[:, None] == np.arange(2), sure[:, None], 1 - sure[:, None])
+    return np.stack([first, np.eye(2)[classes]]), classes
+
+
+def lost(said: np.ndarray, classes: np.ndarray, grid: list[float]) -> list[float]:
+    """The share that an early exit loses, threshold by threshold."""
+    wrong, sure = said[0].argmax(-1) != classes, said[0].max(-1)
+    return [float((wrong & (sure >= threshold)).mean()) for threshold in grid]
