@@ -77,8 +77,8 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "llm engine startup.encoding startup.opening decoding text weights confined data",
-    "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm startup "
-    "startup.opening startup.runnable decoding text weights native data",
+    "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm "
+    "startup startup.opening startup.runnable decoding text weights native data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }

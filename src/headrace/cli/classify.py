@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         ('headrace classify MODEL -c FOLDER "a fine film"', "The class, as a JSON line."),
         ("headrace classify MODEL -c FOLDER --criterion off", "By the whole model, for each line of stdin."),
     )
-    app.command(rich_help_panel="Generate", cls=short)(with_groups(classify))
+    app.command(cls=short)(with_groups(classify))
 
 
 def classify(

@@ -18,7 +18,8 @@ COMMANDS = {
         "ask": "Answer questions from the documents of a folder (BM25 retrieval), and say which were cited.",
         "generate": "Answer every line of a file; answers come in order of completion.",
         "embed": 'Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.',
-        "classify": 'Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", "layers"}.',
+        "classify": 'Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", '
+        '"layers"}.',
         "serve": "Serve a model to OpenAI clients; it is downloaded where it is missing.",
     },
     "Models": {
@@ -32,8 +33,8 @@ COMMANDS = {
         "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "
         "can have.",
         "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",
-        "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights stay as "
-        "they are.",
+        "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights "
+        "stay as they are.",
         "doctor": "Show what a bug report should say of this installation, and what is wrong with it (exit code 1).",
     },
     "Measure": {
@@ -48,8 +49,8 @@ BENCH = {
     "Commands": {
         "local": "Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 "
         "tokens, load time, memory.",
-        "linears": "Linear layers of every format of weights at 1 to 256 rows: their share of the machine's own peak of products and "
-        "of memory read, measured beside them.",
+        "linears": "Linear layers of every format of weights at 1 to 256 rows: their share of the machine's own peak of "
+        "products and of memory read, measured beside them.",
         "peers": "Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth.",
         "serve": "Load on any OpenAI server: latencies, throughput, goodput.",
         "latency": "Time to the first token against prompt length, and greedy decoding against sampling.",

@@ -13,7 +13,7 @@ from headrace.cli.status import status
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(name="train-classifier", rich_help_panel="Models")(train_classifier)
+    app.command("train-classifier")(train_classifier)
 
 
 def train_classifier(
