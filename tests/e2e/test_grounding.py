@@ -151,6 +151,19 @@ def test_ask(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
     assert re.search(r"\d+% of \d+ prompt tokens were cached", err)
 
 
+def test_ask_says_what_it_did_not_read_and_where_nothing_fits(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
+    (folder / "picture.png").unlink()
+    clean = shell("ask", tiny_gguf, folder, next(iter(FACTS)), "-m", "1", "--budget", "150")[2]
+    assert "not read" not in clean
+    assert "the model's alone" not in clean
+    (folder / "works" / "plan.pdf").write_bytes(b"%PDF")
+    (folder / ".hidden.pdf").write_bytes(b"%PDF")
+    code, _, err = shell("ask", tiny_gguf, folder, "zyzzyva qwxv", "-m", "1", "--budget", "150")
+    assert code == 0, err
+    assert "not read, being no text or beyond 2 MiB: works/plan.pdf\n" in err
+    assert "(no passage fits the question and --budget: the answer is the model's alone)" in err
+
+
 def test_ask_is_greedy_and_bounded_unless_told_otherwise(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
     question = next(iter(FACTS))
     one, again = (shell("ask", tiny_gguf, folder, question, "--budget", "60")[1] for _ in range(2))

@@ -11,6 +11,7 @@ from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, check
 from headrace.cli.output import say
 from headrace.cli.terminal import AnswerWriter
 
+SHOWN = 5  # names of files that were not read
 ANSWER = 256  # tokens of an answer, unless told otherwise
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "mirostat_tau", "seed")
 
@@ -40,7 +41,7 @@ def ask(
     unless --max-tokens says otherwise. Needs the extra `ground`.
     """
     from headrace.workflows.grounding import asking
-    from headrace.workflows.grounding.documents import read_folder
+    from headrace.workflows.grounding.documents import left_out, read_folder
     from headrace.workflows.grounding.retrieval import Index
 
     check(options, sampling)
@@ -49,6 +50,9 @@ def ask(
     if sampling.preset is None and not any(name in given for name in DRAWN):
         own["temperature"] = 0.0  # what a document says is no matter of chance
     index = Index(read_folder(folder))
+    if left := left_out(folder):
+        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        say(f"not read, being no text or beyond 2 MiB: {', '.join(left[:SHOWN])}{more}")
     llm = open_llm(model, options, preset="offline")
     answers = asking.begin(llm, index, questions, sampling.bind(llm)(**own), budget=budget, most=passages)
     for answer in answers:
@@ -61,6 +65,8 @@ def ask(
         for passage in answer.cited:
             print(f"[{answer.passages.index(passage) + 1}] {passage.source}:{passage.line}")
         print()
+        if not answer.passages:
+            say("(no passage fits the question and --budget: the answer is the model's alone)")
         if answer.output.outputs[0].finish_reason == "length":
             say("(the answer is cut off; --max-tokens allows more)")
     names = sorted({passage.source for answer in answers for passage in answer.passages})

@@ -25,15 +25,27 @@ def read_folder(folder: Path, size: int = PASSAGE) -> list[Passage]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name one with text files in it")
     found: list[Passage] = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if path.is_symlink() or not path.is_file() or any(part.startswith(".") for part in name.parts):
-            continue
-        if path.suffix.lower() in SUFFIXES and path.stat().st_size <= LARGEST:
-            found += split(name.as_posix(), path.read_text("utf-8", errors="replace"), size)
+    for name in files(folder):
+        if _is_read(folder / name):
+            found += split(name, (folder / name).read_text("utf-8", errors="replace"), size)
     if not found:
         raise ValueError(f"{folder} has no text files (such as .md or .txt)")
     return found
+
+
+def left_out(folder: Path) -> list[str]:
+    """Files of other kinds, and those beyond 2 MiB."""
+    return [name for name in files(folder) if not _is_read(folder / name)]
+
+
+def files(folder: Path) -> list[str]:
+    """Names of a folder's files, but for hidden ones and links."""
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
+
+
+def _is_read(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and path.stat().st_size <= LARGEST
 
 
 def split(source: str, text: str, size: int = PASSAGE) -> list[Passage]:
