@@ -10,7 +10,7 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run test test-isa test-weights test-slow test-peers soak bench lint clang sanitize sanitize-short format native clean
+.PHONY: help run test test-isa test-weights test-slow test-peers soak bench lint clang arm sanitize sanitize-short format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
@@ -22,6 +22,7 @@ help:
 	@echo "make soak           the server under mixed traffic and attacks for 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
 	@echo "make clang          the C++ core and its test programs built by clang++, and run: 190 s of CPU, half that on two cores"
+	@echo "make arm            the C++ test programs built for 64-bit Arm and run under qemu-user, as $(ARM_CPUS)"
 	@echo "make sanitize       the C++ test programs under the address, undefined-behaviour and thread sanitizers"
 	@echo "make sanitize-short the same with the plain kernels alone: 230 s of CPU, two minutes on two cores"
 	@echo "make bench          tokens per second, load time and memory of $(MODEL) here, and the kernels' share of what this machine can do"
@@ -55,15 +56,31 @@ test-peers: $(VENV)/.peers
 # $(call programs,FOLDER,OPTIONS): the C++ test programs alone, built in build/FOLDER, and run. Without address
 # randomisation (setarch): older thread sanitizers cannot do with much of it.
 define programs
+	$(call build_programs,$(1),$(2))
+	@setarch "$$(uname -m)" -R $(VENV)/bin/ctest --test-dir build/$(1) --output-on-failure
+endef
+
+define build_programs
 	@echo "== $(1)"
 	@$(VENV)/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(realpath $(VENV))/bin/ninja" \
 		-DHEADRACE_MODULE=OFF -DCMAKE_BUILD_TYPE=Release $(2) >/dev/null
 	@$(VENV)/bin/cmake --build build/$(1) --target programs
-	@setarch "$$(uname -m)" -R $(VENV)/bin/ctest --test-dir build/$(1) --output-on-failure
 endef
 
 clang: $(VENV)/.dev
 	$(call programs,clang,-DCMAKE_CXX_COMPILER=clang++)
+
+# Cross-built; each CPU runs the kernels it has: plain, with the dot product, with that of unsigned by signed bytes.
+ARM_CPUS ?= cortex-a72 neoverse-n1 max
+ARM_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
+
+arm: $(VENV)/.dev
+	@for tool in $(ARM_TOOLS); do command -v $$tool >/dev/null || { \
+		echo "make arm needs $$tool, which is not here: on Debian, apt install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
+	$(call build_programs,arm,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_EXE_LINKER_FLAGS=-static \
+		-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64)
+	@for cpu in $(ARM_CPUS); do echo "== $$cpu"; \
+		QEMU_CPU=$$cpu $(VENV)/bin/ctest --test-dir build/arm --output-on-failure || exit 1; done
 
 sanitize: $(VENV)/.dev
 	$(call programs,sanitize-address,-DHEADRACE_SANITIZE=address)

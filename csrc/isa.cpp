@@ -6,10 +6,18 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(HEADRACE_ARM)
+#include <sys/auxv.h>
 #endif
 
 namespace headrace {
 namespace {
+
+#if defined(HEADRACE_ARM)
+constexpr std::string_view kKnown = "i8mm, neon or plain";
+#else
+constexpr std::string_view kKnown = "avx512, avx512vnni, avxvnni, avx2 or plain";
+#endif
 
 #if defined(HEADRACE_X86)
 struct Registers {
@@ -52,6 +60,15 @@ std::vector<Isa> detect() {
     if (has(more.a, {5})) found.insert(found.begin(), Isa::kAvx512);  // BF16
     return found;
 }
+#elif defined(HEADRACE_ARM)
+std::vector<Isa> detect() {
+    constexpr unsigned long kDotProduct = 1UL << 20, kInt8Products = 1UL << 13;  // of AT_HWCAP, of AT_HWCAP2
+    std::vector<Isa> found{Isa::kPlain};
+    if (!(getauxval(AT_HWCAP) & kDotProduct)) return found;
+    found.insert(found.begin(), Isa::kNeon);
+    if (getauxval(AT_HWCAP2) & kInt8Products) found.insert(found.begin(), Isa::kI8mm);
+    return found;
+}
 #else
 std::vector<Isa> detect() { return {Isa::kPlain}; }
 #endif
@@ -59,16 +76,16 @@ std::vector<Isa> detect() { return {Isa::kPlain}; }
 }  // namespace
 
 std::string_view isa_name(Isa isa) {
-    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512vnni", "avx512"};
+    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "i8mm"};
     return kNames[static_cast<int>(isa)];
 }
 
 Isa parse_isa(std::string_view name) {
-    for (const Isa isa : {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512}) {
+    for (const Isa isa :
+         {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512, Isa::kNeon, Isa::kI8mm}) {
         if (name == isa_name(isa)) return isa;
     }
-    throw std::invalid_argument("unknown instruction set '" + std::string(name) +
-                                "'; use avx512, avx512vnni, avxvnni, avx2 or plain");
+    throw std::invalid_argument("unknown instruction set '" + std::string(name) + "'; use " + std::string(kKnown));
 }
 
 const std::vector<Isa>& supported_isas() {

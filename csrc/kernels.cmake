@@ -59,12 +59,17 @@ set(HEADRACE_FLAGS_avxvnni ${HEADRACE_FLAGS_avx2} -mavxvnni)
 set(HEADRACE_FLAGS_avx512vnni ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
     -mprefer-vector-width=512)
 set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx512vnni} -mavx512bf16)
+set(HEADRACE_FLAGS_neon -march=armv8.2-a+dotprod)
+set(HEADRACE_FLAGS_i8mm -march=armv8.2-a+dotprod+i8mm)
 
 add_library(headrace_kernels STATIC ${HEADRACE_HOST_SOURCES})
 set(HEADRACE_ISAS plain)
 if(NOT HEADRACE_PLAIN AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
   list(APPEND HEADRACE_ISAS avx512 avx512vnni avxvnni avx2)
   target_compile_definitions(headrace_kernels PUBLIC HEADRACE_X86)
+elseif(NOT HEADRACE_PLAIN AND CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64|ARM64")
+  list(APPEND HEADRACE_ISAS neon i8mm)
+  target_compile_definitions(headrace_kernels PUBLIC HEADRACE_ARM)
 endif()
 
 foreach(isa IN LISTS HEADRACE_ISAS)

@@ -23,6 +23,9 @@ HEADRACE_TABLE(avx2, Isa::kAvx2)
 HEADRACE_TABLE(avxvnni, Isa::kAvxVnni)
 HEADRACE_TABLE(avx512vnni, Isa::kAvx512Vnni)
 HEADRACE_TABLE(avx512, Isa::kAvx512)
+#elif defined(HEADRACE_ARM)
+HEADRACE_TABLE(neon, Isa::kNeon)
+HEADRACE_TABLE(i8mm, Isa::kI8mm)
 #endif
 
 const Kernels& choose() {
@@ -49,6 +52,11 @@ const Kernels& kernels_for(Isa isa) {
             return avxvnni_table;
         case Isa::kAvx2:
             return avx2_table;
+#elif defined(HEADRACE_ARM)
+        case Isa::kI8mm:
+            return i8mm_table;
+        case Isa::kNeon:
+            return neon_table;
 #endif
         default:
             return plain_table;

@@ -1,5 +1,5 @@
 // One instruction set's vectors. The build compiles every kernels_*.cpp once per instruction set, with HEADRACE_ISA
-// set to plain, avx2, avxvnni, avx512vnni or avx512; what is in such a file lives in `namespace
+// set to plain, avx2, avxvnni, avx512vnni, avx512, neon or i8mm; what is in such a file lives in `namespace
 // headrace::HEADRACE_ISA`.
 //
 // Rules for these files, so that no code of one instruction set is ever linked into another's path: include nothing of
@@ -40,6 +40,8 @@
 #define HEADRACE_CODE_avxvnni 3
 #define HEADRACE_CODE_avx512vnni 4
 #define HEADRACE_CODE_avx512 5
+#define HEADRACE_CODE_neon 6
+#define HEADRACE_CODE_i8mm 7
 #define HEADRACE_IS(name) (HEADRACE_PASTE(HEADRACE_CODE_, HEADRACE_ISA) == HEADRACE_CODE_##name)
 
 // kLanes, where the preprocessor asks.
@@ -49,6 +51,9 @@
 #elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
 #define HEADRACE_LANES 8
 #include "vec_avx2.h"
+#elif HEADRACE_IS(neon) || HEADRACE_IS(i8mm)
+#define HEADRACE_LANES 4
+#include "vec_neon.h"
 #else
 #define HEADRACE_LANES 4
 #include "vec_plain.h"

@@ -9,6 +9,7 @@ foreach(name IN LISTS HEADRACE_PROGRAMS)
   add_test(NAME ${name} COMMAND ${name}_test)
   set_tests_properties(${name} PROPERTIES TIMEOUT 900)
 endforeach()
+target_compile_definitions(linear_test PRIVATE HEADRACE_BITS="${CMAKE_CURRENT_SOURCE_DIR}/tests/native/bits.txt")
 add_custom_target(programs DEPENDS ${HEADRACE_PROGRAM_TARGETS})
 
 # What vec_test asks of each instruction set, compiled as the kernels are.

@@ -28,6 +28,11 @@ const VecShim& shim_of(Isa isa) {
             return avxvnni::vec_shim;
         case Isa::kAvx2:
             return avx2::vec_shim;
+#elif defined(HEADRACE_ARM)
+        case Isa::kI8mm:
+            return i8mm::vec_shim;
+        case Isa::kNeon:
+            return neon::vec_shim;
 #endif
         default:
             return plain::vec_shim;
