@@ -41,7 +41,7 @@ struct EmbedPhase {
     std::optional<PackedTensor> positions;
     float scale;
     int out;
-    std::vector<float> offset;  // [width] or empty
+    std::vector<float> offset{};  // [width] or empty
 };
 
 struct NormPhase {

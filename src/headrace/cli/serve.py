@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +35,10 @@ def serve(
     options: ModelOptions,
     queue: QueueOptions,
     limits: LimitOptions,
+    classifier: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="A folder that train-classifier wrote for MODEL: /v1/classify."),
+    ] = None,
 ) -> int:
     """Serve a model to OpenAI clients; it is downloaded where it is missing.
 
@@ -55,6 +59,8 @@ def serve(
         (served_name(entry.model) if entry.name is None else entry.name, entry, {**asdict(options), **entry.options})
         for entry in listed
     ]
+    if classifier is not None:
+        entries[0][2]["classifier"] = str(classifier)
     if server.served_model_name is not None:
         entries[0] = (server.served_model_name, *entries[0][1:])
     names = [name for name, _, _ in entries]

@@ -89,7 +89,7 @@ class Exits:
         summed: np.ndarray = (pooled[:, None] * self.weight[exit]).sum(-1) + self.bias[exit]
         return summed
 
-    def check(self, criterion: str, threshold: float) -> None:
+    def check(self, criterion: str, threshold: float | None = None) -> None:
         """Raise ValueError for what no exit can be asked; an empty criterion is the whole model."""
         if not criterion:
             return
@@ -97,7 +97,7 @@ class Exits:
             raise ValueError(f"unknown criterion {criterion!r}; use {', '.join(CRITERIA)}")
         rule = CRITERIA[criterion]
         most = rule.most(len(self.labels), len(self.layers))
-        if not rule.least <= threshold <= most:
+        if threshold is not None and not rule.least <= threshold <= most:
             bounds = f"{rule.least:g} or more" if math.isinf(most) else f"{rule.least:g} to {most:g}"
             raise ValueError(f"the threshold of {criterion} must be {bounds} here, not {threshold:g}")
 

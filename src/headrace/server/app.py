@@ -16,7 +16,7 @@ from headrace import __version__
 from headrace.confined.pool import BusyError
 from headrace.data.params import ParamError
 from headrace.decoding.tools import ToolError
-from headrace.server import chat, completions, embeddings, tokens
+from headrace.server import chat, classes, completions, embeddings, tokens
 from headrace.server.answers import Model
 from headrace.server.api import Api, Call, as_response
 from headrace.server.async_llm import (
@@ -32,6 +32,7 @@ from headrace.server.bounds import Strict
 from headrace.server.errors import TOO_LONG, ApiError, as_api_error, blamed
 from headrace.server.fields import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -44,7 +45,20 @@ from headrace.server.models import Models
 from headrace.server.openapi import document
 from headrace.server.page.routes import add_page, file_routes
 from headrace.server.principals import PRINCIPAL, QuotaError
-from headrace.server.schemas import CHAT, COMPLETION, EMBEDDINGS, HEALTH, MODEL, MODELS, PROMPT, STATUS, TOKENS, VERSION, plain
+from headrace.server.schemas import (
+    CHAT,
+    CLASSES,
+    COMPLETION,
+    EMBEDDINGS,
+    HEALTH,
+    MODEL,
+    MODELS,
+    PROMPT,
+    STATUS,
+    TOKENS,
+    VERSION,
+    plain,
+)
 from headrace.server.service import Service
 from headrace.server.storage_routes import add_batches, add_files, add_responses
 from headrace.server.store import Store
@@ -87,6 +101,7 @@ PROTOCOLS = (
     Protocol("/v1/completions", CompletionRequest, completions.complete, "prompt", COMPLETION),
     Protocol("/v1/chat/completions", ChatRequest, chat.chat, "messages", CHAT),
     Protocol("/v1/embeddings", EmbeddingRequest, embeddings.embed, "input", EMBEDDINGS),
+    Protocol("/v1/classify", ClassifyRequest, classes.classify, "input", CLASSES),
 )
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -30,6 +30,7 @@ from headrace.server.tickets import (
     Wakeup,
     deltas,
 )
+from headrace.startup import exits
 from headrace.startup.encoding import LONG, encode_long
 from headrace.startup.opening import Opened, open_model
 
@@ -83,6 +84,7 @@ class AsyncLLM:
         self._suspect: tuple[Ticket, Suspect] | None = None  # the one that the engine has
         self._suspects: deque[tuple[Ticket, Suspect]] = deque()  # that wait until it shows that it is none
         self._opened: Opened | None = None
+        self.classifier: exits.Classifier | None = None  # once the model is open
         self._ids = itertools.count()
         self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
@@ -178,13 +180,14 @@ class AsyncLLM:
         *,
         salt: bytes = b"",
         pool: str = "",
+        rule: tuple[str, float] | None = None,
         deadline: float | None = None,
         begun: bool = False,
         grammar: str = "",
     ) -> list[Ticket]:
-        """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings.
-        What has not ended after `deadline` seconds fails with DeadlineError. `begun`: others of the same request were taken,
-        so these are taken in an orderly end, too. `grammar`: of the structured outputs, as a look at them gave it.
+        """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings; `rule`:
+        classes. What has not ended after `deadline` seconds fails with DeadlineError. `begun`: others of the same request were
+        taken, so these are taken in an orderly end, too. `grammar`: of the structured outputs, as a look at them gave it.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError (QuarantinedError).
         """
@@ -192,7 +195,7 @@ class AsyncLLM:
             raise self.replica.supervision.refusal()
         context = self.loaded.max_model_len
         for ids in prompts:
-            if len(ids) >= context + bool(pool):
+            if len(ids) >= context + (bool(pool) or rule is not None):
                 raise TooLongError(
                     f"This model's maximum context length is {context} tokens, the answer included, "
                     f"and the prompt has {len(ids)}; shorten the prompt"
@@ -200,7 +203,7 @@ class AsyncLLM:
         if len(prompts) > (most := self.waiting.max_requests):
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
         own = PRINCIPAL.get().salted(salt)
-        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, grammar) for ids in prompts]
+        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, rule, grammar) for ids in prompts]
         suspects = [self.quarantine.find(one) for one in asked]
         if any(suspect is not None and suspect.ends >= ENOUGH for suspect in suspects):
             raise QuarantinedError(f"the engine ended {ENOUGH} times while it had this request, which is not tried again")
@@ -284,6 +287,8 @@ class AsyncLLM:
         if self._opened is None:
             try:
                 self._opened = await asyncio.to_thread(open_model, self.model)
+                if (folder := self.settings.get("classifier")) is not None:
+                    self.classifier = await asyncio.to_thread(exits.load, folder, self._opened)
             except (ValueError, OSError) as error:
                 raise LoadError(" ".join(str(error).split())) from error
         return Load(self.model, dict(self.settings), log.getEffectiveLevel(), self.replica.beat)
@@ -312,6 +317,9 @@ class AsyncLLM:
             for pooled in message.pooled:
                 if ticket := self.tickets.get(pooled.request_id):
                     ticket.pooled = pooled.values
+            for said in message.classified:
+                if ticket := self.tickets.get(said.request_id):
+                    ticket.classified = said.logits
             if self.observer is not None:
                 self.observer.step(message, self.tickets)
             for ended in message.ended:

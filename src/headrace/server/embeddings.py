@@ -11,7 +11,7 @@ from starlette.requests import Request
 from headrace.data.outputs import unit
 from headrace.data.params import SamplingParams
 from headrace.server.errors import bad
-from headrace.server.fields import EmbeddingRequest
+from headrace.server.fields import ClassifyRequest, EmbeddingRequest
 from headrace.server.principals import PRINCIPAL
 from headrace.server.sampling import priority_of
 from headrace.server.service import Service
@@ -30,11 +30,16 @@ async def embed(service: Service, request: EmbeddingRequest, http: Request, salt
         raise bad(f"encoding_format must be float or base64, not {request.encoding_format[:40]!r}", "encoding_format")
     if request.dimensions is not None and not 1 <= request.dimensions <= size:
         raise bad(f"dimensions must be 1 to {size} of this model, not {request.dimensions}", "dimensions")
-    texts = await _texts(service, request)
-    return await unless_gone(http, _embed(service, request, texts, salt))
+    texts = await tokens_of(service, request)
+    pool = request.pooling or service.llm.opened.pooling
+    tickets = await unless_gone(http, together(service, request, texts, salt, pool=pool))
+    tokens = sum(map(len, texts))
+    used = {"prompt_tokens": tokens, "total_tokens": tokens}
+    data = [_entry(index, ticket, request) for index, ticket in enumerate(tickets)]
+    return {"object": "list", "data": data, "model": service.name, "usage": used}
 
 
-async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]:
+async def tokens_of(service: Service, request: EmbeddingRequest | ClassifyRequest) -> list[list[int]]:
     """Token ids of every input."""
     given: list[Any] = request.input if isinstance(request.input, list) else [request.input]
     if given and isinstance(given[0], int):
@@ -54,22 +59,24 @@ async def _texts(service: Service, request: EmbeddingRequest) -> list[list[int]]
     return texts
 
 
-async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[int]], salt: bytes) -> dict[str, Any]:
+async def together(
+    service: Service, request: EmbeddingRequest | ClassifyRequest, texts: list[list[int]], salt: bytes, **asked: Any
+) -> list[Ticket]:
+    """Ended tickets of all texts, some of which are in the queue at a time; `asked`: what `submit` is to ask of them."""
     priority = priority_of(request.priority, service.limits)
     PRINCIPAL.get().check("tokens", sum(map(len, texts)))  # it is used as the texts are queued
-    pool = request.pooling or service.llm.opened.pooling
-    data: list[dict[str, Any]] = []
+    ended: list[Ticket] = []
     params = SamplingParams(max_tokens=1, priority=priority or 0)
     seconds = service.deadline(request.deadline)
     ends = None if seconds is None else time.monotonic() + seconds
-    together = min(TOGETHER, service.llm.waiting.max_requests)
+    most = min(TOGETHER, service.llm.waiting.max_requests)
     late = DeadlineError(f"the request was not answered within its deadline of {seconds or 0:g} s")
-    for start in range(0, len(texts), together):
-        part = texts[start : start + together]
+    for start in range(0, len(texts), most):
+        part = texts[start : start + most]
         if start:
             await _room(service, part, ends, late)
         left = None if ends is None else max(ends - time.monotonic(), 0)
-        tickets = service.llm.submit(part, params, salt=salt, pool=pool, deadline=left, begun=start > 0)
+        tickets = service.llm.submit(part, params, salt=salt, deadline=left, begun=start > 0, **asked)
         try:
             async for _ in deltas(tickets):
                 pass
@@ -77,10 +84,8 @@ async def _embed(service: Service, request: EmbeddingRequest, texts: list[list[i
             raise late from None
         finally:
             service.llm.abort(tickets)
-        data += [_entry(start + at, ticket, request) for at, ticket in enumerate(tickets)]
-    tokens = sum(map(len, texts))
-    used = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": service.name, "usage": used}
+        ended += tickets
+    return ended
 
 
 async def _room(service: Service, texts: list[list[int]], ends: float | None, late: DeadlineError) -> None:

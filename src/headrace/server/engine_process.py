@@ -18,8 +18,9 @@ from typing import Any
 from headrace.data.params import ParamError
 from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, Request
+from headrace.decoding.base import Strategy
 from headrace.decoding.constrained import Constraint
-from headrace.decoding.prompts import Pooling
+from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.server.lifeline import end_with
@@ -28,6 +29,7 @@ from headrace.server.messages import (
     Abort,
     Check,
     Checked,
+    Classified,
     Deltas,
     Ended,
     FromEngine,
@@ -138,7 +140,9 @@ class EngineLoop:
 
     def _submit(self, message: Submit, constraint: Constraint | None = None) -> None:
         try:
-            strategy = Pooling(message.pool) if message.pool else None
+            strategy: Strategy | None = Pooling(message.pool) if message.pool else None
+            if message.rule is not None:
+                strategy = Classifying(*message.rule)
             request = self.engine.add(
                 message.prompt,
                 message.params,
@@ -160,10 +164,11 @@ class EngineLoop:
         ended = [Ended(delta.request_id, self._open[delta.request_id].metrics) for delta in deltas if delta.finished]
         scores = [Scores(name, self._open[name].prompt_logprobs) for name in self._scored(deltas)]
         pooled = [Pooled(one.request_id, row) for one in ended if (row := self._open[one.request_id].pooled)]
+        classified = [Classified(one.request_id, said) for one in ended if (said := self._open[one.request_id].classified)]
         for one in ended:
             del self._open[one.request_id]
             self._unscored.discard(one.request_id)
-        return Deltas(deltas, ended, scores, self._stats(self.engine.fed), pooled)
+        return Deltas(deltas, ended, scores, self._stats(self.engine.fed), pooled, classified)
 
     def _scored(self, deltas: list[Delta]) -> list[str]:
         """Requests that owe their prompt log-probs and have begun to answer."""

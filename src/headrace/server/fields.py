@@ -175,6 +175,21 @@ class EmbeddingRequest(Meaningless, kw_only=True):
         alike("input", self.input)
 
 
+class ClassifyRequest(Meaningless, kw_only=True):
+    """POST /v1/classify: texts or token ids, one or many; the model's own rule where none is given."""
+
+    model: Word
+    input: Prompts
+    criterion: Word | None = None
+    threshold: float | None = None
+    priority: Int32 | None = None
+    cache_salt: Salt | None = None
+    deadline: Deadline | None = None
+
+    def __post_init__(self) -> None:
+        alike("input", self.input)
+
+
 class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
     """POST /v1/responses."""
 

@@ -38,6 +38,7 @@ class Submit(msgspec.Struct, tag=True):
     params: SamplingParams
     salt: bytes = b""  # requests with different salts share no cached prefix
     pool: str = ""  # first, last or mean: an embedding instead of an answer
+    rule: tuple[str, float] | None = None  # a class instead of an answer: by which criterion and threshold a text leaves
     grammar: str = ""  # what the structured outputs are, as they are compiled; that was made where it can be stopped
     turn: int = 0  # of equal priorities the one with the smallest begins first
 
@@ -104,6 +105,13 @@ class Pooled(msgspec.Struct, array_like=True):
     values: list[float]
 
 
+class Classified(msgspec.Struct, array_like=True):
+    """What the exits that a text came by said of it, as logits; it comes when its request ends."""
+
+    request_id: str
+    logits: list[tuple[float, ...]]
+
+
 class Stats(msgspec.Struct, array_like=True, frozen=True):
     """The engine's state after a step."""
 
@@ -123,6 +131,7 @@ class Deltas(msgspec.Struct, tag=True):
     scores: list[Scores] = []
     stats: Stats = Stats()
     pooled: list[Pooled] = []
+    classified: list[Classified] = []
 
 
 ToEngine = Load | Submit | Abort | Check

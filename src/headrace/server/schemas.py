@@ -67,6 +67,16 @@ RESPONSE = _object(
 )
 EMBEDDING = _object("embedding", {"index": NUMBER, "embedding": {"oneOf": [{"type": "string"}, _array({"type": "number"})]}})
 
+CLASSIFICATION = _object(
+    "classification",
+    {
+        "index": NUMBER,
+        "label": TEXT,
+        "probabilities": {"type": "object", "additionalProperties": {"type": "number"}},
+        "layers": NUMBER,
+    },
+)
+
 
 def _list(item: dict[str, Any]) -> dict[str, Any]:
     return _object("list", {"data": _array(item)})
@@ -95,6 +105,7 @@ def plain(kind: str) -> dict[str, Any]:
 
 COMPLETION, CHAT = content(ref(Completion), streams=True), content(ref(Chat), streams=True)
 EMBEDDINGS = content(_object("list", {"data": _array(EMBEDDING), "model": TEXT, "usage": {"type": "object"}}))
+CLASSES = content(_object("list", {"data": _array(CLASSIFICATION), "model": TEXT, "usage": {"type": "object"}}))
 MODEL, MODELS = content(ref(Model)), content(_list(ref(Model)))
 TOKENS = content(_object(None, {"tokens": _array(NUMBER), "count": NUMBER, "max_model_len": MAYBE_NUMBER}))
 PROMPT, HTML = content(_object(None, {"prompt": TEXT})), content(_object(None, {"html": TEXT}))

@@ -91,6 +91,7 @@ class Ticket:
         self.asked: Submit | None = None  # what the engine is told
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.pooled: list[float] = []  # when it has ended, where an embedding was asked for
+        self.classified: list[tuple[float, ...]] = []  # likewise, where a class was
         self.metrics: RequestMetrics | None = None  # when it has ended
         self.submitted = time.perf_counter()
         self.generated = 0  # tokens

@@ -66,7 +66,7 @@ class Classifier:
         if threshold is None:
             found = [rule for rule in self.rules if criterion in (None, rule.criterion)]
             if not found:
-                self.exits.check(str(criterion), 1.0)
+                self.exits.check(str(criterion))
                 raise ValueError(f"no threshold of {criterion} was calibrated for this classifier; give one")
             return found[0].criterion, found[0].threshold
         if criterion is None:

@@ -1,0 +1,32 @@
+"""/v1/classify: texts or token ids to classes, by the exits of the model's classifier."""
+
+from typing import Any
+
+from starlette.requests import Request
+
+from headrace.server.embeddings import together, tokens_of
+from headrace.server.errors import bad
+from headrace.server.fields import ClassifyRequest
+from headrace.server.service import Service
+from headrace.server.stream import unless_gone
+
+
+async def classify(service: Service, request: ClassifyRequest, http: Request, salt: bytes) -> dict[str, Any]:
+    """Answer a request. Raises what `as_api_error` knows, and ClientGoneError."""
+    known = service.llm.classifier
+    if known is None:
+        raise bad(f"{service.name} is served without a classifier; start the server with --classifier FOLDER", "model")
+    try:
+        rule = known.rule(request.criterion, request.threshold)
+    except ValueError as error:
+        raise bad(str(error)[:300], "threshold" if request.criterion is None else "criterion") from None
+    texts = await tokens_of(service, request)
+    tickets = await unless_gone(http, together(service, request, texts, salt, rule=rule))
+    data = []
+    for index, (ids, ticket) in enumerate(zip(texts, tickets, strict=True)):
+        said = known.said(ids, ticket.classified)
+        one = {"index": index, "label": said.label, "probabilities": said.probabilities, "layers": said.layers}
+        data.append({"object": "classification", **one})
+    tokens = sum(map(len, texts))
+    used = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": service.name, "usage": used}

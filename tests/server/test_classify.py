@@ -1,0 +1,91 @@
+"""/v1/classify: the classes that `LLM.classify` gives, with limits, and what is wrong with a request in one line."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.llm import LLM
+from headrace.runner.exits import Exits
+from headrace.startup.exits import Rule, save
+from tests.server.harness import Running
+from tests.tiny_bert import CONTEXT, HIDDEN, LAYERS, write_tiny_bert
+
+TEXTS = ["the mill stands by a river", "a wheel", "water turns the wheel"]
+LABELS = ("bad", "good")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def folder(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng, place = np.random.default_rng(3), tmp_path_factory.mktemp("classifier")
+    exits = Exits((1, 3), LABELS, "mean", rng.normal(size=(2, 2, HIDDEN)) * 0.3, np.zeros((2, 2)))
+    with LLM(bert) as llm:
+        save(place, exits, llm.opened, {}, [Rule("max_prob", 0.7, 0.1, 0.05, "hb", 100, 0.02, 2.0)])
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(bert: Path, folder: Path) -> Iterator[Running]:
+    with Running(bert, threads=1, classifier=str(folder)) as running:
+        yield running
+
+
+def test_classes_are_those_of_the_llm(server: Running, bert: Path, folder: Path) -> None:
+    with LLM(bert, threads=1, classifier=folder) as llm:
+        for given in ({}, {"criterion": "off"}, {"criterion": "entropy", "threshold": 0.5}):
+            answer = server.post("/v1/classify", {"model": "tiny", "input": TEXTS * 20, **given}).json()
+            expected = llm.classify(TEXTS * 20, **given)  # type: ignore[arg-type]
+            assert [one["index"] for one in answer["data"]] == list(range(60))
+            for one, right in zip(answer["data"], expected, strict=True):
+                assert (one["label"], one["layers"]) == (right.label, right.layers)
+                assert one["probabilities"] == right.probabilities
+            assert answer["usage"]["prompt_tokens"] == sum(len(one.token_ids) for one in expected)
+        assert {one["layers"] for one in server.post("/v1/classify", {"model": "tiny", "input": [5, 6]}).json()["data"]} <= {
+            1,
+            LAYERS,
+        }
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"criterion": "best", "threshold": 0.5}, "unknown criterion 'best'"),
+        ({"criterion": "max_prob", "threshold": 1.5}, "must be 0 to 1"),
+        ({"criterion": "entropy"}, "no threshold of entropy was calibrated"),
+        ({"threshold": 0.5}, "a threshold is of a criterion"),
+        ({"input": []}, "input is empty"),
+        ({"input": [[10**9]]}, "is not in the vocabulary"),
+        ({"input": ["a"] * 2049}, "at most 2048 inputs"),
+        ({"input": [[5] * (CONTEXT + 1)]}, "shorten"),
+        ({"pooling": "mean"}, "unknown field 'pooling'"),
+        ({"threshold": "high"}, "threshold"),
+    ],
+)
+def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], says: str) -> None:
+    answer = server.post("/v1/classify", {"model": "tiny", "input": "a", **change})
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_a_text_as_long_as_the_context_is_taken(server: Running) -> None:
+    assert server.post("/v1/classify", {"model": "tiny", "input": [5] * CONTEXT}).status_code == 200
+
+
+def test_a_classifier_writes_nothing(server: Running) -> None:
+    answer = server.post("/v1/completions", {"model": "tiny", "prompt": "the mill"})
+    assert answer.status_code == 400
+    assert "ask it for embeddings or classes" in answer.json()["error"]["message"]
+
+
+def test_without_a_classifier_it_says_so(bert: Path) -> None:
+    with Running(bert, threads=1) as running:
+        answer = running.post("/v1/classify", {"model": "tiny", "input": "a"})
+        assert answer.status_code == 400
+        assert "served without a classifier" in answer.json()["error"]["message"]
