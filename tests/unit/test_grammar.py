@@ -64,6 +64,8 @@ def test_a_grammar_that_is_not_gbnf_is_refused_in_one_line() -> None:
 CASES = {
     "lark": (StructuredOutputs(grammar='start: "a" ("b" | "c")'), ["ab", "ac"], ["a", "b", "abc"]),
     "gbnf": (StructuredOutputs(grammar='root ::= "a" ("b" | "c")'), ["ab", "ac"], ["a", "b", "abc"]),
+    "lark with what looks like gbnf": (StructuredOutputs(grammar='start: "a ::= " x\nx: "b ::="'), ["a ::= b ::="], ["a", "b"]),
+    "gbnf after a comment": (StructuredOutputs(grammar='# one\n  root::= "a" x-1\nx-1 ::= "b"'), ["ab"], ["a", "x"]),
     "regex": (StructuredOutputs(regex="a[bc]"), ["ab", "ac"], ["a", "b", "abc"]),
     "choice": (StructuredOutputs(choice=("a.c", "水", "a|b")), ["a.c", "水", "a|b"], ["abc", "a", "b"]),
     "object": (StructuredOutputs(json_object=True), ["{}", '{"a": [1]}', '{\n\t"a":1}'], ["[]", "1", '{  "a":1}']),

@@ -15,6 +15,7 @@ from headrace.decoding.json_schema.validate import read_schema
 # Between the parts of a JSON text: nothing, one space, or a new line with its indent, once. A model cannot lose itself in
 # blanks: an indent has six levels of four spaces, or eight of a tab; what is deeper is indented no further.
 WHITESPACE = r"[ ]?|\r?\n(?:[ ]{0,24}|\t{0,8})"
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a text of a Lark grammar may hold the sign, too
 MAX_NESTING = 64  # brackets within brackets of a regex or a grammar
 
 
@@ -42,7 +43,7 @@ def _json(schema: dict[str, Any], compact: bool) -> str:
 
 def _lark(grammar: str) -> str:
     _check_nesting(grammar, "grammar")
-    if re.search(r"::=", grammar) is None:
+    if GBNF_RULE.search(grammar) is None:
         return grammar
     try:
         return str(any_to_lark(grammar))
