@@ -26,7 +26,7 @@ from tests.server.harness import PATIENCE, Running
 KEY = "a-long-enough-key"
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/embeddings"), ("POST", "/v1/classify"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
     ("POST", "/page/render"),
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),

@@ -22,7 +22,7 @@ class Quick:
         kind = param.type_descriptor.annotation
         if value is None:
             return () if param.multiple or param.nargs == -1 else None
-        if isinstance(kind, type) and isinstance(value, kind):
+        if (kind in (str, bool) and isinstance(value, kind)) or value == param.default:  # a number of a file has bounds
             return value
         return type(param).get_runtime_param(param).coerce(value, param=param, ctx=ctx)
 
