@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 TALK = [{"role": "user", "content": "a"}]
 MEGABYTE = 1 << 20
 REFUSED, ANY = frozenset({400}), frozenset({200, 400, 422, 429, 503})
+LEAD = 5.0  # seconds of an attack before it is measured: by then it has used what a client has in advance
 LAG = re.compile(r'^headrace:event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)', re.MULTILINE)
 
 
@@ -153,7 +154,7 @@ async def attacked(honest: Honest, name: str, seconds: float) -> str:
     first, *_ = await honest.measured(seconds)
     command = [sys.executable, __file__, "--url", arguments.url, "--model", arguments.model, "--attack", name]
     process = await asyncio.create_subprocess_exec(*command, "--attackers-key", arguments.attackers_key)
-    await asyncio.sleep(1)
+    await asyncio.sleep(LEAD)
     speed, waits, lag = await honest.measured(seconds)
     process.terminate()
     await process.wait()

@@ -1,6 +1,8 @@
 """Who is refused again and again waits for his answers, and nobody else does."""
 
 import asyncio
+import contextlib
+import socket
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from headrace.server.guard import Guard
 from headrace.server.keys import Keys
 from headrace.server.settings import Limits, ServerSettings
 from headrace.server.throttle import BURST, CLIENTS, FREE, HELD, LONGEST, Bill, Throttle
+from tests.server.harness import Running
 from tests.unit import confined_tasks
 
 
@@ -120,7 +123,7 @@ async def answers(asked: list[tuple[str, str]], turns: int) -> list[int]:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert not +guard._throttle.held
+    assert not +guard.throttle.held
     return [statuses.get(number, 0) for number in range(len(asked))]
 
 
@@ -136,3 +139,23 @@ def test_so_many_answers_wait_then_the_client_hears_it_at_once(monkeypatch: pyte
     monkeypatch.setattr(module, "BURST", 0.0)
     asked = [("a", "/wrong")] * (HELD + 2) + [("b", "/right"), ("a", "/health")]
     assert asyncio.run(answers(asked, 20)) == [0] * HELD + [429, 429, 200, 200]
+
+
+def test_what_is_no_http_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose turn has not come hears nothing for a while, and is told in the end."""
+    limits = Limits(overhead=0.001)
+    with Running("no-model", begin=False, limits=limits) as server:
+        assert b"400" in heard(server, b"no http\r\n\r\n", 10.0)
+        monkeypatch.setattr(module, "BURST", 0.0)
+        assert heard(server, b"no http\r\n\r\n", 0.2) == b""
+        monkeypatch.setattr(module, "LONGEST", 0.01)
+        assert b"400" in heard(server, b"no http\r\n\r\n", 10.0)
+
+
+def heard(server: Running, data: bytes, seconds: float) -> bytes:
+    """What comes back within so many seconds."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as client:
+        client.sendall(data)
+        with contextlib.suppress(TimeoutError):
+            return client.recv(1000)
+    return b""

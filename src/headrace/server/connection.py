@@ -8,6 +8,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from headrace.server.throttle import Throttle
+
 CHUNK = "chunk"  # where a request's state has the connection's short way
 HEAD = 64 << 10  # bytes of a request's head where nothing else is said
 REFUSED = 256 << 20  # bytes that a client may send after it was refused; they are read away
@@ -103,16 +105,16 @@ class Chunks(h11.Connection):
     as much as a request's line. An answer that comes before its request is whole is the last one: nobody reads the rest."""
 
     chunked = False
-    _chunks = _bytes = 0
+    chunks = _bytes = 0  # of a body so far
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._chunks = self._bytes = 0
+            self.chunks = self._bytes = 0
         elif isinstance(event, h11.Data):
-            self._chunks += event.chunk_end
+            self.chunks += event.chunk_end
             self._bytes += len(event.data)
-            if self._chunks > FREE_CHUNKS + self._bytes // MEAN_CHUNK:
+            if self.chunks > FREE_CHUNKS + self._bytes // MEAN_CHUNK:
                 raise h11.RemoteProtocolError("the chunks of the body are too small")
         return event
 
@@ -140,6 +142,7 @@ class Connection(H11Protocol):
     body_seconds = 30.0
     turn = Turn()
     crowd = Crowd(1 << 20)
+    throttle = Throttle(1.0)
     _refused: int | None = None  # bytes that were read away
     _clock: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
@@ -182,6 +185,22 @@ class Connection(H11Protocol):
             self.crowd.waits(self)
         if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
             self._start()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is answered when its client's turn has come, as every refusal is."""
+        wait = self.throttle.refuse(self.client[0] if self.client else "", self.conn.chunks)
+        if not wait:
+            super().send_400_response(msg)
+            return
+        self.flow.pause_reading()
+        self.loop.call_later(wait, self._refuse, msg)
+
+    def _refuse(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -236,6 +255,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-def connection(most: int = 1 << 20, **seconds: float) -> Callable[..., Any]:
+def connection(most: int = 1 << 20, throttle: Throttle | None = None, **seconds: float) -> Callable[..., Any]:
     """The protocol class for a server of so many connections; `seconds` are those of Connection."""
-    return type("Connection", (Connection,), {**seconds, "crowd": Crowd(most), "turn": Turn()})
+    own = {"crowd": Crowd(most), "turn": Turn(), "throttle": throttle or Throttle(1.0)}
+    return type("Connection", (Connection,), {**seconds, **own})

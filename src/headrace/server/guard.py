@@ -42,7 +42,7 @@ class Guard:
         self._keys = keys
         self._count = count  # is told the status of every response, and whose it is
         self._active = 0
-        self._throttle = Throttle(settings.limits.overhead)
+        self.throttle = Throttle(settings.limits.overhead)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -53,7 +53,7 @@ class Guard:
             self._active += 1
             name = dict(scope["headers"]).get(b"x-request-id", b"")
             token = HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
-            bill = Bill(self._throttle, CLIENT.get())
+            bill = Bill(self.throttle, CLIENT.get())
             BILL.set(bill.add)
             try:
                 await self._admit(_of_head(scope), _counted(receive, bill), self._telling(scope, send, bill), bill)
@@ -86,7 +86,7 @@ class Guard:
             self._check_host(headers)
             self._check_key(scope["path"], headers)
             bill.client = CLIENT.get()
-            if self._throttle.full(bill.client) and scope["path"] not in PROBES:
+            if self.throttle.full(bill.client) and scope["path"] not in PROBES:
                 message = "too many requests of this client were refused; their answers wait, and then so do others"
                 raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
             if scope["method"] in ("POST", "PUT", "PATCH"):

@@ -46,6 +46,7 @@ class Server(uvicorn.Server):
                 application.door,
                 http=connection(  # type: ignore[arg-type]
                     limits.connections + SPARE,
+                    application.door.throttle,
                     head_seconds=limits.header_seconds,
                     body_seconds=limits.body_seconds,
                     send_seconds=limits.send_seconds,

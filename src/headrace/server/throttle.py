@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 REFUSAL = 0.002  # seconds of CPU time that a request costs which is refused
 BYTE = 15e-9  # seconds besides for each byte of its body
-FREE = 0.02  # seconds in confined processes that any request may take
+CHUNK = 30e-6  # and for each chunk of one that is sent in chunks
+FREE = 0.005  # seconds in confined processes that any request may take
 BURST = 1.0  # seconds that a client may have taken ahead
 LONGEST = 30.0  # seconds that an answer waits at most
 HELD = 32  # answers of one client that wait; they keep what was sent
@@ -45,6 +46,11 @@ class Throttle:
     def wait(self, client: str) -> float:
         """Seconds that an answer has to wait."""
         return min(LONGEST, max(0.0, self._until.get(client, 0.0) - self.clock() - BURST / self.part))
+
+    def refuse(self, client: str, chunks: int) -> float:
+        """What a client sent is no HTTP: seconds that it waits for this answer."""
+        self.charge(client, REFUSAL + CHUNK * chunks)
+        return self.wait(client)
 
     def full(self, client: str) -> bool:
         """Whether so many answers wait that there may be no more."""
