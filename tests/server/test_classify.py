@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from headrace.llm import LLM
 from headrace.runner.exits import Exits
+from headrace.server import classes
 from headrace.startup.exits import Rule, save
 from tests.server.harness import Running
 from tests.tiny_bert import CONTEXT, HIDDEN, LAYERS, write_tiny_bert
@@ -72,6 +74,28 @@ def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], says:
     answer = server.post("/v1/classify", {"model": "tiny", "input": "a", **change})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+def test_an_answer_has_so_many_probabilities(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes, "MOST", 6)
+    assert server.post("/v1/classify", {"model": "tiny", "input": TEXTS}).status_code == 200
+    answer = server.post("/v1/classify", {"model": "tiny", "input": [*TEXTS, "a"]})
+    assert answer.status_code == 400
+    assert "8 probabilities and 6 are the most" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/classify", "/v1/embeddings"])
+def test_many_answers_are_written_in_turns(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Of the event loop: others have theirs after every 32 texts."""
+    turns: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        turns.append(seconds)
+
+    monkeypatch.setattr("headrace.server.turns.asyncio", SimpleNamespace(sleep=sleep))
+    found = server.post(path, {"model": "tiny", "input": [[5, 6]] * 70}).json()["data"]
+    assert [one["index"] for one in found] == list(range(70))
+    assert turns == [0, 0]
 
 
 def test_a_text_as_long_as_the_context_is_taken(server: Running) -> None:

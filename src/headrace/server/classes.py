@@ -4,11 +4,16 @@ from typing import Any
 
 from starlette.requests import Request
 
-from headrace.server.embeddings import together, tokens_of
+from headrace.server.embeddings import TOGETHER, together, tokens_of
 from headrace.server.errors import bad
 from headrace.server.fields import ClassifyRequest
 from headrace.server.service import Service
 from headrace.server.stream import unless_gone
+from headrace.server.tickets import Ticket
+from headrace.server.turns import pieces
+from headrace.startup.exits import Classifier
+
+MOST = 1 << 20  # probabilities of an answer
 
 
 async def classify(service: Service, request: ClassifyRequest, http: Request, salt: bytes) -> dict[str, Any]:
@@ -21,12 +26,17 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
     except ValueError as error:
         raise bad(str(error)[:300], "threshold" if request.criterion is None else "criterion") from None
     texts = await tokens_of(service, request)
+    if (many := len(texts) * len(known.exits.labels)) > MOST:
+        raise bad(f"these inputs make {many} probabilities and {MOST} are the most; send fewer", "input")
     tickets = await unless_gone(http, together(service, request, texts, salt, rule=rule))
-    data = []
-    for index, (ids, ticket) in enumerate(zip(texts, tickets, strict=True)):
-        said = known.said(ids, ticket.classified)
-        one = {"index": index, "label": said.label, "probabilities": said.probabilities, "layers": said.layers}
-        data.append({"object": "classification", **one})
+    each = [(index, known, *one) for index, one in enumerate(zip(texts, tickets, strict=True))]
+    data = [_entry(*one) async for some in pieces(each, TOGETHER) for one in some]
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": service.name, "usage": used}
+
+
+def _entry(index: int, known: Classifier, ids: list[int], ticket: Ticket) -> dict[str, Any]:
+    said = known.said(ids, ticket.classified)
+    one = {"index": index, "label": said.label, "probabilities": said.probabilities, "layers": said.layers}
+    return {"object": "classification", **one}

@@ -17,9 +17,10 @@ from headrace.server.sampling import priority_of
 from headrace.server.service import Service
 from headrace.server.stream import unless_gone
 from headrace.server.tickets import DeadlineError, Ticket, deltas
+from headrace.server.turns import pieces
 
 PAUSE = 0.02  # seconds between two looks for room in the queue
-TOGETHER = 32  # texts of one request that are in the queue at a time
+TOGETHER = 32  # texts of one request that are in the queue at a time, and are written in one turn
 FORMATS = ("float", "base64")
 
 
@@ -35,7 +36,7 @@ async def embed(service: Service, request: EmbeddingRequest, http: Request, salt
     tickets = await unless_gone(http, together(service, request, texts, salt, pool=pool))
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
-    data = [_entry(index, ticket, request) for index, ticket in enumerate(tickets)]
+    data = [_entry(*one, request) async for some in pieces(list(enumerate(tickets)), TOGETHER) for one in some]
     return {"object": "list", "data": data, "model": service.name, "usage": used}
 
 
