@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import socket
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -30,9 +32,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def throttle(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Throttle:
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
-    return Throttle(0.05, clock)
+def throttle(clock: Clock) -> Throttle:
+    return Throttle(0.05, clock, 2)
 
 
 def test_in_the_long_run_a_client_has_its_part(throttle: Throttle, clock: Clock) -> None:
@@ -74,6 +75,23 @@ def test_work_in_confined_processes_is_charged_beyond_what_is_free(throttle: Thr
     costly.refused()
     assert costly.charged > 3
     assert throttle.wait("honest") == 0 < throttle.wait("costly")
+
+
+def test_threads_charge_at_once(throttle: Throttle) -> None:
+    """Nothing of what several confined processes used is lost, nor charged twice."""
+    bill, count = Bill(throttle, "a"), 2000
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [bill.add(0.25) for _ in range(count)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert bill.seconds == 4 * count * 0.25
+    assert throttle._until["a"] == pytest.approx((bill.seconds - FREE) / throttle.part)
 
 
 def test_confined_processes_say_what_they_used() -> None:

@@ -76,7 +76,7 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "llm engine startup.encoding startup.exits startup.opening decoding text weights confined data",
+    "server": "llm engine startup.encoding startup.exits startup.opening decoding text weights native confined data",
     "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm "
     "startup startup.opening startup.runnable decoding text weights native data",
     "__main__": "cli",

@@ -150,9 +150,9 @@ class Confined:
             worker.worn = True
             raise
         finally:
-            self._back(job, worker)
-            if job.bill is not None:
+            if job.bill is not None:  # as long as the worker is nobody else's
                 job.bill(worker.used - began)
+            self._back(job, worker)
         if job.task.remembered:
             self._remember(_name(job), answer)
         return answer

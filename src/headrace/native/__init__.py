@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import shutil
 from types import ModuleType
 
@@ -39,6 +40,12 @@ def core() -> ModuleType:
     if _CORE is None:
         raise NativeError(reason())
     return _CORE
+
+
+def processors() -> int:
+    """How many processors' time this process may use: the cores of its affinity mask, no more than the control group's quota;
+    where there is no core, as many as there are."""
+    return int(core().cpu_info()["threads"]) if available() else os.cpu_count() or 1
 
 
 if not available():

@@ -1,11 +1,13 @@
 """What clients' requests cost this process beside the engine's work, and how long their answers wait for that."""
 
 import asyncio
-import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from headrace.native import processors
 
 REFUSAL = 0.002  # seconds of CPU time that a request costs which is refused
 BYTE = 15e-9  # seconds besides for each byte of its body
@@ -19,7 +21,7 @@ CLIENTS = 4096  # that are remembered, besides those that have used more than th
 
 @dataclass(eq=False, slots=True)
 class Throttle:
-    """One client's refused and costly requests take no more than `share` of the machine's processors, in the long run.
+    """One client's refused and costly requests take no more than `share` of the processors, in the long run.
 
     Each client has a time until which it has used its part (generic cell rate algorithm, ATM Forum 1996). A request that moves
     this time is answered when it is near; all others of the client wait for nothing. So who makes a mistake is told at once,
@@ -28,20 +30,23 @@ class Throttle:
 
     share: float
     clock: Callable[[], float] = time.monotonic
+    processors: int = field(default_factory=processors)  # that the server may use
     held: Counter[str] = field(default_factory=Counter)  # answers that wait, by client
     _until: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def part(self) -> float:
         """Processors of one client."""
-        return self.share * (os.cpu_count() or 1)
+        return self.share * self.processors
 
     def charge(self, client: str, seconds: float) -> None:
-        """A client has used so much CPU time."""
-        now = self.clock()
-        if len(self._until) >= CLIENTS:
-            self._until = {name: until for name, until in self._until.items() if until > now}
-        self._until[client] = max(now, self._until.get(client, now)) + seconds / self.part
+        """A client has used so much CPU time. From any thread."""
+        with self._lock:
+            now = self.clock()
+            if len(self._until) >= CLIENTS:
+                self._until = {name: until for name, until in self._until.items() if until > now}
+            self._until[client] = max(now, self._until.get(client, now)) + seconds / self.part
 
     def wait(self, client: str) -> float:
         """Seconds that an answer has to wait."""
@@ -66,15 +71,18 @@ class Bill:
     size: int = 0  # bytes of its body
     seconds: float = 0.0  # in confined processes
     charged: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, seconds: float) -> None:
         """So much CPU time of a confined process was used."""
-        self.seconds += seconds
-        self._charge(self.seconds - FREE)
+        with self._lock:
+            self.seconds += seconds
+            self._charge(self.seconds - FREE)
 
     def refused(self) -> None:
         """What was asked for is refused."""
-        self._charge(self.seconds + REFUSAL + BYTE * self.size)
+        with self._lock:
+            self._charge(self.seconds + REFUSAL + BYTE * self.size)
 
     async def settle(self) -> None:
         """Wait until it may be answered."""
