@@ -286,9 +286,10 @@ class AsyncLLM:
         """Open the model on this side, for its texts; what the engine process is to load. Raises LoadError."""
         if self._opened is None:
             try:
-                self._opened = await asyncio.to_thread(open_model, self.model)
+                opened = await asyncio.to_thread(open_model, self.model)
                 if (folder := self.settings.get("classifier")) is not None:
-                    self.classifier = await asyncio.to_thread(exits.load, folder, self._opened)
+                    self.classifier = await asyncio.to_thread(exits.load, folder, opened)
+                self._opened = opened
             except (ValueError, OSError) as error:
                 raise LoadError(" ".join(str(error).split())) from error
         return Load(self.model, dict(self.settings), log.getEffectiveLevel(), self.replica.beat)
