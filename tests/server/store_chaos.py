@@ -69,9 +69,10 @@ class Connection:
         self.db, self.luck = db, luck
 
     def execute(self, statement: str, *given: Any) -> sqlite3.Cursor:
-        if LOOSE in os.environ and statement in ("BEGIN", "BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"):
+        loose = os.environ.get(LOOSE)
+        if loose and statement in ("BEGIN", "BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"):
             return self.db.cursor()
-        if statement != "ROLLBACK":
+        if statement.startswith(loose) if loose else statement != "ROLLBACK":
             self.luck.count()
         return self.db.execute(statement, *given)
 
