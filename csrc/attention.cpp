@@ -110,14 +110,10 @@ void AttentionLayout::share(const std::vector<AttentionFeed>& feeds, const std::
     sharers_.clear();
     shared_.clear();
     members_.clear();
-    for (size_t t = 0; t < tiles_.size(); t += static_cast<size_t>(kv_.heads)) {
+    for (size_t t = 0; t < tiles_.size(); ++t) {
         const AttentionTile& tile = tiles_[t];
         const AttentionFeed& feed = feeds[static_cast<size_t>(tile.feed)];
-        if (2 * feed.rows > capacity()) {
-            // the heads of a larger feed have several tiles each
-            t += static_cast<size_t>(kv_.heads) * static_cast<size_t>((feed.rows - 1) / capacity());
-            continue;
-        }
+        if (tile.kv_head != 0 || 2 * feed.rows > capacity()) continue;  // of few rows: one tile a head
         int begin = 0, end = feed.kv_start;
         for (int i = 0; i < feed.rows; ++i) {
             const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
@@ -125,7 +121,7 @@ void AttentionLayout::share(const std::vector<AttentionFeed>& feeds, const std::
         }
         const Sharer sharer{static_cast<int32_t>(t), feed.rows, feed.pages, (begin + kSplit - 1) / kSplit,
                             end / kSplit};
-        if (feed.rows > 0 && sharer.first < sharer.last) sharers_.push_back(sharer);
+        if (sharer.first < sharer.last) sharers_.push_back(sharer);
     }
     std::sort(sharers_.begin(), sharers_.end(), [](const Sharer& a, const Sharer& b) { return a.first < b.first; });
     for (size_t at = 0, end; at < sharers_.size(); at = end) {

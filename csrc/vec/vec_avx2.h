@@ -130,14 +130,6 @@ HEADRACE_INLINE I32v dot_end(I32v acc, DotSum sum) {
 }
 #endif
 
-HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
-    const I32v pairs = (I32v)w;
-    const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
-    const F32v x0 = as_f32(set_i32((int32_t)((uint32_t)x[0] << 16))),
-               x1 = as_f32(set_i32((int32_t)((uint32_t)x[1] << 16)));
-    return fma(even, x0, fma(odd, x1, acc));  // in the order vdpbf16ps has
-}
-
 HEADRACE_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 HEADRACE_INLINE void prefetch_l2(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 

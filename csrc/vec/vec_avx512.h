@@ -96,18 +96,13 @@ HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
 }
 HEADRACE_INLINE I32v dot_end(I32v, DotSum sum) { return sum; }
 
+#if HEADRACE_IS(avx512)
 HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
     int32_t pair;
     __builtin_memcpy(&pair, x, 4);
-#if HEADRACE_IS(avx512)
     return _mm512_dpbf16_ps(acc, (__m512bh)raw(w), (__m512bh)_mm512_set1_epi32(pair));
-#else
-    const I32v both = set_i32(pair), pairs = (I32v)w;
-    const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
-    const F32v x0 = as_f32(both << 16), x1 = as_f32(both & (int32_t)0xffff0000);
-    return fma(even, x0, fma(odd, x1, acc));  // in the order vdpbf16ps has
-#endif
 }
+#endif
 
 HEADRACE_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 HEADRACE_INLINE void prefetch_l2(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }

@@ -86,6 +86,12 @@ HEADRACE_INLINE U8v field(U8v x) {
     return (from > to ? x >> (from > to ? from - to : 0) : x << (to > from ? to - from : 0)) & mask;
 }
 
+// Products of bytes are added to their int32 lanes at once.
+typedef I32v DotSum;
+static constexpr int dot_room(int) { return 1 << 20; }
+HEADRACE_INLINE DotSum dot_begin(I32v acc) { return acc; }
+HEADRACE_INLINE I32v dot_end(I32v, DotSum sum) { return sum; }
+
 HEADRACE_INLINE U8v load_table(const uint8_t* p) { return load_as<U8v>(p); }
 HEADRACE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 HEADRACE_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }

@@ -9,6 +9,17 @@ HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {
     return dot_end(acc, dot_add<wide>(dot_begin(acc), w, a));
 }
 
+#if !HEADRACE_IS(avx512)  // which has vdpbf16ps
+HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, 4);
+    const I32v both = set_i32(pair), pairs = (I32v)w;
+    const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
+    const F32v x0 = as_f32(both << 16), x1 = as_f32(both & (int32_t)0xffff0000);
+    return fma(even, x0, fma(odd, x1, acc));  // in the order vdpbf16ps has
+}
+#endif
+
 // e^x to about 1 ulp of float, x held to [-87.3, 88.3]: never 0 and never infinite. NaN gives a finite value.
 HEADRACE_INLINE F32v exp(F32v x) {
     x = min(max(x, set_f32(-87.3f)), set_f32(88.3f));

@@ -13,10 +13,6 @@ HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
 }
 HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return (U8v)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index); }
 
-typedef I32v DotSum;
-static constexpr int dot_room(int) { return 1 << 20; }
-HEADRACE_INLINE DotSum dot_begin(I32v acc) { return acc; }
-HEADRACE_INLINE I32v dot_end(I32v, DotSum sum) { return sum; }
 HEADRACE_INLINE int8x16_t load_quads(const int8_t* a) {
     int32_t quad;
     __builtin_memcpy(&quad, a, 4);
@@ -37,12 +33,5 @@ HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
     return (I32v)vdotq_s32((int32x4_t)sum, (int8x16_t)w, load_quads(a));
 }
 #endif
-
-HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
-    const I32v pairs = (I32v)w;
-    const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
-    const I32v x0 = set_i32((int32_t)((uint32_t)x[0] << 16)), x1 = set_i32((int32_t)((uint32_t)x[1] << 16));
-    return fma(even, as_f32(x0), fma(odd, as_f32(x1), acc));  // in the order vdpbf16ps has
-}
 
 }  // namespace headrace::HEADRACE_ISA

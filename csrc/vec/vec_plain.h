@@ -41,11 +41,7 @@ HEADRACE_INLINE U8v lookup(U8v table, U8v index) {
 }
 
 constexpr int kWideZero = 0;
-typedef I32v DotSum;
-static constexpr int dot_room(int) { return 1 << 20; }
 HEADRACE_INLINE U8v wide_bytes(U8v w) { return w; }
-HEADRACE_INLINE DotSum dot_begin(I32v acc) { return acc; }
-HEADRACE_INLINE I32v dot_end(I32v, DotSum sum) { return sum; }
 template <bool wide>
 HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
     // Bytes at even and at odd places as words: a product fits one, and the two of a lane are added.
@@ -56,13 +52,6 @@ HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
     const I16v x = (I16v)set_i32(quad), words = (I16v)w;
     const I32v even = (I32v)((words & 0xff) * ((x << 8) >> 8)), odd = (I32v)((I16v)((U16v)words >> 8) * (x >> 8));
     return sum + (even << 16 >> 16) + (even >> 16) + (odd << 16 >> 16) + (odd >> 16);
-}
-
-HEADRACE_INLINE F32v dot_bf16(F32v acc, U8v w, const uint16_t* x) {
-    const I32v pairs = (I32v)w;
-    const F32v even = as_f32(pairs << 16), odd = as_f32(pairs & (int32_t)0xffff0000);
-    const I32v x0 = set_i32((int32_t)((uint32_t)x[0] << 16)), x1 = set_i32((int32_t)((uint32_t)x[1] << 16));
-    return fma(even, as_f32(x0), fma(odd, as_f32(x1), acc));  // in the order vdpbf16ps has
 }
 
 }  // namespace headrace::HEADRACE_ISA

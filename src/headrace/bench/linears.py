@@ -60,6 +60,8 @@ def measure_linears(
 
 
 def _stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """Random rows [n, bytes] whose scales are finite: no byte of a half or a bfloat16 above 0x3b."""
+    """Random rows [n, bytes] as in a model: normal bfloat16, or blocks whose scales are finite, as no byte is above 0x3b."""
+    if kind == "BF16":  # among random bits are subnormal numbers, which some processors multiply a hundred times slower
+        return rng.standard_normal((n, k)).astype(np.float32).view(np.uint16)[:, 1::2].copy().view(np.uint8)
     block, block_bytes = KINDS[kind]
     return rng.integers(0, 256, (n, k // block * block_bytes), np.uint8) & 0x3B
