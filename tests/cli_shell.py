@@ -1,5 +1,6 @@
 """The command line as a person uses it: in this process, in one of its own, or on a terminal."""
 
+import codecs
 import contextlib
 import io
 import os
@@ -7,6 +8,7 @@ import pty
 import select
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,7 @@ from types import TracebackType
 import pytest
 
 from headrace.cli.app import main
+from headrace.cli.status import status
 
 ROOT = Path(__file__).parents[1]
 ERASE = "\x1b[2K"  # what the line that says how far it is begins with
@@ -40,12 +43,48 @@ class Shell:
         out, err = self._capsys.readouterr()
         return code, out, err
 
+    def watched(self, *arguments: object) -> tuple[int, str, str]:
+        """The same of a command whose stderr is a terminal, where the line that says how far it is moves."""
+        outer, inner = pty.openpty()
+        seen: list[str] = []
+        reader = threading.Thread(target=_read_all, args=(outer, seen))
+        reader.start()
+        with os.fdopen(inner, "w", encoding="utf-8") as terminal, self._monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            code, out, _ = self(*arguments)
+        status.cache_clear()  # it is of that terminal
+        reader.join()
+        os.close(outer)
+        return code, out, "".join(seen)
+
     def start(self, *arguments: object, before: str = "", **more: object) -> "subprocess.Popen[str]":
         """The command as a process. `before`: Python that is run in it first."""
         script = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n{before}\n{MAIN}"
         command = [sys.executable, "-c", script, *map(str, arguments)]
         settings = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **more}
         return subprocess.Popen(command, env=environment(), **settings)  # type: ignore[call-overload,no-any-return]
+
+
+def _read_all(terminal: int, seen: list[str]) -> None:
+    """What is written until nobody has the other end any more."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with contextlib.suppress(OSError):
+        while data := os.read(terminal, 65536):
+            seen.append(decoder.decode(data))
+
+
+def screen(seen: str) -> list[str]:
+    """The lines that stand on a terminal in the end."""
+    return [line.rpartition(ERASE)[2].rstrip() for line in seen.replace("\r\n", "\n").split("\n")]
+
+
+def check_bar(seen: str, *said: str) -> None:
+    """That a line moved on a terminal, from the first moment on; that it said each of these; and that nothing of it is left."""
+    drawn = [part.split("\n")[0].rstrip("\r") for part in seen.split(ERASE)[1:]]
+    assert drawn[0].endswith(" starting")
+    for words in said:
+        assert any(words in one for one in drawn), (words, drawn)
+    assert not any(sign in line for line in screen(seen) for sign in ("starting", "━", "─ ")), seen
 
 
 MAIN = "from headrace.cli.app import main\nsys.exit(main())"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, settings_of, spread, template_variables
+from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, each_of, only_known, template_variables
 from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit, whole
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
@@ -45,15 +45,15 @@ class LLM:
     `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16,
     int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
-    `kv_cache_memory`: bytes or "2GiB"; by default a quarter of free memory at most. `draft` and `amateur` name companions of
-    the same vocabulary: a model that drafts for speculation (or a folder of heads trained for this model), and one that
-    contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, None) drafts
-    tokens that the model verifies together; auto is prompt lookup on the native core. Outputs depend on the request and its
-    seed alone, not on drafts, batch or chunks: bitwise on the native core, near-tie-exact in torch, whose sums depend on how
-    many rows there are (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at
-    once; by default what was measured decides. `draft_vocab`: among how many of the most frequent tokens the draft chooses
-    (0: all). `classifier`: a folder of exits that were trained for this model, for `classify`. Raises ValueErrors of one line
-    that say what to change.
+    `kv_cache_memory`: bytes or "2GiB"; by default 2,048 tokens for each of `max_num_seqs` and one whole context at least, in a
+    quarter of free memory at most. `draft` and `amateur` name companions of the same vocabulary: a model that drafts for
+    speculation (or a folder of heads trained for this model), and one that contrastive decoding is a contrast to. `speculate`
+    (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, None) drafts tokens that the model verifies together; auto is
+    prompt lookup on the native core. Outputs depend on the request and its seed alone, not on drafts, batch or chunks: bitwise
+    on the native core, near-tie-exact in torch, whose sums depend on how many rows there are (`verification` rejection and
+    block draw other samples by design). `draft_tokens` fixes how many at once; by default what was measured decides.
+    `draft_vocab`: among how many of the most frequent tokens the draft chooses (0: all). `classifier`: a folder of exits that
+    were trained for this model, for `classify`. Raises ValueErrors of one line that say what to change.
     """
 
     def __init__(
@@ -113,6 +113,11 @@ class LLM:
         self._open: dict[str, tuple[RequestOutput, Inbox]] = {}
         self._turns, self._seeds = Turns(), random.Random(seed) if seed is not None else None
 
+    @classmethod
+    def from_pretrained(cls, model: str | Path, **settings: Any) -> Self:
+        """`LLM(model, …)` by the name it has elsewhere. Raises TypeError for a setting that is not known, with the nearest."""
+        return cls(model, **only_known(settings, cls.__init__))
+
     # -- what callers use ----------------------------------------------------------------------------------------------
     def generate(
         self,
@@ -133,7 +138,7 @@ class LLM:
         remembers belongs in `request.state` and `seq.decode.state`.
         """
         batch = as_batch(prompts)
-        each = spread(settings_of(params, sampling_params, settings), len(batch))
+        each = each_of(len(batch), params, sampling_params, settings)
         told = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
         return self._run(batch, each, tuple(processors), strategy, told)
 
@@ -156,7 +161,7 @@ class LLM:
         template = template_variables(more, source or "")
         settings = {name: value for name, value in more.items() if name not in template}
         talks = as_talks(messages)
-        each = spread(settings_of(params, sampling_params, settings, self._own()), len(talks))
+        each = each_of(len(talks), params, sampling_params, settings, self._own())
         asked = ToolChoice(None if tools is None else [dict(tool) for tool in tools], tool_choice, parallel_tool_calls)
         given = tooling(asked, source, self.tokenizer.control_id)
         if given is not None:
@@ -184,7 +189,7 @@ class LLM:
         `output`, if given, receives the RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked
         between steps, also where a step gives no delta; once it says yes the request ends with finish_reason "abort"."""
         inbox: Inbox = deque()
-        each = spread(settings_of(params, sampling_params, settings), 1)
+        each = each_of(1, params, sampling_params, settings)
         (made,) = self._add_all([prompt], each, tuple(processors), None, inbox=inbox)
         if output is not None:
             output.append(made)
@@ -201,7 +206,7 @@ class LLM:
         **settings: Any,
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
-        each = spread(settings_of(params, sampling_params, settings), 1)
+        each = each_of(1, params, sampling_params, settings)
         (output,) = self._add_all([prompt], each, tuple(processors), strategy)
         return output
 
@@ -265,8 +270,7 @@ class LLM:
         """The settings in force where a conversation asks for none, with changes: what is known of the model, and else of its
         family, and else temperature 0.8, top_k 40, top_p 0.95, min_p 0.05; an answer as long as the model makes it. Raises
         TypeError and ParamError."""
-        (made,) = spread(settings_of(None, None, changes, self._own()), 1)
-        return made
+        return each_of(1, None, None, changes, self._own())[0]
 
     def _own(self) -> dict[str, Any]:
         return {"max_tokens": None, **values(self.opened.defaults)}
@@ -334,7 +338,7 @@ class LLM:
 
         `inbox`, if given, receives what each step adds to them.
         """
-        encoded = [self._encode(prompt) for prompt in prompts]
+        encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: dict[int, RequestOutput] = {}
         with self._turns, Uninterrupted():  # no request is queued that is not known here
@@ -356,9 +360,6 @@ class LLM:
         """Running text is no conversation: what looks like a control token in it is text."""
         read = self.tokenizer.encode
         return [read(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _drain(
         self, outputs: list[RequestOutput], inbox: Inbox, cancelled: Callable[[], bool] | None = None

@@ -16,6 +16,7 @@ from headrace.cli.batch_output import BatchOutput
 from headrace.llm import LLM
 from headrace.startup.runnable import missing
 from tests.cli_shell import SECONDS, Shell
+from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
 
 TORCH = "import atexit, sys; atexit.register(lambda: print('TORCH' if 'torch' in sys.modules else 'light'))"
@@ -93,6 +94,25 @@ def test_a_model_that_runs_here(shell: Shell, tiny_gguf: Path) -> None:
     assert code == 0
     assert "runs here:       yes" in out
     assert "settings:        temperature 0.8, top_k 40, top_p 0.95, min_p 0.05 (default)" in out
+
+
+def test_of_an_encoder_nothing_is_said_that_it_has_not(shell: Shell, tmp_path: Path) -> None:
+    """It reads a text as a whole: no K and V stay, and nothing is drawn."""
+    bert = write_tiny_bert(tmp_path / "bert")
+    code, _, err = shell("embed", bert, "the mill", "--threads", "1")
+    assert code == 0
+    assert err.splitlines()[-2].endswith("bitwise), texts of at most 64 tokens")
+    inspected, shown = shell("inspect", bert)[1], shell("show", bert)[1]
+    assert "KV per token:    none: an encoder reads each text as a whole" in inspected
+    assert json.loads(shell("inspect", "--json", bert)[1])["kv_bytes_per_token"] is None
+    assert "kind:            an encoder: headrace embed" in shown
+    assert "settings" not in shown
+    for said in (err, shown):
+        assert "KV" not in said
+    refusal = "is an encoder, which generates nothing; headrace embed"
+    assert refusal in refused(shell, "run", bert, "hi")
+    for command in (("chat", bert), ("generate", bert, "-i", __file__, "-o", tmp_path / "out")):
+        assert refusal in shell(*command)[2]
 
 
 FORMS = [

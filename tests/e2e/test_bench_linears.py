@@ -7,7 +7,7 @@ import pytest
 
 from headrace.bench.linears import TYPES, measure_linears
 from headrace.bench.profile import share_of
-from tests.cli_shell import Shell
+from tests.cli_shell import Shell, check_bar
 
 MACHINE = {"bandwidth_gb_s": 10.0, "gmacs": {"int8": 100.0, "bf16": 20.0, "f32": 10.0}}
 
@@ -38,10 +38,11 @@ def test_every_format_has_its_share() -> None:
 
 def test_the_command(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "linears.json"
-    code, out, err = shell(
+    code, out, err = shell.watched(
         "bench", "linears", "--types", "q4_0", "--rows", "2", "--repeats", "1", "--threads", "1", "--json", file
     )
     assert code == 0, err
+    check_bar(err, "measuring", "of 1 format")
     assert set(json.loads(file.read_text())["types"]["Q4_0"]["2"]) == {"gmacs", "gb_s", "limit", "share"}
     assert "Q4_0" in out
     code, _, err = shell("bench", "linears", "--rows", "two")

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.bench import beside
 from headrace.bench.local import LOCAL, pick
-from tests.cli_shell import Shell
+from tests.cli_shell import Shell, check_bar
 
 FIGURES = {"load_s", "peak_rss_mb", "bandwidth_gb_s", "machine", "commit", "cells", "model", "threads"}
 
@@ -24,8 +24,9 @@ def test_the_cells() -> None:
 def test_figures_of_a_tiny_model(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     options = ("--cells", "b1,b2,b1_8k,v5", "--rounds", "1", "--threads", "1", "--json", file)
-    code, out, err = shell("bench", "local", tiny_gguf, *options)
+    code, out, err = shell.watched("bench", "local", tiny_gguf, *options)
     assert code == 0, err
+    check_bar(err, "measuring", "of 3 cells")
     assert "b1_8k is left out: the model knows 512 positions" in err
     figures = json.loads(file.read_text())
     assert set(figures) >= FIGURES

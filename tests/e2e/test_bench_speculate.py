@@ -10,7 +10,7 @@ import pytest
 from headrace.bench import grid
 from headrace.bench.grid import Pairs, Texts, cells, measure, random_texts
 from headrace.llm import LLM
-from tests.cli_shell import Shell
+from tests.cli_shell import Shell, check_bar
 
 
 @pytest.fixture
@@ -80,10 +80,11 @@ def test_an_output_that_changes_is_an_error(tiny_gguf: Path, monkeypatch: pytest
 def test_the_command_measures_the_grid(shell: Shell, tiny_gguf: Path, prompts: Path, tmp_path: Path) -> None:
     figures = tmp_path / "grid.json"
     options = ["--draft", tiny_gguf, "--threads", 1, "--json", figures, "--pairs", 2]
-    code, out, err = shell(
+    code, out, err = shell.watched(
         "bench", "speculate", tiny_gguf, "-i", prompts, "--grid", "--cells", "b1-*,b4-random-draft", *options
     )
     assert code == 0, err
+    check_bar(err, "measuring", "of 5 cells")
     found = json.loads(figures.read_text())["cells"]
     assert list(found) == ["b1-copies-none", "b1-random-none", "b1-copies-draft", "b1-random-draft", "b4-random-draft"]
     for name, cell in found.items():

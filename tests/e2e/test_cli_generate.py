@@ -123,8 +123,11 @@ BAD = [
     ("[" * 100_000, "nested too deeply"),
     ({"id": "x"}, "exactly one of prompt, messages, prompt_token_ids; this one has none"),
     ({"prompt": "a", "messages": []}, "this one has prompt and messages"),
-    ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'"),
-    ({"prompt": "a", "model": "m"}, "unknown field 'model'"),
+    (
+        {"prompt": "a", "temprature": 1},
+        "unknown field 'temprature'; did you mean temperature? (headrace generate --help says more)",
+    ),
+    ({"prompt": "a", "model": "m"}, "unknown field 'model'; a line has id, prompt (or messages"),
     ({"prompt": 5}, "prompt must be text, not int"),
     ({"prompt_token_ids": ["a"]}, "prompt_token_ids must be a list of integers"),
     ({"prompt_token_ids": [True]}, "prompt_token_ids must be a list of integers"),

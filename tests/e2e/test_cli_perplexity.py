@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.perplexity import cut
+from headrace.cli.perplexity import _warning, cut
 from headrace.llm import LLM
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf
@@ -88,6 +88,23 @@ def test_for_people(shell: Shell, tiny_gguf: Path, text: Path) -> None:
     assert " ± " in value
     assert tokens.endswith("64 scored in 2 windows of 64, 64 apart")
     assert speed.endswith(" tokens/s")
+
+
+def test_a_wide_error_is_warned_of(shell: Shell, tiny_gguf: Path, tmp_path: Path, text: Path) -> None:
+    """A few tokens say little; a model that knows nothing has no error, however few they are."""
+    code, out, err = shell("perplexity", tiny_gguf, text, "--window", "16", "--limit", "16", "--json")
+    found = json.loads(out)
+    share = found["error"] / found["perplexity"]
+    assert share > 0.05
+    assert err.splitlines()[-1].startswith(f"8 tokens scored are few: ± {share:.0%} is too wide to compare")
+    assert (code, _warning(100, 20.0, 1.01)) == (
+        0,
+        "100 tokens scored are few: ± 5% is too wide to compare models by; with about 700 it is ± 2%",
+    )
+    for narrow in ((100, 20.0, 1.0), (1, 20.0, None), (5, math.inf, 1.0)):
+        assert _warning(*narrow) == ""
+    flat = write_tiny_gguf(tmp_path / "flat.gguf", edit=lambda tensors: tensors["output.weight"].fill(0))
+    assert "too wide" not in shell("perplexity", flat, text, "--window", "16", "--limit", "16", "--json")[2]
 
 
 def test_mistakes_are_one_line(shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path) -> None:

@@ -9,14 +9,9 @@ import pytest
 
 from headrace.llm import LLM
 from headrace.weights.progress import SPINNER, Moving
-from tests.cli_shell import ERASE, Shell, Terminal, environment
+from tests.cli_shell import ERASE, Shell, Terminal, environment, screen
 
 GREEDY = ("-t", "0", "--dtype", "float64")
-
-
-def screen(seen: str) -> list[str]:
-    """The lines that stand on a terminal in the end."""
-    return [line.rpartition(ERASE)[2].rstrip() for line in seen.replace("\r\n", "\n").split("\n")]
 
 
 def stages(seen: str) -> list[str]:

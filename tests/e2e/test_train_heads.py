@@ -12,7 +12,7 @@ from headrace.llm import LLM
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
 from headrace.training.texts import Shards, open_writer, write_texts
-from tests.cli_shell import Shell
+from tests.cli_shell import Shell, check_bar
 from tests.tiny_files import write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -32,8 +32,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
-    code, table, said = shell("train-heads", model, "--out", out, "--kind", kind, "--minutes", "0.01", *QUICK)
+    code, table, said = shell.watched("train-heads", model, "--out", out, "--kind", kind, "--minutes", "0.01", *QUICK)
     assert code == 0, said
+    check_bar(said, "loading tiny.gguf", "of 34 texts", "generating", "training")
     assert "all as the model has it" in table
     assert "of drafted tokens accepted" in said
     state = json.loads((out / "work/checkpoint.json").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_shell import Shell
+from tests.cli_shell import Shell, check_bar
 from tests.server.harness import Running
 
 
@@ -28,9 +28,10 @@ def test_a_sweep_gives_every_figure(server: Running, shell: Shell, tmp_path: Pat
         "--report",
         tmp_path / "x.html",
     )
-    code, out, err = shell("bench", "serve", f"{server.base}/v1", *options, *files)
+    code, out, err = shell.watched("bench", "serve", f"{server.base}/v1", *options, *files)
     assert code == 0, err
-    assert "8 of 8 requests, 8 prompts shortened by 64 tokens in all" in err
+    check_bar(err, "1 at once ", "2 at once ", "of 4 requests")
+    assert "1 at once, 2 at once: 4 requests, 4 prompts shortened by 32 tokens in all each" in err
     told = json.loads((tmp_path / "x.json").read_text())
     assert list(told["loads"]) == ["1 at once", "2 at once"]
     for load in told["loads"].values():
@@ -56,7 +57,7 @@ def test_poisson_and_a_trace(server: Running, shell: Shell, tmp_path: Path) -> N
     cut = ("--trace", trace, "--trace-scale", 0.001, "--limit", 3, "--cap-output", 2)
     code, _, err = shell("bench", "serve", f"{server.base}/v1", *common, *cut)
     assert code == 0, err
-    assert "3 of 9 requests, 3 outputs shortened by 114 tokens in all" in err
+    assert "t.jsonl: the first 3 of 9 requests, 3 outputs shortened by 114 tokens in all" in err
     assert json.loads((tmp_path / "x.json").read_text())["loads"]["t.jsonl"]["output_tokens"] == 6
     code, _, err = shell(
         "bench", "serve", f"{server.base}/v1", *common, "--rate", 200, "--requests", 3, "--input", 4, "--output", 2

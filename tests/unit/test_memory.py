@@ -13,8 +13,8 @@ from tests.tiny import tiny_config
 GIB = 2**30
 
 
-def plan(free: int, **settings: object) -> memory.MemoryPlan:
-    config = tiny_config(max_position=4096)  # 2 layers * 2 * 2 heads * 8 = 64 elements a token
+def plan(free: int, *, encoder: bool = False, **settings: object) -> memory.MemoryPlan:
+    config = replace(tiny_config(max_position=4096), encoder=encoder)  # 2 layers * 2 * 2 heads * 8 = 64 elements a token
     block_bytes = kv_shape(config).block_bytes(16, 2)
     arguments = {"block_bytes": block_bytes, "block_size": 16, "free": free, "max_num_seqs": 4, **settings}
     return memory.plan(config, **arguments)  # type: ignore[arg-type]
@@ -27,15 +27,25 @@ def test_layers_of_one_shape_make_a_pool_and_others_are_refused() -> None:
         kv_shape(replace(tiny_config(), layers=(*tiny_config().layers, *wide)))
 
 
-def test_the_default_is_what_the_sequences_need_or_a_quarter_of_what_is_free() -> None:
-    roomy = plan(GIB)
-    assert roomy.kv_bytes == 4 * 4096 * 128
-    assert roomy.max_model_len == 4096
-    tight = plan(4 * 2**20)
+def test_the_default_is_2048_tokens_a_sequence_and_a_whole_context_at_least() -> None:
+    """128 bytes a token. A full batch of usual requests has room, and nothing is set aside for 32 whole contexts."""
+    assert plan(GIB).kv_bytes == 4 * 2048 * 128
+    assert plan(GIB, max_num_seqs=32).kv_bytes == 32 * 2048 * 128
+    assert plan(GIB, max_num_seqs=1).kv_bytes == 4096 * 128
+    assert plan(GIB, max_model_len=1024, max_num_seqs=32).kv_bytes == 32 * 1024 * 128
+    assert plan(GIB, max_num_seqs=1).max_model_len == plan(GIB, max_num_seqs=32).max_model_len == 4096
+
+
+def test_the_default_is_a_quarter_of_what_is_free_at_most_and_said() -> None:
+    tight = plan(4 * 2**20, max_num_seqs=32)
     assert tight.kv_bytes == 2**20
     assert tight.num_blocks == 512
-    assert "1.0 MiB" in tight.said
-    assert "8192 tokens in 512 blocks of 16" in tight.said
+    assert tight.said == "KV cache of at most 1.0 MiB for 8,192 tokens, context 4,096"
+    assert plan(GIB, max_num_seqs=32).said == "KV cache of at most 8.0 MiB for 65,536 tokens, context 4,096"
+
+
+def test_of_an_encoder_no_cache_is_said() -> None:
+    assert plan(GIB, encoder=True).said == "texts of at most 4,096 tokens"
 
 
 def test_a_context_nobody_asked_for_is_shortened_to_the_pool() -> None:

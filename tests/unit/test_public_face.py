@@ -67,6 +67,22 @@ def test_a_model_is_a_context_manager_and_says_what_it_is(llm: LLM, monkeypatch:
     assert repr(SamplingParams(temperature=0.5)) == "SamplingParams(temperature=0.5)"
 
 
+def test_the_name_that_others_give_to_opening_a_model(llm: LLM) -> None:
+    """Who comes from transformers writes it so; its settings have other names here, which is said before anything is read."""
+    with LLM.from_pretrained(llm.opened.path, dtype="float64", threads=1) as same:
+        assert (
+            same.generate("The mill", temperature=0, max_tokens=3)[0].to_dict()["outputs"]
+            == (llm.generate("The mill", temperature=0, max_tokens=3)[0].to_dict()["outputs"])
+        )
+    for theirs, said in (
+        ("torch_dtype", "did you mean kv_dtype or dtype"),
+        ("device_map", "did you mean device"),
+        ("x", "it takes dtype, "),
+    ):
+        with pytest.raises(TypeError, match=f"there is no setting '{theirs}'; {said}"):
+            LLM.from_pretrained("nowhere", **{theirs: "auto"})
+
+
 def test_outputs_as_text_and_as_data(llm: LLM) -> None:
     (output,) = llm.generate("The mill", temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=0)
     (one,) = output.outputs

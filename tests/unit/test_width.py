@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.width import crop, width
+from headrace.text.width import crop, width, wrapped
 
 
 def test_width_in_cells() -> None:
@@ -28,6 +28,19 @@ def test_crop() -> None:
 def test_crop_never_exceeds_its_cells(text: str, cells: int) -> None:
     assert width(crop(text, cells)) <= cells
     assert crop(text, cells) == text or width(text) > cells
+
+
+@given(st.text(alphabet="ab 水渠，🦙", max_size=40), st.integers(2, 12))
+def test_wrapped_loses_nothing_and_no_line_is_wider(text: str, cells: int) -> None:
+    lines = wrapped(text, cells)
+    assert all(width(line) <= cells for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
+def test_wrapped_breaks_between_words() -> None:
+    assert wrapped("", 5) == [""]
+    assert wrapped("the mill by the river", 8) == ["the mill", "by the", "river"]
+    assert wrapped("a headrace 水渠里的水", 5) == ["a", "headr", "ace", "水渠", "里的", "水"]
 
 
 def test_counting_characters_is_not_enough() -> None:

@@ -8,6 +8,7 @@ import typer
 
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 from headrace.weights.progress import human_size
 
 FORMATS = ("F16", "Q8_0", "Q4_K_M")
@@ -49,8 +50,10 @@ def arithmetic(
     from headrace.bench.bandwidth import BandwidthProbe
     from headrace.compress.survey import survey
 
+    status().start("measuring")
     found = survey(path, number_format or list(FORMATS), kv_dtype, errors)
     rate = (BandwidthProbe().gb_per_s() if bandwidth is None else bandwidth) * 1e9
+    status().finish()
     most = float("inf") if speed is None else speed * 1e12
     if as_json:
         print(json.dumps([_record(one, context, batch, rate, most) for one in found], indent=2))

@@ -58,7 +58,7 @@ def ask(
     for answer in answers:
         if len(answers) > 1:
             print(f"> {answer.question}")
-        writer = AnswerWriter()
+        writer = AnswerWriter(wrapped=True)
         for text in asking.follow(llm, answer):
             writer.write(text)
         writer.close()

@@ -189,7 +189,8 @@ def _job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:
     unknown = [name for name in fields if name not in PARAMS and name not in PROMPTS]
     if unknown:
         known = "a line has id, prompt (or messages, prompt_token_ids) and sampling parameters"
-        raise LineError(f"unknown field {unknown[0]!r}; {did_you_mean(unknown[0], [*PROMPTS, *PARAMS], known)}")
+        question = did_you_mean(unknown[0], [*PROMPTS, *PARAMS], known)
+        raise LineError(f"unknown field {unknown[0]!r}; {question} (headrace generate --help says more)")
     _check_prompt(given)
     params = {name: value for name, value in fields.items() if value is not None and name in PARAMS}
     if "logit_bias" in params:

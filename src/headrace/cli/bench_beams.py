@@ -9,6 +9,7 @@ import typer
 from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 
 def register(bench: typer.Typer) -> None:
@@ -41,6 +42,7 @@ def beams(
 
     if peer:
         engines.make_ready([bench.peer()], install, say)
+    status().start("measuring")
     result = bench.compare(model, width, (1, 8), beside=peer, rounds=rounds, threads=threads, say=say)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -71,6 +73,7 @@ def sharing(
 
     llm = open_llm(model, ModelOptions(), max_num_seqs=max(bench.WIDTHS))
     ids = [tokens_of(llm, text, chat) for text in read_prompts(source, prompts)]
+    status().start("measuring")
     rows = bench.measure(llm, ids, max_tokens)
     mean = sum(map(len, ids)) / len(ids)
     say(f"{len(ids)} prompts of {mean:.0f} tokens on average, answers of {max_tokens} at most, blocks of 16 tokens")

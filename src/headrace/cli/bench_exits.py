@@ -11,6 +11,7 @@ from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.options import ModelName, WeightOptions
 from headrace.cli.output import print_table
+from headrace.cli.status import status
 
 
 def register(bench: typer.Typer) -> None:
@@ -48,6 +49,7 @@ def exits(
 
     texts = read_labelled(data, most)
     llm: Any = open_llm(model, WeightOptions(threads=threads, backend=backend), classifier=classifier)
+    status().start("measuring")
     found = bench.measure(llm, texts, criterion, threshold, rounds)
     llm.close()
     if json_file is not None:

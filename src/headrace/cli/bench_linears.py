@@ -9,6 +9,7 @@ import typer
 from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 
 def register(bench: typer.Typer) -> None:
@@ -33,6 +34,7 @@ def linears(
     from headrace.bench.linears import TYPES, measure_linears
 
     def done(result: dict[str, Any]) -> None:
+        status().advance(1)
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -41,6 +43,7 @@ def linears(
         counts = [int(count) for count in rows.split(",")]
     except ValueError:
         raise ValueError(f"--rows takes numbers, as 1,8,16; not {rows!r}") from None
+    status().start("measuring", len(kinds), unit="formats")
     result = measure_linears(types=kinds, rows=counts, repeats=repeats, threads=threads, say=say, done=done)
     lines = [(kind, *map(_cell, by_rows.values())) for kind, by_rows in result["types"].items()]
     print_table(("type", *(f"{count} rows" for count in counts)), lines)

@@ -50,6 +50,8 @@ def local(
         _profile(model, 5 if rounds is None else rounds, threads, json_file)
         return
     from headrace.bench import local as bench
+    from headrace.bench.peers import fitting
+    from headrace.cli.opening import look_at
 
     def done(result: dict[str, Any]) -> None:
         name, figures = list(result["cells"].items())[-1]
@@ -59,7 +61,7 @@ def local(
             json_file.write_text(json.dumps(result, indent=2) + "\n")
         status().advance(1)
 
-    wanted = bench.pick(cells)
+    wanted = fitting(bench.pick(cells), look_at(model).config, say)
     status().start("measuring", len(wanted), unit="cells")
     given: dict[str, Any] = {"threads": threads, "setting": {"backend": backend}, "say": say, "done": done}
     if beside is not None:

@@ -1,12 +1,14 @@
 """bench masks: JSON schemas with known answers."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headrace.cli.help import short_help
-from headrace.cli.output import print_table, say
+from headrace.cli.output import print_table
+from headrace.cli.status import status
 
 
 def register(bench: typer.Typer) -> None:
@@ -30,9 +32,10 @@ def masks(
     from headrace.bench.masks import measure_masks
     from headrace.startup.loading import open_model
 
-    result = measure_masks(
-        file, open_model(model).tokenizer, most, lambda done: say(f"{done} schemas") if done % 200 == 0 else None
-    )
+    tokenizer, told = open_model(model).tokenizer, status()
+    with file.open("rb") as lines:
+        told.start("reading schemas", min(sum(1 for _ in lines), most or sys.maxsize), unit="schemas")
+    result = measure_masks(file, tokenizer, most, lambda _: told.advance(1))
     share = lambda count, of: f"{count} of {of} ({count / max(of, 1):.1%})"  # noqa: E731
     rows = [
         ("schemas served", share(result.served, result.schemas)),

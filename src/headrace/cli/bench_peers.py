@@ -10,6 +10,7 @@ from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 QUIET = 0.05  # share of the cores that other processes may use before a cell is called disturbed
 
@@ -56,6 +57,7 @@ def peers(
             json_file.write_text(json.dumps(result, indent=2) + "\n")
 
     setting = {"backend": backend}
+    status().start("measuring")
     result = compare(model, beside, wanted, rounds=rounds, threads=threads, setting=setting, say=say, done=done)
     names = [engine.name for engine in beside]
     columns = ("cell", "headrace", *names, "ratio to the best", "interval", "GB/s", "other load")

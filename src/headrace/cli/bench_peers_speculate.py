@@ -10,6 +10,7 @@ from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 
 def register(bench: typer.Typer) -> None:
@@ -58,6 +59,7 @@ def peers_speculate(
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=2) + "\n")
 
+    status().start("measuring")
     result = bench.compare(
         model,
         draft,

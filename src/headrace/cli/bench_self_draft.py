@@ -8,6 +8,7 @@ import typer
 from headrace.cli.help import short_help
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
+from headrace.cli.status import status
 
 PROMPTS = (
     "Write a Python function that counts the vowels in a text.",
@@ -50,6 +51,7 @@ def self_draft(
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     texts = [(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
     trial = Trial(llm.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
+    status().start("searching")
     best = search(trial, minutes * 60, lambda rated: say(rated.said))
     columns = ("part", "agreement", "cost of a draft step", "tokens at once", "speed-up promised")
     row = (best.name, f"{best.alpha:.3f}", f"{best.cost:.3f}", str(best.gamma), f"{best.speedup:.2f}")

@@ -80,26 +80,28 @@ def serve(
     Requests are sent when due, whatever the server does (--rate, --trace), and times count from then; or N at once (8).
     """
     from headrace.bench.load import drive, summary
-    from headrace.bench.load.workload import Bounds, Lengths, poisson, read_trace, steady
+    from headrace.bench.load.workload import Bounds, Lengths, poisson, read_trace, said, steady
 
     if bool(rate) + bool(concurrency) + (trace is not None) > 1:
         raise ValueError("give one of --rate, --concurrency and --trace")
     limits = summary.parse_slo(slo)
     extra = {"temperature": temperature, **({"ignore_eos": True} if exact else {})}
     target = _target(url, model, kind, api_key_file, timeout, extra)
-    lengths, bounds = Lengths(input_len, output_len, tail), Bounds(trace_scale, cap_input, cap_output, limit)
+    lengths = Lengths(input_len, output_len, tail)
     loads: list[tuple[str, list[Any], int | None]] = []
     if trace is not None:
-        loads.append((trace.name, bounds.apply(read_trace(trace)), None))
+        loads.append((trace.name, read_trace(trace), None))
     for number in _numbers(rate):
-        loads.append((f"{number:g}/s", bounds.apply(poisson(requests, number, lengths, seed)), None))
+        loads.append((f"{number:g}/s", poisson(requests, number, lengths, seed), None))
     for number in _numbers(concurrency or ("" if loads else "8")):
-        loads.append((f"{number:g} at once", bounds.apply(steady(requests, lengths, seed + int(number))), int(number)))
-    say(bounds.cut.said())
+        loads.append((f"{number:g} at once", steady(requests, lengths, seed + int(number)), int(number)))
+    bounds = {name: Bounds(trace_scale, cap_input, cap_output, limit) for name, _, _ in loads}
+    loads = [(name, bounds[name].apply(jobs), at_once) for name, jobs, at_once in loads]
+    say(cut := said({name: each.cut for name, each in bounds.items()}))
     drive.warm_up(target, Bounds(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
     processes = [int(number) for number in _numbers(watch)]
     made = {name: _measure(name, target, jobs, at_once, processes, limits) for name, jobs, at_once in loads}
-    _tell(target.model, bounds.cut.said(), made, json_file, plots, report)
+    _tell(target.model, cut, made, json_file, plots, report)
 
 
 def _tell(model: str, cut: str, made: dict[str, Any], json_file: Path | None, plots: Path | None, report: Path | None) -> None:
@@ -140,6 +142,7 @@ def latency(
 
     target = _target(url, model, kind, api_key_file, 600.0, {"ignore_eos": True, "temperature": 0.0})
     drive.warm_up(target, steady(4, Lengths(64, 16), -1), say)
+    status().start("measuring")
     first = claims.first_tokens(target, [int(number) for number in _numbers(lengths)], rounds, say)
     both = [claims.greedy_and_sampling(target, int(number), output_len, rounds) for number in _numbers(at_once)]
     rows = [(str(one.length), _ms(one.ttft), _ms(one.ttft / one.length), f"{one.steps:.1f}") for one in first]

@@ -8,7 +8,8 @@ import typer
 
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_fields, print_table, say
-from headrace.weights.progress import for_stream, human_size
+from headrace.cli.status import status
+from headrace.weights.progress import human_size
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +62,8 @@ def compress(
         for line in report.warnings:
             say(line)
     else:
-        report = run.compress(path, out, pipeline, for_stream(), overwrite)
+        report = run.compress(path, out, pipeline, status(), overwrite)
+    status().finish()
     if as_json:
         print(json.dumps(_record(report), indent=2))
         return

@@ -26,11 +26,15 @@ def inspect(
     from headrace.weights.hub import resolve
 
     path = resolve(name, download=False)
+    from headrace.startup.opening import open_files
     from headrace.startup.runnable import missing
     from headrace.weights.describe import describe
 
     found = describe(path)
     found["missing"] = "" if template else missing(name)
+    found["encoder"] = not (template or found["missing"]) and open_files(name, download=False).config.encoder
+    if found["encoder"]:
+        found["kv_bytes_per_token"] = None
     if template:
         if found["chat_template"] is None:
             raise ValueError(f"{found['path']} has no chat template")
@@ -51,7 +55,7 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
         return "unknown" if value is None else f"{value:,}{unit}"
 
     types = (f"{count:,} {kind}" for kind, count in found["types"].items())
-    kv = found["kv_bytes_per_token"]
+    kv, no_kv = found["kv_bytes_per_token"], "none: an encoder reads each text as a whole" if found["encoder"] else "unknown"
     fields = [
         ("file", found["path"]),
         ("format", found["format"]),
@@ -63,7 +67,7 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("layers", f"{number(found['layers'])}, hidden size {number(found['hidden_size'])}"),
         ("heads", f"{number(found['heads'])}, KV heads {number(found['kv_heads'])}, head size {number(found['head_dim'])}"),
         ("context", number(found["context_length"], " tokens")),
-        ("KV per token", "unknown" if kv is None else f"{kv['float16']:,} bytes in 16 bit, {kv['float32']:,} in 32 bit"),
+        ("KV per token", f"{kv['float16']:,} bytes in 16 bit, {kv['float32']:,} in 32 bit" if kv else no_kv),
         ("tokenizer", f"{found['tokenizer'] or 'unknown'}, {number(found['vocab_size'])} tokens"),
     ]
     if found["sliding_window"]:

@@ -163,7 +163,12 @@ def _running(name: str) -> list[tuple[str, str]]:
 
     runs = said(name)
     fields = [("runs here", runs)]
-    return fields if runs.startswith("no") else [*fields, ("settings", summary(open_files(name).defaults))]
+    if runs.startswith("no"):
+        return fields
+    opened = open_files(name)
+    if opened.config.encoder:
+        return [*fields, ("kind", "an encoder: headrace embed, and classify with what train-classifier made of it")]
+    return [*fields, ("settings", summary(opened.defaults))]
 
 
 def _catalog_fields(entry: catalog.Entry) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.options import SamplingOptions, WeightOptions
+from headrace.cli.options import ModelOptions, SamplingOptions, WeightOptions
 from headrace.cli.output import say
 from headrace.cli.status import moving, status
 from headrace.cli.terminal import note
@@ -53,6 +53,8 @@ def open_llm(
     """The opened `headrace.llm.LLM`. `sampling`, with what else was `given`: the settings in force are said first. `more`:
     further arguments of it."""
     opened, *_ = [look_at(each) for each in (model, *options.companions())]
+    if isinstance(options, ModelOptions) and opened is not None and opened.config.encoder:
+        raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
     if sampling is not None and not quiet and opened is not None:
         note(f"{model}: {sampling.said(opened.defaults, **given or {})}")
     told, name = moving(quiet), Path(model).name

@@ -121,7 +121,8 @@ class WeightOptions:
     threads: Annotated[int | None, _model("CPU threads.")] = None
     max_model_len: Annotated[int | None, _model("Context in tokens, answer included (default: the model's own).")] = None
     kv_cache_memory: Annotated[
-        str | None, _model("Memory for the KV cache, as in 2GiB (default: a quarter of what is free at most).")
+        str | None,
+        _model("Memory for the KV cache at most, as in 2GiB (default: a context, and 2048 tokens for each sequence at once)."),
     ] = None
     kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, or a dtype.")] = "auto"
     quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from headrace.cli.status import status
-from headrace.text.width import crop, width
+from headrace.text.width import width, wrapped
 
 
 def say(line: str) -> None:
@@ -14,7 +14,7 @@ def say(line: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Rows of text; on a terminal the last column is cut to fit. Elsewhere tab-separated, nothing cut off."""
+    """Rows of text; on a terminal the last column goes on in further lines where it must. Elsewhere tab-separated."""
     status().finish()
     table = [[printable(cell) for cell in row] for row in (columns, *rows)]
     if not sys.stdout.isatty():
@@ -25,7 +25,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     room = max(shutil.get_terminal_size().columns - sum(one + 2 for one in widths), 16)
     for cells in table:
         padded = [cell + " " * (size - width(cell)) for cell, size in zip(cells[:-1], widths, strict=True)]
-        print("  ".join([*padded, crop(cells[-1], room)]))
+        first, *more = wrapped(cells[-1], room)
+        print("  ".join([*padded, first]))
+        for line in more:
+            print(" " * sum(one + 2 for one in widths) + line)
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:

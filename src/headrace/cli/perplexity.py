@@ -14,11 +14,12 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import read_text
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
-from headrace.cli.output import print_fields
+from headrace.cli.output import print_fields, say
 from headrace.cli.status import status
 from headrace.weights.progress import counted
 
 WINDOW = 512
+WIDE, NARROW = 0.05, 0.02  # an error's share of the perplexity: from where a person is warned, and what is advised
 BATCH = 4  # windows in one call: few enough that Ctrl-C and the count of windows come soon
 
 
@@ -73,6 +74,8 @@ def perplexity(
     scores = _score(llm, windows)
     seconds = time.perf_counter() - start
     value, error = _perplexity(scores)
+    if warning := _warning(len(scores), value, error):
+        say(warning)
     found = {
         "model": model,
         "file": str(file),
@@ -127,6 +130,18 @@ def _score(llm: Any, windows: list[Window]) -> list[float]:
         status().advance(len(some))
     status().finish()
     return scores
+
+
+def _warning(count: int, value: float, error: float | None) -> str:
+    """What to do about a wide error; empty where it is not. It falls with the root of the tokens."""
+    if error is None or math.isinf(value):
+        return ""
+    share = error / value
+    if share <= WIDE:
+        return ""
+    enough = math.ceil(count * (share / NARROW) ** 2 / 100) * 100
+    few = f"{counted(count, 'tokens')} scored are few: ± {share:.0%} is too wide to compare models by"
+    return f"{few}; with about {enough:,} it is ± {NARROW:.0%}"
 
 
 def _perplexity(scores: list[float]) -> tuple[float, float | None]:

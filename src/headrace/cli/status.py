@@ -8,7 +8,10 @@ from headrace.weights.progress import Moving, Progress, Silent, for_stream
 
 STARTING = "starting"
 # Commands that open a model, or wait long for something else.
-LONG = {"run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare", "train-heads", "bench"}
+LONG = {
+    *("run", "chat", "ask", "generate", "embed", "classify", "serve", "perplexity", "arithmetic", "compare", "compress"),
+    *("train-heads", "train-classifier", "bench"),
+}
 QUIET = {"-q", "--quiet", "-h", "--help", "--help-all"}
 READ_ALOUD = 512  # tokens of a prompt below which its reading is not counted
 

@@ -66,6 +66,7 @@ def train_heads(
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
     recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts)
+    status().finish()  # loading says so itself
     result = distil(str(path), out, recipe, _told())
     rows = [(str(place + 1), f"{share:.0%}") for place, share in enumerate(result.agreement)]
     print_table(("tokens ahead", "all as the model has it"), rows)

@@ -1,6 +1,6 @@
 """What callers hand over, in the forms they may have: one prompt or many, one set of parameters or one each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,24 +30,30 @@ def as_talks(messages: str | Messages | Sequence[str | Messages]) -> list[Messag
     return [[{"role": "user", "content": talk}] if isinstance(talk, str) else talk for talk in talks]
 
 
-def spread(params: Params | Sequence[Params], count: int) -> list[SamplingParams]:
-    """Parameters for `count` prompts. Raises ValueError."""
-    if isinstance(params, Params):
-        params = [params] * count
-    if len(params) != count:
-        raise ValueError(f"{count} prompts and {len(params)} params; give one for all or one each")
-    return [one.sampling() if isinstance(one, BeamSearchParams) else one for one in params]
-
-
-def settings_of(
+def each_of(
+    count: int,
     params: Params | Sequence[Params] | None,
     sampling_params: Params | Sequence[Params] | None,
     changes: Mapping[str, Any],
     own: Mapping[str, Any] | None = None,
+) -> list[SamplingParams]:
+    """The parameters of `count` prompts, under either name, with single settings over them; where there are none the `own` of a
+    model, and else neutral ones. Raises TypeError for a setting that is not known, ValueError (ParamError) for what cannot be
+    meant."""
+    made = _settings_of(params, sampling_params, changes, own)
+    if isinstance(made, Params):
+        made = [made] * count
+    if len(made) != count:
+        raise ValueError(f"{count} prompts and {len(made)} params; give one for all or one each")
+    return [one.sampling() if isinstance(one, BeamSearchParams) else one for one in made]
+
+
+def _settings_of(
+    params: Params | Sequence[Params] | None,
+    sampling_params: Params | Sequence[Params] | None,
+    changes: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
 ) -> Params | Sequence[Params]:
-    """The parameters of a call, under either name, with single settings over them; where there are none the `own` of a model,
-    and else neutral ones. Raises TypeError for a setting that is not known, ValueError (ParamError) for what cannot be meant.
-    """
     if params is not None and sampling_params is not None:
         raise TypeError("params and sampling_params are two names of one argument; give one of them")
     params = sampling_params if params is None else params
@@ -61,6 +67,15 @@ def settings_of(
     if isinstance(params, Params):
         return msgspec.structs.replace(params, **changes)
     return [msgspec.structs.replace(one, **changes) for one in params]
+
+
+def only_known(settings: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The same settings. Raises TypeError for one that the function does not take."""
+    known = function.__kwdefaults__ or {}
+    if unknown := [name for name in settings if name not in known]:
+        question = did_you_mean(unknown[0], known, f"it takes {', '.join(known)}")
+        raise TypeError(f"there is no setting {unknown[0]!r}; {question}")
+    return settings
 
 
 def template_variables(given: Mapping[str, Any], template: str) -> dict[str, Any]:

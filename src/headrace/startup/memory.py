@@ -6,7 +6,8 @@ from pathlib import Path
 
 from headrace.data.config import ModelConfig, parse_bytes
 
-SHARE = 0.25  # of free memory, for KV, unless told otherwise
+SHARE = 0.25  # of free memory, for KV at most, unless told otherwise
+TOKENS = 2048  # of a sequence of a full batch: what a question, its documents and its answer take, not the whole context
 
 
 class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
@@ -70,8 +71,8 @@ def plan(
 ) -> MemoryPlan:
     """Blocks of `block_size` tokens for the paged pool, given `free` bytes after the weights.
 
-    The pool takes `kv_cache_memory`, or min(25 % of free memory, what max_num_seqs sequences of full length need). A context
-    the caller asked for must fit; one he did not ask for is shortened to the pool. Raises DoesNotFit with the numbers.
+    The pool takes `kv_cache_memory`, or `usual_blocks`, but 25 % of free memory at most. A context the caller asked for must
+    fit; one he did not ask for is shortened to the pool. Raises DoesNotFit with the numbers.
     """
     context = max_model_len or config.max_position
     if max_model_len is not None and max_model_len > config.max_position:
@@ -80,7 +81,7 @@ def plan(
         )
     whole = -(-context // block_size)  # blocks of one sequence of full length
     if kv_cache_memory is None:
-        budget = min(int(free * SHARE), whole * max_num_seqs * block_bytes)
+        budget = min(int(free * SHARE), usual_blocks(context, block_size, max_num_seqs) * block_bytes)
     else:
         budget = parse_bytes(kv_cache_memory)
         if budget > free:
@@ -95,9 +96,18 @@ def plan(
             )
         context = fits
     kv_bytes = blocks * block_bytes
-    said = f"KV cache {gib(kv_bytes)}: {blocks * block_size} tokens in {blocks} blocks of {block_size}, context {context}"
+    said = f"KV cache of at most {gib(kv_bytes)} for {blocks * block_size:,} tokens, context {context:,}"
+    if config.encoder:  # its K and V last for a step
+        said = f"texts of at most {context:,} tokens"
     longer = "" if context == config.max_position else "kv_cache_memory" if max_model_len is None else "max_model_len"
     return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes, longer)
+
+
+def usual_blocks(context: int, block_size: int, max_num_seqs: int) -> int:
+    """Blocks of a pool whose size nobody chose: 2,048 tokens for each sequence of a full batch (some longer, others shorter),
+    and a whole context at least."""
+    whole, usual = -(-context // block_size), -(-TOKENS // block_size)
+    return max(whole, max_num_seqs * min(whole, usual))
 
 
 def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:

@@ -1,6 +1,6 @@
 """How wide a text is on a terminal: CJK characters and most emoji take two cells, combining marks none."""
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 ELLIPSIS = "…"
 
@@ -17,3 +17,16 @@ def crop(text: str, cells: int) -> str:
     if cells <= 0:
         return ""
     return set_cell_size(text, cells - 1).rstrip(" ") + ELLIPSIS
+
+
+def wrapped(text: str, cells: int) -> list[str]:
+    """A one-line text in lines of at most `cells` (2 or more) cells, broken between words, and within one that is longer."""
+    lines = [""]
+    for word in text.split(" "):
+        joined = f"{lines[-1]} {word}" if lines[-1] else word
+        if width(joined) <= cells:
+            lines[-1] = joined
+            continue
+        pieces = chop_cells(word, cells)
+        lines = [*(lines if lines[-1] else lines[:-1]), *pieces]
+    return lines

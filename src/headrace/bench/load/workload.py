@@ -3,11 +3,13 @@
 import csv
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from math import exp, log
 from pathlib import Path
+
+from headrace.weights.progress import counted
 
 FIRST_ID, IDS = 1000, 8000  # token ids that every vocabulary has and that mean nothing special in any
 PREFIX_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
@@ -45,9 +47,9 @@ class Job:
 
 @dataclass(slots=True)
 class Cut:
-    """What of a workload was left out."""
+    """What of a load was left out."""
 
-    requests: int = 0  # in the trace
+    requests: int = 0  # before it was cut
     kept: int = 0
     prompts: int = 0  # that were shortened
     prompt_tokens: int = 0  # that were cut off
@@ -56,12 +58,21 @@ class Cut:
 
     def said(self) -> str:
         """One line."""
-        parts = [f"{self.kept} of {self.requests} requests"]
+        first = f"the first {self.kept:,} of " if self.kept < self.requests else ""
+        parts = [first + counted(self.requests, "requests")]
         if self.prompts:
-            parts.append(f"{self.prompts} prompts shortened by {self.prompt_tokens} tokens in all")
+            parts.append(f"{counted(self.prompts, 'prompts')} shortened by {counted(self.prompt_tokens, 'tokens')} in all")
         if self.outputs:
-            parts.append(f"{self.outputs} outputs shortened by {self.output_tokens} tokens in all")
+            parts.append(f"{counted(self.outputs, 'outputs')} shortened by {counted(self.output_tokens, 'tokens')} in all")
         return ", ".join(parts)
+
+
+def said(cuts: Mapping[str, Cut]) -> str:
+    """One line of several loads, by their names: those of which the same is to be said come together."""
+    told: dict[str, list[str]] = {}
+    for name, cut in cuts.items():
+        told.setdefault(cut.said(), []).append(name)
+    return "; ".join(f"{', '.join(names)}: {line}" + (" each" if len(names) > 1 else "") for line, names in told.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 // The page: what is shown, and what keys and buttons do.
 import { getJson } from "/page/api.js";
+import { attachable } from "/page/attach.js";
 import { Chat } from "/page/chat.js";
 import { Conversations, notice } from "/page/conversations.js";
 import { drawDashboard } from "/page/dashboard.js";
@@ -109,6 +110,9 @@ async function findModels() {
   chosen();
 }
 
+/** How many tokens the model takes, where that is known. */
+const context = () => models.find((one) => one.id === model)?.max_model_len;
+
 /** Another model, or one that tells more of itself. */
 function chosen() {
   words();
@@ -146,7 +150,7 @@ function words() {
   $("#theme b").textContent = theme;
   if (look.theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = look.theme;
-  const room = models.find((one) => one.id === model)?.max_model_len;
+  const room = context();
   $("#empty p").textContent = [model ? t("emptyText", { model }) : t("emptyTextNoModel"), room && t("room", { n: number(room) })].filter((part) => part).join(" ");
   $("#ideas").replaceChildren(...t("ideas").map((idea) => h("button", { type: "button", onclick: () => submit(idea) }, idea)));
   $("#keys").replaceChildren(...t("keys").flatMap(([keys, what]) => [h("dt", {}, ...keys.split("+").map((one) => h("kbd", {}, one))), h("dd", {}, what)]));
@@ -185,6 +189,15 @@ function grow() {
   $("#send").disabled = !prompt.value.trim();
 }
 
+/** A file's text after what is written already; the next word goes under it. */
+function addText(text) {
+  prompt.value = `${[prompt.value.trimEnd(), text].filter((part) => part).join("\n\n")}\n\n`;
+  grow();
+  prompt.focus();
+  prompt.setSelectionRange(prompt.value.length, prompt.value.length);
+  prompt.scrollTop = prompt.scrollHeight;
+}
+
 prompt.addEventListener("input", grow);
 prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -199,6 +212,11 @@ $("#composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit(prompt.value);
 });
+$("#attach").addEventListener("click", () => $("#attached").click());
+attachable({
+  chooser: $("#attached"), field: prompt, place: $("#chat"), room: context, open: () => !$("#chat").hidden && !$("dialog[open]"),
+  into: addText, refuse: (name, values) => notice(t(name, values)),
+});
 $("#stop").addEventListener("click", () => {
   chat.stop();
   prompt.focus();
@@ -206,6 +224,7 @@ $("#stop").addEventListener("click", () => {
 
 // -- keys -------------------------------------------------------------------------------------------------------------
 const ALT = {
+  KeyA: () => $("#chat").hidden || $("#attached").click(),
   KeyN: () => openConversation(null),
   KeyS: () => keepPanel($("#panel").hidden),
   KeyD: () => { location.hash = document.body.dataset.view === "chat" ? "#dashboard" : address(chat.now); },

@@ -16,6 +16,8 @@ const EN = {
   room: "Its context holds {n} tokens.",
   ideas: ["Explain how a water wheel works, for a child", "Write a Python function that merges two sorted lists",
     "Give me three names for a small bakery", "What is the difference between TCP and UDP? Use a table"],
+  attach: "Add text files", fileLarge: "{file} is {size}; at most {most} fit into the model’s context.", fileEmpty: "{file} is empty.",
+  fileNoText: "{file} is no text: only text in UTF-8 can be added, no pictures or documents.", fileUnread: "{file} cannot be read: add files, no folders.",
   prompt: "Message", send: "Send", stop: "Stop", latest: "To the latest",
   hint: "Enter sends · Shift+Enter starts a line · Esc stops",
   you: "You", answer: "Answer", copy: "Copy", copied: "Copied", again: "Answer again", againWord: "Again", edit: "Edit", save: "Send", cancel: "Cancel",
@@ -51,7 +53,7 @@ const EN = {
   plotNote: "The last five minutes since this page was opened. Percentiles are of the last 30 seconds, read off histograms: estimates.",
   ago: "{s} s ago", now: "now", minutes: "{m} min",
   keys: [["Enter", "send"], ["Shift+Enter", "new line"], ["Esc", "stop the answer"], ["↑", "edit the last message (when empty)"],
-    ["/", "to the message"], ["Alt+N", "new chat"], ["Alt+S", "settings"], ["Alt+D", "chat or dashboard"],
+    ["/", "to the message"], ["Alt+A", "add text files"], ["Alt+N", "new chat"], ["Alt+S", "settings"], ["Alt+D", "chat or dashboard"],
     ["Alt+R", "answer again"], ["← →", "through the tokens"], ["?", "this list"]],
 };
 
@@ -69,6 +71,8 @@ const ZH = {
   emptyTextNoModel: "模型就在这台服务器上回答，内容不会发往别处。",
   room: "上下文可容纳 {n} 个词元。",
   ideas: ["给小朋友讲讲水车是怎么转的", "用 Python 写一个合并两个有序列表的函数", "给一家小面包店起三个名字", "用表格说明 TCP 和 UDP 的区别"],
+  attach: "添加文本文件", fileLarge: "{file} 有 {size}，模型上下文最多容纳 {most}。", fileEmpty: "{file} 是空文件。",
+  fileNoText: "{file} 不是文本：只能添加 UTF-8 文本，不能添加图片或文档。", fileUnread: "无法读取 {file}：请添加文件，而不是文件夹。",
   prompt: "输入消息", send: "发送", stop: "停止", latest: "到最新处",
   hint: "Enter 发送 · Shift+Enter 换行 · Esc 停止",
   you: "你", answer: "回答", copy: "复制", copied: "已复制", again: "重新回答", againWord: "重答", edit: "编辑", save: "发送", cancel: "取消",
@@ -104,7 +108,7 @@ const ZH = {
   plotNote: "页面打开以来的最近五分钟。百分位数取自最近 30 秒的直方图，是估计值。",
   ago: "{s} 秒前", now: "现在", minutes: "{m} 分",
   keys: [["Enter", "发送"], ["Shift+Enter", "换行"], ["Esc", "停止回答"], ["↑", "编辑上一条消息（输入框为空时）"],
-    ["/", "到输入框"], ["Alt+N", "新对话"], ["Alt+S", "设置"], ["Alt+D", "对话或仪表盘"],
+    ["/", "到输入框"], ["Alt+A", "添加文本文件"], ["Alt+N", "新对话"], ["Alt+S", "设置"], ["Alt+D", "对话或仪表盘"],
     ["Alt+R", "重新回答"], ["← →", "在词元间移动"], ["?", "本列表"]],
 };
 
