@@ -13,6 +13,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import RequestMetrics
 from headrace.llm import LLM
+from headrace.server.settings import SettingsError, read_cascade
 from headrace.workflows.cascade import Tier, answer, auroc, deferrals, losses_against, said, surety
 from tests.tiny_files import write_tiny_gguf
 
@@ -136,7 +137,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "no threshold loses at most 0.05 for sure on 6 questions" in printed
     result = json.loads(told.read_text())
-    assert result["n"] == 12
+    assert (result["n"], result["score"]) == (12, "min")
+    with pytest.raises(SettingsError, match="found no threshold"):  # a server reads it
+        read_cascade({"name": "auto", "tiers": ["small", "large"], "calibration": str(told)})
     assert result["curve"][0]["accuracy"] == result["small"]
     assert (
         result["curve"][-1]["accuracy"] == result["large"] == result["held_out"]["large"] or result["held_out"]["deferred"] == 1

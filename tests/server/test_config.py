@@ -74,7 +74,7 @@ def test_a_file_holds_every_option(
     file.write_text(text.replace("MODEL", str(tiny)).replace("OTHER", str(other)))
     monkeypatch.setenv("MY_KEY", KEY)
     assert main(["serve", "--config", str(file), "--port", "9000"]) == 0
-    ((settings, entries, queue, memory),) = started
+    ((settings, entries, queue, memory, cascades),) = started
     assert (settings.port, settings.key, settings.limits.n, settings.limits.deadline) == (9000, KEY, 4, 30)  # flags win
     assert "MY_KEY" not in os.environ, "a child process must not see the key"
     assert (queue["max_num_seqs"], queue["max_queued_requests"], memory) == (8, 256, "1GiB")
@@ -82,6 +82,7 @@ def test_a_file_holds_every_option(
         ("small", True, 64),
         ("bert", False, None),
     ]
+    assert cascades == []
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ ROOMS = {
     "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
     "models layers text data",
     "compress": "quant startup.opening text models weights.loader weights.parts weights data",
-    "workflows": "llm data",
+    "workflows": "workflows.surety llm data",
+    "workflows.surety": "",  # of numbers alone: the web process has it, too
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
     "weights data",
     "bench.profile": "bench llm native.program native data",  # of the native core alone
@@ -76,7 +77,8 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "llm engine startup.encoding startup.exits startup.opening decoding text weights native confined data",
+    "server": "workflows.surety llm engine startup.encoding startup.exits startup.opening decoding text weights native "
+    "confined data",
     "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm "
     "startup startup.opening startup.runnable decoding text weights native data",
     "__main__": "cli",
@@ -93,7 +95,7 @@ STOREYS = (
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.encoding startup.runnable",
     "llm",
-    "training workflows compress",
+    "training workflows workflows.surety compress",
     "server bench bench.profile bench.linears bench.tools bench.cascade bench.exits bench.workers.ours bench.workers.ours_beam "
     "bench.workers.ours_speculation",
     "cli",

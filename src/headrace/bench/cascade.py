@@ -81,7 +81,9 @@ def _params(question: Question, score: Score, params: SamplingParams) -> Samplin
     return params.replace(structured_outputs=form, logprobs=0, logprobs_mode="processed" if form else "raw")
 
 
-def judge(small: Answered, large: Answered, *, price: float, delta: float, epsilon: float, seed: int = 0) -> dict[str, Any]:
+def judge(
+    small: Answered, large: Answered, *, score: Score, price: float, delta: float, epsilon: float, seed: int = 0
+) -> dict[str, Any]:
     """The figures of the cascade. `price`: what a token of the small model costs where one of the large costs 1.
 
     The threshold is chosen on one half of the questions, and read on the other.
@@ -93,6 +95,7 @@ def judge(small: Answered, large: Answered, *, price: float, delta: float, epsil
     chosen = calibrate(losses_against(*_of(half[0], small, large)), GRID, delta=delta, epsilon=epsilon)
     return {
         "n": len(order),
+        "score": score,
         "small": _share(small.right),
         "large": _share(large.right),
         "auroc": auroc(small.scores, small.right),

@@ -10,7 +10,7 @@ from headrace.cli.help import short_help
 from headrace.cli.opening import look_at
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import say
-from headrace.cli.serve_options import MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
+from headrace.cli.serve_options import CASCADES, MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
 from headrace.weights.store import home
 
 INTERRUPTED = 130
@@ -48,7 +48,7 @@ def serve(
     options.check()
     check_installed()
     from headrace.server.logs import use_json
-    from headrace.server.settings import Limits, ServerSettings
+    from headrace.server.settings import Limits, ServerSettings, read_cascade
 
     if server.log_json:
         use_json()
@@ -82,11 +82,16 @@ def serve(
         for each in (entry.model, arguments.get("draft"), arguments.get("amateur")):
             if each is not None:
                 look_at(each)
-    return _run(settings, entries, queue.arguments(), server.model_memory)
+    cascades = [read_cascade(table) for table in context.meta.get(CASCADES, [])]
+    return _run(settings, entries, queue.arguments(), server.model_memory, cascades)
 
 
 def _run(
-    settings: Any, entries: list[tuple[str, ModelEntry, dict[str, Any]]], queue: dict[str, Any], memory: str | None
+    settings: Any,
+    entries: list[tuple[str, ModelEntry, dict[str, Any]]],
+    queue: dict[str, Any],
+    memory: str | None,
+    cascades: list[Any],
 ) -> int:
     import asyncio
     import signal
@@ -95,7 +100,7 @@ def _run(
     from headrace.server.serving import serve as run
 
     chosen = [Chosen(name, entry.model, {**queue, **arguments}, entry.preload) for name, entry, arguments in entries]
-    ended_by = asyncio.run(run(open_models(chosen, settings, memory), settings, say))
+    ended_by = asyncio.run(run(open_models(chosen, settings, memory, cascades), settings, say))
     return INTERRUPTED if ended_by == signal.SIGINT else 0
 
 

@@ -15,6 +15,7 @@ from headrace.cli.output import say
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
 MODELS = "headrace.models"  # where the models of a file are kept until the command asks for them
+CASCADES = "headrace.cascades"  # and its cascades, as they stand there
 OF_A_MODEL = ("max_num_seqs", "max_num_batched_tokens", *ModelOptions.__dataclass_fields__)
 
 
@@ -34,7 +35,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         return None
     data = _read(path)
     known = {param.name: param for param in context.command.params}
-    entries = data.pop("models", [])
+    entries, cascades = data.pop("models", []), data.pop("cascades", [])
+    if not isinstance(cascades, list) or not all(isinstance(one, dict) for one in cascades):
+        raise typer.BadParameter(f"{path.name}: cascades must be a list of tables, each with a name and tiers")
+    context.meta[CASCADES] = cascades
     for name, value in (data.pop("limits", None) or {}).items():
         data[f"limit_{name}"] = value
     for name, value in data.items():

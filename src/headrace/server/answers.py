@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,11 +13,23 @@ from headrace.server.tickets import Ticket
 DASHED = frozenset({"cmpl", "chatcmpl", "file"})  # kinds of names with a dash
 
 
+class TierUsage(msgspec.Struct):
+    """What a model of a cascade read and wrote; `score`: how sure it was, null of the last, which is not asked."""
+
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    score: float | None
+
+
 class Usage(msgspec.Struct):
+    """Of a cascade all tokens of all `tiers` that were asked, in their order; the last of them answered."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int] | None
+    tiers: list[TierUsage] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -108,9 +121,27 @@ class Model(msgspec.Struct):
     created: int
     max_model_len: int | None
     status: str  # the state of its engine
-    defaults: dict[str, Any] = {}  # by name the settings in force where a request says nothing: value and origin
+    defaults: dict[str, Any] | msgspec.UnsetType = {}  # by name the settings in force where a request says nothing
+    tiers: list[str] | msgspec.UnsetType = msgspec.UNSET  # of a cascade: its models, who is asked first before the others
     object: str = "model"
     owned_by: str = "headrace"
+
+
+@dataclass(slots=True)
+class Trial:
+    """A tier's try at a request to a cascade, which clients know as `name`."""
+
+    name: str
+    model: str
+    scored: bool  # by its tokens, before it is known whether its answer stands
+    before: tuple[Usage, ...] = ()  # of those that were asked and not sure enough, each with itself as its only tier
+    score: float | None = None
+
+    def usage(self, tickets: Sequence[Ticket], generated: int) -> Usage:
+        """What this tier took."""
+        own = usage(tickets, generated)
+        own.tiers = [TierUsage(self.model, own.prompt_tokens, own.completion_tokens, self.score)]
+        return own
 
 
 def new_id(kind: str) -> str:
@@ -122,10 +153,20 @@ def now() -> int:
     return int(time.time())
 
 
-def usage(tickets: Sequence[Ticket], generated: int) -> Usage:
-    """What the answers to these prompts took; `generated` tokens are counted. What was found in the cache is told under a salt
-    alone: without one it would tell what others have asked."""
+def usage(tickets: Sequence[Ticket], generated: int, trial: Trial | None = None) -> Usage:
+    """What the answers to these prompts took; `generated` tokens are counted, and what the tiers before took is added. What
+    was found in the cache is told under a salt alone: without one it would tell what others have asked."""
+    if trial is not None:
+        return _together([*trial.before, trial.usage(tickets, generated)])
     prompt = sum(len(ticket.prompt) for ticket in tickets)
     cached = sum(ticket.metrics.cached_tokens for ticket in tickets if ticket.metrics is not None)
     own = all(ticket.salted for ticket in tickets)
     return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt)} if own else None)
+
+
+def _together(each: Sequence[Usage]) -> Usage:
+    prompt, generated = sum(one.prompt_tokens for one in each), sum(one.completion_tokens for one in each)
+    details = [one.prompt_tokens_details for one in each if one.prompt_tokens_details is not None]
+    cached = {"cached_tokens": sum(one["cached_tokens"] for one in details)} if len(details) == len(each) else None
+    tiers = [tier for one in each for tier in one.tiers or []]
+    return Usage(prompt, generated, prompt + generated, cached, tiers)

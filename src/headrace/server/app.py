@@ -1,7 +1,7 @@
 """The application: routes, and errors as the protocol writes them."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from headrace.server.async_llm import (
 )
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.bounds import Strict
+from headrace.server.cascade import Cascade
 from headrace.server.errors import TOO_LONG, ApiError, as_api_error, blamed
 from headrace.server.fields import (
     ChatRequest,
@@ -119,13 +120,14 @@ def make_app(models: Models, store: Store, keys: Keys) -> Application:
     app = Starlette()
     worker = BatchWorker(app, store, models.settings.limits.batch_bytes, keys.named)
     api = Api()
-    _add_protocol(api, models)
+    cascades = {name: Cascade(settings, models) for name, settings in models.cascades.items()}
+    _add_protocol(api, models, cascades)
     _add_tools(api, models)
     _add_state(api, models, worker)
     add_page(api)
     add_files(api, store, models.settings.limits)
     add_batches(api, store, models.settings.limits, worker)
-    add_responses(api, models, store)
+    add_responses(api, models, cascades, store)
     app.router.routes += [*api.routes(), *file_routes(), _document_route(api)]
     _add_errors(app)
     return Application(Guard(app, models.settings, keys, models.figures.count), worker)
@@ -140,24 +142,28 @@ def _document_route(api: Api) -> Route:
     return Route("/openapi.json", describe, methods=["GET"])
 
 
-def _add_protocol(api: Api, models: Models) -> None:
+def _add_protocol(api: Api, models: Models, cascades: Mapping[str, Cascade]) -> None:
     @api.get("/v1/models", MODELS)
     async def listed(call: Call) -> Any:
-        return {"object": "list", "data": [_model(service) for service in models.services]}
+        found = [*map(_model, models.services), *(cascade.model() for cascade in cascades.values())]
+        return {"object": "list", "data": found}
 
     @api.get("/v1/models/{name:path}", MODEL)
     async def model(call: Call) -> Any:
-        return _model(models.find(call.name))
+        return cascades[call.name].model() if call.name in cascades else _model(models.find(call.name))
 
     for protocol in PROTOCOLS:
-        api.post(protocol.path, protocol.content, protocol.body)(_asker(models, protocol))
+        api.post(protocol.path, protocol.content, protocol.body)(_asker(models, cascades, protocol))
 
 
-def _asker(models: Models, protocol: Protocol) -> Callable[[Call], Awaitable[Any]]:
+def _asker(models: Models, cascades: Mapping[str, Cascade], protocol: Protocol) -> Callable[[Call], Awaitable[Any]]:
     async def ask(call: Call) -> Any:
-        async with models.use(call.body.model) as service:
+        body, salt = call.body, (call.body.cache_salt or "").encode()
+        if body.model in cascades and isinstance(body, ChatRequest | CompletionRequest):
+            return await cascades[body.model].ask(body, call.http, salt)
+        async with models.use(body.model) as service:
             # as a response here, so that the model is in use until it is made
-            return as_response(await protocol.answer(service, call.body, call.http, (call.body.cache_salt or "").encode()))
+            return as_response(await protocol.answer(service, body, call.http, salt))
 
     return ask
 

@@ -22,6 +22,8 @@ from headrace.server.answers import (
     ChatMessage,
     ToolCall,
     ToolFunction,
+    Trial,
+    Usage,
     new_id,
     now,
     usage,
@@ -31,7 +33,7 @@ from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
 from headrace.server.logprobs import chat_logprobs
 from headrace.server.reading import read_json
-from headrace.server.sampling import not_built, sampling_params
+from headrace.server.sampling import not_built, sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import asked_form, check_form, check_text, prepared, schema_of
@@ -56,6 +58,8 @@ class Job:
     tickets: list[Ticket]  # one
     tools: Tooling | None = None
     held: bool = False  # to a format, where no tool is called
+    late: StructuredOutputs | None = None  # a form that no mask could hold the answer to: it is looked at when it is whole
+    trial: Trial | None = None  # of a cascade
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=now)
     texts: dict[int, ToolText] = field(default_factory=dict)  # by answer, where there are tools
@@ -77,16 +81,31 @@ class Job:
         return chat_logprobs(self.service.llm.opened.tokenizer, delta.logprobs, self.request.top_logprobs or 0)
 
     def chunk(self, choices: list[ChatChunkChoice], **more: Any) -> bytes:
-        return event(ChatChunk(self.id, self.created, self.service.name, choices, **more))
+        return event(ChatChunk(self.id, self.created, self.name, choices, **more))
+
+    @property
+    def name(self) -> str:
+        """What the client calls the model."""
+        return self.service.name if self.trial is None else self.trial.name
+
+    @property
+    def usage(self) -> Usage:
+        return usage(self.tickets, self.tickets[0].generated, self.trial)
 
 
 async def chat(service: Service, request: ChatRequest, http: Request, salt: bytes) -> Response | Chat:
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
+    return await answered(await begin(service, request, http, salt), http)
+
+
+async def begin(service: Service, request: ChatRequest, http: Request, salt: bytes, trial: Trial | None = None) -> Job:
+    """Look at a request and queue it; who has it must answer or abort it. Raises what `as_api_error` knows, and
+    ClientGoneError."""
     _check(request)
     template = service.llm.opened.template.source
     form = asked_form(request)
     tools = await unless_gone(http, _tooling(service, request, template, form))
-    params = _params(service, request, tools.spec if tools is not None else form)
+    params = tried(_params(service, request, tools.spec if tools is not None else form), trial)
     streams, late, grammar = bool(request.stream), False, ""
     if form is not None:
         looked = await unless_gone(http, check_form(form, streams=streams, param="response_format"))
@@ -106,13 +125,17 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
         prompt = await unless_gone(http, render(service.llm, talk, add_generation_prompt=new_turn, **variables))
     deadline = service.deadline(request.deadline)
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=deadline, grammar=grammar)
-    job = Job(service, request, tickets, tools, held=form is not None)
-    if request.stream:
+    return Job(service, request, tickets, tools, form is not None, form if late else None, trial)
+
+
+async def answered(job: Job, http: Request) -> Response | Chat:
+    """The answer to what was begun, streamed or whole."""
+    if job.request.stream:
         return await begun(_events(job), http, lambda: job.service.llm.abort(job.tickets))
     try:
-        return await unless_gone(http, _checked(job, form if late else None))
+        return await unless_gone(http, _checked(job))
     finally:
-        service.llm.abort(job.tickets)
+        job.service.llm.abort(job.tickets)
 
 
 async def _tooling(
@@ -247,12 +270,12 @@ def _variables(request: ChatRequest) -> dict[str, Any]:
     return variables
 
 
-async def _checked(job: Job, spec: StructuredOutputs | None) -> Chat:
-    """The answer, and a last look at its texts where no mask could hold them to all of `spec`."""
+async def _checked(job: Job) -> Chat:
+    """The answer, and a last look at its texts where no mask could hold them to all of their form."""
     answer = await _whole(job)
     for choice in answer.choices:
-        if spec is not None and choice.finish_reason == "stop" and choice.message.tool_calls is msgspec.UNSET:
-            await check_text(job.service, spec, choice.message.content or "")
+        if job.late is not None and choice.finish_reason == "stop" and choice.message.tool_calls is msgspec.UNSET:
+            await check_text(job.service, job.late, choice.message.content or "")
     return answer
 
 
@@ -296,8 +319,7 @@ async def _whole(job: Job) -> Chat:
     for choice in ordered:
         if choice.message.tool_calls is not msgspec.UNSET:
             choice.message.content = choice.message.content or None
-    counted = usage(job.tickets, job.tickets[0].generated)
-    return Chat(job.id, job.created, job.service.name, ordered, counted)
+    return Chat(job.id, job.created, job.name, ordered, job.usage)
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
@@ -318,4 +340,4 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
             reasons = (job.finish_reason(delta), delta.stop_reason) if last else (None, None)
             yield job.chunk([ChatChunkChoice(delta.index, said, logprobs if last else None, *reasons)], **more)
     if counted:
-        yield job.chunk([], usage=usage(job.tickets, job.tickets[0].generated))
+        yield job.chunk([], usage=job.usage)

@@ -7,14 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.data.params import SamplingParams
+from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta
-from headrace.server.answers import Completion, CompletionChoice, new_id, now, usage
+from headrace.server.answers import Completion, CompletionChoice, Trial, Usage, new_id, now, usage
 from headrace.server.errors import bad
 from headrace.server.fields import CompletionRequest
 from headrace.server.logprobs import CompletionLogprobs, Written, joined
-from headrace.server.sampling import not_built, sampling_params
+from headrace.server.sampling import not_built, sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import Looked, asked_form, check_form, check_text
@@ -34,6 +34,8 @@ class Job:
     request: CompletionRequest
     texts: list[str]  # of the prompts, for echo
     tickets: list[Ticket]
+    late: StructuredOutputs | None = None  # a form that no mask could hold answers to: they are looked at when they are whole
+    trial: Trial | None = None  # of a cascade
     id: str = field(default_factory=lambda: new_id("cmpl"))
     created: int = field(default_factory=now)
     generated: int = 0
@@ -70,13 +72,24 @@ class Job:
         return await self.logprobs[index].written(tokens, entries)
 
     def answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
-        return Completion(self.id, self.created, self.service.name, choices, **more)
+        name = self.service.name if self.trial is None else self.trial.name
+        return Completion(self.id, self.created, name, choices, **more)
+
+    @property
+    def usage(self) -> Usage:
+        return usage(self.tickets, self.generated, self.trial)
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request, salt: bytes) -> Response | Completion:
     """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
+    return await answered(await begin(service, request, http, salt), http)
+
+
+async def begin(service: Service, request: CompletionRequest, http: Request, salt: bytes, trial: Trial | None = None) -> Job:
+    """Look at a request and queue it; who has it must answer or abort it. Raises what `as_api_error` knows, and
+    ClientGoneError."""
     spec = asked_form(request)
-    params = _params(service, request).replace(structured_outputs=spec)
+    params = tried(_params(service, request).replace(structured_outputs=spec), trial)
     _check(service, request)
     looked = Looked()
     if spec is not None:
@@ -84,17 +97,21 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
     prompts, texts = await unless_gone(http, _prompts(service, request))
     deadline = service.deadline(request.deadline)
     tickets = service.llm.submit(prompts, params, salt=salt, deadline=deadline, grammar=looked.grammar)
-    job = Job(service, request, texts, tickets)
-    if request.stream:
+    return Job(service, request, texts, tickets, spec if looked.late else None, trial)
+
+
+async def answered(job: Job, http: Request) -> Response | Completion:
+    """The answer to what was begun, streamed or whole."""
+    if job.request.stream:
         return await begun(_events(job), http, lambda: job.service.llm.abort(job.tickets))
     try:
         answer = await unless_gone(http, _whole(job))
-        for choice in answer.choices if looked.late else []:
-            if spec is not None and choice.finish_reason == "stop":
-                await check_text(service, spec, choice.text)
+        for choice in answer.choices:
+            if job.late is not None and choice.finish_reason == "stop":
+                await check_text(job.service, job.late, choice.text)
         return answer
     finally:
-        service.llm.abort(tickets)
+        job.service.llm.abort(job.tickets)
 
 
 def _check(service: Service, request: CompletionRequest) -> None:
@@ -155,7 +172,7 @@ async def _whole(job: Job) -> Completion:
             scores.setdefault(new.index, {}).setdefault(name, []).extend(parts)
     for index, all_parts in scores.items():
         choices[index].logprobs = joined(all_parts)
-    return job.answer([choices[index] for index in sorted(choices)], usage=usage(job.tickets, job.generated))
+    return job.answer([choices[index] for index in sorted(choices)], usage=job.usage)
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
@@ -168,4 +185,4 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
         if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
             yield event(job.answer([choice], **more))
     if counted:
-        yield event(job.answer([], usage=usage(job.tickets, job.generated)))
+        yield event(job.answer([], usage=job.usage))

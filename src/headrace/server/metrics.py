@@ -109,8 +109,8 @@ class Figures:
     def counter(self, name: str, text: str, labels: tuple[str, ...] = LABELS) -> Counter:
         return self._once(name, lambda: Counter(f"headrace:{name}", text, labels, registry=self.registry))
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._once(name, lambda: Histogram(f"headrace:{name}", text, LABELS, registry=self.registry, buckets=buckets))
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = LABELS) -> Histogram:
+        return self._once(name, lambda: Histogram(f"headrace:{name}", text, labels, registry=self.registry, buckets=buckets))
 
     def often(self, name: str, text: str, buckets: tuple[float, ...]) -> Often:
         return self._once(name, lambda: Often(f"headrace:{name}", text, buckets, self.registry))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from headrace.server.async_llm import AsyncLLM, LoadError, State
 from headrace.server.errors import MODEL_UNUSABLE, ApiError
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.service import Service
-from headrace.server.settings import ServerSettings
+from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
 from headrace.server.tickets import RETRY_DOWN
 from headrace.weights import catalog, hub
 
@@ -50,16 +50,24 @@ class Models:
     """Every model has a name and, while it is in memory, an engine process of its own.
 
     With a `budget` (bytes) models are loaded when they are asked for, and those not used for longest and idle are unloaded
-    until the next one fits. Without one all are loaded at the start and stay.
+    until the next one fits. Without one all are loaded at the start and stay. `cascades` are names for several of them
+    together. Raises SettingsError where they name others.
     """
 
     def __init__(
-        self, entries: Sequence[LoadedModel], settings: ServerSettings, figures: Figures, budget: int | None = None
+        self,
+        entries: Sequence[LoadedModel],
+        settings: ServerSettings,
+        figures: Figures,
+        budget: int | None = None,
+        cascades: Sequence[CascadeSettings] = (),
     ) -> None:
         self.settings = settings
         self.figures = figures
         self.budget = budget
         self._entries = {entry.service.name: entry for entry in entries}
+        self.cascades = {one.name: one for one in cascades}
+        _check_names(self._entries, cascades)
         self._making_room = asyncio.Lock()
         self._starting = True
 
@@ -136,8 +144,16 @@ class Models:
     def _entry(self, name: str | None) -> LoadedModel:
         if name is None:
             return next(iter(self._entries.values()))
+        if name in self.cascades:
+            tiers = ", ".join(self.cascades[name].tiers)
+            raise ApiError(
+                400,
+                f"{name!r} is a cascade, for completions and chats alone; use one of its models: {tiers}",
+                param="model",
+                code="unsupported",
+            )
         if name not in self._entries:
-            known = ", ".join(repr(one) for one in self._entries)
+            known = ", ".join(repr(one) for one in (*self._entries, *self.cascades))
             message = f"the model {name[:100]!r} is not served here; use {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._entries[name]
@@ -172,6 +188,15 @@ class Models:
                 log.info("%s makes room for %s", victim.service.name, entry.service.name)
                 await victim.llm.close()
             entry.llm.begin()
+
+
+def _check_names(served: Collection[str], cascades: Sequence[CascadeSettings]) -> None:
+    names = [*served, *(one.name for one in cascades)]
+    if len(set(names)) < len(names):
+        raise SettingsError(f"two models have one name ({', '.join(names)}); give each its own")
+    for one in cascades:
+        if unknown := [tier for tier in one.tiers if tier not in served]:
+            raise SettingsError(f"the cascade {one.name!r} names {unknown[0]!r}; its models are of {', '.join(served)}")
 
 
 def _measure(entry: LoadedModel) -> None:

@@ -133,4 +133,5 @@ def usage(counted: dict[str, Any]) -> dict[str, Any]:
         "output_tokens": counted["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counted["total_tokens"],
+        **({"tiers": counted["tiers"]} if "tiers" in counted else {}),
     }

@@ -1,14 +1,13 @@
 """/v1/responses: a chat in items, which may be kept and gone on from."""
 
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from headrace.decoding.tools import ToolError
-from headrace.server import chat
 from headrace.server.answers import Chat, new_id, now
 from headrace.server.errors import ApiError, as_api_error, bad
 from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest, StreamOptions
@@ -17,7 +16,6 @@ from headrace.server.reading import read_json
 from headrace.server.response_events import Events, chunks, ending, usage
 from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
 from headrace.server.sampling import not_built
-from headrace.server.service import Service
 from headrace.server.settings import Limits
 from headrace.server.store import Store, listing
 from headrace.server.stream import EventStream
@@ -29,25 +27,27 @@ RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "r
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 REASONING = ("effort", "summary", "generate_summary")
 MAX_ITEMS = 10_000
+Answer = Callable[[ChatRequest, Request, bytes], Awaitable[Any]]  # a model's to a chat, or a cascade's
 
 
-async def respond(service: Service, store: Store, request: ResponseRequest, http: Request, salt: bytes) -> Any:
-    """Answer a request, streamed or whole, and keep the answer. Raises what `as_api_error` knows, and ClientGoneError."""
+async def respond(chat: Answer, limits: Limits, store: Store, request: ResponseRequest, http: Request, salt: bytes) -> Any:
+    """Answer a request, streamed or whole, by `chat`, and keep the answer. Raises what `as_api_error` knows, and
+    ClientGoneError."""
     _check(request)
-    items = [*await _history(store, request.previous_response_id, service.limits.body), *as_items(request.input)]
+    items = [*await _history(store, request.previous_response_id, limits.body), *as_items(request.input)]
     if len(items) > MAX_ITEMS:
         raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
     talk = messages(items, request.instructions)
     if talk[-1]["role"] == "assistant":
         raise bad("the last item is the assistant's; end with what it is to answer", "input")
     asked = _as_chat(request, talk)
-    response = _new(service, request)
+    response = _new(request)
     try:
-        answer = await chat.chat(service, asked, http, salt)
+        answer = await chat(asked, http, salt)
     except (ApiError, ToolError) as error:
         made = error if isinstance(error, ApiError) else ApiError(400, str(error), param=error.param, code=error.code)
         raise made.renamed(made.param or "", RENAMED.get(made.param or "", made.param or "")) from None
-    keep = _Keeper(store, response, items, service.limits) if request.store is not False else None
+    keep = _Keeper(store, response, items, limits) if request.store is not False else None
     if isinstance(answer, EventStream):
         events = Events(response)
         return EventStream(events.begin(), _events(events, answer, keep), answer.on_end, done=b"")
@@ -101,7 +101,7 @@ def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
     )
 
 
-def _new(service: Service, request: ResponseRequest) -> dict[str, Any]:
+def _new(request: ResponseRequest) -> dict[str, Any]:
     """The response as it is when it begins."""
     return {
         "id": new_id("resp"),
@@ -115,7 +115,7 @@ def _new(service: Service, request: ResponseRequest) -> dict[str, Any]:
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": None,
         "metadata": request.metadata or {},
-        "model": service.name,
+        "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from headrace.data.params import ParamError, SamplingParams, params_of
+from headrace.server.answers import Trial
 from headrace.server.errors import ApiError, bad, blamed
 from headrace.server.fields import DRAWING, Sampling
 from headrace.server.principals import PRINCIPAL
@@ -40,6 +41,11 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
         name = "beam_width" if params.beam else "best_of"
         raise bad(f"{name} and stream do not go together: which answer is the best is known at the end", "stream")
     return params
+
+
+def tried(params: SamplingParams, trial: Trial | None) -> SamplingParams:
+    """The same, with log-probabilities where an answer is scored by them."""
+    return params.replace(logprobs=0) if trial is not None and trial.scored and params.logprobs is None else params
 
 
 def _beams(request: Sampling) -> dict[str, Any]:

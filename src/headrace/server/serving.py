@@ -19,7 +19,7 @@ from headrace.server.connection import connection
 from headrace.server.keys import Keys
 from headrace.server.metrics import Figures
 from headrace.server.models import LoadedModel, Models, expected_size, make_service
-from headrace.server.settings import ServerSettings, SettingsError
+from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
 from headrace.server.store import Store
 from headrace.weights.defaults import summary
 
@@ -145,7 +145,12 @@ class Chosen:
     preload: bool = True
 
 
-def open_models(chosen: Sequence[Chosen], settings: ServerSettings, memory: str | int | None = None) -> Models:
+def open_models(
+    chosen: Sequence[Chosen],
+    settings: ServerSettings,
+    memory: str | int | None = None,
+    cascades: Sequence[CascadeSettings] = (),
+) -> Models:
     """The models of a server; with `memory` (bytes or "8GiB") they are loaded as they are asked for. Raises ValueError."""
     budget = parse_bytes(memory) if memory is not None else None
     figures = Figures()
@@ -156,7 +161,7 @@ def open_models(chosen: Sequence[Chosen], settings: ServerSettings, memory: str 
         if budget is not None:
             entry.size = expected_size(one.model, one.arguments.get("kv_cache_memory"))
         entries.append(entry)
-    return Models(entries, settings, figures, budget)
+    return Models(entries, settings, figures, budget, cascades)
 
 
 def single(llm: AsyncLLM, settings: ServerSettings) -> Models:
@@ -179,6 +184,8 @@ async def serve(models: Models, settings: ServerSettings, say: Callable[[str], N
     names = ", ".join(service.name for service in models.services)
     address = f"{scheme}://{host}:{sock.getsockname()[1]}"
     say(f"{names} on {address}/v1")
+    for one in models.cascades.values():
+        say(f"{one.name}: {', then '.join(one.tiers)}{'; ' + one.promise if one.promise else ''}")
     say("loading; requests get a 503 until it is ready")
     await run(server, sock, say, f"{address}/")
     return server.stopped_by

@@ -1,14 +1,17 @@
 """Routes of what the server keeps: files, batches and responses."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from starlette.responses import StreamingResponse
 
-from headrace.server import batches, files, responses, uploads
+from headrace.server import batches, chat, files, responses, uploads
 from headrace.server.api import Api, Call
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.bounds import Name, Strict
+from headrace.server.cascade import Cascade
 from headrace.server.fields import BatchRequest, ResponseRequest
 from headrace.server.models import Models
 from headrace.server.schemas import BATCH, BATCHES, FILE, FILES, ITEMS, RESPONSE, RESPONSES, UPLOAD, content, deleted, plain
@@ -94,15 +97,18 @@ def add_batches(api: Api, store: Store, limits: Limits, worker: BatchWorker) -> 
         return made
 
 
-def add_responses(api: Api, models: Models, store: Store) -> None:
+def add_responses(api: Api, models: Models, cascades: Mapping[str, Cascade], store: Store) -> None:
     """/v1/responses."""
 
     @api.post("/v1/responses", RESPONSES, ResponseRequest)
     async def respond(call: Call) -> Any:
         body: ResponseRequest = call.body
         salt = (body.cache_salt or "").encode()
+        limits = models.settings.limits
+        if body.model in cascades:
+            return await responses.respond(cascades[body.model].ask, limits, store, body, call.http, salt)
         async with models.use(body.model) as service:
-            return await responses.respond(service, store, body, call.http, salt)
+            return await responses.respond(partial(chat.chat, service), limits, store, body, call.http, salt)
 
     @api.get("/v1/responses/{name}", content(RESPONSE))
     async def one(call: Call) -> Any:

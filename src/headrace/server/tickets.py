@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
+
 from headrace.confined.pool import CLIENT
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
@@ -114,6 +116,10 @@ class Ticket:
             raise self._error
         return deltas
 
+    def give_back(self, delta: Delta) -> None:
+        """What was taken is there again, as one piece."""
+        self._deltas.insert(0, delta)
+
     # -- the engine's side ---------------------------------------------------------------------------------------------
     def put(self, delta: Delta) -> None:
         if self._waiting is not None:
@@ -162,3 +168,16 @@ async def deltas(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Delta]]:
         left = [one for one in left if not one[1].finished]
         if left:
             await tickets[0].wakeup.wait()
+
+
+async def gathered(ticket: Ticket) -> Delta:
+    """All of a ticket's only answer as one delta, which whoever takes next gets again. Raises what the ticket raises."""
+    found = [delta async for _, delta in deltas([ticket])]
+    whole = msgspec.structs.replace(
+        found[-1],
+        token_ids=[token for delta in found for token in delta.token_ids],
+        text="".join(delta.text for delta in found),
+        logprobs=tuple(entry for delta in found for entry in delta.logprobs),
+    )
+    ticket.give_back(whole)
+    return whole

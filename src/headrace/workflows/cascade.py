@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headrace.data.outputs import CompletionOutput, RequestOutput
+from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM, Messages, Prompt
 from headrace.workflows.consistency import majority
+from headrace.workflows.surety import TOKEN_SCORES, of_tokens
 
 Score = Literal["min", "mean", "low", "vote"]
-SCORES = ("min", "mean", "low", "vote")
-WORST = 0.1  # of an answer's tokens, whose mean is "low"
+SCORES = (*TOKEN_SCORES, "vote")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +83,13 @@ def surety(output: RequestOutput, score: Score) -> float:
     if score == "vote":
         _, votes = majority(one.text for one in output.outputs)
         return votes / len(output.outputs)
-    return _of_tokens(output.outputs[0], score)
+    return of_tokens([entry.logprob for entry in output.outputs[0].logprobs or []], score)
 
 
 def said(output: RequestOutput, score: Score) -> str:
     """The text of an answer, of a vote that of most."""
     texts = [one.text for one in output.outputs]
     return (majority(texts)[0] or "") if score == "vote" else texts[0]
-
-
-def _of_tokens(answer: CompletionOutput, score: Score) -> float:
-    entries = answer.logprobs or []
-    if not entries:
-        return 0.0
-    values = np.sort([entry.logprob for entry in entries])
-    if score == "low":
-        values = values[: max(1, round(WORST * len(values)))]
-    return float(np.exp(values[0] if score == "min" else values.mean()))
 
 
 def _asked(tier: Tier, params: SamplingParams, *, scored: bool) -> SamplingParams:

@@ -142,6 +142,7 @@ function figures({ figures: made, finish, stopped, cut, error, content }) {
     if (made.ttft !== null) said.push(t("ttft", { value: seconds(made.ttft) }));
     if (made.speed) said.push(t("speed", { value: number(made.speed, made.speed < 10 ? 1 : 0) }));
     if (made.tokens) said.push(made.tokens === 1 ? t("one") : t("counted", { n: number(made.tokens) }));
+    if (made.by) said.push(t("by", { model: made.by }));
     if (made.prompt) said.push(t(made.cached ? "promptCached" : "promptTokens", { n: number(made.prompt), cached: number(made.cached ?? 0) }));
   }
   if (finish === "length") said.push(t("length"));

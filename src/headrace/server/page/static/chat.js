@@ -66,7 +66,7 @@ export class Chat {
       again: (message) => this.again(message),
       goOn: (message) => this.goOn(message),
       revise: (message) => this.revise(message),
-      score: (message) => score(this.now.messages, message, this.hooks.model()),
+      score: (message) => score(this.now.messages, message, message.figures?.by ?? this.hooks.model()),
       last: (message) => this.now?.messages.at(-1) === message,
     };
   }
@@ -254,7 +254,7 @@ export class Chat {
       const speed = tokens > 1 && last > first ? ((tokens - 1) / (last - first)) * 1000 : null;
       message.figures = {
         tokens: before + tokens, prompt: usage?.prompt_tokens, cached: usage?.prompt_tokens_details?.cached_tokens,
-        ttft: first === null ? null : (first - begun) / 1000, speed,
+        ttft: first === null ? null : (first - begun) / 1000, speed, by: usage?.tiers?.at(-1).model, // of a cascade's models
       };
     }
   }
