@@ -24,9 +24,11 @@ from headrace.ops.context import FeedRows, build
 from headrace.runner.executor import InProcess
 from headrace.runner.heads import FEATURE, HEADS, HeadInputs, Heads, enter, heads_config, predict
 from headrace.runner.runner import Runner
+from headrace.training.kinds import begin
 from headrace.training.networks import FeatureLayer, norm, shifted
+from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text
-from headrace.training.train import Batch, Teacher, begin, loss_of
+from headrace.training.train import loss_of
 from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
 from tests.tiny import VOCAB, finish, run_alone, tokens_of
 from tests.tiny_native import BLOCK, MAX_LEN, native_alone, native_model, native_program, source_of

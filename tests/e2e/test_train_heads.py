@@ -99,7 +99,8 @@ def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:
     """Heads without training, some tensors changed."""
     from headrace.runner.heads import Heads
     from headrace.startup.opening import open_model
-    from headrace.training.train import begin, read_teacher
+    from headrace.training.kinds import begin
+    from headrace.training.teacher import read_teacher
 
     opened = open_model(model)
     vocab = torch.arange(64, dtype=torch.int32)

@@ -14,8 +14,9 @@ from headrace.runner.heads import Heads
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
+from headrace.training.teacher import read_teacher
 from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
-from headrace.training.train import Training, agreement, read_teacher
+from headrace.training.train import Training, agreement
 
 HELD = 16  # of so many texts one is held out
 JUDGED = 16  # held-out prompts that are answered again with the heads
