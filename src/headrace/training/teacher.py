@@ -28,6 +28,10 @@ class Teacher:
         """Rows [n, hidden] after the last norm -> [n, heads' vocabulary], float32."""
         return (rows.to(torch.bfloat16) @ self.head.t()).float()
 
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of rows side by side those after the last layer: [..., width] -> [..., hidden]."""
+        return hidden[..., -self.config.hidden_size :]
+
     def said(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's own distribution at rows [n, hidden] after its last layer."""
         return softmax(self.logits(norm(hidden, self.norm, self.config.norm_eps)), -1)

@@ -27,28 +27,31 @@ def loss_of(kind: str, tensors: Tensors, teacher: Teacher, batch: Batch, depth: 
     with torch.no_grad():
         said = torch.zeros(batch.rows.shape, dtype=torch.int64)
         said[batch.rows] = torch.arange(int(batch.rows.sum()))
-        truth = teacher.said(batch.hidden[batch.rows])
+        last = teacher.last(batch.hidden)
+        truth = teacher.said(last[batch.rows])
     total, weights = torch.zeros(()), 0.0
     for place, (made, rows) in enumerate(KINDS[kind].ahead(tensors, teacher, batch, depth)):
         logits = teacher.logits(norm(made[rows], tensors["norm.weight"], teacher.config.norm_eps))
         loss = -(truth[said[rows]] * log_softmax(logits, -1)).sum(-1).mean()
-        loss = loss + KINDS[kind].extra(made[rows], batch.hidden[rows])
-        total, weights = total + FADING**place * loss, weights + FADING**place
+        loss = loss + KINDS[kind].extra(made[rows], last[rows])
+        weight = FADING**place if KINDS[kind].chained else 1.0
+        total, weights = total + weight * loss, weights + weight
     return total / weights
 
 
 @torch.inference_mode()
 def agreement(kind: str, tensors: Tensors, teacher: Teacher, texts: Sequence[Text], depth: int, size: int = 8) -> list[float]:
-    """For each place in a draft: how often, on average, it and all places before it are what the target finds likeliest."""
+    """For each place in a draft: how often, on average, it and all places before it are what the target finds likeliest; for
+    each exit, how often it is."""
     right, tried = [0] * depth, [0] * depth
     for at in range(0, len(texts), size):
         batch = Batch.of(texts[at : at + size])
-        best = teacher.said(batch.hidden.flatten(0, 1)).argmax(-1).view(batch.rows.shape)
-        chain = torch.ones_like(batch.rows)
+        best = teacher.said(teacher.last(batch.hidden).flatten(0, 1)).argmax(-1).view(batch.rows.shape)
+        chain, chained = torch.ones_like(batch.rows), KINDS[kind].chained
         for place, (made, rows) in enumerate(KINDS[kind].ahead(tensors, teacher, batch, depth)):
             logits = teacher.logits(norm(made.flatten(0, 1), tensors["norm.weight"], teacher.config.norm_eps))
             same = logits.argmax(-1).view(batch.rows.shape) == best
-            chain = same if place == 0 else torch.cat((torch.zeros_like(chain[:, :1]), chain[:, :-1]), 1) & same
+            chain = same if place == 0 or not chained else torch.cat((torch.zeros_like(chain[:, :1]), chain[:, :-1]), 1) & same
             right[place] += int((chain & rows).sum())
             tried[place] += int(rows.sum())
     return [good / max(1, all_) for good, all_ in zip(right, tried, strict=True)]
@@ -70,6 +73,8 @@ class Training:
     ) -> None:
         """Train until the time is over. `seen` hears of seconds spent and of the loss, step by step."""
         began, saved, before = time.monotonic(), time.monotonic(), self.spent
+        if not self.steps:
+            KINDS[self.kind].fit(self.tensors, self.teacher, texts)
         while self.spent < self.seconds:
             for batch in _batches(texts, size, self.steps):
                 self._step(batch)
