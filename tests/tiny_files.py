@@ -30,6 +30,7 @@ def write_tiny_gguf(
     template: str | None = TEMPLATE,
     seed: int = 0,
     control: str | None = None,
+    layers: int = LAYERS,
     edit: Callable[[Tensors], object] = lambda tensors: None,
 ) -> Path:
     """The file, with a context of `context` tokens; without a chat template where `template` is None; with a control token
@@ -41,13 +42,13 @@ def write_tiny_gguf(
     writer.add_name("tiny")
     writer.add_context_length(context)
     writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(FFN)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     _add_vocabulary(writer, template, control)
-    tensors = _tensors(seed)
+    tensors = _tensors(seed, layers)
     edit(tensors)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
@@ -79,7 +80,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None, control: str 
         writer.add_chat_template(template)
 
 
-def _tensors(seed: int) -> Tensors:
+def _tensors(seed: int, layers: int) -> Tensors:
     """Random weights. The head gives every token that is not plain text the logit 0, far below the best of the others."""
     rng = np.random.default_rng(seed)
     tokens = _vocabulary()["tokenizer.ggml.tokens"]
@@ -96,7 +97,7 @@ def _tensors(seed: int) -> Tensors:
     head = rng.standard_normal((len(tokens), HIDDEN))
     head[[not _readable(token) for token in tokens]] = 0
     made = {"token_embd.weight": rng.standard_normal((len(tokens), HIDDEN)), "output.weight": head}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for name, shape in shapes.items():
             made[f"blk.{layer}.{name}.weight"] = rng.standard_normal(shape) * 0.3
         for name in ("attn_norm", "ffn_norm"):

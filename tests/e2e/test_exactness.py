@@ -25,19 +25,28 @@ from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
+from headrace.eager.heads import EagerHeads
 from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
+from headrace.native.heads import NativeHeads
 from headrace.runner.executor import InProcess
+from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, Span
+from headrace.runner.stages import Exit
+from headrace.startup.recipe import BLOCK_SIZE
+from headrace.training.kinds import KINDS, begin
+from headrace.training.teacher import Teacher, read_teacher
+from headrace.training.texts import Text, hidden_rows
 from headrace.weights.loader import load_model
+from headrace.weights.source import WeightSource
 from tests.models.llama2c import read_checkpoint
 from tests.models.real import PROMPTS
 from tests.places import data_path, default_model, model_file
-from tests.tiny import finish, tiny_model, tokens_of
+from tests.tiny import finish, run_alone, tiny_model, tokens_of
 
 LENGTH = 64
 SETTINGS = {
@@ -45,7 +54,7 @@ SETTINGS = {
     "temperature 0.8": SamplingParams(temperature=0.8, ignore_eos=True),
 }
 # The models beside the target, in the order in which they are its companions.
-DRAFT_MODEL, LAYERS, SKIPS = 1, 2, 3
+DRAFT_MODEL, LAYERS, SKIPS, EXITS = 1, 2, 3, 4
 WAYS: dict[str, Callable[[], list[Drafter]]] = {
     "ngram": lambda: [PromptLookup()],
     "suffix": lambda: [SuffixTree()],
@@ -54,6 +63,7 @@ WAYS: dict[str, Callable[[], list[Drafter]]] = {
     "draft": lambda: [DraftModel(model=DRAFT_MODEL, least=0.0)],
     "self, layers": lambda: [DraftModel("self", model=LAYERS, group=None, least=0.0)],
     "self, skips": lambda: [DraftModel("self", model=SKIPS, group=None, least=0.0)],
+    "exit": lambda: [DraftModel("exit", model=EXITS, group=None, least=0.0)],
 }
 # How much is verified, the controller decides.
 AUTO: dict[str, Callable[[], list[Drafter]]] = {"auto": lambda: [PromptLookup(), DraftModel(model=DRAFT_MODEL)]}
@@ -112,7 +122,12 @@ def check(play: Play, ways: dict[str, Callable[[], list[Drafter]]], length: int,
 
 @lru_cache(maxsize=1)
 def stories() -> Model:
-    return load_model(read_checkpoint(data_path("stories260K") / "stories260K.bin"), torch.float64)
+    return load_model(stored_stories(), torch.float64)
+
+
+@lru_cache(maxsize=1)
+def stored_stories() -> WeightSource:
+    return read_checkpoint(data_path("stories260K") / "stories260K.bin")
 
 
 @lru_cache(maxsize=4)
@@ -123,6 +138,28 @@ def changed(model: Model, strength: float) -> Model:
     for mine, its in zip(twin.parameters(), model.parameters(), strict=True):
         mine.copy_(its * (1 + strength * torch.randn(its.shape, generator=noise, dtype=its.dtype)))
     return twin
+
+
+@lru_cache(maxsize=1)
+def exits() -> Heads:
+    """Exits after one layer of stories260K and after three: fitted to the rows of its own texts, not trained."""
+    model, layers = stories(), (1, 3)
+    runner = Runner(EagerProgram(model, KVPool(model.config, 16, BLOCK_SIZE, torch.float64)))
+    texts = []
+    for prompt in prompts_of(24, model.config.vocab_size):
+        tokens = prompt + run_alone(model, prompt, SamplingParams(temperature=0.8, seed=len(prompt), max_tokens=40))
+        texts.append(Text(torch.tensor(tokens), len(prompt), hidden_rows(runner, tokens, layers)))
+    norm, table = model.norm.weight.float(), model.tokens.weight.bfloat16()
+    teacher = Teacher(model.config, table, norm, table)
+    tensors = begin(EXIT, teacher, len(layers))
+    KINDS[EXIT].fit(tensors, teacher, texts)
+    return Heads(EXIT, len(layers), with_vocab(tensors, model.config.vocab_size), layers, layers[1])
+
+
+def with_vocab(tensors: Tensors, vocab: int) -> Tensors:
+    """As they are kept, and choosing among all tokens."""
+    made = {name: x.bfloat16() for name, x in tensors.items()}
+    return made | {"vocab": torch.arange(vocab, dtype=torch.int32)}
 
 
 def prompts_of(count: int, vocab: int) -> list[list[int]]:
@@ -136,8 +173,11 @@ def prompts_of(count: int, vocab: int) -> list[list[int]]:
     return made
 
 
-def in_torch(model: Model, prompts: list[list[int]], draft: Model | None = None, batch: int = 128) -> Play:
-    """Runs of the engine on torch in float64; the companions are a draft model, early layers and skipped sublayers."""
+def in_torch(
+    model: Model, prompts: list[list[int]], draft: Model | None = None, batch: int = 128, exit: int | None = None
+) -> Play:
+    """Runs of the engine on torch in float64; the companions are a draft model, early layers, skipped sublayers and an exit
+    with its head, or with that of number `exit`."""
     layers, most = model.config.num_layers, max(map(len, prompts))
 
     def play(params: SamplingParams, drafters: list[Drafter] | None, gamma: int | None) -> tuple[list[list[int]], list[Any]]:
@@ -149,7 +189,9 @@ def in_torch(model: Model, prompts: list[list[int]], draft: Model | None = None,
 
         target = program(model)
         parts = Span(layers=layers - 1), Span(skips=(*[0] * (layers - 1), ATTENTION | MLP)[::-1])
-        companions = [program(draft or changed(model, 0.1)), *parts]
+        head = EagerHeads(exits(), target, stored_stories())
+        heads = Exit(Span(exits().drafts), head, exits().exit if exit is None else exit)
+        companions = [program(draft or changed(model, 0.1)), *parts, heads]
         engine = Engine(
             InProcess(Runner(target, companions)),
             EngineConfig(SchedulerConfig(batch, 2048, length + 1), CacheConfig(blocks, 16)),
@@ -198,17 +240,40 @@ def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         check(play, {"draft": WAYS["draft"]}, 16)
 
 
+def test_the_head_of_another_exit_would_be_seen() -> None:
+    """Negative control: what the head of the exit after one layer makes of the rows after three is accepted far less often, and
+    changes no token all the same."""
+    model = stories()
+    accepted = []
+    for exit in (None, 0):
+        play = in_torch(model, prompts_of(8, model.config.vocab_size), exit=exit)
+        params = SETTINGS["greedy"].replace(max_tokens=24)
+        tokens, metrics = play(params, WAYS["exit"](), 3)
+        assert tokens == play(params, None, None)[0]
+        accepted.append(sum(each.accepted for each in metrics) / sum(each.drafted for each in metrics))
+    right, wrong = accepted
+    assert wrong < right / 2
+
+
 # -- real weights on the native core ---------------------------------------------------------------------------------------
 
 TASKS = ("{}", "{0}\n{0}", "Write the same twice.\n\n{}", "Q: What comes next?\n\n{0}\n\nA: {0}", "1. {}\n2. ")
 TEXTS = [task.format(text) for task in TASKS for text in PROMPTS]
 
 
-def natively(llm: LLM, parts: tuple[Span, Span], texts: list[str]) -> Play:
-    """Runs of an LLM that was opened with a draft model, with parts of the target as further companions."""
+def natively(llm: LLM, parts: tuple[Span, Span], texts: list[str], after: int = 0) -> Play:
+    """Runs of an LLM that was opened with a draft model, with parts of the target as further companions: two spans, and an exit
+    after so many layers that takes their rows as they are."""
     executor: Any = llm.engine.executor
     target, draft = executor.runner.programs
-    executor.runner = Runner(target, [draft, *parts])
+    companions = [draft, *parts]
+    if after:
+        teacher = read_teacher(llm.opened, torch.arange(16))
+        tensors = with_vocab(begin(EXIT, teacher, 1), llm.model_config.vocab_size)
+        sizes = {"num_blocks": llm.memory_plan.num_blocks, "block_size": BLOCK_SIZE, "max_positions": 1024, "threads": 1}
+        head = NativeHeads(Heads(EXIT, 1, tensors, (after,), after), target, llm.opened.source, **sizes)
+        companions.append(Exit(Span(after), head))
+    executor.runner = Runner(target, companions)
     return beside(llm, texts)
 
 
@@ -238,7 +303,7 @@ def test_every_drafter_on_smollm2(count: int, length: int) -> None:
     """Rows are bitwise invariant there, so no exception is allowed. Its draft model is itself, which is always right."""
     llm = open_pair(default_model(), default_model(), 16)
     parts = Span(layers=24), Span(skips=(0,) * 20 + (ATTENTION, 0) * 4)
-    check(natively(llm, parts, TEXTS[-count:]), WAYS | AUTO, length, perfect=("draft",))
+    check(natively(llm, parts, TEXTS[-count:], after=27), WAYS | AUTO, length, perfect=("draft",))
     llm.close()
 
 

@@ -22,16 +22,21 @@ from headrace.kv.pool import KVPool
 from headrace.native.heads import NativeHeads
 from headrace.ops.context import FeedRows, build
 from headrace.runner.executor import InProcess
-from headrace.runner.heads import FEATURE, HEADS, HeadInputs, Heads, enter, heads_config, predict
+from headrace.runner.heads import EXIT, FEATURE, HEADS, HeadInputs, Heads, affine, enter, heads_config, predict
 from headrace.runner.runner import Runner
+from headrace.runner.span import Span
+from headrace.runner.stages import Exit
+from headrace.training.kinds import begin
 from headrace.training.networks import FeatureLayer, norm, shifted
+from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text
-from headrace.training.train import Batch, Teacher, begin, loss_of
+from headrace.training.train import loss_of
 from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
 from tests.tiny import VOCAB, finish, run_alone, tokens_of
 from tests.tiny_native import BLOCK, MAX_LEN, native_alone, native_model, native_program, source_of
 
 COUNT = 3
+EXITS = (1,)  # of the two layers that the tiny model has
 LONG = GREEDY.replace(max_tokens=40)
 
 
@@ -44,21 +49,24 @@ def teacher() -> Teacher:
 
 
 @lru_cache
-def heads(kind: str, trained: bool, native: bool = False) -> Heads:
+def heads(kind: str, trained: bool, native: bool = False, exits: tuple[int, ...] = EXITS) -> Heads:
     """Random heads, or such that know the texts the tiny model writes after `prompts()`, here or on the native core."""
     random_ = torch.Generator().manual_seed(5)
-    tensors = {name: x + 0.05 * torch.randn(x.shape, generator=random_) for name, x in begin(kind, teacher(), COUNT).items()}
+    exits = exits if kind == EXIT else ()
+    count = len(exits) or COUNT
+    tensors = {name: x + 0.05 * torch.randn(x.shape, generator=random_) for name, x in begin(kind, teacher(), count).items()}
     if trained:
         tensors = {name: x.clone().requires_grad_() for name, x in tensors.items()}
         adam = torch.optim.Adam(tensors.values(), lr=0.01)
         alone = native_alone if native else run_alone
-        batch = Batch.of([text_of(prompt, alone(native_model(), prompt, LONG)) for prompt in prompts()])
+        batch = Batch.of([text_of(prompt, alone(native_model(), prompt, LONG), exits) for prompt in prompts()])
         for _ in range(120):
             adam.zero_grad()
-            loss_of(kind, tensors, teacher(), batch, COUNT).backward()  # type: ignore[no-untyped-call]
+            loss_of(kind, tensors, teacher(), batch, count).backward()  # type: ignore[no-untyped-call]
             adam.step()
     made = {name: x.detach().bfloat16() for name, x in tensors.items()}
-    return Heads(kind, COUNT, made | {"vocab": torch.arange(VOCAB, dtype=torch.int32)})
+    made["vocab"] = torch.arange(VOCAB, dtype=torch.int32)
+    return Heads(kind, count, made, exits, exits[0] if exits else 0)
 
 
 def prompts() -> list[list[int]]:
@@ -66,19 +74,19 @@ def prompts() -> list[list[int]]:
     return [rng.choices(range(VOCAB), k=length) for length in (4, 9, 13, 20)]
 
 
-def hidden_rows(tokens: list[int]) -> torch.Tensor:
-    """The tiny model's rows [n, hidden] after its last layer, without any engine."""
+def hidden_rows(tokens: list[int], exits: tuple[int, ...] = ()) -> torch.Tensor:
+    """The tiny model's rows [n, hidden] after its last layer, without any engine; before them those after each exit's."""
     model, size = native_model(), 4
     pool = KVPool(model.config, 64, size, torch.float64)
     ctx = build(pool, [FeedRows(tokens, list(range(-(-len(tokens) // size))), 0, [], [])])
-    x = model.embed(ctx)
+    rows = [model.embed(ctx)]
     for layer in range(model.config.num_layers):
-        x = model.layer(layer, x, ctx)
-    return x.float()
+        rows.append(model.layer(layer, rows[-1], ctx))
+    return torch.cat([rows[last] for last in (*exits, -1)], 1).float()
 
 
-def text_of(prompt: list[int], answer: list[int]) -> Text:
-    return Text(torch.tensor(prompt + answer), len(prompt), hidden_rows(prompt + answer).bfloat16())
+def text_of(prompt: list[int], answer: list[int], exits: tuple[int, ...]) -> Text:
+    return Text(torch.tensor(prompt + answer), len(prompt), hidden_rows(prompt + answer, exits).bfloat16())
 
 
 @pytest.fixture(scope="module", params=[Torch, Native], ids=["torch", "native"])
@@ -89,23 +97,29 @@ def side(request: pytest.FixtureRequest) -> Torch:
 
 
 def engine_of(
-    side: Torch, made: Heads, *, blocks: int = 60, gamma: int = COUNT, budget: int = 64, least: float = 0.0
+    side: Torch, made: Heads, *, blocks: int = 60, gamma: int = COUNT, budget: int = 64, least: float = 0.0, after: int = 0
 ) -> Engine:
+    """`after`: of an exit, how many layers really run."""
     source = source_of(side.target)
     target: Any = side.program(side.target, blocks)
     settings = {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64, "threads": 1}
     native = side.block == BLOCK
     companion = NativeHeads(made, target, source, **settings) if native else EagerHeads(made, target, source)
     scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=256)
-    groups = (TARGET, KVGroup(DRAFT, model=1)) if made.kind == FEATURE else (TARGET,)
+    groups = [TARGET, KVGroup(DRAFT, model=1)] if made.kind == FEATURE else [TARGET]
     drafter: Drafter = TrainedHeads(COUNT, least=least) if made.kind == HEADS else DraftModel(FEATURE, keeps=False, least=least)
-    runner = Runner(target, [companion])
-    runner.reserve(FEATURES)
+    if made.span is None:
+        runner = Runner(target, [companion])
+        runner.reserve(FEATURES)
+        groups.append(KVGroup(FEATURES, "hidden"))
+    else:
+        runner = Runner(target, [Exit(Span(after or made.drafts), companion, made.exit)])
+        drafter = DraftModel(EXIT, group=None, least=least)
     return Engine(
         InProcess(runner),
         EngineConfig(scheduler, CacheConfig(blocks, side.block)),
         vocab_size=VOCAB,
-        groups=(*groups, KVGroup(FEATURES, "hidden")),
+        groups=tuple(groups),
         speculation=Speculation([drafter], 256, gamma),
     )
 
@@ -168,7 +182,10 @@ def reference(made: Heads, context: list[int], chain: list[int]) -> list[int]:
     tensors = {name: x.float() for name, x in made.tensors.items()}
     hidden, t = hidden_rows(context)[None], teacher()
     rows = []
-    if made.kind == HEADS:
+    if made.kind == EXIT:
+        texts = [context + chain[:place] for place in range(len(chain))]
+        rows = [affine(tensors, 0, hidden_rows(text, made.layers)[-1, : t.config.hidden_size]) for text in texts]
+    elif made.kind == HEADS:
         rows = [predict(tensors, head, hidden[0, -2]) for head in range(len(chain))]
     else:
         tokens = torch.tensor([context + chain[:-1]])
@@ -181,10 +198,10 @@ def reference(made: Heads, context: list[int], chain: list[int]) -> list[int]:
     return [int((row @ t.head.double().t()).argmax()) for row in normed]
 
 
-def chains_of(side: Torch, made: Heads) -> list[tuple[list[int], list[int]]]:
+def chains_of(side: Torch, made: Heads, after: int = 0) -> list[tuple[list[int], list[int]]]:
     """Texts and what was drafted after them, across rejections, prefix hits and preemption."""
     chains: list[tuple[list[int], list[int]]] = []
-    engine = engine_of(side, made, blocks=24 if side.block != BLOCK else 7, budget=24)
+    engine = engine_of(side, made, blocks=24 if side.block != BLOCK else 7, budget=24, after=after)
     engine.speculation.fill = watched(engine.speculation, chains)  # type: ignore[union-attr, method-assign]
     for _ in range(2):
         run(side, engine, [(prompt, GREEDY.replace(max_tokens=20)) for prompt in prompts()])
@@ -192,7 +209,7 @@ def chains_of(side: Torch, made: Heads) -> list[tuple[list[int], list[int]]]:
     return chains
 
 
-@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+@pytest.mark.parametrize("kind", [HEADS, FEATURE, EXIT])
 def test_drafts_are_what_training_says(kind: str) -> None:
     """In float64, where nothing but the formulas can differ: every chain is the one that the networks of training give."""
     side, made = Torch(), heads(kind, True)
@@ -216,6 +233,23 @@ def test_rows_of_another_place_would_be_seen(kind: str, monkeypatch: pytest.Monk
     assert any(chain != reference(made, context, chain) for context, chain in chains_of(side, made))
 
 
+def test_an_exit_drafts_natively() -> None:
+    """Across rejections and preemption no token changes."""
+    side = Native()
+    side.target = native_model()
+    engine = engine_of(side, heads(EXIT, True, True), blocks=7)
+    requests = run(side, engine, [(prompt, LONG) for prompt in prompts()])
+    assert engine.scheduler.preemptions > 0
+    assert 0 < sum(one.metrics.accepted for one in requests) < sum(one.metrics.drafted for one in requests)
+
+
+def test_an_exit_after_other_layers_would_be_seen() -> None:
+    """Negative control: the head of one place reads the rows of another and drafts something else; the output stays."""
+    side, made = Torch(), heads(EXIT, True)
+    side.target = native_model()
+    assert any(chain != reference(made, context, chain) for context, chain in chains_of(side, made, after=2))
+
+
 def test_drafts_taken_unseen_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of exactness: a verification that follows a child whatever was drawn."""
     side = Torch()
@@ -225,7 +259,7 @@ def test_drafts_taken_unseen_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("kind", [HEADS, FEATURE])
+@pytest.mark.parametrize("kind", [HEADS, FEATURE, EXIT])
 def test_greedy_under_the_rejection_rule(side: Torch, kind: str, rule: str) -> None:
     engine = engine_of(side, heads(kind, True))
     run(side, engine, [(prompt, GREEDY.replace(verification=rule)) for prompt in prompts()])

@@ -1,6 +1,7 @@
 """train-heads from the command line, on a tiny model: what it leaves, that it goes on, and that others' heads are refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
+from headrace.runner.heads import affine
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
-from headrace.training.texts import Shards, open_writer, write_texts
+from headrace.training.kinds import KINDS, begin
+from headrace.training.teacher import Teacher
+from headrace.training.texts import Shards, Text, open_writer, write_texts
 from tests.cli_shell import Shell, check_bar
 from tests.tiny_files import write_tiny_gguf
 
@@ -70,6 +74,77 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
         LLM(model, draft=out, speculate="suffix")
 
 
+def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
+    model = write_tiny_gguf(tmp_path / "deep.gguf", layers=3)
+    out = tmp_path / "out"
+    args = ("train-heads", model, "--out", out, "--kind", "exit", "--minutes", "0.01", *QUICK)
+    code, table, said = shell(*args, "--exits", "1,2")
+    assert code == 0, said
+    assert "exit agrees" in table
+    assert "tokens of fresh answers; training had seen" in said
+    info = json.loads((out / "heads.json").read_text())
+    assert (info["kind"], info["count"], info["layers"]) == ("exit", 2, [1, 2])
+    assert info["drafts"] in (1, 2)
+    assert f"the exit after {info['drafts']} layers drafts" in said
+    texts = Shards(out / "work/texts").read()
+    assert all(text.hidden.shape == (len(text.tokens), 3 * 32) for text in texts)
+    plain = LLM(model, speculate=None).generate(["A wheel", "Hello"], GREEDY)
+    for drafts in (1, 2):  # a reader may choose
+        (out / files.HEADS_INFO).write_text(json.dumps(info | {"drafts": drafts}))
+        for method in ("heads", "auto"):
+            made = LLM(model, draft=out, speculate=method, draft_tokens=2).generate(["A wheel", "Hello"], GREEDY)
+            assert [one.outputs[0].token_ids for one in made] == [one.outputs[0].token_ids for one in plain]
+            assert sum(one.metrics.drafted for one in made) > 0
+    drafted = ("--draft", out, "--speculate", "heads", "--draft-tokens", "2", "--show-speculation")
+    code, shown, said = shell("run", model, "Hello", "--raw", "-m", "24", *drafted)
+    assert code == 0, said
+    assert re.search(r"exit: \d+ tokens? accepted of \d+ drafted", shown), shown
+    code, _, said = shell(*args, "--exits", "2")
+    assert code == 1
+    assert "holds the texts of other heads" in said
+    for exits, match in (("2,1", "ascending, 1 to 2"), ("1,3", "ascending, 1 to 2"), ("one", "takes numbers, as in 10,20,25")):
+        code, _, said = shell(*args[:3], tmp_path / "other", *args[4:], "--exits", exits)
+        assert code != 0
+        assert match in said
+    code, _, said = shell("train-heads", model, "--out", tmp_path / "other", "--kind", "heads", "--exits", "1", *QUICK)
+    assert code != 0
+    assert "--exits is for --kind exit" in said
+    for change, match in (
+        ({"drafts": 3}, "no exit stands after 3 layers, only after 1, 2"),
+        ({"layers": [1]}, "ascending, 1 to 2"),
+        ({"layers": [1, 3]}, "ascending, 1 to 2"),
+        ({"layers": []}, "ascending, 1 to 2"),
+        ({"kind": "heads"}, "ascending, 1 to 2"),
+        ({"count": 3, "layers": [0, 1, 2]}, "ascending, 1 to 2"),
+        ({"fits": "another"}, "is another model; train heads for it"),
+    ):
+        (out / files.HEADS_INFO).write_text(json.dumps(info | change))
+        with pytest.raises(ValueError, match=match) as error:
+            LLM(model, draft=out)
+        assert "\n" not in str(error.value)
+
+
+def test_a_ridge_finds_the_map(tmp_path: Path) -> None:
+    """Rows after the last layer are an affine function of those before: what is fitted is that function."""
+    random = torch.Generator().manual_seed(3)
+    config = open_model(write_tiny_gguf(tmp_path / "one.gguf")).config
+    width = config.hidden_size
+    before = torch.nn.functional.rms_norm(torch.randn(400, width, generator=random), (width,))
+    true, shift = torch.randn(width, width, generator=random) * width**-0.5, torch.randn(width, generator=random) * 0.1
+    after = torch.nn.functional.rms_norm(before @ true.T + shift, (width,))
+    teacher = Teacher(config, torch.zeros(1, width), torch.ones(width), torch.zeros(1, width))
+    tensors = begin("exit", teacher, 1)
+    text = Text(torch.zeros(400, dtype=torch.int64), 1, torch.cat((before, after), 1))
+
+    def error() -> float:
+        made = torch.nn.functional.rms_norm(affine(tensors, 0, before), (width,))
+        return float((made - after).square().mean())
+
+    lens = error()
+    KINDS["exit"].fit(tensors, teacher, [text])
+    assert error() < 0.01 < lens
+
+
 def test_reading_hidden_rows_leaves_the_engine_as_it_was(model: Path) -> None:
     """Whichever slot was freed last is still to be freed by the next plan."""
     llm = open_writer(open_model(str(model)), 1)
@@ -100,7 +175,7 @@ def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:
     """Heads without training, some tensors changed."""
     from headrace.runner.heads import Heads
     from headrace.startup.opening import open_model
-    from headrace.training.train import begin, read_teacher
+    from headrace.training.teacher import read_teacher
 
     opened = open_model(model)
     vocab = torch.arange(64, dtype=torch.int32)

@@ -8,7 +8,15 @@ from rich.text import Text
 
 from headrace.weights.progress import counted
 
-COLOURS = {"ngram": "green", "suffix": "cyan", "draft": "blue", "self": "magenta", "lookahead": "yellow", "jacobi": "yellow"}
+COLOURS = {
+    "ngram": "green",
+    "suffix": "cyan",
+    "draft": "blue",
+    "self": "magenta",
+    "exit": "magenta",
+    "lookahead": "yellow",
+    "jacobi": "yellow",
+}
 CORRECTED = "red"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,14 +18,16 @@ class Kind(StrEnum):
 
     HEADS = "heads"
     FEATURE = "feature"
+    EXIT = "exit"
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
-        "out kind source texts minutes tokens threads",
+        "out kind exits source texts minutes tokens threads",
         ("headrace train-heads smollm2-135m -o heads", "Heads in the folder heads, learnt from what the model writes."),
         ("headrace train-heads MODEL -o heads -i prompts.txt --minutes 120", "From its answers to prompts of one's own."),
+        ("headrace train-heads MODEL -o exits --kind exit --exits 10,20,25", "Exits after 10, 20 and 25 of its layers."),
         ("headrace chat MODEL --draft heads", "Use them."),
     )
     app.command("train-heads", cls=short)(with_groups(train_heads))
@@ -35,8 +37,15 @@ def train_heads(
     model: ModelName,
     out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the heads, and to go on from.")],
     kind: Annotated[
-        Kind, typer.Option(help="heads: one for each token ahead; feature: a layer that drafts token by token.")
+        Kind,
+        typer.Option(
+            help="heads: one for each token ahead; feature: a layer that drafts token by token; "
+            "exit: a head after some of the model's layers, which draft with it."
+        ),
     ] = Kind.FEATURE,
+    exits: Annotated[
+        str | None, typer.Option(help="Exits after these layers, as in 10,20,25 (default: 2, 4 and 5 sixths of them).")
+    ] = None,
     source: Annotated[
         list[Path] | None,
         typer.Option(
@@ -59,19 +68,48 @@ def train_heads(
     """
     from headrace.cli.opening import fetch
 
+    places = _places(exits, kind)
     path = fetch(model)
 
     from headrace.bench.prompts import read_prompts
     from headrace.training.distil import Recipe, distil
+    from headrace.training.exits import distil_exits
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
-    recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts)
+    recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts, places)
     status().finish()  # loading says so itself
+    if kind is Kind.EXIT:
+        _print_exits(distil_exits(str(path), out, recipe, _told()))
+        say(f"the exits are in {out}; use them with --draft {out}")
+        return
     result = distil(str(path), out, recipe, _told())
     rows = [(str(place + 1), f"{share:.0%}") for place, share in enumerate(result.agreement)]
     print_table(("tokens ahead", "all as the model has it"), rows)
     say(f"held-out prompts: {result.accepted:.0%} of drafted tokens accepted, {result.tokens_per_step:.2f} tokens a step")
     say(f"the heads are in {out}; use them with --draft {out}")
+
+
+def _places(exits: str | None, kind: Kind) -> tuple[int, ...]:
+    if exits is not None and kind is not Kind.EXIT:
+        raise typer.BadParameter(f"--exits is for --kind exit, not {kind}; leave one of the two out")
+    try:
+        return () if exits is None else tuple(int(one) for one in exits.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--exits takes numbers, as in 10,20,25, not {exits!r}") from None
+
+
+def _print_exits(result: Any) -> None:
+    columns = ("after layer", "row as it is", "exit agrees", "of drafted accepted", "tokens a step", "cost by bytes", "at best")
+    rows = [
+        (
+            *(str(one.layers), f"{one.lens:.1%}", f"{one.agreement:.1%}", f"{one.accepted:.1%}"),
+            *(f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.promise:.2f}"),
+        )
+        for one in result.exits
+    ]
+    print_table(columns, rows)
+    say(f"on {result.tokens} tokens of fresh answers; training had seen {result.seen:.1%} of their runs of 8 tokens")
+    say(f"the exit after {result.drafts} layers drafts")
 
 
 def _told() -> Callable[[str, float, float, str], None]:

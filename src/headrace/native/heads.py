@@ -35,6 +35,11 @@ class PackedInputs(HeadInputs):
         rows: np.ndarray = super().rows(feeds, slots, features).numpy()
         return rows
 
+    def at_exit(self, exit: int, hidden: Any) -> np.ndarray:
+        """As the core takes them."""
+        rows: np.ndarray = super().at_exit(exit, hidden).numpy()
+        return rows
+
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(core().linear(self._packed[name], x.contiguous().numpy(), self._pool))
 

@@ -1,10 +1,12 @@
-"""Trained heads as companions of the target: they draft from its hidden rows, through its own lm_head.
+"""Trained heads beside the target: they draft from its hidden rows, through its own lm_head.
 
 heads (blockwise parallel decoding, Stern et al. 2018; Medusa, Cai et al. 2024): from the target's hidden row at one place,
 head i says what comes i + 1 tokens later. feature (EAGLE, Li et al. 2024): one decoder layer reads the embedding of a token
 and the hidden row before it, and gives what the target's hidden row at that token would be; from that the next, and so on.
 Both read rows after the target's last layer, scaled to length, and end in a norm of their own and the target's lm_head, of
-which they may have a part: the tokens they choose from.
+which they may have a part: the tokens they choose from. exit (LayerSkip, Elhoushi et al. 2024; the tuned lens, Belrose et al.
+2023): from the row that some of the target's layers left, an affine map says what the row after all of them would be; it ends
+as the others do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +23,11 @@ from headrace.data.plan import Feed
 from headrace.models.registry import describe
 from headrace.runner.kept import Kept
 from headrace.runner.program import AnyLive
+from headrace.runner.span import Span
 from headrace.weights.parts import plan
 from headrace.weights.source import TensorInfo, WeightSource
 
-HEADS, FEATURE = "heads", "feature"
+HEADS, FEATURE, EXIT = "heads", "feature", "exit"
 LAYER = "layers.0."
 UNIT_EPS = 1e-6
 
@@ -35,17 +38,35 @@ Product = Callable[[str, torch.Tensor], torch.Tensor]  # rows by the matrix of a
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Heads in memory. `tensors`: heads.{i}.up.weight and down.weight, or embed.weight, hidden.weight and those of a llama
-    layer; norm.weight; and vocab, the tokens to choose from, ascending. `count`: tokens they draft at once (feature: as many
-    as it was trained for)."""
+    layer, or exits.{i}.weight and bias; norm.weight; and vocab, the tokens to choose from, ascending. `count`: tokens they
+    draft at once (feature: as many as it was trained for; exit: how many exits). Exit i stands after `layers[i]` layers;
+    after `drafts` of them a draft is drawn."""
 
     kind: str
     count: int
     tensors: Tensors
+    layers: tuple[int, ...] = ()
+    drafts: int = 0
 
     @property
     def chains(self) -> bool:
         """Whether they go on from rows that they left themselves."""
         return self.kind == FEATURE
+
+    @property
+    def features(self) -> bool:
+        """Whether they read rows that the target has left for known tokens; an exit reads those of the step it is in."""
+        return self.kind != EXIT
+
+    @property
+    def span(self) -> Span | None:
+        """What of the target runs for them in a step of theirs."""
+        return Span(self.drafts) if self.kind == EXIT else None
+
+    @property
+    def exit(self) -> int:
+        """The number of the exit that drafts."""
+        return self.layers.index(self.drafts)
 
     @property
     def vocab(self) -> np.ndarray:
@@ -74,6 +95,9 @@ def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, .
     made: dict[str, tuple[int, ...]] = {"norm.weight": (width,)}
     if kind == HEADS:
         return made | {f"heads.{i}.{name}.weight": (width, width) for i in range(count) for name in ("up", "down")}
+    if kind == EXIT:
+        weights: dict[str, tuple[int, ...]] = {f"exits.{i}.weight": (width, width) for i in range(count)}
+        return made | weights | {f"exits.{i}.bias": (width,) for i in range(count)}
     (layer,) = heads_config(kind, target).layers
     attention = {name: (rows, width) for name, rows in layer.qkv.items()} | {"o": (width, layer.q_size)}
     mlp = {"gate": (layer.ffn, width), "up": (layer.ffn, width), "down": (width, layer.ffn)}
@@ -92,6 +116,12 @@ def predict(tensors: Tensors, head: int, hidden: torch.Tensor, product: Product 
     """What the norm and the lm_head take of head `head`: [..., hidden], from the target's rows of the same shape."""
     x, by = unit(hidden), product or (lambda name, x: x @ tensors[name].t())
     return x + by(f"heads.{head}.down.weight", silu(by(f"heads.{head}.up.weight", x)))
+
+
+def affine(tensors: Tensors, exit: int, hidden: torch.Tensor, product: Product | None = None) -> torch.Tensor:
+    """What the norm and the lm_head take at exit `exit`: [..., hidden], from the rows of that shape that its layers left."""
+    by = product or (lambda name, x: x @ tensors[name].t())
+    return by(f"exits.{exit}.weight", unit(hidden)) + tensors[f"exits.{exit}.bias"]
 
 
 def enter(tensors: Tensors, embedded: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -159,6 +189,10 @@ class HeadInputs:
         hidden = torch.cat([self._before(slots[feed.slot], feed, 1, features) for feed in feeds])
         made = [predict(self.tensors, head, hidden, self.product) for head in range(max(counts))]
         return torch.cat([torch.stack([made[head][at] for head in range(count)]) for at, count in enumerate(counts)])
+
+    def at_exit(self, exit: int, hidden: Any) -> Any:
+        """Rows [n, hidden] of an exit, from those that its layers left."""
+        return affine(self.tensors, exit, torch.as_tensor(hidden), self.product)
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Rows x [n, hidden] by one of the heads' matrices."""

@@ -64,6 +64,9 @@ class InputRows(Protocol):
     def rows(self, feeds: Sequence[Feed], slots: dict[int, AnyLive], features: Kept) -> Any:
         """Rows [n, hidden] for the feeds, from the target's kept ones."""
 
+    def at_exit(self, exit: int, hidden: Any) -> Any:
+        """Rows [n, hidden] for the exit of a number, from those that its layers left in this step."""
+
     def left(self, feeds: Sequence[Feed], hidden: Any) -> None:
         """The program has left rows [n, hidden] after its last layer."""
 

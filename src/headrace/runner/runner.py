@@ -15,21 +15,24 @@ from headrace.runner.kept import Rows
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
 from headrace.runner.span import WHOLE, Span
+from headrace.runner.stages import Exit
 from headrace.runner.wants import add_rows, pools
 
 
 class Runner:
     """Carries out plans on the program they name, one at a time; no state but slots, pools and kept rows outlives a step.
 
-    A companion is a program, or a span of the target. `amateur` is the number of the companion that contrastive decoding uses:
-    a plan for the target feeds it the same rows wherever a request is decoded by contrast, so its K and V are always there as
-    far as the target's are. `kept` are hidden rows of the target by the name of their KV group.
+    A companion is a program, a span of the target, or one that ends in an exit. `amateur` is the number of the companion that
+    contrastive decoding uses: a plan for the target feeds it the same rows wherever a request is decoded by contrast, so its K
+    and V are always there as far as the target's are. `kept` are hidden rows of the target by the name of their KV group.
     """
 
-    def __init__(self, target: Program, companions: Sequence[Program | Span] = (), amateur: int = 0) -> None:
-        self.programs = [target, *(each for each in companions if not isinstance(each, Span))]
+    def __init__(self, target: Program, companions: Sequence[Program | Span | Exit] = (), amateur: int = 0) -> None:
+        self._exits = {number: each for number, each in enumerate(companions, 1) if isinstance(each, Exit)}
+        headed = [each.head if isinstance(each, Exit) else each for each in companions]
+        self.programs = [target, *(each for each in headed if not isinstance(each, Span))]
         self._models: list[tuple[Program, Span]] = [(target, WHOLE)]
-        self._models += [(target, each) if isinstance(each, Span) else (each, WHOLE) for each in companions]
+        self._models += [(target, each) if isinstance(each, Span) else (each, WHOLE) for each in headed]
         self._amateur = self._models[amateur][0] if amateur else None
         self.slots = Slots(target.live)
         self.kept = {HIDDEN: target.kept(), FEATURES: target.kept()}
@@ -50,6 +53,8 @@ class Runner:
         feeds, lives = plan.feeds, [self.slots[feed.slot] for feed in plan.feeds]
         if plan.model:
             feeds, lives = self._follow(plan.model, feeds, lives)
+        if (exit := self._exits.get(plan.model)) is not None:
+            return StepOutput(plan.step, exit.run(self.programs[0], feeds, lives))
         keeps = not plan.model and span == WHOLE
         features = keeps and self.kept[FEATURES].reserved
         amateur = self._amateur_rows(plan) if self._amateur is not None and not plan.model else None

@@ -4,13 +4,16 @@ import logging
 from dataclasses import dataclass
 
 from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN
+from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
+from headrace.runner.span import Span
+from headrace.runner.stages import Exit
 from headrace.startup import memory
 from headrace.startup.eager import Eager
 from headrace.startup.native import Native
-from headrace.startup.offer import Offer
-from headrace.startup.recipe import Recipe
+from headrace.startup.offer import Loaded, Offer
+from headrace.startup.recipe import Recipe, Role
 
 log = logging.getLogger("headrace")
 
@@ -75,9 +78,16 @@ def _started(offer: Offer, recipe: Recipe) -> Started:
     needed."""
     loaded = offer.load(recipe)
     target, *beside = recipe.roles
-    companions = [loaded.programs[role.name] if role.span is None else role.span for role in beside]
+    companions = [_companion(role, loaded) for role in beside]
     runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR))
     runner.kept[HIDDEN].afford = lambda need: memory.check_hidden_fits(loaded.plan, need, offer.free_memory(recipe))
-    if recipe.heads is not None:
+    if recipe.features:
         runner.reserve(FEATURES)
     return Started(offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
+
+
+def _companion(role: Role, loaded: Loaded) -> Program | Span | Exit:
+    """A program, a span of the target, or one that ends in an exit."""
+    if role.span is None:
+        return loaded.programs[role.name]
+    return role.span if role.heads is None else Exit(role.span, loaded.programs[role.name], role.heads.exit)

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from headrace.runner.heads import FEATURE, HEADS, Heads, Tensors, shapes
+from headrace.runner.heads import EXIT, FEATURE, HEADS, Heads, Tensors, shapes
 from headrace.startup.opening import HEADS_INFO, Opened
 
 WEIGHTS = "heads.safetensors"
@@ -19,7 +19,8 @@ MAX_HEADS = 16
 
 
 class Info(msgspec.Struct, frozen=True):
-    """What heads.json says. `count`: tokens that heads predict at once, or that a feature layer was trained to draft."""
+    """What heads.json says. `count`: tokens that heads predict at once, or that a feature layer was trained to draft; of exits,
+    how many there are. These stand after `layers` of the model's layers, and the one after `drafts` drafts."""
 
     kind: str
     model: str  # a name, for people
@@ -28,13 +29,16 @@ class Info(msgspec.Struct, frozen=True):
     vocab_size: int
     count: int
     trained: dict[str, float | str] = {}  # how: for people
+    layers: tuple[int, ...] = ()
+    drafts: int = 0
     version: int = VERSION
 
 
 def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | str]) -> None:
     """Write both files; weights in bfloat16."""
     c = target.config
-    info = Info(heads.kind, target.path.name, signature(target), c.hidden_size, c.vocab_size, heads.count, trained)
+    sizes = c.hidden_size, c.vocab_size, heads.count
+    info = Info(heads.kind, target.path.name, signature(target), *sizes, trained, heads.layers, heads.drafts)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in heads.tensors.items()}
     unfinished = folder / f"{WEIGHTS}.part"
@@ -51,7 +55,7 @@ def load(folder: str | Path, target: Opened) -> Heads:
         tensors = load_file(place / WEIGHTS)
     except (OSError, msgspec.MsgspecError, SafetensorError) as error:
         raise ValueError(f"{place}: these heads cannot be read ({' '.join(str(error).split())[:200]})") from None
-    if info.kind not in (HEADS, FEATURE) or info.version != VERSION or not 1 <= info.count <= MAX_HEADS:
+    if info.kind not in (HEADS, FEATURE, EXIT) or info.version != VERSION or not 1 <= info.count <= MAX_HEADS:
         raise ValueError(f"{place}: heads of this kind or version ({info.kind}, {info.version}) are unknown; train them again")
     if (info.hidden_size, info.vocab_size) != (c.hidden_size, c.vocab_size):
         raise ValueError(
@@ -63,7 +67,8 @@ def load(folder: str | Path, target: Opened) -> Heads:
             f"{place}: these heads are for {info.model}, and {target.name} is another model; "
             f"train heads for it: headrace train-heads {target.name}"
         )
-    heads = Heads(info.kind, info.count, tensors)
+    heads = Heads(info.kind, info.count, tensors, info.layers, info.drafts)
+    check_exits(place, heads, c.num_layers)
     _check(place, heads, target)
     return heads
 
@@ -76,6 +81,19 @@ def signature(target: Opened) -> str:
     for token in range(0, c.vocab_size, EVERY):
         sign.update(target.tokenizer.token_bytes(token) + b"\0")
     return sign.hexdigest()[:32]
+
+
+def check_exits(place: Path, heads: Heads, layers: int) -> None:
+    """Raises ValueError for exits that stand nowhere in a model of so many layers; other heads have none."""
+    stand = list(heads.layers)
+    if heads.kind != EXIT and not stand and not heads.drafts:
+        return
+    if heads.kind != EXIT or len(stand) != heads.count or stand != sorted(set(stand)) or not 0 < stand[0] <= stand[-1] < layers:
+        raise ValueError(f"{place}: exits stand after different layers, ascending, 1 to {layers - 1} of them; train them again")
+    if heads.drafts not in stand:
+        raise ValueError(
+            f"{place}: no exit stands after {heads.drafts} layers, only after {', '.join(map(str, stand))}; set drafts to one"
+        )
 
 
 def _check(place: Path, heads: Heads, target: Opened) -> None:

@@ -21,7 +21,8 @@ def open_roles(
     `by_itself`. Raises ValueError besides what opening does."""
     roles = [Role(TARGET.name, target)]
     if draft is not None and is_heads(draft):
-        roles.append(Role(HEADS, heads=late("headrace.startup.heads", "load")(draft, target)))
+        heads = late("headrace.startup.heads", "load")(draft, target)
+        roles.append(Role(HEADS, span=heads.span, heads=heads))
     elif draft is not None:
         roles.append(Role(DRAFT, open_companion(draft, target, DRAFT, progress)))
     elif by_itself:

@@ -42,7 +42,7 @@ class Settings:
 @dataclass(frozen=True, slots=True)
 class Role:
     """The target (`target`), or what works beside it: a model that drafts (`draft`) or that the target is contrasted with
-    (`amateur`), a `span` of the target (`self`), trained `heads` (`runner.heads.Heads`)."""
+    (`amateur`), a `span` of the target (`self`), trained `heads` (`runner.heads.Heads`; those of exits after a `span`)."""
 
     name: str
     opened: Opened | None = None
@@ -80,6 +80,11 @@ class Recipe:
     def heads(self) -> Any:
         return next((role.heads for role in self.roles if role.heads is not None), None)
 
+    @property
+    def features(self) -> bool:
+        """Whether rows of the target are kept for trained heads."""
+        return self.heads is not None and bool(self.heads.features)
+
     def number(self, name: str) -> int:
         """Of a role: by it plans name who is fed. 0 is the target, or nobody beside it."""
         return next((number for number, role in enumerate(self.roles) if role.name == name), 0)
@@ -90,7 +95,7 @@ class Recipe:
         if AMATEUR in self.models:
             groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded by contrast
         groups.append(KVGroup(HIDDEN, "hidden"))
-        return tuple(groups) if self.heads is None else (*groups, KVGroup(FEATURES, "hidden"))
+        return (*groups, KVGroup(FEATURES, "hidden")) if self.features else tuple(groups)
 
     def drafter(self) -> Companion | None:
         """What drafts beside the target."""
@@ -115,7 +120,7 @@ class Recipe:
         of a number in a hidden row. Raises DoesNotFit."""
         settings, config = self.settings, self.target.config
         block_bytes = sum(kv_bytes(model.config) for model in self.models.values())
-        if self.heads is not None:  # the target's rows, and K and V of their own
+        if self.features:  # the target's rows, and K and V of the heads' own
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
             block_bytes += kv_bytes(replace(config, layers=config.layers[:1])) if self.heads.chains else 0
         return memory.plan(

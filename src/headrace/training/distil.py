@@ -14,8 +14,9 @@ from headrace.runner.heads import Heads
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
+from headrace.training.teacher import Teacher, read_teacher
 from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
-from headrace.training.train import Training, agreement, read_teacher
+from headrace.training.train import Training, agreement
 
 HELD = 16  # of so many texts one is held out
 JUDGED = 16  # held-out prompts that are answered again with the heads
@@ -26,7 +27,8 @@ Tell = Callable[[str, float, float, str], None]  # what is done, how much of it,
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How heads are trained. `prompts`: the caller's own, texts or conversations; without any the model writes them
-    too. `count`: tokens drafted at once. `vocab`: tokens to choose from, the most frequent of the texts."""
+    too. `count`: tokens drafted at once. `vocab`: tokens to choose from, the most frequent of the texts. `exits`: after how
+    many layers they stand, where they are what is trained."""
 
     kind: str
     texts: int = 2048
@@ -39,6 +41,12 @@ class Recipe:
     seed: int = 0
     threads: int | None = None
     prompts: Sequence[Prompt] = ()
+    exits: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> int:
+        """How many heads, or exits, there are."""
+        return len(self.exits) or self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +59,55 @@ class Result:
     tokens_per_step: float
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Heads as they came out of training, whose they are, how they were made, and the texts they were `learned` from and not
+    (`held`)."""
+
+    heads: Heads
+    opened: Opened
+    teacher: Teacher
+    about: dict[str, float | str]
+    learned: list[Text]
+    held: list[Text]
+
+
 def distil(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     """Train heads for a model into `out`; what is there already of the same training is gone on with.
 
     Raises ValueError where the model cannot have heads, or `out` holds another training.
     """
+    made = train(open_model(model), out, recipe, tell)
+    heads, held = made.heads, made.held
+    with torch.autocast("cpu", torch.bfloat16):
+        agreed = agreement(recipe.kind, heads.tensors, made.teacher, held, recipe.places)
+    files.save(out, heads, made.opened, made.about)
+    accepted, tokens = judge(made.opened, out, held[:JUDGED], recipe)
+    result = Result(agreed, accepted, tokens)
+    files.save(out, heads, made.opened, made.about | {"accepted": round(accepted, 3), "tokens_per_step": round(tokens, 2)})
+    return result
+
+
+def train(opened: Opened, out: Path, recipe: Recipe, tell: Tell) -> Trained:
+    """Write the texts and learn from them. Raises ValueError as `distil` does."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     work = out / "work"
-    opened = open_model(model)
     _write(opened, Shards(work / "texts"), recipe, tell)
     texts = Shards(work / "texts").read()
+    if texts[0].hidden.shape[1] != opened.config.hidden_size * (len(recipe.exits) + 1):
+        raise ValueError(f"{work} holds the texts of other heads; take another folder, or remove it")
     held, learned = texts[::HELD], [text for at, text in enumerate(texts) if at % HELD]
     vocab = frequent(learned, opened.config.vocab_size, recipe.vocab, opened.eos_ids)
     teacher = read_teacher(opened, vocab)
-    depth = recipe.count
-    training = Training(recipe.kind, teacher, work, depth=depth, minutes=recipe.minutes, rate=recipe.rate)
+    training = Training(recipe.kind, teacher, work, depth=recipe.places, minutes=recipe.minutes, rate=recipe.rate)
     training.run(
         learned, recipe.batch, seen=lambda spent, loss: tell("training", spent, recipe.minutes * 60, f"loss {loss:.3f}")
     )
-    with torch.autocast("cpu", torch.bfloat16):
-        agreed = agreement(recipe.kind, training.tensors, teacher, held, depth)
-    heads = Heads(recipe.kind, recipe.count, {**training.tensors, "vocab": vocab.to(torch.int32)})
+    tensors = {**training.tensors, "vocab": vocab.to(torch.int32)}
+    heads = Heads(recipe.kind, recipe.places, tensors, recipe.exits, recipe.exits[-1] if recipe.exits else 0)
     about: dict[str, float | str] = {"texts": len(texts), "minutes": training.spent / 60, "steps": training.steps}
-    files.save(out, heads, opened, about)
-    accepted, tokens = judge(opened, out, held[:JUDGED], recipe)
-    result = Result(agreed, accepted, tokens)
-    files.save(out, heads, opened, about | {"accepted": round(accepted, 3), "tokens_per_step": round(tokens, 2)})
-    return result
+    return Trained(heads, opened, teacher, about, learned, held)
 
 
 def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
@@ -97,7 +126,7 @@ def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
             prompts = [_tokens(llm, order[at % len(order)]) for at in range(number * SHARD, number * SHARD + size)]
         else:
             prompts = own_prompts(llm, size, seed)
-        shards.write(number, write_texts(llm, prompts, recipe.max_tokens, seed))
+        shards.write(number, write_texts(llm, prompts, recipe.max_tokens, seed, recipe.exits))
     tell("texts", recipe.texts, recipe.texts, "")
     llm.close()
 
@@ -121,12 +150,13 @@ def frequent(texts: Sequence[Text], vocab_size: int, count: int, always: frozens
     return seen.argsort(descending=True, stable=True)[: min(count, vocab_size)].sort().values
 
 
-def judge(opened: Opened, out: Path, held: Sequence[Text], recipe: Recipe) -> tuple[float, float]:
+def judge(opened: Opened, out: Path, held: Sequence[Text], recipe: Recipe, temperature: float = 0.0) -> tuple[float, float]:
     """Answer held-out prompts with the heads: accepted of drafted tokens, and tokens of an output for each step."""
     settings: dict[str, Any] = {"max_model_len": context_of(opened), "threads": recipe.threads}
     llm = LLM(opened.path, draft=out, speculate="heads", draft_tokens=recipe.count, **settings)
     prompts = [text.tokens[: text.answer].tolist() for text in held]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=min(96, llm.memory_plan.max_model_len // 2)))
+    limit = min(96, llm.memory_plan.max_model_len // 2)
+    outputs = llm.generate(prompts, SamplingParams(temperature=temperature, seed=recipe.seed, max_tokens=limit))
     llm.close()
     metrics = [output.metrics for output in outputs]
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import FEATURES, Feed, StepPlan
+from headrace.data.plan import Feed
 from headrace.llm import LLM
+from headrace.runner.runner import Runner
+from headrace.runner.span import Span
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE
 from headrace.text.chat import TemplateError
@@ -42,7 +44,7 @@ STARTS = (
 @dataclass(frozen=True, slots=True)
 class Text:
     """A prompt and its answer as tokens; `answer` is where the answer begins. `hidden` [tokens, width] bfloat16: the rows
-    after the target's last layer."""
+    after the target's last layer; for exits those that their layers left, and these, side by side."""
 
     tokens: torch.Tensor
     answer: int
@@ -95,7 +97,14 @@ def _opening(llm: LLM) -> tuple[str, bool]:
     return text.partition(MARK)[0], True
 
 
-def write_texts(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[Text]:
+def write_texts(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    seed: int,
+    layers: Sequence[int] = (),
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> list[Text]:
     """Have the model answer, and read its hidden rows along prompt and answer. Prompts that leave no room are left out.
 
     Raises RuntimeError where an answer failed.
@@ -104,26 +113,31 @@ def write_texts(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, seed: i
     room = llm.memory_plan.max_model_len - max_tokens
     kept = [prompt for prompt in prompts if len(prompt) <= room]
     params = [
-        SamplingParams(temperature=TEMPERATURES[at % len(TEMPERATURES)], max_tokens=max_tokens, seed=seed + at)
+        SamplingParams(temperature=temperatures[at % len(temperatures)], max_tokens=max_tokens, seed=seed + at)
         for at in range(len(kept))
     ]
     outputs = llm.generate(kept, params)
     if failed := next((output.error for output in outputs if output.error), None):
         raise RuntimeError(f"an answer to learn from failed: {failed}")
     return [
-        Text(torch.tensor(tokens), len(output.prompt_token_ids), hidden_rows(llm, tokens))
+        Text(torch.tensor(tokens), len(output.prompt_token_ids), hidden_rows(llm.runner, tokens, layers))
         for output in outputs
         if len(tokens := output.prompt_token_ids + output.outputs[0].token_ids) > len(output.prompt_token_ids) + 2
     ]
 
 
-def hidden_rows(llm: LLM, tokens: list[int]) -> torch.Tensor:
-    """The rows [tokens, width] after the target's last layer, bfloat16. The engine must be idle: its pool is written."""
-    runner = llm.runner
-    runner.reserve(FEATURES)
+def hidden_rows(runner: Runner, tokens: list[int], layers: Sequence[int] = ()) -> torch.Tensor:
+    """The rows [tokens, width] after each of `layers` of the target, side by side, and after its last, bfloat16. Nothing else
+    may be in its pool, which is written."""
+    program, first, rows, made = runner.programs[0], 0, None, []
     with ScratchLive(runner, tokens, BLOCK_SIZE):
-        runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens))]))
-        return torch.as_tensor(runner.kept[FEATURES].read(runner.slots[SLOT].table, 0, len(tokens))).to(torch.bfloat16)
+        for last in (*layers, program.config.num_layers):
+            step = program.step()
+            step.feed(Feed(SLOT, 0, len(tokens)), runner.slots[SLOT])
+            rows = program.run(step, Span(last, first=first), rows, keep=True)
+            made.append(torch.as_tensor(rows).to(torch.bfloat16))
+            first = last
+    return torch.cat(made, 1)
 
 
 class Shards:

@@ -1,0 +1,72 @@
+"""What heads learn from: the target's own numbers, and its texts side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import softmax
+
+from headrace.data.config import ModelConfig
+from headrace.models.registry import describe
+from headrace.startup.opening import Opened
+from headrace.training.networks import norm
+from headrace.training.texts import Text
+from headrace.weights.loader import read_part
+from headrace.weights.parts import plan
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """What heads need of the target: its embeddings, its last norm, and its lm_head over the heads' vocabulary."""
+
+    config: ModelConfig
+    embeddings: torch.Tensor  # [vocabulary, hidden] bfloat16
+    norm: torch.Tensor  # [hidden]
+    head: torch.Tensor  # [heads' vocabulary, hidden] bfloat16
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [n, hidden] after the last norm -> [n, heads' vocabulary], float32."""
+        return (rows.to(torch.bfloat16) @ self.head.t()).float()
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of rows side by side those after the last layer: [..., width] -> [..., hidden]."""
+        return hidden[..., -self.config.hidden_size :]
+
+    def said(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's own distribution at rows [n, hidden] after its last layer."""
+        return softmax(self.logits(norm(hidden, self.norm, self.config.norm_eps)), -1)
+
+
+def read_teacher(opened: Opened, vocab: torch.Tensor) -> Teacher:
+    """Read from the target's file what is needed, and no more. Raises WeightError, ValueError."""
+    model, source = describe(opened.config), opened.source
+    plans = plan(model, source)
+
+    def read(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.cat([read_part(part, source, dtype) for part in plans[name]])
+
+    if getattr(model, "norm", None) is None or model.norm.kind != "rms" or "tokens.weight" not in plans:
+        raise ValueError(f"heads need a decoder that ends in an RMSNorm, and {opened.name} is none")
+    embeddings = read("tokens.weight", torch.bfloat16)
+    head = read("output.weight", torch.bfloat16) if "output.weight" in plans else embeddings
+    return Teacher(opened.config, embeddings, read("norm.weight"), head[vocab])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts side by side: tokens [b, t], hidden [b, t, width], and the rows after which answers' tokens come."""
+
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    rows: torch.Tensor
+
+    @staticmethod
+    def of(texts: Sequence[Text]) -> "Batch":
+        length, width = max(len(text.tokens) for text in texts), texts[0].hidden.shape[1]
+        tokens = torch.zeros(len(texts), length, dtype=torch.int64)
+        hidden = torch.zeros(len(texts), length, width, dtype=torch.bfloat16)
+        rows = torch.zeros(len(texts), length, dtype=torch.bool)
+        for at, text in enumerate(texts):
+            end = len(text.tokens)
+            tokens[at, :end], hidden[at, :end], rows[at, text.answer - 1 : end] = text.tokens, text.hidden, True
+        return Batch(tokens, hidden, rows)
