@@ -1,6 +1,7 @@
 """Contrastive decoding and contrastive search as their papers say, without a cache: everything is computed anew each step."""
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -23,11 +24,16 @@ def may_come(token: int, tokens: list[int], prompt_len: int, params: SamplingPar
     return not any(longer[-len(word) :] == list(word) for word in params.bad_words or ())
 
 
-@torch.no_grad()
 def forward(model: Model, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [n, V] and final hidden states [n, hidden] of a whole text."""
+    """Logits [n, V] and final hidden states [n, hidden] of a whole text; once for each text."""
+    return _forward(model, tuple(tokens))
+
+
+@lru_cache(maxsize=1024)
+@torch.no_grad()
+def _forward(model: Model, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     pool = KVPool(model.config, 1, len(tokens), next(model.parameters()).dtype)
-    ctx = build(pool, [FeedRows(tokens, [0])])
+    ctx = build(pool, [FeedRows(list(tokens), [0])])
     x = model.embed(ctx)
     for i in range(model.config.num_layers):
         x = model.layer(i, x, ctx)

@@ -13,6 +13,7 @@ from headrace.cli import inputs
 from headrace.cli import run as run_module
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
+from headrace.weights import fetch
 from headrace.weights.defaults import FALLBACK
 from tests.cli_shell import SECONDS, Shell
 from tests.hub_server import HubServer, sha256
@@ -206,6 +207,8 @@ def test_a_missing_model_is_pulled_and_the_catalog_sets_the_sampling(
     with HubServer({"maker/tiny": {"tiny.gguf": body}}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        for name in ("HUB_PATIENCE", "STALL"):  # a hub that was held up is not one that does not answer
+            monkeypatch.setattr(fetch, name, 600)
         code, out, err = shell("run", "tiny", "hi", *EXACT)
         assert (code, out) == (0, expected + "\n")
         assert "licence MIT" in err.splitlines()[0]

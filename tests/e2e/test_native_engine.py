@@ -55,12 +55,12 @@ def test_the_vocabulary_is_read_while_weights_are_packed(tiny: Path, monkeypatch
 
     def read_words(*found: Any) -> Any:
         reading.set()
-        assert packing.wait(30)
+        assert packing.wait(300)
         return read(*found)
 
     def pack_weights(weights: PackedWeights, progress: Progress) -> None:
         packing.set()
-        assert reading.wait(30)
+        assert reading.wait(300)
         pack(weights, progress)
 
     monkeypatch.setattr(opening, "_read_words", read_words)

@@ -76,9 +76,9 @@ def test_the_second_thread_is_told(name: str) -> None:
     """Each call is refused while a step is under way, and does what it does where none is: the control."""
     feeder, step = Feeder(native_program(native_model("llama")), TEXTS), core.Step()
     wanted = feeder.whole()
-    refused, end = 0, time.monotonic() + 60
+    refused, end = 0, time.process_time() + 60  # of work: a machine that is busy or stands still takes none of it
     with steps_under_way(feeder, step):
-        while not refused and time.monotonic() < end:
+        while not refused and time.process_time() < end:
             try:
                 CALLS[name](feeder, step)
             except RuntimeError as error:

@@ -55,6 +55,13 @@ def long_server(endless: Path) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Its context holds what is said of tools; shared as `server` is."""
+    with Running(write_tiny_gguf(tmp_path_factory.mktemp("wide") / "tiny.gguf", context=1024)) as running:
+        yield running
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of batches that tries again at once."""

@@ -122,7 +122,7 @@ def at_rest(server: Running) -> list[str]:
 def books(server: Running) -> str:
     """What the engine process finds wrong with itself."""
     assert server._loop is not None
-    return asyncio.run_coroutine_threadsafe(server.llm.check(), server._loop).result(60)
+    return asyncio.run_coroutine_threadsafe(server.llm.check(), server._loop).result(600)
 
 
 if __name__ == "__main__":

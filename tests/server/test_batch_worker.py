@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.server import batch_rows, batches
+from headrace.server.answers import now
 from headrace.server.batch_worker import WIDTH, BatchWorker
 from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, QUARANTINED
 from headrace.server.principals import ANONYMOUS
@@ -228,15 +229,18 @@ def test_a_batch_expires_by_itself() -> None:
 
     async def test() -> None:
         store, go_on = Store(), asyncio.Event()
-        name = await make(store, of(3))
-        await store.run(lambda db: db.execute("UPDATE batches SET expires_at = created_at + 2 WHERE id = ?", (name,)))
+        name, begun = await make(store, of(3)), asyncio.Event()
 
         async def slow(scope: Any, receive: Any, send: Any) -> None:
+            begun.set()
             await go_on.wait()
             await answering()(scope, receive, send)
 
         worker = BatchWorker(slow, store, 1 << 30, width=1)
         worker.begin()
+        await begun.wait()  # before there is an end, which on a slow machine would come first
+        await store.run(lambda db: db.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (now() + 2, name)))
+        worker.poke()  # from now on it waits for that time
         while (found := await batches.find(store, name))["request_counts"]["failed"] < 2:
             await asyncio.sleep(0.01)
         assert found["status"] == "finalizing"

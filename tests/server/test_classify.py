@@ -108,8 +108,7 @@ def test_a_classifier_writes_nothing(server: Running) -> None:
     assert "ask it for embeddings or classes" in answer.json()["error"]["message"]
 
 
-def test_without_a_classifier_it_says_so(bert: Path) -> None:
-    with Running(bert, threads=1) as running:
-        answer = running.post("/v1/classify", {"model": "tiny", "input": "a"})
-        assert answer.status_code == 400
-        assert "served without a classifier" in answer.json()["error"]["message"]
+def test_without_a_classifier_it_says_so(wide: Running) -> None:
+    answer = wide.post("/v1/classify", {"model": "tiny", "input": "a"})
+    assert answer.status_code == 400
+    assert "served without a classifier" in answer.json()["error"]["message"]

@@ -88,7 +88,7 @@ def test_an_encoder_is_served(tmp_path: Path) -> None:
 
 def test_what_was_begun_waits_for_room(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others fill the queue between two parts of one request: it goes on when they are gone."""
-    llm, filled = server.llm, []
+    llm, filled, room_comes = server.llm, [], True
     submit, waiting = llm.submit, llm.waiting
 
     def leave() -> None:
@@ -98,7 +98,7 @@ def test_what_was_begun_waits_for_room(server: Running, monkeypatch: pytest.Monk
         tickets = submit(*given, **more)
         if not filled:
             waiting.requests += waiting.max_requests
-            filled.append(asyncio.get_running_loop().call_later(0.1, leave))
+            filled.append(asyncio.get_running_loop().call_later(0.1, leave) if room_comes else None)
         return tickets
 
     monkeypatch.setattr(llm, "submit", fill)
@@ -106,6 +106,8 @@ def test_what_was_begun_waits_for_room(server: Running, monkeypatch: pytest.Monk
     assert len(made.data) == 7
     assert filled
     filled.clear()
+    room_comes = False
     answer = server.post("/v1/embeddings", {"model": "tiny", "input": ["water"] * 7, "deadline": 0.05})
     assert answer.status_code == 408
+    server.on_loop(leave)
     until(lambda: waiting.requests == 0)

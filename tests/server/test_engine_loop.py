@@ -1,8 +1,6 @@
 """The loop of the engine process, in this one: what it does with requests that are held to something."""
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from headrace.decoding.looking import look
 from headrace.llm import LLM
 from headrace.server.engine_process import EngineLoop
 from headrace.server.messages import Abort, Deltas, Refused, Submit
-from tests.server.harness import PATIENCE
+from tests.server.harness import PATIENCE, until
 
 SPEC = {"json": '{"type": "object", "properties": {"a": {"oneOf": [{"const": 1}, {"const": 2}]}}, "required": ["a"]}'}
 PARAMS = SamplingParams(max_tokens=20, structured_outputs=SPEC)
@@ -29,13 +27,6 @@ class Heard(list[Any]):
 def loop(offline: LLM) -> EngineLoop:
     offline.engine.grammars._ready.clear()  # type: ignore[union-attr]
     return EngineLoop(offline, channel=Heard(), beat=1.0)  # type: ignore[arg-type]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
 
 
 def never(*_: Any) -> Any:

@@ -1,6 +1,5 @@
 """Every field that OpenAI's document knows of our endpoints: it is taken, or a 400 names it; none is dropped in silence."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import yaml
 
 from tests.places import data_path
 from tests.server.harness import Running
-from tests.tiny_files import write_tiny_gguf
 
 TALK = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}}
@@ -95,10 +93,8 @@ def properties(schema: dict[str, Any]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Its context holds what is said of tools."""
-    with Running(write_tiny_gguf(tmp_path_factory.mktemp("fields") / "tiny.gguf", context=1024)) as running:
-        yield running
+def server(wide: Running) -> Running:
+    return wide
 
 
 @pytest.mark.parametrize("path", BODIES)

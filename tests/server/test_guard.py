@@ -370,12 +370,13 @@ def test_idle_connections_make_room_and_health_answers() -> None:
             assert part
 
 
-def test_a_handshake_has_its_time() -> None:
+def test_a_handshake_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.constants.SSL_HANDSHAKE_TIMEOUT", 10 * PATIENCE)  # a minute otherwise
     here = Path(__file__).parent
     tls = {"tls_cert": str(here / "tls_cert.pem"), "tls_key": str(here / "tls_key.pem")}
     hasty = Running("no-model", begin=False, limits=Limits(header_seconds=0.2), **tls)  # type: ignore[arg-type]
     with hasty, socket.create_connection(("127.0.0.1", hasty.port)) as sock:
-        sock.settimeout(30)  # less than the minute that there would be otherwise
+        sock.settimeout(PATIENCE)
         assert sock.recv(1) == b""
 
 

@@ -13,7 +13,7 @@ from headrace.server.bounds import Strict
 from headrace.server.errors import ApiError
 from headrace.server.page.routes import RenderRequest
 from tests.server.harness import Running
-from tests.server.held import held, peak
+from tests.server.held import TRIES, held, peak
 
 __all__ = ["held"]
 
@@ -63,7 +63,6 @@ EVERY_FIELD = {f"{kind.__name__}.{one.name}": (kind, one) for kind in REQUESTS f
 # One of each kind: what differs in its bounds alone is read alike.
 FIELDS = {re.sub(r"Meta\([^)]*\)|\d+", "", str(one.type)): place for place, (_, one) in EVERY_FIELD.items()}.values()
 MOST_READ = 0.1  # seconds of CPU time until a large body is refused: some 0.02, and four times that where others work
-TRIES = 5  # what takes too long does so each time
 
 
 def refused(kind: type[Strict], body: bytes) -> tuple[float, ApiError | None]:

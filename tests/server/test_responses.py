@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from headrace.server import responses
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 from tests.server.harness import Running
-from tests.tiny_files import write_tiny_gguf
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "Name a river.", "temperature": 0, "max_output_tokens": 8}
 
@@ -184,13 +182,6 @@ CALL: dict[str, Any] = {
     "tool_choice": {"type": "function", "name": "turn"},
     "extra_body": {"seed": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Its context holds what is said of tools."""
-    with Running(write_tiny_gguf(tmp_path_factory.mktemp("tools") / "tiny.gguf", context=1024)) as running:
-        yield running
 
 
 def test_tools_are_called_whole_and_streamed_and_told_their_results(wide: Running) -> None:

@@ -15,7 +15,7 @@ from headrace.server.guard import Guard
 from headrace.server.keys import Keys
 from headrace.server.settings import Limits, ServerSettings
 from headrace.server.throttle import BURST, CLIENTS, FREE, HELD, LONGEST, Bill, Throttle
-from tests.server.harness import Running
+from tests.server.harness import PATIENCE, Running
 from tests.unit import confined_tasks
 
 
@@ -163,11 +163,11 @@ def test_what_is_no_http_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose turn has not come hears nothing for a while, and is told in the end."""
     limits = Limits(overhead=0.001)
     with Running("no-model", begin=False, limits=limits) as server:
-        assert b"400" in heard(server, b"no http\r\n\r\n", 10.0)
+        assert b"400" in heard(server, b"no http\r\n\r\n", PATIENCE)
         monkeypatch.setattr(module, "BURST", 0.0)
         assert heard(server, b"no http\r\n\r\n", 0.2) == b""
         monkeypatch.setattr(module, "LONGEST", 0.01)
-        assert b"400" in heard(server, b"no http\r\n\r\n", 10.0)
+        assert b"400" in heard(server, b"no http\r\n\r\n", PATIENCE)
 
 
 def heard(server: Running, data: bytes, seconds: float) -> bytes:

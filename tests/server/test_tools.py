@@ -33,10 +33,8 @@ STOP: Any = {"type": "function", "function": {"name": "stop.now"}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Its context holds what is said of tools."""
-    with Running(write_tiny_gguf(tmp_path_factory.mktemp("tools") / "tiny.gguf", context=1024)) as running:
-        yield running
+def server(wide: Running) -> Running:
+    return wide
 
 
 def ask(server: Running, **more: Any) -> Any:

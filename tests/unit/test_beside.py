@@ -156,7 +156,7 @@ def test_two_builds_of_a_tiny_model(tmp_path: Path, model: str, monkeypatch: pyt
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(beside, "BandwidthProbe", partial(BandwidthProbe, size=4 << 20))
     copy = tmp_path / "copy"
-    shutil.copytree(SOURCE / "headrace", copy / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCE / "headrace", copy / "headrace")
     other = environment(tmp_path / "other", copy, *installed())
     after: list[dict[str, Any]] = []
     small = [Cell("b1", 1, 5, 2), Cell("v5", 1, 5, 2, fed=5)]

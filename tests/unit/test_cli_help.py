@@ -104,7 +104,7 @@ def test_help_imports_nothing_that_it_does_not_need(arguments: list[str]) -> Non
 def imported(arguments: list[str], first: str = "") -> list[str]:
     code = f"import json, sys\n{first}\nfrom headrace.cli.app import main\nassert main({arguments!r}) == 0\n"
     code += f"print(json.dumps([name for name in {SLOW!r} if name in sys.modules]), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     return json.loads(done.stderr)  # type: ignore[no-any-return]
 
 
@@ -117,7 +117,7 @@ def test_a_shell_completes_commands_and_their_options(typed: str, expected: set[
     for name, value in words.items():
         monkeypatch.setenv(name, value)
     code = "from headrace.cli.app import main; main([])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert expected <= set(re.findall(r'"([\w-]+)"', done.stdout)), done
 
 

@@ -238,7 +238,9 @@ def test_one_client_does_not_keep_others_waiting(fair: bool) -> None:
         await asyncio.sleep(0)
         CLIENT.set("other")
         try:
-            async with asyncio.timeout(PATIENCE if fair else 3.0):
+            while not fair and pool._working["one"] < 4:  # all places are taken by questions that never end
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(PATIENCE if fair else 0.2):
                 return [await pool.ask(task("echo"), number) for number in range(20)]
         except TimeoutError:
             return []

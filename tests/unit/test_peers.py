@@ -274,7 +274,7 @@ def test_a_worker_is_stopped_until_it_is_asked(started: Any) -> None:
     """Its own thread spins for ever, and uses no time while it is not asked."""
     worker = started()
     worker.ask(**TASK, setting={"seconds": 0.5, "spin": True})
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while states(worker) != {"T"}:
         assert time.monotonic() < deadline
         time.sleep(0.01)

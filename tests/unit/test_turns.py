@@ -29,7 +29,7 @@ def test_one_at_a_time_and_in_the_order_asked() -> None:
             order.append("first")
         with turns:
             order.append("first again")
-        other.result(30)
+        other.result(300)
     assert order == ["first", "second", "first again"]
 
 
@@ -68,7 +68,7 @@ def test_who_gives_up_waiting_is_not_waited_for() -> None:
             while not turns._waiting:
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            release.wait(30)
+            release.wait(300)
 
     with ThreadPoolExecutor(1) as pool:
         holder = pool.submit(hold)
@@ -78,6 +78,6 @@ def test_who_gives_up_waiting_is_not_waited_for() -> None:
             pass
         assert not turns._waiting
         release.set()
-        holder.result(30)
+        holder.result(300)
     with turns:
         pass
