@@ -127,6 +127,9 @@ class MemorySource:
         tensor = self.tensors[name].float()
         return tensor.reshape(-1, tensor.shape[-1]).numpy().view(np.uint8)
 
+    def columns(self, name: str) -> None:
+        pass
+
     def mapped(self, name: str) -> bool:
         return False
 

@@ -95,7 +95,7 @@ class Lowering:
         self.fuse = fuse
         self.head_ids = head_ids
         self.values: dict[int, Floats | Normed | Input] = {}
-        self.inputs: dict[tuple[int, str], int] = {}  # quantised values
+        self.inputs: dict[tuple[int, str, tuple[int, ...]], int] = {}  # quantised values, by form and order
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = Uses(segment)
         self.held: dict[int, set[int]] = {}  # buffer -> values in it
@@ -161,7 +161,7 @@ class Lowering:
     def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Floats) -> None:
         name = self.weights.name(node.settings["w"])
         for part in parts:
-            source = self._input(index, node.inputs["x"], part.form)
+            source = self._input(index, node.inputs["x"], part.form, part.order)
             at = (out.buffer, out.column + part.column)
             self.program.linear(part.linear, source, kind, at, **self._mark(index, name))
 
@@ -176,8 +176,8 @@ class Lowering:
         linear = self.weights.gated(node.settings["w"])
         if linear is None:
             return False
-        (form,) = self.weights.form(node.settings["w"])
-        source = self._input(index, node.inputs["x"], form)
+        (form,), (order,) = self.weights.form(node.settings["w"]), self.weights.order(node.settings["w"])
+        source = self._input(index, node.inputs["x"], form, order)
         out = self._result(act_mul.outputs[0], linear.n, "linear_act_mul")
         name = self.weights.name(node.settings["w"])
         self.program.linear(linear, source, "gated", out, act=act_mul.settings["kind"], **self._mark(index, name))
@@ -246,7 +246,7 @@ class Lowering:
 
     def _head(self, index: int, node: Node) -> None:
         part = self.weights.head(node.settings["w"], self.head_ids)
-        source = self._input(index, node.inputs["x"], part.form)
+        source = self._input(index, node.inputs["x"], part.form, part.order)
         vocab_size, ids = self.config.vocab_size, self.head_ids
         logits, maxima = self._logits(vocab_size if ids is None else len(ids))
         scale, softcap = node.settings["scale"], node.settings["softcap"] or 0.0
@@ -286,18 +286,20 @@ class Lowering:
             return buffer, 0
         return self._float(value, width).at
 
-    def _input(self, index: int, value: int, form: str) -> int:
+    def _input(self, index: int, value: int, form: str, order: tuple[int, ...]) -> int:
         """The buffer with a value as a linear layer's input, made when it is first needed."""
         place = self.values[value]
         if isinstance(place, Input):
             return place.buffer
-        if (value, form) not in self.inputs:
+        if (value, form, order) not in self.inputs:
             rows, norm = (place.rows, place.norm) if isinstance(place, Normed) else (place, None)
             buffer = self.buffers.take(form, rows.width, local=True)
-            self.inputs[value, form] = buffer
+            self.inputs[value, form, order] = buffer
             self.held.setdefault(buffer, set()).add(value)
+            if order:
+                raise RecordError("the native core takes columns as they stand")
             self.program.quantize(rows.at, buffer, norm, **self._mark(index, "quantize"))
-        return self.inputs[value, form]
+        return self.inputs[value, form, order]
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
         """q, k and v as columns of one buffer, which attention wants; copied there where they are not."""
@@ -324,8 +326,12 @@ class Lowering:
         return {"sublayer": self.uses.sublayer[index], "name": name}
 
     def _forms(self, value: int) -> set[str]:
-        """The inputs wanted of a value that only linear layers read; empty where something else reads it."""
-        return {form for node in self.uses.by_linears(value) for form in self.weights.form(node.settings["w"])}
+        """The inputs wanted of a value that only linear layers read; empty where something else reads it, or one reads its
+        columns in an order of its own."""
+        layers = [node.settings["w"] for node in self.uses.by_linears(value)]
+        if any(self.weights.order(layer) != {()} for layer in layers):
+            return set()
+        return {form for layer in layers for form in self.weights.form(layer)}
 
     def _residual_after(self, index: int, node: Node) -> int | None:
         """The residual that this linear layer can add itself into: x is not needed otherwise any more."""

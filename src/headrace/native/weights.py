@@ -31,11 +31,13 @@ PACKED_AT_ONCE = 64 << 20  # bytes: a moment in which Python does not see a Ctrl
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Some outputs of a linear layer: those from `column` on. `form` is the input they take: a8 (int8 with scales) or bf16."""
+    """Some outputs of a linear layer: those from `column` on. `form` is the input they take: a8 (int8 with scales) or bf16;
+    `order`: its column i is the value's column order[i] (empty: as they stand)."""
 
     linear: Any  # _core.PackedLinear
     column: int
     form: str
+    order: tuple[int, ...] = ()
 
 
 def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
@@ -125,6 +127,10 @@ class PackedWeights:
         """The inputs a linear layer takes: {"a8"}, {"bf16"}, or both where its parts differ."""
         return {self._form(part) for part in self._parts(holder, "weight")}
 
+    def order(self, holder: Holder) -> set[tuple[int, ...]]:
+        """The orders in which a linear layer takes its input's columns: {()} where they are taken as they stand."""
+        return {self._order(part) for part in self._parts(holder, "weight")}
+
     def linear(self, holder: Holder, segment_unit: int = 0) -> list[PackedPart]:
         """A linear layer, as one packed layer for each run of parts that take the same input."""
         path = self._paths[id(holder)]
@@ -132,9 +138,11 @@ class PackedWeights:
             parts = self._parts(holder, "weight")
             biases = self._biases(holder, parts)
             made, column = [], 0
-            for form, run in groupby(zip(parts, biases, strict=True), key=lambda pair: self._form(pair[0])):
+            for (form, order), run in groupby(
+                zip(parts, biases, strict=True), key=lambda pair: (self._form(pair[0]), self._order(pair[0]))
+            ):
                 tensors = [self._pack(part, bias) for part, bias in run]
-                made.append(PackedPart(core().PackedLinear(tensors, segment_unit=segment_unit), column, form))
+                made.append(PackedPart(core().PackedLinear(tensors, segment_unit=segment_unit), column, form, order))
                 column += sum(tensor.n for tensor in tensors)
             self._linears[path] = made
         return self._linears[path]
@@ -143,7 +151,9 @@ class PackedWeights:
         """A layer of a gate and an up part in one stream; None where the parts cannot be: the linear then is unfused."""
         path = self._paths[id(holder)]
         parts = self._parts(holder, "weight")
-        if len(parts) != 2 or len(self.form(holder)) > 1 or parts[0].shape != parts[1].shape or "bias" in holder.params():
+        if len(parts) != 2 or parts[0].shape != parts[1].shape or "bias" in holder.params():
+            return None
+        if len(self.form(holder)) > 1 or len(self.order(holder)) > 1:
             return None
         if len({(self._quantize(part), self._mapped(part)) for part in parts}) > 1 or any(part.row_order for part in parts):
             return None  # the packer takes one word for both, and rows as they stand
@@ -172,7 +182,7 @@ class PackedWeights:
             tensor = self._pack(part, bias if bias is None else bias[ids], wide=True, ids=ids)
         else:
             tensor = self.table(holder) if bias is None else self._pack(part, bias, wide=True)
-        return PackedPart(core().PackedLinear([tensor]), 0, self._form(part))
+        return PackedPart(core().PackedLinear([tensor]), 0, self._form(part), self._order(part))
 
     def vector(self, holder: Holder, field: str = "weight") -> np.ndarray | None:
         """Norm weights, biases, sinks: float32, flat; None where the holder has no such parameter."""
@@ -212,6 +222,10 @@ class PackedWeights:
 
     def _form(self, part: WeightPart) -> str:
         return "bf16" if self.source.info(part.source).kind in FLOATS and not self.quantize else "a8"
+
+    def _order(self, part: WeightPart) -> tuple[int, ...]:
+        columns = None if self._read(part) else self.source.columns(part.source)
+        return () if columns is None else tuple(columns.tolist())
 
     def _quantize(self, part: WeightPart, wide: bool = False) -> str:
         return _quantized(self.source.info(part.source).kind, self.quantize, wide)

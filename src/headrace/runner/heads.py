@@ -161,6 +161,9 @@ class HeadsSource:
         stored: np.ndarray = x.view(torch.uint8).reshape(self.info(name).rows, -1).numpy()
         return stored
 
+    def columns(self, name: str) -> np.ndarray | None:
+        return self._source.columns(self._shared[name]) if name in self._shared else None
+
     def mapped(self, name: str) -> bool:
         return name in self._shared and self._source.mapped(self._shared[name])
 

@@ -15,6 +15,7 @@ from headrace.weights import catalog, hub, known, names
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.progress import Progress
+from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
 
 HEADS_INFO = "heads.json"  # what says that a folder holds trained heads
@@ -39,7 +40,7 @@ class Opened:
 
     name: str
     path: Path
-    source: GGUFFile | SafetensorsFolder
+    source: GGUFFile | SafetensorsFolder | QuantizedFolder
     config: ModelConfig
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     defaults: Defaults = field(default_factory=dict)  # how tokens are drawn where nothing is asked for
@@ -91,7 +92,7 @@ def open_files(model: str | Path, progress: Progress | None = None, *, download:
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
     entry = entries.get(target) or known.entry_of(path, entries)
-    source = SafetensorsFolder(path) if path.is_dir() else GGUFFile(path)
+    source = open_folder(path) if path.is_dir() else GGUFFile(path)
     config = read_config(source)
     generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
     return Opened(
@@ -110,7 +111,7 @@ def open_files(model: str | Path, progress: Progress | None = None, *, download:
 def _defaults(
     model: str,
     path: Path,
-    source: GGUFFile | SafetensorsFolder,
+    source: GGUFFile | SafetensorsFolder | QuantizedFolder,
     config: ModelConfig,
     generation: Mapping[str, Any],
     entry: catalog.Entry | None,
@@ -125,7 +126,9 @@ def _defaults(
     return found if named is None else {**found, **from_name(named.sampling)}
 
 
-def _read_words(source: GGUFFile | SafetensorsFolder, generation: Mapping[str, Any], template: str | None) -> Words:
+def _read_words(
+    source: GGUFFile | SafetensorsFolder | QuantizedFolder, generation: Mapping[str, Any], template: str | None
+) -> Words:
     tokenizer = Tokenizer.from_gguf(source.metadata) if isinstance(source, GGUFFile) else Tokenizer.from_folder(source.path)
     eos_ids = frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id"))
     return Words(tokenizer, ChatTemplate.of(tokenizer, template), eos_ids)

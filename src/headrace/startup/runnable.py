@@ -5,7 +5,7 @@ from pathlib import Path
 from headrace import native
 from headrace.startup.memory import free_memory, gib
 from headrace.startup.opening import open_files
-from headrace.weights.kinds import FLOATS
+from headrace.weights.kinds import FLOATS, KINDS
 
 
 def missing(model: str | Path) -> str:
@@ -17,7 +17,7 @@ def missing(model: str | Path) -> str:
         return " ".join(str(error).split())
     infos = [opened.source.info(name) for name in opened.source.names()]
     if opened.source.format == "safetensors":
-        strange = [one for one in infos if one.kind not in FLOATS and len(one.shape) > 1 and one.name.endswith("weight")]
+        strange = [one for one in infos if one.kind not in KINDS and len(one.shape) > 1 and one.name.endswith("weight")]
         if strange:
             return f"tensor {strange[0].name!r} has the type {strange[0].kind}; only {', '.join(FLOATS)} are read"
     need, free = sum(one.nbytes for one in infos), free_memory()

@@ -16,7 +16,9 @@ CHUNK = 1 << 20  # elements decoded at a time where something is needed beside t
 def read_floats(source: WeightSource, name: str) -> np.ndarray:
     """A stored tensor as float32, a copy of its own. Raises WeightError."""
     info = source.info(name)
-    return dequantize(source.raw(name).reshape(-1), info.kind).reshape(info.shape)
+    values = dequantize(source.raw(name).reshape(-1), info.kind).reshape(info.shape)
+    columns = source.columns(name)
+    return values if columns is None else values[:, np.argsort(columns)]
 
 
 def check_finite(values: Any, dtype: Any, name: str, source: WeightSource) -> None:

@@ -3,12 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightSource
 
@@ -16,13 +18,14 @@ from headrace.weights.source import WeightSource
 def describe(path: Path) -> dict[str, Any]:
     """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
 
-    Keys: path, format, name, architecture, licence, tensors (name, type, shape, bytes), types (tensors of each), parameters,
-    bits (of one), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window,
-    kv_bytes_per_token (by number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template.
+    Keys: path, format, quantised (by which scheme others compressed it, and how), name, architecture, licence, tensors (name,
+    type that it is read as, shape, bytes in the file), types (tensors of each), parameters, bits (of one), bytes, layers,
+    hidden_size, heads, kv_heads, head_dim, context_length, sliding_window, kv_bytes_per_token (by number format, over all
+    layers, windows not counted), tokenizer, vocab_size, chat_template.
     Raises WeightError.
     """
     if path.is_dir():
-        folder = SafetensorsFolder(path)
+        folder = open_folder(path)
         return {**_tensors(folder), **_from_config(folder)}
     file = GGUFFile(path)
     return {**_tensors(file), **_from_metadata(file.metadata)}
@@ -30,9 +33,13 @@ def describe(path: Path) -> dict[str, Any]:
 
 def _tensors(source: WeightSource) -> dict[str, Any]:
     infos = [source.info(name) for name in source.names()]
+    quantised = source.scheme.said if isinstance(source, QuantizedFolder) else None
+    if isinstance(source, QuantizedFolder):
+        infos = [replace(one, nbytes=source.stored_bytes(one.name)) for one in infos]
     return {
         "path": str(source.path),
         "format": source.format,
+        "quantised": quantised,
         "tensors": [{"name": one.name, "type": one.kind, "shape": list(one.shape), "bytes": one.nbytes} for one in infos],
         "types": dict(Counter(one.kind for one in infos).most_common()),
         "parameters": (parameters := sum(int(np.prod(one.shape, dtype=np.int64)) for one in infos)),
@@ -73,7 +80,7 @@ def _from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_config(folder: SafetensorsFolder) -> dict[str, Any]:
+def _from_config(folder: SafetensorsFolder | QuantizedFolder) -> dict[str, Any]:
     whole = folder.config
     config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
 

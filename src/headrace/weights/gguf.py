@@ -77,6 +77,9 @@ class GGUFFile:
         start, end = self._spans[key]
         return self._bytes[start:end].tobytes()
 
+    def columns(self, name: str) -> None:
+        """In order."""
+
     def mapped(self, name: str) -> bool:
         """Always."""
         return True

@@ -92,7 +92,9 @@ def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tenso
 def read_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A stored tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own. Raises WeightError."""
     info = source.info(name)
-    return to_torch(source.raw(name), info.kind, info.shape, dtype)
+    values = to_torch(source.raw(name), info.kind, info.shape, dtype)
+    columns = source.columns(name)
+    return values if columns is None else values[:, torch.from_numpy(columns).argsort()]
 
 
 def to_torch(raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,20 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MAX_JSON_BYTES = 64 << 20
+NUMPY = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "u1",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+    "F8_E8M0": "u1",
+}
 
 
 class SafetensorsFolder:
@@ -52,6 +67,11 @@ class SafetensorsFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        return self._infos
+
     def names(self) -> list[str]:
         """Names of all tensors, in file order."""
         return list(self._infos)
@@ -70,14 +90,28 @@ class SafetensorsFolder:
         data, start = self._places[name]
         return data[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 
+    def array(self, name: str) -> np.ndarray:
+        """A tensor of integers or floats of 16 bits and more as it is stored (float8 as uint8, bfloat16 as uint16): a view of
+        the file."""
+        info = self.info(name)
+        if info.kind not in NUMPY:
+            raise WeightError(f"{self.path}: tensor {name!r} has the type {info.kind}, which is not read")
+        data, start = self._places[name]
+        return data[start : start + info.nbytes].view(NUMPY[info.kind]).reshape(info.shape)
+
+    def columns(self, name: str) -> None:
+        """In order."""
+
     def mapped(self, name: str) -> bool:
         """Always."""
         return True
 
     def release(self, name: str) -> None:
         """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        info = self.info(name)
         if native.available():
-            native.core().release_pages(self.raw(name))
+            data, start = self._places[name]
+            native.core().release_pages(data[start : start + info.nbytes].reshape(1, -1))
 
     def close(self) -> None:
         """Let the files go; each is unmapped when the last view of it is dropped."""

@@ -91,6 +91,10 @@ class WeightSource(Protocol):
         """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
         ...
 
+    def columns(self, name: str) -> np.ndarray | None:
+        """int32 [k] where a row's column j is input columns[j] (act-order); None: they stand in order."""
+        ...
+
     def mapped(self, name: str) -> bool:
         """Whether the stored bytes lie in a mapped file, whose pages may be let go."""
         ...

@@ -1,0 +1,1 @@
+"""Folders that others have compressed: each scheme reads matrices as rows of a kind."""

@@ -1,0 +1,85 @@
+"""QuantizedFolder: a folder that others have compressed, as a WeightSource whose matrices are rows of a kind."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.weights.quantized.gptq import Gptq
+from headrace.weights.quantized.scheme import Scheme
+from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import TensorInfo
+
+SETTINGS = "quantization_config"
+SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {"gptq": Gptq}  # by quant_method
+
+
+class QuantizedFolder:
+    """A folder and the scheme that reads its matrices; what is not a matrix is the folder's.
+
+    `config` is that of the folder without quantization_config, which says nothing of the model.
+    """
+
+    format: Literal["gguf", "safetensors"] = "safetensors"
+
+    def __init__(self, folder: SafetensorsFolder, scheme: Scheme) -> None:
+        self.path, self.files = folder.path, folder.files
+        self.config = {key: value for key, value in folder.config.items() if key != SETTINGS}
+        self.scheme = scheme
+        self._folder = folder
+        self._of = {part: name for name, matrix in scheme.matrices.items() for part in matrix.stored}
+
+    def __enter__(self) -> "QuantizedFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def names(self) -> list[str]:
+        """Names of all tensors, each matrix once, in file order."""
+        return list(dict.fromkeys(self._of.get(name, name) for name in self._folder.names()))
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and format of a tensor. Raises WeightError when there is none of that name."""
+        matrix = self.scheme.matrices.get(name)
+        return self._folder.info(name) if matrix is None else matrix.info
+
+    def stored_bytes(self, name: str) -> int:
+        """What a tensor takes in the file."""
+        matrix = self.scheme.matrices.get(name)
+        return sum(self._folder.info(part).nbytes for part in ([name] if matrix is None else matrix.stored))
+
+    def raw(self, name: str) -> np.ndarray:
+        """The rows of a kind: uint8 [rows, row_bytes], of a matrix made anew. Raises WeightError."""
+        return self.scheme.rows(name) if name in self.scheme.matrices else self._folder.raw(name)
+
+    def columns(self, name: str) -> np.ndarray | None:
+        """As the protocol has it."""
+        return self.scheme.columns(name) if name in self.scheme.matrices else None
+
+    def mapped(self, name: str) -> bool:
+        """Whether the rows lie in a mapped file."""
+        return name not in self.scheme.matrices
+
+    def release(self, name: str) -> None:
+        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        matrix = self.scheme.matrices.get(name)
+        for part in [name] if matrix is None else matrix.stored:
+            self._folder.release(part)
+
+    def close(self) -> None:
+        """Let the files go."""
+        self._folder.close()
+
+
+def open_folder(path: str | Path) -> SafetensorsFolder | QuantizedFolder:
+    """A folder with safetensors, compressed or not. Raises WeightError.
+
+    A scheme that is not known leaves the folder as it is: whoever reads the model's numbers refuses it by name.
+    """
+    folder = SafetensorsFolder(path)
+    settings = folder.config.get(SETTINGS)
+    if isinstance(settings, Mapping) and (scheme := SCHEMES.get(str(settings.get("quant_method")))) is not None:
+        return QuantizedFolder(folder, scheme(folder, settings))
+    return folder

@@ -1,0 +1,59 @@
+"""Integers and their scales as rows of a kind: exact wherever the scales are halves, because a kind has a fixed zero and
+integer minus zero point is an integer again.
+
+    q - z of 4 bits, z = 8:     Q4_0, w = d * (q - 8)
+    q - z of 4 bits, any z:     Q5_0, w = d * ((q - z + 16) - 16), as q - z is from -16 to 15
+    q - z of 8 bits, z = 128:   Q8_0, w = d * (q - 128)
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from headrace.weights.kinds import KINDS
+
+BLOCK = 32
+TURN = 256  # rows at a time
+RANGES = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}  # of the integers, by bits
+
+
+def kind_of(low: int, high: int) -> str | None:
+    """The narrowest kind with integers from `low` to `high`; None where no kind has them."""
+    return next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), None)
+
+
+def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Fields of 2, 4 or 8 bits, lowest first, of each row of words (contiguous): uint8 [n, fields]."""
+    data = words.view(np.uint8)
+    if bits == 8:
+        return data
+    each = 8 // bits
+    made = np.empty((len(data), each * data.shape[1]), np.uint8)
+    for field in range(each):
+        made[:, field::each] = data >> (field * bits) & ((1 << bits) - 1)
+    return made
+
+
+def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Rows of a kind of RANGES. values: int8 [n, k]; scales: float16 [n, k / 32]; uint8 [n, row bytes]."""
+    n, blocks = scales.shape
+    made = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
+    made[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
+    offset = values.reshape(n, blocks, BLOCK).view(np.uint8)
+    if kind == "Q8_0":
+        made[:, :, 2:] = offset
+        return made.reshape(n, -1)
+    offset = offset + np.uint8(-RANGES[kind][0])
+    if kind == "Q5_0":
+        made[:, :, 2:6] = np.packbits(offset >> 4, axis=2, bitorder="little")
+    made[:, :, -16:] = offset[:, :, :16] & 15 | offset[:, :, 16:] << 4
+    return made.reshape(n, -1)
+
+
+def by_turns(n: int, make: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    """make(first, last) for some rows after others, on all threads, joined."""
+    starts = range(0, n, TURN)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "rows") as threads:
+        return np.concatenate(list(threads.map(lambda first: make(first, min(first + TURN, n)), starts)))
