@@ -135,9 +135,13 @@ def install_headrace(python: Path, extras: list[str], compiler: str | None) -> N
     if compiler is not None:
         for old in (ROOT / "src/headrace/native").glob("_core*.so"):  # must not stand in for one that fails to build
             old.unlink()
-    for arguments in ([*tools, *BUILD_TOOLS], ["--no-build-isolation", "--editable", what]):
-        if pip(python, *arguments) != 0:
-            raise InstallError("Headrace could not be installed; the lines above say why. The same command then goes on")
+    failed = InstallError("Headrace could not be installed; the lines above say why. The same command then goes on")
+    if pip(python, *tools, *BUILD_TOOLS) != 0:
+        raise failed
+    if compiler is not None:
+        say("the C++ core is compiled, which takes some minutes the first time")
+    if pip(python, "--no-build-isolation", "--editable", what) != 0:
+        raise failed
 
 
 def pip(python: Path, *arguments: str) -> int:

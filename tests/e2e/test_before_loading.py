@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.cli.batch_output import BatchOutput
+from headrace.cli.files import writable_folder
 from headrace.llm import LLM
 from headrace.startup.runnable import missing
 from tests.cli_shell import SECONDS, Shell
@@ -140,6 +141,19 @@ def test_an_output_that_cannot_be_written(shell: Shell, tiny_gguf: Path, tmp_pat
     assert "cannot be written" in refused(shell, "generate", tiny_gguf, "-i", source, "-o", "/proc/out.jsonl")
     assert "cannot be written" in refused(shell, "compare", tiny_gguf, "-i", source, "-o", "/proc/out.csv")
     assert "there is no folder" in refused(shell, "bench", "local", tiny_gguf, "--json", tmp_path / "no" / "x.json")
+    nowhere, url = source / "x", "http://127.0.0.1:1/v1"
+    for command in (
+        ("compress", tiny_gguf, "-o", "/proc/out.gguf"),
+        ("train-heads", tiny_gguf, "-o", nowhere),
+        ("train-classifier", tiny_gguf, "-d", source, "-o", nowhere),
+        ("bench", "serve", url, "--plots", nowhere),
+        ("bench", "serve", url, "--report", "/proc/x.html"),
+        ("bench", "serve", url, "--json", "/proc/x.json"),
+        ("bench", "latency", url, "--json", "/proc/x.json"),
+    ):
+        assert "cannot be written" in shell(*command)[2], command
+    assert writable_folder(tmp_path / "new" / "folder") == tmp_path / "new" / "folder"
+    assert not (tmp_path / "new").exists(), "it was only looked at"
 
 
 def test_an_output_that_another_model_began(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:

@@ -294,6 +294,8 @@ def test_a_full_disk_leaves_whole_lines(shell: Shell, tiny_gguf: Path, tmp_path:
 
 
 def test_a_finished_file_needs_no_model(shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out = many(tmp_path / "one.jsonl", 1), tmp_path / "one.out.jsonl"
+    assert shell("generate", tiny_gguf, "-i", one, "-o", out)[2].endswith(f"1 line is done: {out}\n")
     source, target = many(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
     assert shell("generate", tiny_gguf, "-i", source, "-o", target)[0] == 0
     before = target.read_bytes()

@@ -1,10 +1,12 @@
 """Answers out of documents: planted facts are found, the order is stable, the prefix cache hits."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from headrace.cli.terminal import CONTROLS
 from headrace.data.outputs import CompletionOutput, RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.types import RequestMetrics
@@ -149,6 +151,18 @@ def test_ask(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
     assert "house/boat.md" in err
     assert "works/sluice.txt" in err
     assert re.search(r"\d+% of \d+ prompt tokens were cached", err)
+
+
+def test_an_answer_of_ask_breaks_between_words(
+    shell: Shell, tiny_gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("ask", tiny_gguf, folder, next(iter(FACTS)), "-t", "0", "-m", "48", "--budget", "150")
+    plain = shell(*asked)[1]
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    wrapped = shell(*asked)[1]
+    assert wrapped.split() == plain.translate(CONTROLS).split()
+    assert wrapped.count("\n") > plain.count("\n")
 
 
 def test_ask_says_what_it_did_not_read_and_where_nothing_fits(shell: Shell, tiny_gguf: Path, folder: Path) -> None:

@@ -120,6 +120,23 @@ def test_pip_is_asked_once_more_for_what_the_network_may_have_spoilt(
     assert capsys.readouterr().err == f"ERROR: {words}\n" * min(failures, asked)
 
 
+@pytest.mark.parametrize("compiler", ["g++", None])
+def test_a_compilation_is_said_before_it_begins(
+    compiler: str | None,
+    install: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It takes minutes, in which nothing else is seen."""
+    (tmp_path / "pyproject.toml").write_text('[build-system]\nrequires = ["tool"]\n')
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    calls = pip_calls(install, monkeypatch, [0, 0])
+    install.install_headrace(Path("python"), [], compiler)
+    assert calls == [("tool", "cmake", "ninja"), ("--no-build-isolation", "--editable", ".")]
+    assert ("the C++ core is compiled" in capsys.readouterr().out) is (compiler is not None)
+
+
 def test_the_compiler_is_the_one_that_was_named(install: ModuleType, tmp_path: Path) -> None:
     assert install.find_compiler({"CXX": str(tmp_path / "no-such-compiler")}) is None
     named = tmp_path / "compiler"

@@ -1,8 +1,12 @@
 """Terminal width: Chinese takes two cells a character, and cutting never leaves half of one."""
 
+import sys
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.cli.output import print_table
 from headrace.text.width import crop, width, wrapped
 
 
@@ -41,6 +45,19 @@ def test_wrapped_breaks_between_words() -> None:
     assert wrapped("", 5) == [""]
     assert wrapped("the mill by the river", 8) == ["the mill", "by the", "river"]
     assert wrapped("a headrace 水渠里的水", 5) == ["a", "headr", "ace", "水渠", "里的", "水"]
+
+
+def test_a_table_on_a_terminal_loses_no_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a row is a line."""
+    rows = [("mill", "1 GB", "A model that grinds words to flour"), ("lamp", "2 GB", "Light")]
+    print_table(("NAME", "SIZE", "DESCRIPTION"), rows)
+    assert capsys.readouterr().out.splitlines()[1] == "mill\t1 GB\tA model that grinds words to flour"
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table(("NAME", "SIZE", "DESCRIPTION"), rows)
+    found = capsys.readouterr().out.splitlines()
+    assert found[1:4] == ["mill  1 GB  A model that", "            grinds words to", "            flour"]
+    assert found[4] == "lamp  2 GB  Light"
 
 
 def test_counting_characters_is_not_enough() -> None:

@@ -10,6 +10,7 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
 from headrace.cli.terminal import AnswerWriter
+from headrace.weights.progress import counted
 
 SHOWN = 5  # names of files that were not read
 ANSWER = 256  # tokens of an answer, unless told otherwise
@@ -70,6 +71,6 @@ def ask(
         if answer.output.outputs[0].finish_reason == "length":
             say("(the answer is cut off; --max-tokens allows more)")
     names = sorted({passage.source for answer in answers for passage in answer.passages})
-    say(f"{len(index.passages)} passages; looked at {', '.join(names) or 'none'}")
+    say(f"{counted(len(index.passages), 'passages')}; looked at {', '.join(names) or 'none'}")
     prompts = sum(len(one.output.prompt_token_ids) for one in answers)
     say(f"{asking.hit_rate(answers):.0%} of {prompts} prompt tokens were cached")

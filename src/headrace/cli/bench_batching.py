@@ -6,6 +6,7 @@ import typer
 
 from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
+from headrace.weights.progress import counted
 
 
 def register(bench: typer.Typer) -> None:
@@ -33,7 +34,7 @@ def batching(
     jobs = bench.trace(requests, seed)
     rows = [_row(None, bench.on_fake_model(jobs, policy, seqs)) for policy in bench.POLICIES]
     if model is not None:
-        say(f"running {min(on_model, requests)} requests on {model} under each policy")
+        say(f"running {counted(min(on_model, requests), 'requests')} on {model} under each policy")
         rows += [_row(model, bench.on_model(model, jobs[:on_model], policy, seqs)) for policy in bench.POLICIES]
     print_table(("model", "policy", "steps", "tokens", "tokens/step", "tokens/s", "KV waste"), rows)
     print()

@@ -10,6 +10,7 @@ from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
+from headrace.weights.progress import counted
 
 
 def register(bench: typer.Typer) -> None:
@@ -76,6 +77,6 @@ def sharing(
     status().start("measuring")
     rows = bench.measure(llm, ids, max_tokens)
     mean = sum(map(len, ids)) / len(ids)
-    say(f"{len(ids)} prompts of {mean:.0f} tokens on average, answers of {max_tokens} at most, blocks of 16 tokens")
+    say(f"{counted(len(ids), 'prompts')} of {mean:.0f} tokens on average, answers of {max_tokens} at most, blocks of 16 tokens")
     lines = [(one.method, str(one.width), f"{one.unshared:.1f}", f"{one.shared:.1f}", f"{one.saved:.1%}") for one in rows]
     print_table(("method", "width", "blocks unshared", "blocks shared", "saved"), lines)

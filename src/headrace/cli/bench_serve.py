@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.files import writable, writable_folder
 from headrace.cli.help import short_help
 from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
@@ -20,7 +21,20 @@ Base = Annotated[str, typer.Argument(metavar="URL", help="Address of the API, as
 ModelOption = Annotated[str | None, typer.Option(help="Its name there (default: the first).", rich_help_panel=ASKED)]
 Kind = Annotated[str, typer.Option(help="Prompts as token ids, text or chat.", rich_help_panel=ASKED)]
 KeyFile = Annotated[Path | None, typer.Option(help="The API key (or HEADRACE_API_KEY).", exists=True, rich_help_panel=ASKED)]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", rich_help_panel=TOLD)]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable, rich_help_panel=TOLD)
+]
+
+Plots = Annotated[
+    Path | None,
+    typer.Option(help="Write SVG plots into this folder.", callback=writable_folder, rich_help_panel=TOLD),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.html", help="One page with figures and plots, to send.", callback=writable, rich_help_panel=TOLD
+    ),
+]
 
 
 def register(bench: typer.Typer) -> None:
@@ -70,10 +84,8 @@ def serve(
     slo: Annotated[str, typer.Option(help="Seconds for goodput, as ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)] = "",
     watch: Annotated[str, typer.Option(help="Process ids whose CPU time is counted.", rich_help_panel=TOLD)] = "",
     json_file: JsonFile = None,
-    plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder.", rich_help_panel=TOLD)] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="One page with figures and plots, to send.", rich_help_panel=TOLD)
-    ] = None,
+    plots: Plots = None,
+    report: Report = None,
 ) -> None:
     """Load on any OpenAI server: latencies, throughput, goodput.
 

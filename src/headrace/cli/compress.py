@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.files import writable
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_fields, print_table, say
 from headrace.cli.status import status
@@ -19,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def compress(
     model: ModelName,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The .gguf file to write.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The .gguf file to write.", callback=writable)] = None,
     number_format: Annotated[
         str,
         typer.Option(

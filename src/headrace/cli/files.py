@@ -1,7 +1,9 @@
-"""Files that a command is to write, looked at before any work."""
+"""Files and folders that a command is to write, looked at before any work."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import typer
 
@@ -22,4 +24,22 @@ def writable(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path} cannot be written ({error.strerror}); name another file") from None
     if new:
         path.unlink()
+    return path
+
+
+def writable_folder(path: Path | None) -> Path | None:
+    """The same of a folder that is to be written into, and may have to be made."""
+    if path is None:
+        return None
+    new = [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written into ({error.strerror}); name another folder") from None
+    finally:
+        for one in new:
+            with suppress(OSError):
+                one.rmdir()
     return path

@@ -83,10 +83,11 @@ def generate(
 
 def _conclude(output: BatchOutput, found: Input) -> int:
     failed = f", {output.failed} with an error" if output.failed else ""
+    lines = f"{counted(found.lines, 'lines')} {'is' if found.lines == 1 else 'are'} done{failed}"
     if len(output.done) < found.lines:
-        say(f"{len(output.done)} of {found.lines} lines are done{failed}; the same command goes on")
+        say(f"{len(output.done)} of {lines}; the same command goes on")
         return INTERRUPTED
-    say(f"{found.lines} lines are done{failed}: {output.path}")
+    say(f"{lines}: {output.path}")
     return 1 if output.failed else 0
 
 
@@ -166,7 +167,7 @@ class Meter:
             self._bar.advance(done - self._done, speed)
             self._done = done
         else:
-            say(f"{done} of {self._total} lines, {speed}")
+            say(f"{done} of {counted(self._total, 'lines')}, {speed}")
         self._said = now
 
     def _speed(self, open_tokens: int) -> float:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.files import writable_folder
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -22,7 +23,9 @@ def train_classifier(
         Path,
         typer.Option("--data", "-d", exists=True, dir_okay=False, help='JSON lines (or .tsv, .csv): "text" and "label".'),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the classifier.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the classifier.", callback=writable_folder)
+    ],
     check: Annotated[
         Path | None,
         typer.Option("--check", exists=True, dir_okay=False, help="Texts to calibrate with (default: 3 in 10 of --data)."),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
 from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_table, say
@@ -35,7 +36,10 @@ def register(app: typer.Typer) -> None:
 
 def train_heads(
     model: ModelName,
-    out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the heads, and to go on from.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder for the heads, and to go on from.", callback=writable_folder),
+    ],
     kind: Annotated[
         Kind,
         typer.Option(
