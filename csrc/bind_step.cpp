@@ -25,6 +25,12 @@ namespace {
 
 using Key = std::pair<uint32_t, uint32_t>;
 
+Rule rule_of(const std::string& name) {
+    if (name == "contrast") return Rule::kContrast;
+    require(name == "chow" || name == "opt", "rows are combined by contrast, chow or opt");
+    return name == "chow" ? Rule::kChow : Rule::kOpt;
+}
+
 std::vector<uint32_t> words_of(const nb::bytes& bits) {
     std::vector<uint32_t> words(bits.size() / sizeof(uint32_t));
     if (!words.empty()) std::memcpy(words.data(), bits.data(), words.size() * sizeof(uint32_t));
@@ -196,15 +202,17 @@ void bind_step(nb::module_& m) {
             "row"_a, "k"_a, "Every row from `row` on scores the known token after it -> first answer, how many.")
         .def("logits", alone(&Step::logits), "row"_a)
         .def(
-            "contrast",
-            [](Step& self, int row, Step& amateur, int answer, float alpha, float beta) {
-                require(&self != &amateur, "a step is not contrasted with itself");
+            "combine",
+            [](Step& self, int row, Step& amateur, int answer, const std::string& rule, float alpha, float beta) {
+                require(&self != &amateur, "a step is not combined with itself");
                 const Exclusive mine(self.in_use), its(amateur.in_use);
                 answer_of(amateur, answer);
-                self.contrast(row, std::move(amateur.answers()[static_cast<size_t>(answer)].logits), alpha, beta);
+                self.combine(row, std::move(amateur.answers()[static_cast<size_t>(answer)].logits), rule_of(rule),
+                             alpha, beta);
             },
-            "row"_a, "amateur"_a, "answer"_a, "alpha"_a, "beta"_a,
-            "Combine a row of logits with those another step answered, which are taken from it.")
+            "row"_a, "amateur"_a, "answer"_a, "rule"_a, "alpha"_a, "beta"_a,
+            "Combine a row of logits with those another step answered, which are taken from it, by contrast, chow or "
+            "opt.")
         .def_prop_ro("rows", &Step::rows)
         .def("tokens", part_of_answer(&tokens_of), "answer"_a)
         .def("reports", part_of_answer([](const Answer& answer) { return answer.reports; }), "answer"_a)

@@ -25,10 +25,10 @@ private:
 };
 
 // Those of the rows [first, last).
-std::span<Contrast> within(std::vector<Contrast>& contrasts, int first, int last) {
-    const auto before = [](const Contrast& contrast, int row) { return contrast.row < row; };
-    return {std::lower_bound(contrasts.begin(), contrasts.end(), first, before),
-            std::lower_bound(contrasts.begin(), contrasts.end(), last, before)};
+std::span<Combine> within(std::vector<Combine>& combined, int first, int last) {
+    const auto before = [](const Combine& pair, int row) { return pair.row < row; };
+    return {std::lower_bound(combined.begin(), combined.end(), first, before),
+            std::lower_bound(combined.begin(), combined.end(), last, before)};
 }
 
 template <class Work, class F>
@@ -283,12 +283,12 @@ void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step)
 void Program::answer_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
     Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
-    const std::span<Contrast> contrasts = within(step.contrasts(), chunk.first, chunk.last);
+    const std::span<Combine> combined = within(step.combined(), chunk.first, chunk.last);
     const Logits rows{logits.floats(), logits.stride(), maxima.floats(), maxima.stride(),
-                      chunk.first,     vocab_size_,     contrasts};
-    if (!contrasts.empty()) {
-        worker.deal(static_cast<int>(contrasts.size()),
-                    [&](int i, int) { combine(contrasts[static_cast<size_t>(i)], rows, *kernels_.sample); });
+                      chunk.first,     vocab_size_,     combined};
+    if (!combined.empty()) {
+        worker.deal(static_cast<int>(combined.size()),
+                    [&](int i, int) { combine(combined[static_cast<size_t>(i)], rows, *kernels_.sample); });
     }
     worker.deal(static_cast<int>(chunk.items.size()), [&](int item, int) {
         for (const int ask : chunk.items[static_cast<size_t>(item)]) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <new>
+#include <span>
 #include <stdexcept>
 
 namespace headrace {
@@ -32,7 +33,7 @@ void Step::clear() {
     sequences_.clear();
     asks_.clear();
     answers_.clear();
-    contrasts_.clear();
+    combined_.clear();
     first_layer = 0, last_layer = -1;
     hidden = nullptr, hidden_out = nullptr;
     skips.clear();
@@ -148,11 +149,11 @@ int Step::score(int row, int k, int& count) {
     return first;
 }
 
-void Step::contrast(int row, std::vector<float> amateur, float alpha, float beta) {
+void Step::combine(int row, std::vector<float> amateur, Rule rule, float alpha, float beta) {
     const int at = head_row(row);
-    require(contrasts_.empty() || contrasts_.back().row < at, "rows are contrasted once, in their order");
-    contrasts_.push_back(
-        {at, std::move(amateur), alpha, beta, sequences_.back(), path_to(row), allowed_, at - last_known_});
+    require(combined_.empty() || combined_.back().row < at, "rows are combined once, in their order");
+    combined_.push_back(
+        {at, std::move(amateur), rule, alpha, beta, sequences_.back(), path_to(row), allowed_, at - last_known_});
 }
 
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
@@ -170,29 +171,62 @@ StepFeeds Step::feeds() {
 
 namespace {
 
-void combine_row(const Contrast& contrast, const Logits& logits, const SampleKernels& kernels) {
-    constexpr float kNever = -std::numeric_limits<float>::infinity();
-    float* z = logits.values + (contrast.row - logits.base) * logits.stride;
-    float* maxima = const_cast<float*>(logits.maxima) + (contrast.row - logits.base) * logits.maxima_stride;
-    const int shared = std::min(logits.vocab_size, static_cast<int>(contrast.amateur.size()));
-    const size_t words = (static_cast<size_t>(logits.vocab_size) + 31) / 32,
-                 place = static_cast<size_t>(contrast.place);
-    SampleRow row{z, maxima, &contrast.sequence->params, &contrast.sequence->history, contrast.path};
-    if (contrast.place >= 0 && contrast.allowed && contrast.allowed->size() >= words * (place + 1)) {
-        row.mask = contrast.allowed->data() + place * words;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+void contrast_row(const Combine& pair, std::span<float> z, int shared, const float* maxima, int vocab_size) {
+    const size_t words = (static_cast<size_t>(vocab_size) + 31) / 32, place = static_cast<size_t>(pair.place);
+    SampleRow row{z.data(), maxima, &pair.sequence->params, &pair.sequence->history, pair.path};
+    if (pair.place >= 0 && pair.allowed && pair.allowed->size() >= words * (place + 1)) {
+        row.mask = pair.allowed->data() + place * words;
     }
-    const float least = best_permitted(row, shared) + std::log(contrast.alpha);
+    const float least = best_permitted(row, shared) + std::log(pair.alpha);
     for (int i = 0; i < shared; ++i) {
-        z[i] = z[i] < least ? kNever
-                            : (1.0f + contrast.beta) * z[i] - contrast.beta * contrast.amateur[static_cast<size_t>(i)];
+        z[i] = z[i] < least ? kNever : (1.0f + pair.beta) * z[i] - pair.beta * pair.amateur[static_cast<size_t>(i)];
     }
-    std::fill(z + shared, z + logits.vocab_size, kNever);
+    std::fill(z.begin() + shared, z.end(), kNever);
+}
+
+struct Softmax {
+    double best, sum;  // the largest logit; of exp(logit - best)
+    explicit Softmax(std::span<const float> z) : best(*std::max_element(z.begin(), z.end())), sum(0) {
+        for (const float one : z) sum += std::exp(one - best);
+    }
+    double of(float logit) const { return std::exp(logit - best) / sum; }
+    double most() const { return 1 / sum; }
+};
+
+// Whether the amateur, whose ids are the first of the own ones, is good enough here.
+bool stands(const Combine& pair, std::span<const float> own, std::span<const float> amateur) {
+    const Softmax q(amateur);
+    if (pair.rule == Rule::kChow) return q.most() >= 1 - static_cast<double>(pair.alpha);
+    const Softmax p(own);
+    double apart = 0;
+    for (size_t i = 0; i < own.size(); ++i) {
+        apart += std::abs(p.of(own[i]) - (i < amateur.size() ? q.of(amateur[i]) : 0.0));
+    }
+    return q.most() >= p.most() - static_cast<double>(pair.alpha) * apart / 2;
+}
+
+void combine_row(const Combine& pair, const Logits& logits, const SampleKernels& kernels) {
+    float* z = logits.values + (pair.row - logits.base) * logits.stride;
+    float* maxima = const_cast<float*>(logits.maxima) + (pair.row - logits.base) * logits.maxima_stride;
+    const int shared = std::min(logits.vocab_size, static_cast<int>(pair.amateur.size()));
+    const std::span own(z, static_cast<size_t>(logits.vocab_size));
+    const std::span<const float> amateur(pair.amateur.data(), static_cast<size_t>(shared));
+    if (pair.rule == Rule::kContrast) {
+        contrast_row(pair, own, shared, maxima, logits.vocab_size);
+    } else if (stands(pair, own, amateur)) {
+        std::copy(amateur.begin(), amateur.end(), own.begin());
+        std::fill(own.begin() + shared, own.end(), kNever);
+    } else {
+        return;
+    }
     kernels.block_maxima(z, logits.vocab_size, maxima);
 }
 
 void answer_ask(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) {
-    for (const Contrast& contrast : logits.contrasts) {
-        if (contrast.failed && contrast.row >= ask.row && contrast.row <= ask.last_row()) throw std::bad_alloc();
+    for (const Combine& pair : logits.combined) {
+        if (pair.failed && pair.row >= ask.row && pair.row <= ask.last_row()) throw std::bad_alloc();
     }
     static const SampleParams neutral;
     static const History nothing;
@@ -264,11 +298,11 @@ std::string Answer::problem() const {
     }
 }
 
-void combine(Contrast& contrast, const Logits& logits, const SampleKernels& kernels) noexcept {
+void combine(Combine& pair, const Logits& logits, const SampleKernels& kernels) noexcept {
     try {
-        combine_row(contrast, logits, kernels);
+        combine_row(pair, logits, kernels);
     } catch (...) {
-        contrast.failed = true;
+        pair.failed = true;
     }
 }
 

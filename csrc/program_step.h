@@ -51,12 +51,17 @@ struct Ask {
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
 
-// Contrastive decoding: head row `row` becomes (1 + beta) * expert - beta * amateur where the expert's logit is at
-// least its best + ln(alpha), and -inf elsewhere. The best is that of the ids that may come, so that one of them is
-// left.
-struct Contrast {
+// How a row of logits is combined with an amateur's of the same tokens; ops/contrast.py says what each means.
+// kContrast: (1 + beta) * own - beta * amateur where the own logit is at least its best + ln(alpha), -inf elsewhere.
+// The best is that of the ids that may come, so that one of them is left.
+// kChow: the amateur's row where its best probability is at least 1 - alpha, else the own.
+// kOpt: the amateur's where its best probability is at least the own best - alpha * total variation, else the own.
+enum class Rule { kContrast, kChow, kOpt };
+
+struct Combine {
     int row;
     std::vector<float> amateur;
+    Rule rule;
     float alpha, beta;
     std::shared_ptr<const Sequence> sequence;
     std::vector<int32_t> path;  // as in an ask
@@ -107,7 +112,7 @@ public:
     int score(int row, int k, int& count);
     int logits(int row);
     // Before anything else is asked of it, a row of logits is combined with an amateur's.
-    void contrast(int row, std::vector<float> amateur, float alpha, float beta);
+    void combine(int row, std::vector<float> amateur, Rule rule, float alpha, float beta);
 
     int rows() const { return static_cast<int>(ids_.size()); }
     std::span<const int32_t> ids() const { return ids_; }
@@ -117,7 +122,7 @@ public:
     std::span<const int32_t> head_rows() const { return head_rows_; }  // ascending
     std::vector<Ask>& asks() { return asks_; }
     std::vector<Answer>& answers() { return answers_; }
-    std::vector<Contrast>& contrasts() { return contrasts_; }  // rows ascending
+    std::vector<Combine>& combined() { return combined_; }  // rows ascending
     std::span<const std::shared_ptr<const Sequence>> sequences() const { return sequences_; }
 
     // What is run: layers [first_layer, last_layer) (-1: to the end), from the ids or from given hidden rows.
@@ -143,7 +148,7 @@ private:
     int first_head_row_ = 0, last_known_ = 0;  // head rows: its first, and that of its last known token
     std::vector<Ask> asks_;
     std::vector<Answer> answers_;
-    std::vector<Contrast> contrasts_;
+    std::vector<Combine> combined_;
 };
 
 // Rows of logits and their block maxima, the first of which is head row `base`.
@@ -154,11 +159,11 @@ struct Logits {
     int64_t maxima_stride;
     int base;
     int vocab_size;
-    std::span<const Contrast> contrasts{};  // that rows were combined by
+    std::span<const Combine> combined{};  // rows that were
 };
 
 // Changes a row of logits and its block maxima; where that cannot be done, asks about the row fail.
-void combine(Contrast& contrast, const Logits& logits, const SampleKernels& kernels) noexcept;
+void combine(Combine& pair, const Logits& logits, const SampleKernels& kernels) noexcept;
 
 // Carries out one ask. Asks that share rows take turns: logits are changed for a while. What goes wrong, memory that is
 // not there above all, is in the answer: the other requests of the step have theirs.

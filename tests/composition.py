@@ -25,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "diverse beams": {"beam_width": 2, "beam_groups": 2, "diversity_penalty": 0.5},
     "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
     "contrastive decoding": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4, "temperature": 0.0},
+    "speculative cascade": {"defer_rule": "opt", "seed": 1},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "several answers": {"n": 2},
@@ -46,7 +47,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "top-n-sigma": {"top_n_sigma": 1.0},
     "XTC": {"xtc_probability": 0.5},
     "mirostat": {"mirostat_tau": 5.0},
-    "an amateur": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4},
+    "an amateur's contrast": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4},
+    "an amateur's cascade": {"defer_rule": "chow"},
     "logit processors": {"processors": (LengthNudge(end_id=0, start=1),)},
 }
 

@@ -55,6 +55,25 @@ def contrastive_decoding(expert: Model, amateur: Model, prompt: list[int], param
     return tokens[len(prompt) :]
 
 
+def chosen(own: torch.Tensor, amateur: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Of two rows of logits the one that a speculative cascade takes."""
+    p, q, at = own.softmax(-1), amateur.softmax(-1), params.defer_at
+    apart = float(torch.clamp(p - q, min=0).sum())  # the total variation
+    bar = 1 - at if params.defer_rule == "chow" else float(p.max()) - at * apart
+    return amateur if float(q.max()) >= bar else own
+
+
+def speculative_cascade(own: Model, amateur: Model, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Each token by the model that its rule names, with the request's noise."""
+    tokens = list(prompt)
+    for _ in range(params.max_tokens or 0):
+        rows = (forward(model, tokens)[0][-1].double() for model in (own, amateur))
+        spec = RowSpec(params=params, keys=[key(params.seed or 0, 0)], tokens=tokens, prompt_len=len(prompt), stop_ids=[])
+        (result,) = sample(chosen(*rows, params)[None], [spec])
+        tokens.append(result.tokens[0])
+    return tokens[len(prompt) :]
+
+
 def contrastive_search(model: Model, prompt: list[int], params: SamplingParams, first: int = 0) -> list[int]:
     """Of the k likeliest tokens the one with the largest (1 - a) * p - a * max cosine with the tokens from `first` on."""
     tokens = list(prompt)

@@ -246,13 +246,14 @@ class LLM:
         return [Embedding(output.prompt_token_ids, unit(output.pooled, dimensions)) for output in outputs]
 
     def classify(
-        self, texts: Prompt | Sequence[Prompt], *, criterion: str | None = None, threshold: float | None = None
+        self, texts: Prompt | Sequence[Prompt | exits.Pair], *, criterion: str | None = None, threshold: float | None = None
     ) -> list[Classification]:
-        """The class of each text, said by the first exit that is sure enough: `criterion` max_prob, margin, entropy, kl or
-        patience with its `threshold`, or what was calibrated for it; by default the calibrated rule that computes least. "off"
-        is the whole model. Raises ValueError."""
+        """The class of each text, or pair of texts (a tuple), said by the first exit that is sure enough: `criterion` max_prob,
+        margin, entropy, kl or patience with its `threshold`, or what was calibrated for it; by default the calibrated rule that
+        computes least. "off" is the whole model. Raises ValueError."""
         known = exits.opened(self.classifier)
-        outputs = self._asked(texts, Classifying(*known.rule(criterion, threshold)))
+        ids = exits.encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
+        outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
         return [known.said(output.prompt_token_ids, output.classified) for output in outputs]
 
     def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, **settings: Any) -> list[RequestOutput]:

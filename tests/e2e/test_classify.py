@@ -15,7 +15,7 @@ from headrace.data.plan import Classified, Classify, Feed
 from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.runner.exits import CRITERIA, Exits, Staged, leave_at, probabilities
+from headrace.runner.exits import CRITERIA, Exits, Staged, _pool, leave_at, probabilities
 from headrace.startup.exits import INFO, WEIGHTS, Rule, save
 from tests.cli_shell import Shell
 from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert
@@ -54,6 +54,28 @@ def same(llm: LLM, a: Any, b: Any) -> bool:
     if llm.backend == "native":
         return bool(np.array_equal(a, b))
     return bool(np.allclose(a, b, atol=1e-5))
+
+
+def test_pairs_are_two_texts_read_as_one(llm: LLM) -> None:
+    a, b = "the mill stands", "by a river"
+    ids = [*llm.tokenizer.encode(a), *llm.tokenizer.encode(b)[1:]]
+    as_pair, as_ids, joined = llm.classify([(a, b), ids, f"{a} {b}"], criterion="off")
+    assert as_pair.token_ids == as_ids.token_ids == ids != joined.token_ids
+    assert same(llm, list(as_pair.probabilities.values()), list(as_ids.probabilities.values()))
+    assert len(llm.classify((a, b))) == 2, "a tuple of texts is two of them"
+
+
+def test_votes_are_those_of_the_exits_that_a_text_came_by(llm: LLM) -> None:
+    for made in llm.classify(TEXTS, criterion="max_prob", threshold=0.5):
+        assert [one.layers for one in made.votes] == list(range(1, made.layers + 1))
+        assert made.votes[-1].label == made.label
+        assert made.votes[-1].probability == made.probabilities[made.label]
+        assert all(one.probability < 0.5 for one in made.votes[:-1])
+
+
+def test_first_row_and_mean_are_read_side_by_side() -> None:
+    rows = np.arange(12.0).reshape(3, 4)
+    assert _pool(rows, "both").tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def logits(llm: LLM, texts: list[str], rule: tuple[str, float]) -> list[np.ndarray]:

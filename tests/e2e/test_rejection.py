@@ -110,8 +110,13 @@ def truth(backend: str) -> torch.Tensor:
 
 
 def chance(requests: list[Any], backend: str = "torch") -> float:
-    """The p-value of the first three tokens; cells that expect less than 5 are put together."""
-    want = truth(backend).flatten() * len(requests)
+    """The p-value of the first three tokens."""
+    return chance_under(truth(backend), requests)
+
+
+def chance_under(said: torch.Tensor, requests: list[Any]) -> float:
+    """The same under a distribution of them [V, V, V]; cells that expect less than 5 are put together."""
+    want = said.flatten() * len(requests)
     cells = [(t[0] * SIZE + t[1]) * SIZE + t[2] for (t,) in map(tokens_of, requests)]
     got = torch.bincount(torch.tensor(cells), minlength=SIZE**3).double()
     assert bool((got[want == 0] == 0).all()), "what the filters cut off never comes"

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench.exits import Said, overthinking
+from headrace.bench.exits import Said, calibration_error, confusion, overthinking
 from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, Exits, leave_at
-from headrace.startup.exits import CALIBRATION
+from headrace.startup.exits import CALIBRATION, INFO
 from headrace.training.classifier import Labelled, calibrated, fit, grid_of, read_labelled
 from tests.cli_shell import Shell
 from tests.tiny_bert import LAYERS, write_tiny_bert
@@ -47,6 +47,9 @@ def test_from_texts_to_figures(tmp_path: Path, shell: Shell) -> None:
     assert found["layers"] == pytest.approx(LAYERS / found["mean_layers"])
     assert [one["batch"] for one in found["batches"]] == [1, 8, 32]
     assert set(found["curves"]) == set(CRITERIA)
+    assert len(found["calibration_error"]) == LAYERS
+    right = sum(found["confusion"][at][at] for at in range(2))
+    assert (sum(map(sum, found["confusion"])), right / 80) == (80, found["accuracy"])
     assert plot.read_text().startswith("<svg")
     known = read_labelled(dev)
     with LLM(bert, threads=1, classifier=folder) as llm:  # the curve is what really happens
@@ -69,6 +72,7 @@ def _one_label(folder: Path) -> Path:
         ("{}\n", 'entry 1: wants "text"'),
         ('{"text": "a", "label": true}\n', 'entry 1: wants "text"'),
         ("no\n", "line 1: wants a JSON object"),
+        ('{"text": "a", "pair": "", "label": 1}\n', 'entry 1: "pair"'),
     ],
 )
 def test_texts_that_cannot_be_read(tmp_path: Path, text: str, says: str) -> None:
@@ -118,6 +122,43 @@ def test_measures_of_each_criterion() -> None:
     assert found["patience"].tolist() == [1, 0]
     assert leave_at("max_prob", 0.65, said).tolist() == [0, 1]
     assert leave_at("patience", 1.0, np.repeat(said[:1], 4, 0)).tolist() == [1, 1]
+
+
+def test_how_far_an_exit_is_off_its_own_word() -> None:
+    """By hand: two texts in a bin, one of them right, said with 0.9 and 0.92; and a whole answer that is always right."""
+    first = [[0.9, 0.1], [0.08, 0.92], [0.6, 0.4], [0.6, 0.4]]
+    said = Said(np.array([first, [[1.0, 0.0]] * 4]), np.array([0, 0, 0, 0]), np.array([1, 2]))
+    # bins of a fifteenth: 0.9 and 0.92 together, 0.6 and 0.6
+    assert calibration_error(said) == pytest.approx([(abs(1.82 - 1) + abs(1.2 - 2)) / 4, 0.0])
+    assert confusion(said, "max_prob", 0.91) == [[3, 1], [0, 0]]
+    assert confusion(said, "", 0.0) == [[4, 0], [0, 0]]
+
+
+def test_pairs_are_read_and_learnt(tmp_path: Path, shell: Shell) -> None:
+    """A class that the second text tells, by first row and mean; then asked for by two texts with a tab between them."""
+    draw, lines = random.Random(7), ["sentence1\tsentence2\tlabel"]
+    for _ in range(240):
+        a, b = draw.choice(("mill", "wheel")), draw.choice(("mill", "wheel"))
+        lines.append(f"the {a}\tby a {b}\t{'flow' if b == 'mill' else 'rest'}")
+    data, bert, folder = tmp_path / "pairs.tsv", write_tiny_bert(tmp_path / "bert"), tmp_path / "out"
+    data.write_text("\n".join(lines) + "\n")
+    assert read_labelled(data, 1).texts == [tuple(lines[1].split("\t")[:2])]
+    code, _, err = shell("train-classifier", bert, "-d", data, "-o", folder, "--pooling", "both", "--threads", "1")
+    assert code == 0, err
+    assert json.loads((folder / INFO).read_text())["pooling"] == "both"
+    for second, label in (("by a mill", "flow"), ("by a wheel", "rest")):
+        arguments = ("-c", folder, "--pairs", "--show-exits", "--criterion", "off", f"the wheel\t{second}")
+        code, out, err = shell("classify", bert, *arguments)
+        assert code == 0, err
+        made = json.loads(out)
+        assert made["label"] == label
+        assert [one["layers"] for one in made["exits"]] == list(range(1, LAYERS + 1))
+        assert made["exits"][-1] == {"layers": LAYERS, "label": label, "probability": made["probabilities"][label]}
+    assert "--pairs wants two texts" in shell("classify", bert, "-c", folder, "--pairs", "the wheel")[2]
+    assert (
+        "--pooling takes first, mean or both"
+        in shell("train-classifier", bert, "-d", data, "-o", folder, "--pooling", "all")[2]
+    )
 
 
 def test_overthinking_is_counted() -> None:

@@ -245,7 +245,7 @@ void without_memory(Program& program) {
         for (const auto& each : sequences) {
             const std::vector<int32_t> nodes{1, 2}, parents{-1, 0};
             step.feed(each, 0, 20, nodes, parents, 3);
-            step.contrast(0, std::vector<float>(kVocab, 0.25f), 0.1f, 0.5f);
+            step.combine(0, std::vector<float>(kVocab, 0.25f), Rule::kContrast, 0.1f, 0.5f);
             step.draw(0, {{1, 2}, {3, 4}}, {2, true}, std::nullopt);
             step.verify(0, {5, 6}, {1, false}, std::nullopt);
             step.propose(1, {7, 8});

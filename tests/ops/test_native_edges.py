@@ -39,7 +39,7 @@ def test_rows_that_are_none_of_the_feeds(row: int) -> None:
         lambda: step.propose(row, (1, 2)),
         lambda: step.top(row, 1),
         lambda: step.logits(row),
-        lambda: step.contrast(row, answered(), 0, 0.1, 0.5),
+        lambda: step.combine(row, answered(), 0, "contrast", 0.1, 0.5),
     ):
         with pytest.raises(ValueError, match="rows of logits"):
             ask()
@@ -70,10 +70,10 @@ def answered() -> Any:
     return step
 
 
-def test_a_step_is_not_contrasted_with_itself() -> None:
+def test_a_step_is_not_combined_with_itself() -> None:
     step = answered()
-    with pytest.raises(ValueError, match="not contrasted with itself"):
-        step.contrast(0, step, 0, 0.1, 0.5)
+    with pytest.raises(ValueError, match="not combined with itself"):
+        step.combine(0, step, 0, "contrast", 0.1, 0.5)
 
 
 def test_mirostat_wants_a_number() -> None:

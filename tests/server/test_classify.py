@@ -1,6 +1,7 @@
 """/v1/classify: the classes that `LLM.classify` gives, with limits, and what is wrong with a request in one line."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ def test_classes_are_those_of_the_llm(server: Running, bert: Path, folder: Path)
             for one, right in zip(answer["data"], expected, strict=True):
                 assert (one["label"], one["layers"]) == (right.label, right.layers)
                 assert one["probabilities"] == right.probabilities
+            assert all("exits" not in one for one in answer["data"])
             assert answer["usage"]["prompt_tokens"] == sum(len(one.token_ids) for one in expected)
         assert {one["layers"] for one in server.post("/v1/classify", {"model": "tiny", "input": [5, 6]}).json()["data"]} <= {
             1,
@@ -74,6 +76,15 @@ def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], says:
     answer = server.post("/v1/classify", {"model": "tiny", "input": "a", **change})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+def test_what_each_exit_said_is_told_where_it_is_asked_for(server: Running, bert: Path, folder: Path) -> None:
+    asked = {"model": "tiny", "input": TEXTS, "criterion": "off", "return_exits": True}
+    with LLM(bert, threads=1, classifier=folder) as llm:
+        expected = llm.classify(TEXTS, criterion="off")
+    for one, right in zip(server.post("/v1/classify", asked).json()["data"], expected, strict=True):
+        assert one["exits"] == [asdict(vote) for vote in right.votes]
+        assert [vote["layers"] for vote in one["exits"]] == [1, LAYERS]
 
 
 def test_an_answer_has_so_many_probabilities(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

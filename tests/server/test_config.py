@@ -109,6 +109,21 @@ def test_a_bad_file_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Traceback" not in err
 
 
+def test_each_model_of_a_file_may_have_a_classifier(
+    tiny: Path, tmp_path: Path, started: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bert, file = write_tiny_bert(tmp_path / "bert"), tmp_path / "a.toml"
+    text = '[[models]]\nmodel = "MODEL"\n[[models]]\nmodel = "BERT"\nclassifier = "FOLDER"\n'
+    text = text.replace("MODEL", str(tiny)).replace("BERT", str(bert))
+    file.write_text(text.replace("FOLDER", str(tmp_path)))
+    assert main(["serve", "--config", str(file)]) == 0
+    ((_, entries, *_),) = started
+    assert [options.get("classifier") for _, _, options in entries] == [None, str(tmp_path)]
+    file.write_text(text.replace("FOLDER", str(tmp_path / "nowhere")))
+    assert main(["serve", "--config", str(file)]) == 2
+    assert "--classifier" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two models and memory for one of them."""

@@ -12,6 +12,7 @@ from headrace.bench.machine import machine
 from headrace.bench.plots import Line
 from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, leave_at, probabilities
+from headrace.startup.exits import Pair
 from headrace.training.classifier import Labelled, exit_logits, grid_of
 
 BATCHES = (1, 8, 32)
@@ -65,6 +66,28 @@ def overthinking(said: Said) -> dict[str, float]:
     }
 
 
+BINS = 15
+
+
+def calibration_error(said: Said) -> list[float]:
+    """By exit the expected calibration error (Guo et al., 2017): how far what it says it is sure of lies from how often it is
+    right, over 15 bins of equal width. A high probability is not correctness."""
+    found = []
+    for sure, right in zip(said.said.max(-1), said.right, strict=True):
+        bins = np.minimum((sure * BINS).astype(int), BINS - 1)
+        each = [bins == one for one in range(BINS)]
+        found.append(float(sum(abs(sure[one].sum() - right[one].sum()) for one in each) / len(sure)))
+    return found
+
+
+def confusion(said: Said, criterion: str, threshold: float) -> list[list[int]]:
+    """How many texts of each class (rows) were said to be of each (columns), by a rule."""
+    at, count = leave_at(criterion, threshold, said.said), said.said.shape[-1]
+    chosen = said.said.argmax(-1)[at, np.arange(len(at))]
+    counts: list[list[int]] = np.bincount(said.classes * count + chosen, minlength=count**2).reshape(count, count).tolist()
+    return counts
+
+
 def curves(said: Said) -> dict[str, list[dict[str, float]]]:
     """By criterion: accuracy against layers, threshold by threshold."""
     found: dict[str, list[dict[str, float]]] = {}
@@ -76,7 +99,7 @@ def curves(said: Said) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def clock(llm: LLM, texts: Sequence[str], batch: int, rule: tuple[str, float], rounds: int) -> dict[str, float]:
+def clock(llm: LLM, texts: Sequence[str | Pair], batch: int, rule: tuple[str, float], rounds: int) -> dict[str, float]:
     """Time and CPU time of the whole model divided by those with exits, in alternating rounds: medians."""
     walls, works = [], []
     for number in range(rounds + 1):
@@ -87,7 +110,7 @@ def clock(llm: LLM, texts: Sequence[str], batch: int, rule: tuple[str, float], r
     return {"batch": batch, "speedup": median(walls), "cpu": median(works), "least": min(walls), "most": max(walls)}
 
 
-def _timed(llm: LLM, texts: Sequence[str], batch: int, criterion: str, threshold: float | None) -> tuple[float, float]:
+def _timed(llm: LLM, texts: Sequence[str | Pair], batch: int, criterion: str, threshold: float | None) -> tuple[float, float]:
     """Seconds, and CPU seconds of the process."""
     wall, work = time.perf_counter(), time.process_time()
     for start in range(0, len(texts), batch):
@@ -115,7 +138,11 @@ def measure(llm: LLM, data: Labelled, criterion: str | None, threshold: float | 
         "accuracy": accuracy,
         "mean_layers": layers,
         "layers": depth / layers,
+        "exit_layers": said.layers.tolist(),
         "by_exit": said.right.mean(-1).tolist(),
+        "calibration_error": calibration_error(said),
+        "labels": list(llm.classifier.exits.labels),
+        "confusion": confusion(said, *rule),
         "batches": [clock(llm, texts[: 32 * batch], batch, rule, rounds) for batch in BATCHES],
         "overthinking": overthinking(said),
         "curves": curves(said),

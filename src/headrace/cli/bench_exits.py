@@ -13,6 +13,8 @@ from headrace.cli.options import ModelName, WeightOptions
 from headrace.cli.output import print_table
 from headrace.cli.status import status
 
+MOST_LABELS = 10  # whose confusions are printed
+
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
@@ -59,6 +61,11 @@ def exits(
         plot.write_text(drawn, "utf-8")
     rows = [(f"{one['batch']}", f"{one['speedup']:.2f}", f"{one['least']:.2f}..{one['most']:.2f}") for one in found["batches"]]
     print_table(("batch", "times as fast", "rounds"), rows)
+    each = zip(found["exit_layers"], found["by_exit"], found["calibration_error"], strict=True)
+    print_table(("after layer", "right", "off its own word"), [(str(one), f"{a:.3f}", f"{b:.3f}") for one, a, b in each])
+    if len(found["labels"]) <= MOST_LABELS:
+        said = [(label, *map(str, row)) for label, row in zip(found["labels"], found["confusion"], strict=True)]
+        print_table(("is, and said to be", *found["labels"]), said)
     for line in _lines(found):
         print(line)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,8 @@ def classify(
         typer.Option(help="When to leave early: max_prob, margin, entropy, kl, patience; off: never (default: as calibrated)."),
     ] = None,
     threshold: Annotated[float | None, typer.Option(help="Of the criterion (default: as calibrated).")] = None,
+    show_exits: Annotated[bool, typer.Option("--show-exits", help="What each exit said that a text came by.")] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Each text is two, with a tab between them.")] = False,
 ) -> None:
     """Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", "layers"}.
 
@@ -51,15 +54,20 @@ def classify(
     """
     options.check()
     given = texts_of(texts, file)
+    if pairs and (wrong := next((text for text in given if len(text.split("\t")) != 2), None)) is not None:
+        raise typer.BadParameter(f"--pairs wants two texts with one tab between them, not {wrong[:60]!r}")
     llm = open_llm(model, options, classifier=classifier)
     status().finish()
     told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
     told.start("classifying", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
-        for text, made in zip(part, llm.classify(part, criterion=criterion, threshold=threshold), strict=True):
+        asked = [tuple(text.split("\t")) for text in part] if pairs else part
+        for text, made in zip(part, llm.classify(asked, criterion=criterion, threshold=threshold), strict=True):
             line = {"text": text, "tokens": len(made.token_ids), "label": made.label}
             line |= {"probabilities": made.probabilities, "layers": made.layers}
+            if show_exits:
+                line["exits"] = [asdict(vote) for vote in made.votes]
             print(json.dumps(line, ensure_ascii=False), flush=True)
         told.advance(len(part))
     told.finish()

@@ -148,7 +148,7 @@ class ModelOptions(WeightOptions):
     draft: Annotated[
         str | None, _model("A smaller model of the same vocabulary that drafts for this one, or a folder of trained heads.")
     ] = None
-    amateur: Annotated[str | None, _model("A smaller model of the same vocabulary, for contrastive decoding.")] = None
+    amateur: Annotated[str | None, _model("A smaller model of the same vocabulary: contrastive decoding, cascades.")] = None
     speculate: Annotated[
         str,
         _model(
@@ -184,7 +184,9 @@ def option_fields(fields: Iterable[Declared], panel: str) -> list[tuple[str, Any
 
 PRESET = _sampling("precise (greedy), balanced or creative, in place of the model's own.")
 DRAWS = [one for one in declared(SamplingParams) if one.name != "best_of"]
-SHOWN = {one.name for one in DRAWS if Use.CORE in one.field.use} | {"beam_width", "penalty_alpha", "contrastive_beta"}
+SHOWN = {one.name for one in DRAWS if Use.CORE in one.field.use} | {
+    *("beam_width", "penalty_alpha", "contrastive_beta", "defer_rule"),
+}
 CHOOSES = [*(one for one in declared(SamplingParams) if one.name == "best_of"), *declared(BeamSearchParams)]
 Drawing: Any = make_dataclass(
     "Drawing", [("preset", Annotated[Preset | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
@@ -283,8 +285,10 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
     """Raises typer.BadParameter for what no model could answer, before one is opened. `more`: what else the parameters get."""
     options.check()
     given = sampling.changes() | (choice.changes() if choice is not None else {}) | more
-    if given.get("contrastive_beta") is not None and options.amateur is None:
-        raise typer.BadParameter("--contrastive-beta needs a smaller model of the same vocabulary: --amateur MODEL")
+    for name in ("contrastive_beta", "defer_rule"):
+        if given.get(name) is not None and options.amateur is None:
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} needs a smaller model of the same vocabulary: --amateur MODEL")
     if given.get("beam_width") is not None and sampling.preset is not None:
         raise typer.BadParameter("--preset says how tokens are drawn, and beam search draws none; leave it out")
     # Only the model knows the tokens of texts; that there are some is enough here.

@@ -60,7 +60,10 @@ def serve(
         for entry in listed
     ]
     if classifier is not None:
-        entries[0][2]["classifier"] = str(classifier)
+        entries[0][2]["classifier"] = classifier
+    for _, _, arguments in entries:
+        if arguments.get("classifier") is not None:
+            arguments["classifier"] = str(arguments["classifier"])  # as it goes to the engine's process
     if server.served_model_name is not None:
         entries[0] = (server.served_model_name, *entries[0][1:])
     names = [name for name, _, _ in entries]

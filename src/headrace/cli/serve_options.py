@@ -16,7 +16,7 @@ SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
 MODELS = "headrace.models"  # where the models of a file are kept until the command asks for them
 CASCADES = "headrace.cascades"  # and its cascades, as they stand there
-OF_A_MODEL = ("max_num_seqs", "max_num_batched_tokens", *ModelOptions.__dataclass_fields__)
+OF_A_MODEL = ("max_num_seqs", "max_num_batched_tokens", "classifier", *ModelOptions.__dataclass_fields__)
 
 
 @dataclass(slots=True)

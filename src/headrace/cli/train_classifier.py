@@ -31,6 +31,9 @@ def train_classifier(
         typer.Option("--check", exists=True, dir_okay=False, help="Texts to calibrate with (default: 3 in 10 of --data)."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Exits after these layers, as in 2,4,6 (default: after each).")] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="What an exit reads: first, mean or both (default: as the encoder was trained).")
+    ] = None,
     delta: Annotated[float, typer.Option(help="The share of texts that may be lost against the whole model.")] = 0.01,
     epsilon: Annotated[float, typer.Option(help="How often that may not hold.")] = 0.05,
     decay: Annotated[float, typer.Option(min=0.0, help="How much large weights cost.")] = 1e-3,
@@ -49,8 +52,10 @@ def train_classifier(
         places = None if layers is None else tuple(int(one) for one in layers.split(","))
     except ValueError:
         raise typer.BadParameter(f"--layers takes numbers, as in 2,4,6, not {layers!r}") from None
+    if pooling not in (None, "first", "mean", "both"):
+        raise typer.BadParameter(f"--pooling takes first, mean or both, not {pooling!r}")
     known, path = read_labelled(data, most), fetch(model)
-    recipe = Recipe(places, decay=decay, delta=delta, epsilon=epsilon, seed=seed, threads=threads)
+    recipe = Recipe(places, pooling, decay=decay, delta=delta, epsilon=epsilon, seed=seed, threads=threads)
     result = train(str(path), known, out, recipe, _told(), None if check is None else read_labelled(check))
     status().finish()
     exits = zip(result.exits.layers, result.accuracy, strict=True)

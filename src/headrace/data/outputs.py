@@ -60,13 +60,24 @@ class Embedding(Plain):
 
 
 @dataclass(slots=True)
+class Vote(Plain):
+    """What an exit said of a text: after how many layers, its likeliest label, and that one's probability."""
+
+    layers: int
+    label: str
+    probability: float
+
+
+@dataclass(slots=True)
 class Classification(Plain):
-    """A text's class: its label, the probabilities of all labels, and after how many layers it was said."""
+    """A text's class: its label, the probabilities of all labels, after how many layers it was said, and the votes of all exits
+    that it came by, the last of which said it."""
 
     token_ids: list[int]
     label: str
     probabilities: dict[str, float]
     layers: int
+    votes: list[Vote] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Classification({self.label!r}, {self.probabilities[self.label]:.3f}, {self.layers} layers)"

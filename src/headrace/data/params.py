@@ -88,7 +88,7 @@ class SamplingParams(
 ):
     """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
 
-    Logits are processed in this order: contrast with the amateur -> bias, bad words, min_tokens -> no-repeat-ngram
+    Logits are processed in this order: contrast or cascade with the amateur -> bias, bad words, min_tokens -> no-repeat-ngram
     -> repetition -> frequency and presence -> DRY -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC
     or mirostat -> draw. `temperature` below 0.01 is greedy.
     Raises ParamError (a ValueError) when a value cannot be meant.
@@ -133,6 +133,11 @@ class SamplingParams(
         float,
         Field("Its mask: only tokens with this share of the likeliest one's probability (0.1)", DRAW | DETAIL, ge=0, le=1),
     ] = 0.1
+    defer_rule: Annotated[
+        Literal["chow", "opt"] | None,
+        Field("Speculative cascade: the amateur model writes where it is sure enough (chow), or as good (opt)", DRAW),
+    ] = None
+    defer_at: Annotated[float, Field("How readily: 1 is always, -1 never", DRAW | DETAIL, ge=-1, le=1)] = 0.3
     penalty_alpha: Annotated[
         float, Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1)
     ] = 0.0
@@ -206,6 +211,13 @@ class SamplingParams(
         return self.temperature < 0.01
 
     @property
+    def combined(self) -> tuple[str, float, float] | None:
+        """By which rule its logits are combined with an amateur's, and what the rule takes; None where they are the model's."""
+        if self.contrastive_beta is not None:
+            return "contrast", self.contrastive_alpha, self.contrastive_beta
+        return None if self.defer_rule is None else (self.defer_rule, self.defer_at, 0.0)
+
+    @property
     def rejects(self) -> bool:
         """Whether drafts are verified by rejection; at temperature 0 both rules are the same comparison."""
         return self.verification != "noise" and not self.greedy
@@ -277,9 +289,12 @@ def check_mirostat(params: SamplingParams) -> None:
 
 
 def check_contrast(params: SamplingParams) -> None:
-    """Contrastive decoding and search."""
-    if params.contrastive_beta is not None and params.prompt_logprobs is not None:
-        raise ParamError("prompt_logprobs are of one model; leave contrastive_beta out")
+    """What an amateur does, and contrastive search."""
+    if params.combined is not None and params.prompt_logprobs is not None:
+        name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
+        raise ParamError(f"prompt_logprobs are of one model; leave {name} out")
+    if params.contrastive_beta is not None and params.defer_rule is not None:
+        raise ParamError("an amateur is contrasted with, or deferred from; leave contrastive_beta or defer_rule out")
     if not params.penalty_alpha:
         return
     if not 2 <= params.top_k <= MAX_CANDIDATES:

@@ -30,7 +30,7 @@ from headrace.data.plan import (
     Where,
 )
 from headrace.eager.live import EagerLive
-from headrace.ops.contrast import contrast
+from headrace.ops.contrast import combine
 from headrace.ops.keys import Purpose, key, round_key
 from headrace.ops.logprobs import best_tokens, token_logprobs
 from headrace.ops.penalties import TokenCounts, ban, check_mask, mask
@@ -108,7 +108,7 @@ class EagerStep:
         return []
 
     def feed(self, feed: Feed, live: EagerLive, amateur: "EagerStep | None" = None) -> None:
-        """Add a feed and what it wants, contrasted with the rows that an amateur's step kept for its slot."""
+        """Add a feed and what it wants, combined with the rows that an amateur's step kept for its slot."""
         self.rows(feed, live)
         if amateur is not None:
             self._amateurs.append((self.fed[-1], amateur))
@@ -125,7 +125,7 @@ class EagerStep:
     def answers(self) -> list[list[Any]]:
         """What each feed's wants got, in their order; None where hidden rows are pooled."""
         for fed, amateur in self._amateurs:
-            self._contrast(fed, amateur)
+            self._combine(fed, amateur)
         answers: list[list[Any]] = [[None] * len(fed.feed.wants) for fed in self.fed]
         for fed, places in zip(self.fed, answers, strict=True):
             for at, want in enumerate(fed.feed.wants):
@@ -138,16 +138,17 @@ class EagerStep:
             self._go_on()
         return [[Each(tuple(one)) if isinstance(one, list) else one for one in each] for each in answers]
 
-    def _contrast(self, fed: Fed, amateur: "EagerStep") -> None:
+    def _combine(self, fed: Fed, amateur: "EagerStep") -> None:
         """Combine the rows of a feed with those of the amateur that was fed it too."""
         other = next(each for each in amateur.fed if each.feed.slot == fed.feed.slot)
-        end, params = fed.first + logit_rows(fed.feed), fed.live.params
+        end, rule = fed.first + logit_rows(fed.feed), fed.live.params.combined
         if end == fed.first:
             return
-        assert params.contrastive_beta is not None
+        assert rule is not None
         mine, theirs = self.logits[fed.first : end], amateur.logits[other.first : other.first + end - fed.first]
         may = torch.cat([self.logits[fed.first : fed.root], permitted_rows(fed, self.logits[fed.root : end])])
-        self.logits[fed.first : end] = contrast(mine, theirs, params.contrastive_alpha, params.contrastive_beta, may)
+        name, a, b = rule
+        self.logits[fed.first : end] = combine(name, mine, theirs, a, b, may)
 
     def _ask(self, fed: Fed, want: AnyWant, place: Place) -> None:
         match want:

@@ -111,12 +111,13 @@ def _check_processors(request: Request) -> None:
 def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
     """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group."""
     needed = {TARGET.name, FEATURES}  # heads may draft for any request, if there are any
-    if params.contrastive_beta is not None:
+    if params.combined is not None:
         needed.add(AMATEUR)
     if params.penalty_alpha:
         needed.add(HIDDEN)
     if AMATEUR in needed and all(group.name != AMATEUR for group in groups):
-        raise AdmissionError("contrastive_beta needs an amateur; open the model with amateur=MODEL, or leave it out")
+        name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
+        raise AdmissionError(f"{name} needs an amateur; open the model with amateur=MODEL, or leave it out")
     if HIDDEN in needed and all(group.name != HIDDEN for group in groups):
         raise AdmissionError("this engine keeps no hidden states for contrastive search; leave penalty_alpha out")
     return sum(1 << g for g, group in enumerate(groups) if group.name in needed)

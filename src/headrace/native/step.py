@@ -80,7 +80,7 @@ class NativeStep:
         return [[_answer(self.core, live, *one) for one in each] for live, each in self._asked]
 
     def feed(self, feed: Feed, live: NativeLive, amateur: "NativeStep | None" = None) -> None:
-        """Add a feed and what it wants, contrasted with the rows that an amateur's step kept for its slot; they are used up."""
+        """Add a feed and what it wants, combined with the rows that an amateur's step kept for its slot; they are used up."""
         step, rows = self.core, logit_rows(feed)
         last = rows - len(feed.nodes) - 1  # where there are any
         if feed.nodes:
@@ -98,9 +98,9 @@ class NativeStep:
             ]
         self._asked.append((live, asked))
         if amateur is not None:
-            params = live.params
+            assert live.params.combined is not None
             for row, answer in enumerate(amateur._kept[feed.slot]):
-                step.contrast(row, amateur.core, answer, params.contrastive_alpha, params.contrastive_beta)
+                step.combine(row, amateur.core, answer, *live.params.combined)
 
     def _ask(self, live: NativeLive, want: AnyWant, last: int, feed: Feed) -> Any:
         """Ask at the last known token, or at each row that a want names: a list."""

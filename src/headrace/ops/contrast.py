@@ -1,8 +1,28 @@
-"""Contrastive decoding: what an amateur makes of an expert's logits, in torch."""
+"""What an amateur makes of a model's logits, in torch: contrastive decoding, and speculative cascades."""
 
 import math
 
 import torch
+
+
+def combine(
+    rule: str, own: torch.Tensor, amateur: torch.Tensor, a: float, b: float, permitted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows of logits [r, V] by the rule of a request: `contrast` (alpha, beta), or `cascade` by chow or opt (the bar)."""
+    return contrast(own, amateur, a, b, permitted) if rule == "contrast" else cascade(rule, own, amateur, a)
+
+
+def cascade(rule: str, own: torch.Tensor, amateur: torch.Tensor, at: float) -> torch.Tensor:
+    """Of each row the amateur's [r, W] where that is good enough, else the own one [r, V] (speculative cascades, Narasimhan
+    et al. 2024). With the probabilities p of the own row and q of the amateur's over the ids that both have: "chow" takes the
+    amateur's where max q >= 1 - at, "opt" where max q >= max p - at * TV(p, q). Looked at before penalties and filters.
+    """
+    width = min(own.shape[-1], amateur.shape[-1])
+    theirs = torch.full_like(own, -math.inf)
+    theirs[:, :width] = amateur[:, :width].to(own.dtype)
+    p, q = own.double().softmax(-1), theirs.double().softmax(-1)
+    bar = 1 - at if rule == "chow" else p.amax(-1) - at * (p - q).abs().sum(-1) / 2
+    return torch.where((q.amax(-1) >= bar)[:, None], theirs, own)
 
 
 def contrast(

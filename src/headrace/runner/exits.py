@@ -17,6 +17,8 @@ from headrace.runner.program import AnyLive, Program
 from headrace.runner.span import Span
 from headrace.runner.wants import add_rows, pools
 
+BOTH = "both"  # pooling: the first row beside the mean
+
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
@@ -76,7 +78,8 @@ CRITERIA: dict[str, Criterion] = {
 @dataclass(frozen=True, slots=True)
 class Exits:
     """Linear classifiers over pooled hidden rows: exit i reads them after `layers[i]` layers, the last one after all.
-    `weight` [exits, classes, hidden] and `bias` [exits, classes] are float64; `pooling`: first, last or mean."""
+    `weight` [exits, classes, width] and `bias` [exits, classes] are float64; `pooling`: first, last or mean, whose width is
+    that of a hidden row, or both: the first row and the mean, one after the other."""
 
     layers: tuple[int, ...]
     labels: tuple[str, ...]
@@ -201,7 +204,9 @@ class Staged:
 
 
 def _pool(rows: np.ndarray, pooling: str) -> np.ndarray:
-    """One row [hidden] of those [tokens, hidden] of a text."""
+    """One row [width] of those [tokens, hidden] of a text."""
+    if pooling == BOTH:
+        return np.concatenate([rows[0], rows.sum(0) / len(rows)])
     chosen: np.ndarray = rows[0] if pooling == "first" else rows[-1] if pooling == "last" else rows.sum(0) / len(rows)
     return chosen
 

@@ -46,7 +46,7 @@ class Step(Protocol):
         """What came of `draw_each`."""
 
     def feed(self, feed: Feed, live: AnyLive, amateur: Any = None) -> None:
-        """Add a feed and what it wants. Its rows of logits are contrasted with those that the step of an amateur kept for the
+        """Add a feed and what it wants. Its rows of logits are combined with those that the step of an amateur kept for the
         same slot."""
 
     def rows(self, feed: Feed, live: AnyLive) -> None:

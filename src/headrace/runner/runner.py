@@ -22,9 +22,9 @@ from headrace.runner.wants import add_rows, pools
 class Runner:
     """Carries out plans on the program they name, one at a time; no state but slots, pools and kept rows outlives a step.
 
-    A companion is a program, a span of the target, or one that ends in an exit. `amateur` is the number of the companion that
-    contrastive decoding uses: a plan for the target feeds it the same rows wherever a request is decoded by contrast, so its K
-    and V are always there as far as the target's are. `kept` are hidden rows of the target by the name of their KV group.
+    A companion is a program, a span of the target, or one that ends in an exit. `amateur` is the number of the companion whose
+    logits are combined with the target's: a plan for the target feeds it the same rows wherever a request is decoded so, so
+    its K and V are always there as far as the target's are. `kept` are hidden rows of the target by the name of their KV group.
     """
 
     def __init__(self, target: Program, companions: Sequence[Program | Span | Exit] = (), amateur: int = 0) -> None:
@@ -65,7 +65,7 @@ class Runner:
             program.run(step, span)
             return StepOutput(plan.step, step.drawn())
         for feed, live in zip(feeds, lives, strict=True):
-            step.feed(feed, live, None if live.params.contrastive_beta is None else amateur)
+            step.feed(feed, live, None if live.params.combined is None else amateur)
         searched = keeps and any(live.params.penalty_alpha for live in lives)
         rows = None if program.inputs is None else program.inputs.rows(feeds, self.slots, self.kept[FEATURES])
         chained = program.inputs is not None and program.inputs.chains
@@ -122,8 +122,8 @@ class Runner:
         return feeds, lives
 
     def _amateur_rows(self, plan: StepPlan) -> Step | None:
-        """A step of the amateur with the rows of logits of all feeds that are decoded by contrast; None where none is."""
-        feeds = [feed for feed in plan.feeds if self.slots[feed.slot].params.contrastive_beta is not None]
+        """A step of the amateur with the rows of logits of all feeds that are decoded together with it; None where none is."""
+        feeds = [feed for feed in plan.feeds if self.slots[feed.slot].params.combined is not None]
         if not feeds or self._amateur is None:
             return None
         step: Step = self._amateur.step()

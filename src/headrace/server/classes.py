@@ -1,5 +1,6 @@
 """/v1/classify: texts or token ids to classes, by the exits of the model's classifier."""
 
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -26,17 +27,20 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
     except ValueError as error:
         raise bad(str(error)[:300], "threshold" if request.criterion is None else "criterion") from None
     texts = await tokens_of(service, request)
-    if (many := len(texts) * len(known.exits.labels)) > MOST:
+    each_has = len(known.exits.labels) + (len(known.exits.layers) if request.return_exits else 0)
+    if (many := len(texts) * each_has) > MOST:
         raise bad(f"these inputs make {many} probabilities and {MOST} are the most; send fewer", "input")
     tickets = await unless_gone(http, together(service, request, texts, salt, rule=rule))
-    each = [(index, known, *one) for index, one in enumerate(zip(texts, tickets, strict=True))]
+    each = [(index, known, bool(request.return_exits), *one) for index, one in enumerate(zip(texts, tickets, strict=True))]
     data = [_entry(*one) async for some in pieces(each, TOGETHER) for one in some]
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": service.name, "usage": used}
 
 
-def _entry(index: int, known: Classifier, ids: list[int], ticket: Ticket) -> dict[str, Any]:
+def _entry(index: int, known: Classifier, votes: bool, ids: list[int], ticket: Ticket) -> dict[str, Any]:
     said = known.said(ids, ticket.classified)
     one = {"index": index, "label": said.label, "probabilities": said.probabilities, "layers": said.layers}
+    if votes:
+        one["exits"] = [asdict(vote) for vote in said.votes]
     return {"object": "classification", **one}

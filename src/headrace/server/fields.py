@@ -182,6 +182,7 @@ class ClassifyRequest(Meaningless, kw_only=True):
     input: Prompts
     criterion: Word | None = None
     threshold: float | None = None
+    return_exits: bool | None = None
     priority: Int32 | None = None
     cache_salt: Salt | None = None
     deadline: Deadline | None = None

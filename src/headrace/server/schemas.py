@@ -75,6 +75,7 @@ CLASSIFICATION = _object(
         "probabilities": {"type": "object", "additionalProperties": {"type": "number"}},
         "layers": NUMBER,
     },
+    {"exits": _array({"type": "object"})},
 )
 
 

@@ -3,24 +3,26 @@ calibration.json the thresholds that were shown to be good enough. Needs no torc
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from headrace.data.outputs import Classification
+from headrace.data.outputs import Classification, Vote
 from headrace.decoding.prompts import POOLS
-from headrace.runner.exits import Exits, probabilities
+from headrace.runner.exits import BOTH, Exits, probabilities
 from headrace.startup.opening import Opened
 from headrace.weights.dequant import read_floats
 
 INFO, WEIGHTS, CALIBRATION = "classifier.json", "classifier.safetensors", "calibration.json"
 VERSION = 1
 MOST_LABELS, LONGEST_LABEL = 4096, 1024
+Pair = tuple[str, str]  # two texts that are read as one
 
 
 class Info(msgspec.Struct, frozen=True):
@@ -76,9 +78,26 @@ class Classifier:
 
     def said(self, token_ids: list[int], logits: Sequence[Sequence[float]]) -> Classification:
         """The class of a text that came by so many exits."""
-        shares = probabilities(np.array(logits[-1])).tolist()
-        each = dict(zip(self.exits.labels, shares, strict=True))
-        return Classification(token_ids, max(each, key=each.__getitem__), each, self.exits.layers[len(logits) - 1])
+        shares, layers, labels = probabilities(np.array(logits)), self.exits.layers, self.exits.labels
+        votes = [Vote(layers[at], labels[one.argmax()], float(one.max())) for at, one in enumerate(shares)]
+        each = dict(zip(labels, shares[-1].tolist(), strict=True))
+        return Classification(token_ids, votes[-1].label, each, votes[-1].layers, votes)
+
+
+def encoded(read: Callable[[str], list[int]], texts: Any) -> Any:
+    """Texts as `LLM.classify` takes them, with those that are two, (a, b), as ids: [CLS] a [SEP] b [SEP], all of one type."""
+    if isinstance(texts, str) or not all(isinstance(one, str | tuple | list) for one in texts):
+        return texts
+    return [pair_of(read, *one) if _is_pair(one) else one for one in texts]
+
+
+def pair_of(read: Callable[[str], list[int]], first: str, second: str) -> list[int]:
+    """Ids of two texts that are read as one."""
+    return [*read(first), *read(second)[1:]]
+
+
+def _is_pair(one: Any) -> bool:
+    return isinstance(one, tuple) and len(one) == 2 and all(isinstance(text, str) for text in one)
 
 
 def opened(classifier: Classifier | None) -> Classifier:
@@ -143,9 +162,9 @@ def _check(place: Path, info: Info, tensors: dict[str, np.ndarray], model: Opene
         raise ValueError(f"{place}: exits stand after ascending layers, the last after layer {c.num_layers}; train it again")
     if len(set(labels)) != len(labels) or not 2 <= len(labels) <= MOST_LABELS or max(map(len, labels)) > LONGEST_LABEL:
         raise ValueError(f"{place}: a classifier has 2 to {MOST_LABELS} different labels; train it again")
-    if info.pooling not in POOLS:
+    if info.pooling not in (*POOLS, BOTH):
         raise ValueError(f"{place}: unknown pooling {info.pooling!r}; train it again")
-    shape = len(layers), len(labels), c.hidden_size
+    shape = len(layers), len(labels), c.hidden_size * (1 + (info.pooling == BOTH))
     for name, wanted in (("weight", shape), ("bias", shape[:2])):
         if name not in tensors or tensors[name].shape != wanted or tensors[name].dtype != np.float32:
             raise ValueError(f"{place}: tensor {name!r} is missing or not of the shape {wanted}; train it again")

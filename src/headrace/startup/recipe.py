@@ -93,7 +93,7 @@ class Recipe:
         """The KV groups of all models, the target's first."""
         groups = [TARGET, *(KVGroup(role.name, model=number) for number, role in enumerate(self.roles) if role.chains)]
         if AMATEUR in self.models:
-            groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded by contrast
+            groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded together with it
         groups.append(KVGroup(HIDDEN, "hidden"))
         return (*groups, KVGroup(FEATURES, "hidden")) if self.features else tuple(groups)
 

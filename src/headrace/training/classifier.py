@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from headrace.data.outputs import whole
 from headrace.data.params import SamplingParams
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
-from headrace.runner.exits import CRITERIA, Exits, leave_at, probabilities
-from headrace.startup.exits import Rule, save
+from headrace.runner.exits import BOTH, CRITERIA, Exits, leave_at, probabilities
+from headrace.startup.exits import Pair, Rule, pair_of, save
 from headrace.training.calibration import calibrate
 
 STEPS = 200  # of L-BFGS, at most
@@ -31,9 +32,9 @@ Told = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Texts and what they are."""
+    """Texts, or pairs of them, and what they are."""
 
-    texts: list[str]
+    texts: list[str | Pair]
     labels: list[str]
 
     def part(self, which: Sequence[int]) -> "Labelled":
@@ -41,15 +42,18 @@ class Labelled:
 
 
 def read_labelled(path: Path, most: int | None = None) -> Labelled:
-    """JSON lines, or .tsv and .csv with a header: "text" (or "sentence") and "label". Raises ValueError, naming the line."""
-    texts: list[str] = []
+    """JSON lines, or .tsv and .csv with a header: "text" (or "sentence") and "label"; of pairs "text" and "pair" (or
+    "sentence1" and "sentence2"). Raises ValueError, naming the line."""
+    texts: list[str | Pair] = []
     labels: list[str] = []
     for number, row in enumerate(_rows(path), 1):
-        text = row.get("text", row.get("sentence"))
-        label = row.get("label")
+        text = row.get("text", row.get("sentence", row.get("sentence1")))
+        second, label = row.get("pair", row.get("sentence2")), row.get("label")
         if not isinstance(text, str) or not text or not isinstance(label, str | int) or isinstance(label, bool):
             raise ValueError(f'{path}, entry {number}: wants "text" (or "sentence") and "label"')
-        texts.append(text)
+        if second is not None and (not isinstance(second, str) or not second):
+            raise ValueError(f'{path}, entry {number}: "pair" (or "sentence2") is the second text, and is empty')
+        texts.append(text if second is None else (text, second))
         labels.append(str(label))
         if most is not None and len(texts) == most:
             break
@@ -83,20 +87,21 @@ class Rows(Exits):
         return pooled
 
 
-def pooled_rows(llm: LLM, texts: Sequence[str], layers: tuple[int, ...], told: Told) -> np.ndarray:
-    """[exits, texts, hidden] float32: what exits after these layers read. The engine must be idle."""
+def pooled_rows(llm: LLM, texts: Sequence[str | Pair], layers: tuple[int, ...], pooling: str, told: Told) -> np.ndarray:
+    """[exits, texts, width] float32: what exits after these layers read. The engine must be idle."""
     nothing = np.empty(0)
-    llm.runner.exits = Rows(layers, (), llm.opened.pooling, nothing, nothing)
-    made = np.empty((len(layers), len(texts), llm.model_config.hidden_size), np.float32)
+    llm.runner.exits = Rows(layers, (), pooling, nothing, nothing)
+    made = np.empty((len(layers), len(texts), llm.model_config.hidden_size * (1 + (pooling == BOTH))), np.float32)
     for start in range(0, len(texts), BATCH):
         made[:, start : start + BATCH] = np.swapaxes(exit_logits(llm, texts[start : start + BATCH]), 0, 1)
         told("reading", min(start + BATCH, len(texts)), len(texts))
     return made
 
 
-def exit_logits(llm: LLM, texts: Sequence[str]) -> list[list[tuple[float, ...]]]:
+def exit_logits(llm: LLM, texts: Sequence[str | Pair]) -> list[list[tuple[float, ...]]]:
     """For each text the logits [exits, classes] of all exits: nobody leaves early."""
-    ids = [llm.tokenizer.encode(text, parse_special=False) for text in texts]
+    read = partial(llm.tokenizer.encode, parse_special=False)
+    ids = [pair_of(read, *text) if isinstance(text, tuple) else read(text) for text in texts]
     outputs = whole(llm.generate(ids, SamplingParams(max_tokens=1), strategy=Classifying()))
     return [output.classified for output in outputs]
 
@@ -164,10 +169,12 @@ def calibrated(
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a classifier is trained. `layers`: where exits stand, None after every layer. `held_out`: the share of the texts that
-    thresholds are calibrated on, where there are none of their own."""
+    """How a classifier is trained. `layers`: where exits stand, None after every layer. `pooling`: first, mean, both, None what
+    the encoder was trained with. `held_out`: the share of the texts that thresholds are calibrated on, where there are none.
+    """
 
     layers: tuple[int, ...] | None = None
+    pooling: str | None = None
     decay: float = 1e-3
     delta: float = 0.01
     epsilon: float = 0.05
@@ -204,7 +211,8 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
         layers = recipe.layers or tuple(range(1, depth + 1))
         if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:
             raise ValueError(f"exits stand after ascending layers, the last after layer {depth}; not {layers}")
-        rows = pooled_rows(llm, [*data.texts, *check.texts], layers, told)
+        pooling = recipe.pooling or llm.opened.pooling
+        rows = pooled_rows(llm, [*data.texts, *check.texts], layers, pooling, told)
         number = {label: at for at, label in enumerate(labels)}
         classes = np.array([number[label] for label in (*data.labels, *check.labels)])
         known, weights = len(data.texts), []
@@ -212,7 +220,7 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
             told("training", exit + 1, len(layers))
             weights.append(fit(rows[exit, :known], classes[:known], len(labels), recipe.decay))
         weight, bias = (np.stack(each).astype(np.float64) for each in zip(*weights, strict=True))
-        exits = Exits(layers, labels, llm.opened.pooling, weight, bias)
+        exits = Exits(layers, labels, pooling, weight, bias)
         logits = np.stack([exits.logits(exit, rows[exit, known:].astype(np.float64)) for exit in range(len(layers))])
         said = probabilities(logits)
         rules = calibrated(exits, said, classes[known:], recipe.delta, recipe.epsilon)
