@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from headrace.startup.opening import open_model
-from headrace.training.exits import Rated, check, cost_of, default_exits, seen_share
+from headrace.training.exits import Rated, calibration_error, check, confidences, cost_of, default_exits, seen_share
+from headrace.training.kinds import begin
+from headrace.training.teacher import Teacher
 from headrace.training.texts import Text
 from tests.tiny import tiny_config
 from tests.tiny_files import write_tiny_gguf
@@ -49,6 +51,29 @@ def test_no_promise_beyond_what_the_bytes_allow() -> None:
     assert promise(0.0, 0.5) == pytest.approx(1 / 1.5)
     assert promise(1.0, 0.5) == pytest.approx(6 / 3.5)
     assert promise(0.645, 0.629) == pytest.approx(1.645 / 1.629)
+
+
+def test_confidence_against_how_often_it_is_right() -> None:
+    """Two bins: nine of ten where it says 0.9 is what it says; half where it says 0.7 is two tenths off for half of all."""
+    sure = torch.tensor([0.9] * 10 + [0.7] * 10)
+    right = torch.tensor([True] * 9 + [False] + [True, False] * 5)
+    assert calibration_error(sure, right) == pytest.approx(0.1)
+    assert calibration_error(sure[:10], right[:10]) == pytest.approx(0.0, abs=1e-6)
+    assert calibration_error(torch.ones(4), torch.zeros(4, dtype=torch.bool)) == 1.0
+
+
+def test_an_exit_that_is_given_the_last_row_agrees() -> None:
+    """And one that is given another text's does not: of the same tensors, the rows decide."""
+    config = tiny_config()
+    random, width = torch.Generator().manual_seed(2), config.hidden_size
+    table = torch.randn(config.vocab_size, width, generator=random)
+    teacher = Teacher(config, table.bfloat16(), torch.ones(width), table.bfloat16())
+    last, other = (torch.randn(30, width, generator=random) for _ in range(2))
+    text = Text(torch.zeros(30, dtype=torch.int64), 6, torch.cat((last, other, last), 1).bfloat16())
+    sure, right = confidences(begin("exit", teacher, 2), teacher, [text])
+    assert sure.shape == right.shape == (2, 25)
+    assert bool(right[0].all())
+    assert float(right[1].float().mean()) < 0.2
 
 
 def test_what_the_training_has_seen() -> None:
