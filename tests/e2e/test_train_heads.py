@@ -81,6 +81,7 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
     code, table, said = shell(*args, "--exits", "1,2")
     assert code == 0, said
     assert "exit agrees" in table
+    assert "when as sure as" in table
     assert "tokens of fresh answers; training had seen" in said
     info = json.loads((out / "heads.json").read_text())
     assert (info["kind"], info["count"], info["layers"]) == ("exit", 2, [1, 2])

@@ -31,6 +31,12 @@ def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Budgets, "caught_up", lambda self, name, seconds: None)
 
 
+def reckless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All drafts are believed in, and nothing bounds them."""
+    monkeypatch.setattr(Acceptance, "alpha", lambda self, request, kind: 0.9)
+    no_budget(monkeypatch)
+
+
 @pytest.mark.parametrize("batch", RUNS)
 def test_plain_steps_take_what_they_are_thought_to(batch: int) -> None:
     assert bench(CHAT).run(batch, 5, auto=False) == pytest.approx(4 * step_time(batch))
@@ -42,6 +48,16 @@ def test_plain_steps_take_what_they_are_thought_to(batch: int) -> None:
 def test_no_batch_and_no_text_loses(batch: int, text: str, draft: bool) -> None:
     """From the first token on, with all that has to be learnt: at most 2 % of a few hundred tokens."""
     assert bench(TEXTS[text], draft=draft).gain(batch, *RUNS[batch]) >= 0.98
+
+
+@pytest.mark.parametrize("spoil", [None, reckless])
+@pytest.mark.parametrize("share", [0.28, 0.51, 0.63])  # by bytes, of exits after 10, 20 and 25 of 30 layers
+def test_an_exit_that_is_never_right_costs_little(share: float, spoil, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("tests.machine.DRAFT", share * step_time(1))
+    if spoil is not None:
+        spoil(monkeypatch)
+    gain = bench(Text(0.0, 0.0, 8)).gain(1, 60, 8)
+    assert gain < 0.97 if spoil else gain >= 0.98
 
 
 @pytest.mark.parametrize(("text", "batch", "least"), [(EDIT, 1, 2.4), (CODE, 1, 1.15), (CHAT, 1, 1.05), (EDIT, 4, 1.05)])

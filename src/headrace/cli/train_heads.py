@@ -103,15 +103,24 @@ def _places(exits: str | None, kind: Kind) -> tuple[int, ...]:
 
 
 def _print_exits(result: Any) -> None:
-    columns = ("after layer", "row as it is", "exit agrees", "of drafted accepted", "tokens a step", "cost by bytes", "at best")
+    columns = (
+        *("after layer", "row as it is", "exit agrees", "of drafted accepted", "tokens a step", "cost by bytes", "at best"),
+        "calibration error",
+    )
     rows = [
         (
             *(str(one.layers), f"{one.lens:.1%}", f"{one.agreement:.1%}", f"{one.accepted:.1%}"),
-            *(f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.promise:.2f}"),
+            *(f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.promise:.2f}", f"{one.calibration_error:.3f}"),
         )
         for one in result.exits
     ]
     print_table(columns, rows)
+    each = [
+        (str(one.layers), f"{left.threshold:g}", f"{left.share:.1%}", f"{left.agreement:.1%}", f"{left.cost:.2f}")
+        for one in result.exits
+        for left in one.leaving
+    ]
+    print_table(("left unchecked after", "when as sure as", "of tokens", "agree", "bytes at least"), each)
     say(f"on {result.tokens} tokens of fresh answers; training had seen {result.seen:.1%} of their runs of 8 tokens")
     say(f"the exit after {result.drafts} layers drafts")
 

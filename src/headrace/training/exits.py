@@ -6,30 +6,47 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.nn.functional import softmax
 
 from headrace.data.config import ModelConfig
 from headrace.drafting.controller import expected
 from headrace.models.registry import describe
-from headrace.runner.heads import EXIT
+from headrace.runner.heads import EXIT, Tensors
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.training.distil import Recipe, Tell, judge, train
-from headrace.training.kinds import begin
+from headrace.training.kinds import KINDS, begin
+from headrace.training.networks import norm
+from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text, open_writer, write_texts
-from headrace.training.train import agreement
 from headrace.weights.parts import plan
 
 FRESH = 64  # held-out prompts that are answered once more, as nothing was trained on
 TEMPERATURE = 0.8  # of these answers: greedy ones repeat themselves, and flatter
 GRAM = 8
 DEEPEST = 5  # tokens of a chain that is promised something
+BINS = 10  # of confidence
+THRESHOLDS = (0.5, 0.7, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """If tokens were taken from an exit without a check where its largest probability is at least `threshold`: the `share` of
+    tokens that it would be, how many of these the whole model would say, too (NaN: there are none), and the weights that a
+    token reads at batch 1, as a share of a plain step's, if the layers above were never computed for those that left."""
+
+    threshold: float
+    share: float
+    agreement: float
+    cost: float
 
 
 @dataclass(frozen=True, slots=True)
 class Rated:
     """An exit after so many layers. `lens`: how often the row as it is, and `agreement`: how often the trained exit finds the
     token likeliest that the whole model does, at each token of fresh answers. `accepted` of drafted tokens were right where the
-    exit drafted, which made so many `tokens_per_step`. `cost`: a draft step's share of the weights that a plain one reads."""
+    exit drafted, which made so many `tokens_per_step`. `cost`: a draft step's share of the weights that a plain one reads.
+    `calibration_error`: how far its confidence is from how often it agrees, on average."""
 
     layers: int
     lens: float
@@ -37,6 +54,8 @@ class Rated:
     accepted: float
     tokens_per_step: float
     cost: float
+    calibration_error: float = 0.0
+    leaving: tuple[Leaving, ...] = ()
 
     @property
     def promise(self) -> float:
@@ -71,17 +90,17 @@ def distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     made = train(opened, out, recipe, tell)
     texts = _fresh(opened, made.held, recipe)
     with torch.autocast("cpu", torch.bfloat16):
-        count = len(recipe.exits)
-        lens, agreed = (
-            agreement(EXIT, tensors, made.teacher, texts, count)
-            for tensors in (begin(EXIT, made.teacher, count), made.heads.tensors)
-        )
+        lens = confidences(begin(EXIT, made.teacher, len(recipe.exits)), made.teacher, texts)
+        sure = confidences(made.heads.tensors, made.teacher, texts)
     rated = []
     for exit, layers in enumerate(recipe.exits):
         files.save(out, replace(made.heads, drafts=layers), opened, made.about)
         accepted, tokens = judge(opened, out, texts, recipe, TEMPERATURE)
-        cost = cost_of(opened, layers, len(made.heads.vocab))
-        rated.append(Rated(layers, lens[exit], agreed[exit], accepted, tokens, cost))
+        cost, head = (cost_of(opened, depth, len(made.heads.vocab)) for depth in (layers, 0))
+        as_is, agreed = (float(right[exit].float().mean()) for _, right in (lens, sure))
+        most, right = (one[exit] for one in sure)
+        left = tuple(_leaving(most, right, threshold, cost, head) for threshold in THRESHOLDS)
+        rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, calibration_error(most, right), left))
     best = max(rated, key=lambda one: one.promise).layers
     about: dict[str, float | str] = {f"agreement_{one.layers}": round(one.agreement, 3) for one in rated}
     files.save(out, replace(made.heads, drafts=best), opened, made.about | about)
@@ -110,6 +129,35 @@ def cost_of(opened: Opened, layers: int, vocab: int) -> float:
             head += size if path == ("tokens.weight" if config.tied_head else "output.weight") else 0.0
     exit = head * vocab / config.vocab_size + config.hidden_size**2
     return (of_layers * layers / config.num_layers + exit) / (of_layers + head)
+
+
+@torch.inference_mode()
+def confidences(tensors: Tensors, teacher: Teacher, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each exit, at each token of the answers, the largest probability, and whether it is the token that the whole model
+    finds likeliest: [exits, tokens] both."""
+    sure, right = [], []
+    for text in texts:
+        batch = Batch.of([text])
+        best = teacher.said(teacher.last(batch.hidden)[batch.rows]).argmax(-1)
+        depth = text.hidden.shape[1] // teacher.config.hidden_size - 1
+        made = torch.stack([rows[batch.rows] for rows, _ in KINDS[EXIT].ahead(tensors, teacher, batch, depth)])
+        most, tokens = softmax(teacher.logits(norm(made, tensors["norm.weight"], teacher.config.norm_eps)), -1).max(-1)
+        sure.append(most)
+        right.append(tokens == best)
+    return torch.cat(sure, 1), torch.cat(right, 1)
+
+
+def calibration_error(sure: torch.Tensor, right: torch.Tensor) -> float:
+    """The expected calibration error (Naeini et al. 2015) of confidences [n] in [0, 1], in ten bins."""
+    bins = (sure * BINS).long().clamp(max=BINS - 1)
+    gap = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, sure.double() - right.double())
+    return float(gap.abs().sum() / len(sure))
+
+
+def _leaving(sure: torch.Tensor, right: torch.Tensor, threshold: float, cost: float, head: float) -> Leaving:
+    gone = sure >= threshold
+    share = float(gone.float().mean())
+    return Leaving(threshold, share, float(right[gone].float().mean()), share * cost + (1 - share) * (1 + head))
 
 
 def _fresh(opened: Opened, held: Sequence[Text], recipe: Recipe) -> list[Text]:
