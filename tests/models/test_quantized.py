@@ -126,7 +126,7 @@ def distance(source: QuantizedFolder, model: Model, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not native.available(), reason=native.reason())
-@pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
+@pytest.mark.parametrize("name", FORMATS)
 def test_the_core_multiplies_them_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, _, _ = FORMATS[name]
     source = open_folder(make().write(tmp_path))
