@@ -1,5 +1,6 @@
-// Block layouts after the GGUF specification (ggml-org/ggml, docs/gguf.md). Plain C++: the compiler vectorises it.
-// Products and sums are rounded one by one (built with -ffp-contract=off), so every machine gives the same bits.
+// Block layouts after the GGUF specification (ggml-org/ggml, docs/gguf.md), and of NF4 and FP4 (kinds.py). Plain C++:
+// the compiler vectorises it. Products and sums are rounded one by one (built with -ffp-contract=off), so every machine
+// gives the same bits.
 #include "dequant.h"
 
 #include <algorithm>
@@ -12,6 +13,9 @@ namespace headrace {
 namespace {
 
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t kNf4Values[16] = {-123, -86, -65, -49, -35, -23, -11, 0, 10, 20, 30, 42, 54, 69, 89, 123};
+constexpr int8_t kFp4Values[16] = {0, 1, 64, 96, 32, 48, 16, 24, 0, -1, -64, -96, -32, -48, -16, -24};
 constexpr size_t kMinBlocksPerThread = 1024;
 
 uint16_t load_u16(const uint8_t* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
@@ -193,15 +197,23 @@ void decode_q6_k(const uint8_t* src, float* dst, size_t n) {
     }
 }
 
-void decode_iq4(const uint8_t* q, float scale, float* dst) {
+void decode_table(const int8_t* values, const uint8_t* q, float scale, float* dst) {
     for (int i = 0; i < 16; ++i) {
-        dst[i] = scale * static_cast<float>(kIq4Values[q[i] & 15]);
-        dst[16 + i] = scale * static_cast<float>(kIq4Values[q[i] >> 4]);
+        dst[i] = scale * static_cast<float>(values[q[i] & 15]);
+        dst[16 + i] = scale * static_cast<float>(values[q[i] >> 4]);
     }
 }
 
-void decode_iq4_nl(const uint8_t* src, float* dst, size_t n) {
-    for (; n--; src += 18, dst += 32) decode_iq4(src + 2, load_half(src), dst);
+template <const int8_t* values>
+void decode_half_table(const uint8_t* src, float* dst, size_t n) {
+    for (; n--; src += 18, dst += 32) decode_table(values, src + 2, load_half(src), dst);
+}
+
+// 2^(e - 128).
+float power_of_two(uint32_t e) { return std::bit_cast<float>(e < 2 ? 0x200000u << e : (e - 1) << 23); }
+
+void decode_mxfp4(const uint8_t* src, float* dst, size_t n) {
+    for (; n--; src += 17, dst += 32) decode_table(kMxfp4Values, src + 1, power_of_two(src[0]), dst);
 }
 
 void decode_iq4_xs(const uint8_t* src, float* dst, size_t n) {
@@ -210,17 +222,30 @@ void decode_iq4_xs(const uint8_t* src, float* dst, size_t n) {
         const int high = load_u16(src + 2);
         for (int group = 0; group < 8; ++group) {
             const int scale = (src[4 + group / 2] >> group % 2 * 4 & 15) | (high >> 2 * group & 3) << 4;
-            decode_iq4(src + 8 + 16 * group, d * static_cast<float>(scale - 32), dst + 32 * group);
+            decode_table(kIq4Values, src + 8 + 16 * group, d * static_cast<float>(scale - 32), dst + 32 * group);
         }
     }
 }
 
 constexpr Format kFormats[] = {
-    {"F32", 1, 4, decode_f32},       {"F16", 1, 2, decode_f16},         {"BF16", 1, 2, decode_bf16},
-    {"Q4_0", 32, 18, decode_q4_0},   {"Q4_1", 32, 20, decode_q4_1},     {"Q5_0", 32, 22, decode_q5_0},
-    {"Q5_1", 32, 24, decode_q5_1},   {"Q8_0", 32, 34, decode_q8_0},     {"Q2_K", 256, 84, decode_q2_k},
-    {"Q3_K", 256, 110, decode_q3_k}, {"Q4_K", 256, 144, decode_q4_k},   {"Q5_K", 256, 176, decode_q5_k},
-    {"Q6_K", 256, 210, decode_q6_k}, {"IQ4_NL", 32, 18, decode_iq4_nl}, {"IQ4_XS", 256, 136, decode_iq4_xs},
+    {"F32", 1, 4, decode_f32},
+    {"F16", 1, 2, decode_f16},
+    {"BF16", 1, 2, decode_bf16},
+    {"Q4_0", 32, 18, decode_q4_0},
+    {"Q4_1", 32, 20, decode_q4_1},
+    {"Q5_0", 32, 22, decode_q5_0},
+    {"Q5_1", 32, 24, decode_q5_1},
+    {"Q8_0", 32, 34, decode_q8_0},
+    {"Q2_K", 256, 84, decode_q2_k},
+    {"Q3_K", 256, 110, decode_q3_k},
+    {"Q4_K", 256, 144, decode_q4_k},
+    {"Q5_K", 256, 176, decode_q5_k},
+    {"Q6_K", 256, 210, decode_q6_k},
+    {"IQ4_NL", 32, 18, decode_half_table<kIq4Values>},
+    {"IQ4_XS", 256, 136, decode_iq4_xs},
+    {"MXFP4", 32, 17, decode_mxfp4},
+    {"NF4", 32, 18, decode_half_table<kNf4Values>},
+    {"FP4", 32, 18, decode_half_table<kFp4Values>},
 };
 
 }  // namespace

@@ -46,12 +46,12 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
         }
         return;
     }
-    const DirectKernel kernel = direct_kernels[(int)weight.kind][rows - 1];
+    const DirectKernel kernel = direct_kernels[(int)kernel_kind(weight.kind)][rows - 1];
     const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
     for (int b = 0; b < blocks; ++b) {
         const uint8_t* data = weight.data + (block + b) * weight.stride;
         const int64_t ahead = fetched_ahead(task, weight, block + b, pass, data);
-        kernel(data, ahead, segments, x, task.a8.tiles, y + b * rows * 16);
+        kernel(data, table_of(weight.kind), ahead, segments, x, task.a8.tiles, y + b * rows * 16);
     }
 }
 

@@ -6,8 +6,8 @@ namespace headrace::HEADRACE_ISA {
 
 #include "linear_direct.inl"
 
-extern const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows];
-const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows] = {
+extern const DirectKernel direct_kernels[kKernelKinds][kDirectRows];
+const DirectKernel direct_kernels[kKernelKinds][kDirectRows] = {
 #define HEADRACE_ROWS(kind, rows) direct<PackedKind::kind, rows>
 #define HEADRACE_TWO(kind, rows) HEADRACE_ROWS(kind, rows), HEADRACE_ROWS(kind, rows + 1)
 #if HEADRACE_LANES == 4
@@ -16,6 +16,6 @@ const DirectKernel direct_kernels[kPackedKinds - 1][kDirectRows] = {
 #define HEADRACE_ENTRY(kind) \
     {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5), HEADRACE_TWO(kind, 7)},
 #endif
-    HEADRACE_INTEGER_KINDS(HEADRACE_ENTRY)};
+    HEADRACE_KERNEL_KINDS(HEADRACE_ENTRY)};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -193,16 +193,17 @@ HEADRACE_INLINE void fetch_tile(const uint8_t* header, const uint8_t* integers, 
 }
 
 // Row block `data` times `rows` rows of x (each `stride` blocks after the one before) into y[row][16]: one pass over
-// the weights, all parts of a tile one after the other. As many bytes are fetched from data + ahead on.
+// the weights, all parts of a tile one after the other. As many bytes are fetched from data + ahead on. `values`: the
+// table of a table format.
 template <PackedKind kind, int rows>
-static void direct(const uint8_t* data, int64_t ahead, const Segments& segments, const A8Block* x, int64_t stride,
-                   float* y) {
+static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, const Segments& segments,
+                   const A8Block* x, int64_t stride, float* y) {
     constexpr Layout layout = layout_of(kind);
     constexpr Form form = form_of(layout);
     constexpr int turn = step_rows(rows, kTurnRows), zero_shift = log2_of(layout.zero);
     const A8Block* row[rows];
     for (int m = 0; m < rows; ++m) row[m] = x + m * stride;
-    const U8v table = load_iq4_table();
+    const U8v table = load_values(values);
     F32v acc[rows][kParts], level[kSegmentLevels][rows * kParts];
     for (int s = 0, tile = 0; s < segments.count; ++s) {
         for (int m = 0; m < rows; ++m) {

@@ -29,7 +29,7 @@ template <PackedKind kind>
 static void fill_panel(const uint8_t* data, int first, int last, int column, Panel& panel) {
     constexpr Layout layout = layout_of(kind);
     constexpr int sub = 32 / layout.group();
-    const U8v table = load_iq4_table();
+    const U8v table = load_values(table_of(kind));
     uint8_t* to = panel.bytes + column * 64;
     for (int tile = first; tile < last; ++tile) {
         const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();

@@ -17,8 +17,8 @@ HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v table) {
     return layout_of(kind).wide() ? wide_bytes(w) : w;
 }
 
-// What load_quad looks wide bytes of table formats up in.
-HEADRACE_INLINE U8v load_iq4_table() { return wide_bytes(load_table(kIq4Table)); }
+// What load_quad looks wide bytes of table formats up in: a table's sixteen values.
+HEADRACE_INLINE U8v load_values(const uint8_t* values) { return wide_bytes(load_table(values)); }
 
 // Quads [first, first + count) of a group.
 template <PackedKind kind, int first, int count>

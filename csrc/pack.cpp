@@ -23,6 +23,7 @@ constexpr SourceFormat kSources[] = {
     {"Q4_0", 32, 18},   {"Q4_1", 32, 20},     {"Q5_0", 32, 22},   {"Q5_1", 32, 24},   {"Q8_0", 32, 34},
     {"Q2_K", 256, 84},  {"Q3_K", 256, 110},   {"Q4_K", 256, 144}, {"Q5_K", 256, 176}, {"Q6_K", 256, 210},
     {"IQ4_NL", 32, 18}, {"IQ4_XS", 256, 136}, {"BF16", 1, 2},     {"F16", 1, 2},      {"F32", 1, 4},
+    {"MXFP4", 32, 17},  {"NF4", 32, 18},      {"FP4", 32, 18},
 };
 
 const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int>(kind)]; }
@@ -65,12 +66,11 @@ int64_t source_row_bytes(SourceKind kind, int64_t k) {
 }
 
 PackedKind packed_kind(SourceKind kind, std::string_view quantize) {
-    if (quantize.empty())
-        return static_cast<PackedKind>(std::min(static_cast<int>(kind), static_cast<int>(PackedKind::kBf16)));
+    if (quantize.empty()) return is_float(kind) ? PackedKind::kBf16 : static_cast<PackedKind>(kind);
     if (quantize != "int8" && quantize != "int4") {
         throw std::invalid_argument("quantize must be int8 or int4, not " + std::string(quantize));
     }
-    if (kind < SourceKind::kBf16) {
+    if (!is_float(kind)) {
         throw std::invalid_argument("weights of type " + std::string(format_of(kind).name) +
                                     " are quantised already; leave quantize out");
     }

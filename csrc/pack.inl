@@ -184,7 +184,7 @@ static void pack_floats(const PackSource& source, const PackedTensor& out, uint8
 }
 
 static void pack(const PackSource& source, const PackedTensor& out, uint8_t* data, int first, int last) {
-    if (source.kind >= SourceKind::kBf16) {
+    if (is_float(source.kind)) {
         if (out.kind == PackedKind::kQ8_0) return pack_floats<PackedKind::kQ8_0>(source, out, data, first, last);
         if (out.kind == PackedKind::kQ4_0) return pack_floats<PackedKind::kQ4_0>(source, out, data, first, last);
         return pack_floats<PackedKind::kBf16>(source, out, data, first, last);
@@ -251,7 +251,7 @@ static void unpack_blocks(const PackedTensor& tensor, int row, float* out) {
             row_scales<kind>(block, 2 * group + j / 4, row % 16, scale, addend);
             row_quad<kind>(integers, j, row % 16, q);
             for (int i = 0; i < 4 && k + 4 * j + i < tensor.k; ++i) {
-                const int value = (layout.table ? kIq4Table[q[i]] : q[i]) - layout.zero;
+                const int value = (layout.table ? table_of(kind)[q[i]] : q[i]) - layout.zero;
                 const float product = scale * (float)value;
                 out[k + 4 * j + i] = layout.has_min() ? product + addend : product;
             }

@@ -1,5 +1,5 @@
-// GGUF rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs); a block's columns
-// go to q[column], its scales into the header at `row`.
+// Stored rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs), but for NF4 and
+// FP4: half d, then nibbles as IQ4_NL has them. A block's columns go to q[column], its scales into the header at `row`.
 #pragma once
 
 struct Staged {
@@ -51,6 +51,24 @@ HEADRACE_INLINE void decode_legacy(const uint8_t* src, int row, int groups, Stag
             decode_nibbles(src + scales + bits, q);
             if (fifth) add_fifth_bits(src + scales, q);
         }
+    }
+}
+
+// 2^(e - 128) as a half; NaN, which is refused, where there is none.
+HEADRACE_INLINE uint16_t half_power(int e) {
+    const int power = e - 128;
+    if (power < -24 || power > 15) return 0x7e00;
+    return (uint16_t)(power < -14 ? 1 << (power + 24) : (power + 15) << 10);
+}
+
+// A block of zeros may have any scale.
+HEADRACE_INLINE void decode_mxfp4(const uint8_t* src, int row, int groups, Staged& to) {
+    for (int g = 0; g < groups; ++g, src += 17) {
+        int any = 0;
+        for (int i = 1; i < 17; ++i) any |= src[i] & 0x77;
+        const uint16_t d = any ? half_power(src[0]) : 0;
+        put16(to.header, g * 16 + row, (const uint8_t*)&d);
+        decode_nibbles(src + 1, to.q[row] + 32 * g);
     }
 }
 
@@ -132,7 +150,11 @@ static constexpr int source_block_bytes(PackedKind kind) {
     switch (kind) {
         case PackedKind::kQ4_0:
         case PackedKind::kIq4Nl:
+        case PackedKind::kNf4:
+        case PackedKind::kFp4:
             return 36;
+        case PackedKind::kMxfp4:
+            return 34;
         case PackedKind::kQ4_1:
             return 40;
         case PackedKind::kQ5_0:
@@ -173,6 +195,8 @@ HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Stage
         decode_q6k(src, row, to);
     } else if constexpr (kind == PackedKind::kIq4Xs) {
         decode_iq4xs(src, row, to);
+    } else if constexpr (kind == PackedKind::kMxfp4) {
+        decode_mxfp4(src, row, groups < 2 ? groups : 2, to);
     } else {
         decode_legacy<kind>(src, row, groups < 2 ? groups : 2, to);
     }

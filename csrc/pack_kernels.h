@@ -5,9 +5,16 @@
 
 namespace headrace {
 
-// What a row of the source holds: GGUF blocks, or plain floats (optionally quantised on the way).
+// What a row of the source holds: blocks, or plain floats (optionally quantised on the way).
 // The blocks are numbered as in PackedKind, which has all but kF16 and kF32.
-enum class SourceKind : int32_t { kBf16 = static_cast<int32_t>(PackedKind::kBf16), kF16, kF32 };
+enum class SourceKind : int32_t {
+    kBf16 = static_cast<int32_t>(PackedKind::kBf16),
+    kF16,
+    kF32,
+    kLast = static_cast<int32_t>(PackedKind::kFp4)
+};
+
+static constexpr bool is_float(SourceKind kind) { return kind >= SourceKind::kBf16 && kind <= SourceKind::kF32; }
 
 struct PackSource {
     const uint8_t* rows;

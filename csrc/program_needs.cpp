@@ -44,6 +44,14 @@ struct NeedsOf {
     Accesses operator()(const QuantizePhase& work) const {
         const int width = shape.buffer(work.out).width();
         check_norm(work.norm, width);
+        require(work.order.empty() || static_cast<int>(work.order.size()) == width,
+                "an order of columns names each once");
+        std::vector<bool> named(work.order.size());
+        for (const int32_t column : work.order) {
+            require(column >= 0 && column < width && !named[static_cast<size_t>(column)],
+                    "an order of columns names each once");
+            named[static_cast<size_t>(column)] = true;
+        }
         return {reads(work.in, width), {{work.out, 0}, width, Holds::kInput, true}};
     }
 

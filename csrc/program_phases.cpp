@@ -36,6 +36,28 @@ void activate(const Kernels& kernels, ActKind kind, const float* x, int n, float
     }
 }
 
+// The same of columns in another order, row by row: what is normalised, then gathered.
+void quantize_ordered(const QuantizePhase& phase, Worker& w, int first, int last, const A8& a8) {
+    const Buffer& out = w.buffer(phase.out);
+    const QuantizeKernels& kernels = *w.run.kernels.quantize;
+    const int width = out.width();
+    float* gathered = reinterpret_cast<float*>(w.scratch);
+    float* normed = gathered + (width + 15) / 16 * 16;
+    for (int r = first; r < last; ++r) {
+        const float* row = w.floats(phase.in) + r * w.stride(phase.in);
+        if (phase.norm.kind != NormKind::kNone) {
+            kernels.norm(row, 0, 0, 1, width, phase.norm.view(), normed, 0);
+            row = normed;
+        }
+        for (int i = 0; i < width; ++i) gathered[i] = row[phase.order[static_cast<size_t>(i)]];
+        if (a8.blocks) {
+            kernels.to_a8(gathered, 0, r, r + 1, width, {}, nullptr, a8);
+        } else {
+            kernels.to_bf16(gathered, 0, r, r + 1, width, {}, nullptr, out.bf16(w.rows, w.thread));
+        }
+    }
+}
+
 // Quantises rows [first, last) of a phase's input, into this thread's own memory where that is where it is kept.
 void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
     const Buffer& out = w.buffer(phase.out);
@@ -44,6 +66,7 @@ void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
     auto* scratch = reinterpret_cast<float*>(w.scratch);
     const float* in = w.floats(phase.in);
     const int64_t stride = w.stride(phase.in);
+    if (!phase.order.empty()) return quantize_ordered(phase, w, first, last, a8);
     if (a8.blocks) {
         kernels.to_a8(in, stride, first, last, out.width(), phase.norm.view(), scratch, a8);
     } else {
@@ -252,7 +275,10 @@ size_t scratch_bytes(const Phase& phase) {
     const auto floats = [](int width) { return (static_cast<size_t>(width) + 16) * sizeof(float); };
     return std::visit(Overloaded{
                           [&](const EmbedPhase& work) { return floats(work.table.k); },
-                          [&](const QuantizePhase& work) { return floats(static_cast<int>(work.norm.weight.size())); },
+                          [&](const QuantizePhase& work) {
+                              return floats(static_cast<int>(work.norm.weight.size())) +
+                                     floats(static_cast<int>(work.order.size()));
+                          },
                           [&](const ResidualPhase& work) { return floats(work.width); },
                           [&](const LinearPhase& work) { return linear_scratch_bytes(work.linear.k()); },
                           [&](const auto&) { return size_t{0}; },

@@ -50,11 +50,13 @@ struct NormPhase {
     int width;
 };
 
-// Floats (through a norm, unless its kind is kNone) into the input of a linear layer.
+// Floats (through a norm, unless its kind is kNone) into the input of a linear layer, whose column i is column order[i]
+// of the floats; empty: as they stand.
 struct QuantizePhase {
     NormWeights norm;
     Place in;
     int out;
+    std::vector<int32_t> order{};
 };
 
 // kStore and kAdd leave floats at `out`; kGated an input in buffer `out`, or floats where that is a float buffer;

@@ -34,19 +34,24 @@ enum class PackedKind : int32_t {
     kQ6K,
     kIq4Nl,
     kIq4Xs,
-    kBf16
+    kBf16,
+    kMxfp4 = 15,  // 13 and 14 are floats of a source
+    kNf4,
+    kFp4
 };
-constexpr int kPackedKinds = 13;
 
-// All but kBf16.
-#define HEADRACE_INTEGER_KINDS(X) \
+// Those with kernels of their own.
+#define HEADRACE_KERNEL_KINDS(X) \
     X(kQ4_0) X(kQ4_1) X(kQ5_0) X(kQ5_1) X(kQ8_0) X(kQ2K) X(kQ3K) X(kQ4K) X(kQ5K) X(kQ6K) X(kIq4Nl) X(kIq4Xs)
+constexpr int kKernelKinds = 12;
+// All but kBf16.
+#define HEADRACE_INTEGER_KINDS(X) HEADRACE_KERNEL_KINDS(X) X(kMxfp4) X(kNf4) X(kFp4)
 
 enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kNone };
 
 struct Layout {
     int low, high;  // bits of the two planes
-    bool table;     // the integer is an index into the IQ4 table, whose entries are what is multiplied
+    bool table;     // the integer is an index into a table (table_of), whose entries are what is multiplied
     Scales scales;
     int zero;  // a power of two; 0 exactly where the format has minima
 
@@ -102,6 +107,9 @@ static constexpr Layout layout_of(PackedKind kind) {
         case PackedKind::kQ6K:
             return {4, 2, false, Scales::kSuper16, 32};
         case PackedKind::kIq4Nl:
+        case PackedKind::kMxfp4:
+        case PackedKind::kNf4:
+        case PackedKind::kFp4:
             return {4, 0, true, Scales::kZero32, 128};
         case PackedKind::kIq4Xs:
             return {4, 0, true, Scales::kSuperI8, 128};
@@ -110,8 +118,25 @@ static constexpr Layout layout_of(PackedKind kind) {
     }
 }
 
-// The sixteen values of IQ4_NL and IQ4_XS, offset by 128.
+// The sixteen values of a table format, offset by 128: of IQ4_NL and IQ4_XS; of E2M1 times 2; of bitsandbytes' NF4
+// times 123.26 and FP4 times 96, rounded.
 static constexpr uint8_t kIq4Table[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+static constexpr uint8_t kMxfp4Table[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                            128, 127, 126, 125, 124, 122, 120, 116};
+static constexpr uint8_t kNf4Table[16] = {5, 42, 63, 79, 93, 105, 117, 128, 138, 148, 158, 170, 182, 197, 217, 251};
+static constexpr uint8_t kFp4Table[16] = {128, 129, 192, 224, 160, 176, 144, 152, 128, 127, 64, 32, 96, 80, 112, 104};
+
+static constexpr const uint8_t* table_of(PackedKind kind) {
+    return kind == PackedKind::kMxfp4 ? kMxfp4Table
+           : kind == PackedKind::kNf4 ? kNf4Table
+           : kind == PackedKind::kFp4 ? kFp4Table
+                                      : kIq4Table;
+}
+
+// The kind whose direct kernels multiply this one: those of one layout differ in their table alone.
+static constexpr PackedKind kernel_kind(PackedKind kind) {
+    return kind > PackedKind::kBf16 ? PackedKind::kIq4Nl : kind;
+}
 
 // n rows of k columns. Rows past n and columns past k are stored as zeros.
 struct PackedTensor {

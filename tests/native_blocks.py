@@ -19,6 +19,9 @@ SCALES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "MXFP4": (),
+    "NF4": (0,),
+    "FP4": (0,),
 }
 INTEGER_KINDS = tuple(SCALES)
 FLOAT_KINDS = ("BF16", "F16", "F32")
@@ -36,6 +39,9 @@ def random_rows(kind: str, n: int, k: int, seed: int = 0, scales: np.ndarray | N
         normal = rng.standard_normal(shape) * 0.01 * (rng.random(shape) > 0.05)
         drawn = normal if scales is None else rng.choice(scales, shape)
         rows[:, :, at : at + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
+    if kind == "MXFP4":  # powers of two that halves hold
+        powers = np.array([2.0**-6, 2.0**-5, 2.0**-20, 0.25]) if scales is None else np.abs(scales[scales != 0])
+        rows[:, :, 0] = 128 + np.log2(rng.choice(powers, (n, k // block)))
     return rows.reshape(n, -1)
 
 

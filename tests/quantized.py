@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+import torch
+from safetensors.torch import load_file, save_file
+
+DATA = Path(__file__).with_name("data") / "quantized"
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 1, 32, 80
 LLAMA: dict[str, Any] = {
@@ -16,16 +19,18 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 LAYER = "model.layers.0"
-MATRICES = {
-    f"{LAYER}.self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-    f"{LAYER}.self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    f"{LAYER}.self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    f"{LAYER}.self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-    f"{LAYER}.mlp.gate_proj": (FFN, HIDDEN),
-    f"{LAYER}.mlp.up_proj": (FFN, HIDDEN),
-    f"{LAYER}.mlp.down_proj": (HIDDEN, FFN),
-}
-Tensors = dict[str, np.ndarray]
+
+
+def matrices(ffn: int = FFN) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs."""
+    heads, kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    made = {f"self_attn.{name}": (n, HIDDEN) for name, n in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))}
+    made |= {"self_attn.o_proj": (HIDDEN, heads), "mlp.gate_proj": (ffn, HIDDEN), "mlp.up_proj": (ffn, HIDDEN)}
+    return {f"{LAYER}.{name}": shape for name, shape in {**made, "mlp.down_proj": (HIDDEN, ffn)}.items()}
+
+
+MATRICES = matrices()
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -34,22 +39,21 @@ class Made:
 
     settings: dict[str, Any]
     tensors: Tensors = field(default_factory=dict)
-    values: Tensors = field(default_factory=dict)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=lambda: LLAMA)
 
     def write(self, folder: Path) -> Path:
-        return write(folder, {**LLAMA, "quantization_config": self.settings}, self.tensors)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**self.config, "quantization_config": self.settings}))
+        tensors = {name: x.contiguous() for name, x in self.tensors.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
 
-    def write_dense(self, folder: Path) -> Path:
-        """The same numbers, not compressed."""
-        plain = {name: x for name, x in self.tensors.items() if name.rpartition(".")[0] not in MATRICES}
-        return write(folder, LLAMA, {**plain, **{f"{name}.weight": x for name, x in self.values.items()}})
 
-
-def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+def kept(name: str) -> Made:
+    """What tools/quantized_fixtures.py wrote, in another project's own code."""
+    config = json.loads((DATA / name / "config.json").read_text())
+    return Made(config.pop("quantization_config"), load_file(DATA / name / "model.safetensors"), config=config)
 
 
 def others(rng: np.random.Generator) -> Tensors:
@@ -57,18 +61,16 @@ def others(rng: np.random.Generator) -> Tensors:
     made = {"model.embed_tokens.weight": rng.standard_normal((VOCAB, HIDDEN)) * 0.5, "model.norm.weight": np.ones(HIDDEN)}
     for name in ("input_layernorm", "post_attention_layernorm"):
         made[f"{LAYER}.{name}.weight"] = 1 + rng.standard_normal(HIDDEN) * 0.1
-    return {
-        name: (x.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float16)
-        for name, x in made.items()
-    }
+    bits = {name: x.astype(np.float32).view(np.uint32) & 0xFFFF0000 for name, x in made.items()}
+    return {name: torch.from_numpy(x.view(np.float32).astype(np.float16)) for name, x in bits.items()}
 
 
-def words(fields: np.ndarray, bits: int) -> np.ndarray:
+def words(fields: np.ndarray, bits: int) -> torch.Tensor:
     """int32 words of the last axis, the first field lowest; a field below 0 takes one from the next, as subtraction does."""
     each = 32 // bits
     parts = fields.reshape(*fields.shape[:-1], -1, each).astype(object)
     whole = sum(parts[..., i] * (1 << bits * i) for i in range(each)) % 2**32
-    return whole.astype(np.uint32).view(np.int32)
+    return torch.from_numpy(whole.astype(np.uint32).view(np.int32))
 
 
 def gptq(
@@ -89,7 +91,24 @@ def gptq(
         scale = (rng.uniform(0.2, 1, (groups, n)) * 2 / most / k**0.5).astype(np.float16)
         made.tensors[f"{name}.qweight"] = words(q, bits).T
         made.tensors[f"{name}.qzeros"] = words(zero - (version == 1), bits)
-        made.tensors[f"{name}.scales"] = scale
-        made.tensors[f"{name}.g_idx"] = index.astype(np.int32)
+        made.tensors[f"{name}.scales"] = torch.from_numpy(scale)
+        made.tensors[f"{name}.g_idx"] = torch.from_numpy(index.astype(np.int32))
         made.values[name] = scale[index].T.astype(np.float32) * (q - zero[index].T).astype(np.float32)
+    return made
+
+
+def awq(group: int = 32, *, zeros: bool = True, seed: int = 0, **said: Any) -> Made:
+    """w = scale * (q - zero): words along the outputs, whose fields are the outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+    rng = np.random.default_rng(seed)
+    made = Made({"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", **said}, others(rng))
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    for name, (n, k) in MATRICES.items():
+        q = rng.integers(0, 16, (k, n))
+        zero = rng.integers(0, 16, (k // group, n)) if zeros else np.full((k // group, n), 8)
+        scale = (rng.uniform(0.2, 1, (k // group, n)) / 8 / k**0.5).astype(np.float16)
+        for field_name, x in (("qweight", q), ("qzeros", zero)):
+            made.tensors[f"{name}.{field_name}"] = words(x.reshape(len(x), -1, 8)[:, :, order].reshape(len(x), n), 4)
+        made.tensors[f"{name}.scales"] = torch.from_numpy(scale)
+        index = np.arange(k) // group
+        made.values[name] = np.ascontiguousarray(scale[index].T.astype(np.float32) * (q - zero[index]).T.astype(np.float32))
     return made

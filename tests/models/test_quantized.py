@@ -1,5 +1,7 @@
 """Folders that others have compressed: what is read is what their formats' arithmetic says, bit for bit, and it runs packed."""
 
+import hashlib
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.models.gates import program_of
 from tests.native_reference import Faked, bfloat16_attention, int8_groups
-from tests.quantized import LAYER, MATRICES, VOCAB, Made, gptq
+from tests.quantized import DATA, LAYER, MATRICES, VOCAB, Made, awq, gptq
 from tests.tiny_native import Feeder
 from tests.unit.gguf_bytes import damaged
 
@@ -40,6 +42,8 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "gptq int8": (lambda: gptq(8), {"Q8_0"}, "GPTQ, 8 bits, groups of 32"),
     "gptq int8 in act-order": (lambda: gptq(8, act_order=True), {"Q8_0"}, "GPTQ, 8 bits, groups of 32, act-order"),
     "gptq int2": (lambda: gptq(2, sym=False), {"Q4_0"}, "GPTQ, 2 bits, groups of 32"),
+    "awq": (awq, {"Q5_0"}, "AWQ, 4 bits, groups of 32"),
+    "awq without zeros": (lambda: awq(zeros=False), {"Q4_0"}, "AWQ, 4 bits, groups of 32"),
 }  # fmt: skip
 
 
@@ -59,6 +63,30 @@ def test_matrices_are_what_the_format_says(name: str, tmp_path: Path) -> None:
     assert told["bytes"] == sum(x.nbytes for x in made.tensors.values()), "what the file has, not what it becomes"
     q_proj = load_model(source).layers[0].qkv.weight[: len(values := made.values[f"{LAYER}.self_attn.q_proj"])]
     assert np.array_equal(q_proj.numpy(), values)
+
+
+def by_bits(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+
+
+# What other projects wrote, and how it is read; exact, or with a bound of the largest number of a block.
+KEPT: dict[str, tuple[set[str], str]] = {
+    "gptq-asym": ({"Q5_0"}, "GPTQ, 4 bits, groups of 32"),
+    "awq": ({"Q5_0"}, "AWQ, 4 bits, groups of 32"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_other_projects_wrote_has_their_numbers(name: str, tmp_path: Path) -> None:
+    """Bit for bit those of their own arithmetic."""
+    kinds, said = KEPT[name]
+    source, expected = open_folder(DATA / name), json.loads((DATA / name / "expected.json").read_text())["sha256"]
+    assert isinstance(source, QuantizedFolder)
+    assert source.scheme.said == said
+    assert {source.info(f"{matrix}.weight").kind for matrix in expected} == kinds
+    assert {matrix: by_bits(read_floats(source, f"{matrix}.weight")) for matrix in expected} == expected
+    model = load_model(source)
+    assert sum(parameter.numel() for parameter in model.parameters()) > sum(n * k for n, k in MATRICES.values())
 
 
 class Ordered:
@@ -98,7 +126,7 @@ def distance(source: QuantizedFolder, model: Model, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not native.available(), reason=native.reason())
-@pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
+@pytest.mark.parametrize("name", FORMATS)
 def test_the_core_multiplies_them_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, _, _ = FORMATS[name]
     source = open_folder(make().write(tmp_path))
@@ -113,13 +141,14 @@ def test_the_core_multiplies_them_packed(name: str, tmp_path: Path, monkeypatch:
 
 UP = f"{LAYER}.mlp.up_proj"
 Edit = Callable[[Made], object]
+Tensor = torch.Tensor
 
 
 def without(field: str) -> Edit:
     return lambda made: made.tensors.pop(f"{UP}.{field}")
 
 
-def changed(field: str, change: Callable[[np.ndarray], np.ndarray]) -> Edit:
+def changed(field: str, change: Callable[[Tensor], Tensor]) -> Edit:
     return lambda made: made.tensors.update({f"{UP}.{field}": change(made.tensors[f"{UP}.{field}"])})
 
 
@@ -131,18 +160,24 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "gptq with a g_idx of nothing": (gptq, changed("g_idx", lambda x: x * 0), "is none of groups of 32; the file is damaged"),
     "gptq with a g_idx beyond": (gptq, changed("g_idx", lambda x: x + 1), "is none of groups of 32"),
     "gptq with a short g_idx": (gptq, changed("g_idx", lambda x: x[:-1]), "g_idx of I32 63 and needs I32 64"),
-    "gptq with a g_idx of floats": (gptq, changed("g_idx", lambda x: x.astype(np.float32)), "g_idx of F32 64 and needs I32"),
+    "gptq with a g_idx of floats": (gptq, changed("g_idx", lambda x: x.float()), "g_idx of F32 64 and needs I32"),
     "gptq of fewer words": (gptq, changed("qweight", lambda x: x[:-1]), "has 2 groups of 56 columns"),
     "gptq of fewer rows": (gptq, changed("qweight", lambda x: x[:, :-8]), "scales of F16 2 x 96 and needs F16 2 x 88"),
-    "gptq of words in a row": (gptq, changed("qweight", np.ravel), "has tensors that are no matrices"),
+    "gptq of words in a row": (gptq, changed("qweight", torch.ravel), "has tensors that are no matrices"),
     "gptq with scales of integers": (
         gptq,
-        changed("scales", lambda x: x.astype(np.int32)),
+        changed("scales", lambda x: x.int()),
         "scales of I32 2 x 96 and needs F16",
     ),
     "gptq of 3 bits": (gptq, changed("qzeros", lambda x: x[:, :9]), "has 3 bits; 2, 4, 8 are read: take another checkpoint"),
     "gptq of groups of 16": (lambda: gptq(group=16), lambda made: None, "groups of a multiple of 32 are read"),
     "gptq of 8 bits with zeros": (lambda: gptq(8, sym=False), lambda made: None, "no packed kind holds; take a symmetric"),
+    "awq without zeros": (awq, without("qzeros"), "has no qzeros; the file is incomplete"),
+    "awq of fewer words": (awq, changed("qweight", lambda x: x[:-1]), "has 2 groups of 63 columns"),
+    "awq of fewer outputs": (awq, changed("qweight", lambda x: x[:, 1:]), "bits or is damaged; 4 are read"),
+    "awq of zeros of another shape": (awq, changed("qzeros", lambda x: x[:, 1:]), "qzeros of I32 2 x 11 and needs I32 2 x 12"),
+    "awq of groups of 16": (lambda: awq(16), lambda made: None, "groups of a multiple of 32 are read"),
+    "awq of another layout": (lambda: awq(version="gemv"), lambda made: None, "layout 'gemv'; take one of gemm"),
     "gptq of another layout": (
         lambda: gptq(checkpoint_format="marlin"),
         lambda made: None,
@@ -162,12 +197,14 @@ def test_what_is_damaged_or_not_read_is_one_line(name: str, tmp_path: Path) -> N
     assert str(tmp_path) in str(caught.value)
 
 
-def nan(x: np.ndarray) -> np.ndarray:
-    return np.where(np.arange(x.size).reshape(x.shape) == x.size // 2, np.nan, x).astype(x.dtype)
+def nan(x: Tensor) -> Tensor:
+    flat = x.flatten().clone()
+    flat[len(flat) // 2] = torch.nan
+    return flat.reshape(x.shape)
 
 
 @pytest.mark.skipif(not native.available(), reason=native.reason())
-@pytest.mark.parametrize("make", [gptq])
+@pytest.mark.parametrize("make", [gptq, awq])
 def test_scales_that_are_no_numbers_are_refused(make: Callable[[], Made], tmp_path: Path) -> None:
     """By torch and by the core, which names the matrix."""
     made = make()

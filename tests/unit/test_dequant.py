@@ -9,10 +9,19 @@ from headrace import native
 from headrace.weights import dequant
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.dequant import dequantize
-from headrace.weights.kinds import KINDS
+from headrace.weights.kinds import KINDS, NOT_GGUF
 from headrace.weights.loader import to_torch
 from headrace.weights.source import WeightError
 
+GGUF = [kind for kind in KINDS if kind not in NOT_GGUF]
+# As bitsandbytes has them (functional.py: create_normal_map, FP4), and how far ours may be from them.
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+FP4 = [0, 0.0625 / 12, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
+TABLES = {"NF4": (NF4, 123.26, 1 / 350), "FP4": ([*FP4, *(-x for x in FP4)], 96, 1 / 190)}
 needs_core = pytest.mark.skipif(not native.available(), reason=native.reason())
 
 
@@ -29,12 +38,12 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(actual[known].view(np.uint32), expected[known].view(np.uint32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF)
 def test_block_sizes_are_the_formats(kind: str) -> None:
     assert tuple(KINDS[kind]) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF)
 def test_numpy_equals_the_oracle(kind: str) -> None:
     data = random_blocks(kind, 700)
     with np.errstate(all="ignore"):
@@ -50,6 +59,18 @@ def test_native_equals_numpy(kind: str) -> None:
     out = np.empty(700 * KINDS[kind].block, np.float32)
     native.core().dequantize(kind, data, out, 1)
     assert_same_bits(out, dequantize_numpy(data, kind))
+
+
+@pytest.mark.parametrize("kind", NOT_GGUF)
+def test_tables_are_those_of_bitsandbytes_but_for_a_little(kind: str) -> None:
+    """Codes in the order of a block: low nibbles, then high ones. The halves are powers of two."""
+    table, largest, most = TABLES[kind]
+    codes = np.arange(32, dtype=np.uint8) % 16
+    block = np.concatenate([np.float16([0.5]).view(np.uint8), codes[:16] | codes[16:] << 4])
+    ours = dequantize_numpy(block, kind) / (0.5 * largest)
+    apart = np.abs(ours - np.array(table)[codes])
+    assert apart.max() < most
+    assert np.abs(ours - np.array(table)[codes ^ 1]).max() > 10 * most, "the control: another order of codes"
 
 
 @needs_core

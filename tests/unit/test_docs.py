@@ -11,7 +11,7 @@ from benchmarks.attacks import attacks
 
 from headrace.data import plan, types
 from headrace.models.families import FAMILIES
-from headrace.weights.kinds import KINDS
+from headrace.weights.kinds import KINDS, NOT_GGUF
 from tests import parameters
 from tests.pages import written
 from tests.places import data_path
@@ -151,9 +151,9 @@ def test_a_readme_lists_the_models_and_formats_that_there_are(name: str) -> None
     (said,) = re.findall(r"^\* (?:Models|模型).*(?:\n  .*)*", (ROOT / name).read_text("utf-8"), re.MULTILINE)
     assert set(CALLED) == set(FAMILIES)
     assert [called for called in CALLED.values() if called not in said] == []
-    kinds = list(KINDS)
+    kinds = [kind for kind in KINDS if kind not in NOT_GGUF]
     formats: list[str] = []
-    for first, last in re.findall(r"\b(I?[FBQ]+\d\w*)(?:\s*(?:to|至)\s*(Q\w+))?", said.replace("\n  ", "")):
+    for first, last in re.findall(r"\b(I?[FBQ]+\d\w*|MXFP4)(?:\s*(?:to|至)\s*(Q\w+))?", said.replace("\n  ", "")):
         formats += kinds[kinds.index(first) : kinds.index(last or first) + 1]
     assert formats == kinds
 

@@ -6,6 +6,7 @@ Where a mix has S, M or L, matrices that lose most by rounding (values, the MLP'
 import re
 
 from headrace.data.config import ModelConfig
+from headrace.quant.encode import WRITTEN
 from headrace.quant.spec import parse, unknown
 from headrace.weights.kinds import FLOATS, KINDS
 
@@ -53,7 +54,7 @@ def mix_named(name: str) -> str:
 
 def kind_named(name: str) -> str:
     """A kind that matrices may be stored in. Raises ValueError, with the nearest ones, where there is none."""
-    kinds = [kind for kind in KINDS if kind != "IQ4_XS"]
+    kinds = [kind for kind in KINDS if kind in WRITTEN]
     if name.upper() not in kinds:
         raise ValueError(unknown(name, kinds))
     return name.upper()

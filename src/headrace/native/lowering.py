@@ -296,9 +296,7 @@ class Lowering:
             buffer = self.buffers.take(form, rows.width, local=True)
             self.inputs[value, form, order] = buffer
             self.held.setdefault(buffer, set()).add(value)
-            if order:
-                raise RecordError("the native core takes columns as they stand")
-            self.program.quantize(rows.at, buffer, norm, **self._mark(index, "quantize"))
+            self.program.quantize(rows.at, buffer, norm, order=order, **self._mark(index, "quantize"))
         return self.inputs[value, form, order]
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:

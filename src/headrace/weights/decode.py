@@ -1,6 +1,7 @@
 """Stored blocks to numbers in numpy alone: what runs without the native core, and the oracle of its tests.
 
-Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but for NF4 and FP4
+(`weights.kinds`).
 """
 
 from collections.abc import Callable
@@ -10,6 +11,9 @@ import numpy as np
 from headrace.weights.kinds import KINDS
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice those of E2M1
+NF4_VALUES = np.array([-123, -86, -65, -49, -35, -23, -11, 0, 10, 20, 30, 42, 54, 69, 89, 123], np.float32)
+FP4_VALUES = np.array([0, 1, 64, 96, 32, 48, 16, 24, 0, -1, -64, -96, -32, -48, -16, -24], np.float32)
 
 Blocks = np.ndarray  # uint8 [n, bytes of a block] -> float32 [n, elements of a block]
 
@@ -132,6 +136,19 @@ def _iq4_nl(blocks: Blocks) -> np.ndarray:
     return _half(blocks, 0) * IQ4_VALUES[_nibbles(blocks, 2)]
 
 
+def _nf4(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * NF4_VALUES[_nibbles(blocks, 2)]
+
+
+def _fp4(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * FP4_VALUES[_nibbles(blocks, 2)]
+
+
+def _mxfp4(blocks: Blocks) -> np.ndarray:
+    power = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return power.astype(np.float32) * MXFP4_VALUES[_nibbles(blocks, 1)]
+
+
 def _iq4_xs(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
     low = _fields(blocks[:, 4:8, None], 4, 2).reshape(n, 8)
@@ -157,4 +174,7 @@ DECODERS: dict[str, Callable[[Blocks], np.ndarray]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "NF4": _nf4,
+    "FP4": _fp4,
 }

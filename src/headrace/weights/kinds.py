@@ -1,4 +1,7 @@
-"""The number formats a stored tensor may have: exactly these fifteen, each a row of equal blocks."""
+"""The number formats a stored tensor may have: exactly these eighteen, each a row of equal blocks.
+
+All but NF4 and FP4 are GGUF's. Those two, of bitsandbytes, have blocks like IQ4_NL's (a half, then nibbles) and tables of their
+own, whose values times the half are those of bitsandbytes but for 1/350 (NF4) and 1/190 (FP4) of the largest of a block."""
 
 from typing import NamedTuple
 
@@ -26,5 +29,9 @@ KINDS: dict[str, Kind] = {
     "Q6_K": Kind(256, 210),
     "IQ4_NL": Kind(32, 18),
     "IQ4_XS": Kind(256, 136),
+    "MXFP4": Kind(32, 17),
+    "NF4": Kind(32, 18),
+    "FP4": Kind(32, 18),
 }
+NOT_GGUF = ("NF4", "FP4")
 FLOATS = ("F32", "F16", "BF16")  # numbers one by one; the others are integers and scales

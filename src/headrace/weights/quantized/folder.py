@@ -6,13 +6,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.weights.quantized.awq import Awq
 from headrace.weights.quantized.gptq import Gptq
 from headrace.weights.quantized.scheme import Scheme
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo
 
 SETTINGS = "quantization_config"
-SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {"gptq": Gptq}  # by quant_method
+SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {  # by quant_method
+    "awq": Awq,
+    "gptq": Gptq,
+}
 
 
 class QuantizedFolder:

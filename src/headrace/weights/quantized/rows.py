@@ -52,6 +52,26 @@ def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return made.reshape(n, -1)
 
 
+def table_rows(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Rows of NF4 or FP4. codes: uint8 [n, k] below 16; scales: float16 [n, k / 32]."""
+    n, blocks = scales.shape
+    each = codes.reshape(n, blocks, BLOCK)
+    made = np.empty((n, blocks, KINDS["NF4"].nbytes), np.uint8)
+    made[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
+    made[:, :, 2:] = each[:, :, :16] | each[:, :, 16:] << 4
+    return made.reshape(n, -1)
+
+
+def mxfp4_rows(packed: np.ndarray, powers: np.ndarray) -> np.ndarray:
+    """Rows of MXFP4, whose blocks have the columns 0 to 15 in low halves of bytes, of bytes with two neighbours each, the low
+    half first. packed: uint8 [n, k / 2]; powers: uint8 [n, k / 32]."""
+    codes = unpacked(np.ascontiguousarray(packed), 4).reshape(*powers.shape, BLOCK)
+    made = np.empty((*powers.shape, KINDS["MXFP4"].nbytes), np.uint8)
+    made[:, :, 0] = powers
+    made[:, :, 1:] = codes[:, :, :16] | codes[:, :, 16:] << 4
+    return made.reshape(len(powers), -1)
+
+
 def by_turns(n: int, make: Callable[[int, int], np.ndarray]) -> np.ndarray:
     """make(first, last) for some rows after others, on all threads, joined."""
     starts = range(0, n, TURN)
