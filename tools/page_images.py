@@ -1,6 +1,7 @@
 """The pictures of the page in docs/images, taken from a running server with Chromium: tools/page_images.py URL [CHINESE_URL]
 
-The second server has a model that knows Chinese; without one that picture is left out.
+The second server has a model that knows Chinese; without one that picture is left out. It needs a font for it, as Debian's
+fonts-noto-cjk. The figures under the answers are of the moment: take them while nothing else runs.
 """
 
 import argparse

@@ -130,5 +130,5 @@ def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     print_table(("NAME", "WHAT"), [("模型", "short"), ("model", "a long description\x1b[2J that does not fit")])
     lines = out.getvalue().splitlines()
     assert lines[:2] == ["NAME   WHAT", "模型   short"]
-    assert lines[2] == "model  a long description\\x1b[2J that d…"
-    assert cell_len(lines[2]) == 40
+    assert lines[2:] == ["model  a long description\\x1b[2J that", "       does not fit"], "nothing of it is cut off"
+    assert max(map(cell_len, lines)) <= 40
