@@ -46,7 +46,7 @@ def check(path: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_smollm2(count: int) -> None:
     check(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"), PROMPTS[:count])
 
