@@ -89,8 +89,8 @@ class BitsAndBytes:
             shape, sizes = tuple(state["shape"]), [*state["shape"], state["blocksize"]]
             if nested:
                 sizes.append(state["nested_blocksize"])
-                math.isfinite(state["nested_offset"])
-            if len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
+            finite = math.isfinite(state["nested_offset"] if nested else 0.0)
+            if len(shape) != 2 or not finite or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
             raise stored.error(matrix, "has a quant_state that cannot be read; the file is damaged") from None
