@@ -112,3 +112,51 @@ def awq(group: int = 32, *, zeros: bool = True, seed: int = 0, **said: Any) -> M
         index = np.arange(k) // group
         made.values[name] = np.ascontiguousarray(scale[index].T.astype(np.float32) * (q - zero[index]).T.astype(np.float32))
     return made
+
+
+def fp8_blocks(seed: int = 0) -> Made:
+    """E4M3 with a scale for each block of 128 x 128 in weight_scale_inv; w = weight * weight_scale_inv."""
+    rng = np.random.default_rng(seed)
+    made = Made({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, others(rng))
+    for name, (n, k) in MATRICES.items():
+        weight = torch.from_numpy(rng.standard_normal((n, k)).astype(np.float32)).to(torch.float8_e4m3fn)
+        scale = torch.tensor([[float(rng.uniform(0.5, 1)) / k**0.5]])
+        made.tensors |= {f"{name}.weight": weight, f"{name}.weight_scale_inv": scale}
+        made.values[name] = (weight.float() * scale).numpy()
+    return made
+
+
+def sparse(seed: int = 0) -> Made:
+    """2:4 of int8: `compressed` holds two numbers of each four, the bits of `bitmask` (lowest first) say which."""
+    made = kept("int8")
+    rng = np.random.default_rng(seed)
+    made.settings["sparsity_config"] = {"format": "sparse-24-bitmask"}
+    for name, (n, k) in MATRICES.items():
+        weight = made.tensors.pop(f"{name}.weight").numpy()
+        places = np.argsort(rng.random((n, k // 4, 4)), axis=2)[:, :, :2]
+        mask = np.zeros((n, k // 4, 4), bool)
+        np.put_along_axis(mask, places, True, axis=2)
+        mask = mask.reshape(n, k)
+        made.tensors |= {
+            f"{name}.compressed": torch.from_numpy(weight[mask].reshape(n, k // 2)),
+            f"{name}.bitmask": torch.from_numpy(np.packbits(mask, axis=1, bitorder="little")),
+            f"{name}.shape": torch.tensor([n, k]),
+        }
+        scale = made.tensors[f"{name}.weight_scale"].float().numpy()
+        made.values[name] = np.where(mask, weight, 0).astype(np.float32) * scale
+    return made
+
+
+def mxfp4(seed: int = 0) -> Made:
+    """E2M1 in pairs, the low half of a byte first, times 2^(scale - 127) of 32: as transformers stores matrices."""
+    rng = np.random.default_rng(seed)
+    made = Made({"quant_method": "mxfp4"}, others(rng))
+    sizes = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = np.concatenate([sizes, -sizes])
+    for name, (n, k) in MATRICES.items():
+        codes = rng.integers(0, 16, (n, k // 32, 32)).astype(np.uint8)
+        powers = rng.integers(121, 124, (n, k // 32)).astype(np.uint8)
+        made.tensors[f"{name}.weight_blocks"] = torch.from_numpy(codes[:, :, ::2] | codes[:, :, 1::2] << 4)
+        made.tensors[f"{name}.weight_scales"] = torch.from_numpy(powers)
+        made.values[name] = (table[codes] * 2.0 ** (powers[:, :, None].astype(np.float32) - 127)).reshape(n, k) + np.float32(0)
+    return made

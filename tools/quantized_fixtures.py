@@ -2,6 +2,7 @@
 
     pip install torch transformers auto-round compressed-tensors bitsandbytes        # in an environment of its own
     python tools/quantized_fixtures.py [FORMAT...]
+    python tools/quantized_fixtures.py --gptq FOLDER OUT        # a whole model in 4 bits with zero points, for measurements
 
 Each folder has config.json, model.safetensors and expected.json: who made it, and the SHA-256 of each matrix in float32 by the
 project's own arithmetic, whose scales are widened to float32 first, so that no product is rounded; for formats that are read
@@ -10,13 +11,14 @@ with a bound, expected.safetensors with one matrix's numbers instead. The tests 
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
@@ -137,7 +139,7 @@ def write(name: str) -> None:
         w = torch.from_numpy(rng.standard_normal((n, k)).astype(np.float32) / k**0.5)
         fields, meaning = make(w)
         tensors |= {f"{matrix}.{field}": x for field, x in fields.items()}
-        values[matrix] = meaning.contiguous().float()
+        values[matrix] = meaning.contiguous().float() + 0.0  # one zero, not two
         hashes[matrix] = hashlib.sha256(values[matrix].numpy().tobytes()).hexdigest()
         print(name, matrix, float((values[matrix] - w).square().mean() / w.square().mean()))
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +153,21 @@ def write(name: str) -> None:
         save_file({"k_proj": values[f"{LAYER}.self_attn.k_proj"]}, folder / "expected.safetensors")
 
 
+def write_gptq(source: Path, out: Path) -> None:
+    """Matrices of layers by rounding to the nearest, packed by auto-round; all else as it is."""
+    shutil.copytree(source, out)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if ".layers." in name and tensors[name].ndim == 2]:
+        fields, _ = gptq(tensors.pop(name).float(), False)
+        tensors |= {f"{name.removesuffix('.weight')}.{field}": x.contiguous() for field, x in fields.items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": {**GPTQ, "sym": False}}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--gptq"]:
+        write_gptq(Path(sys.argv[2]), Path(sys.argv[3]))
+        sys.exit()
     for chosen in sys.argv[1:] or FORMATS:
         write(chosen)

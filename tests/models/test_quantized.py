@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from headrace import native
 from headrace.layers.embedding import Embedding
@@ -24,8 +25,8 @@ from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.models.gates import program_of
-from tests.native_reference import Faked, bfloat16_attention, int8_groups
-from tests.quantized import DATA, LAYER, MATRICES, VOCAB, Made, awq, gptq
+from tests.native_reference import Faked, bfloat16_attention, int8_groups, rounded
+from tests.quantized import DATA, LAYER, MATRICES, VOCAB, Made, awq, fp8_blocks, gptq, kept, mxfp4, sparse
 from tests.tiny_native import Feeder
 from tests.unit.gguf_bytes import damaged
 
@@ -44,6 +45,9 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "gptq int2": (lambda: gptq(2, sym=False), {"Q4_0"}, "GPTQ, 2 bits, groups of 32"),
     "awq": (awq, {"Q5_0"}, "AWQ, 4 bits, groups of 32"),
     "awq without zeros": (lambda: awq(zeros=False), {"Q4_0"}, "AWQ, 4 bits, groups of 32"),
+    "2:4": (sparse, {"Q8_0"}, "compressed-tensors, 2:4 (zeros are written out), 8 bits, a scale a row"),
+    "mxfp4": (mxfp4, {"MXFP4"}, "MXFP4"),
+    "fp8": (fp8_blocks, {"F32"}, "FP8, E4M3 as bfloat16"),
 }  # fmt: skip
 
 
@@ -73,6 +77,10 @@ def by_bits(values: np.ndarray) -> str:
 KEPT: dict[str, tuple[set[str], str]] = {
     "gptq-asym": ({"Q5_0"}, "GPTQ, 4 bits, groups of 32"),
     "awq": ({"Q5_0"}, "AWQ, 4 bits, groups of 32"),
+    "int4-asym": ({"Q5_0"}, "compressed-tensors, 4 bits, groups of 32"),
+    "int8": ({"Q8_0"}, "compressed-tensors, 8 bits, a scale a row"),
+    "fp8": ({"F32"}, "compressed-tensors, F8_E4M3 as bfloat16"),
+    "mxfp4": ({"MXFP4"}, "compressed-tensors, MXFP4"),
 }
 
 
@@ -87,6 +95,27 @@ def test_what_other_projects_wrote_has_their_numbers(name: str, tmp_path: Path) 
     assert {matrix: by_bits(read_floats(source, f"{matrix}.weight")) for matrix in expected} == expected
     model = load_model(source)
     assert sum(parameter.numel() for parameter in model.parameters()) > sum(n * k for n, k in MATRICES.values())
+
+
+# Of the largest of a block of 64, beside 2^-11 of the number for a scale in 16 bits.
+BOUNDED = {"bnb-int8": ("Q8_0", "int8", 0.0), "bnb-nf4-nested": ("NF4", "NF4", 1 / 350), "bnb-fp4": ("FP4", "FP4", 1 / 190)}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_what_bitsandbytes_wrote_has_its_numbers_but_for_a_little(name: str) -> None:
+    kind, said, most = BOUNDED[name]
+    source = open_folder(DATA / name)
+    assert isinstance(source, QuantizedFolder)
+    assert source.scheme.said == f"bitsandbytes, {said}"
+    assert {matrix.info.kind for matrix in source.scheme.matrices.values()} == {kind}
+    theirs = load_file(DATA / name / "expected.safetensors")["k_proj"].numpy()
+    apart = np.abs(read_floats(source, f"{LAYER}.self_attn.k_proj.weight") - theirs)
+    largest = np.abs(theirs.reshape(-1, 64)).max(1).repeat(64).reshape(theirs.shape)
+    assert (apart <= np.abs(theirs) * 2.0**-10.9 + largest * most).all()
+    for matrix in source.scheme.matrices:
+        assert np.isfinite(read_floats(source, matrix)).all()
+    neighbour = np.abs(read_floats(source, f"{LAYER}.self_attn.v_proj.weight") - theirs)
+    assert (neighbour > largest * 0.02).mean() > 0.5, "the control: other numbers are beyond the bound"
 
 
 class Ordered:
@@ -111,6 +140,8 @@ def reference(source: QuantizedFolder, ordered: bool = True) -> Model:
     for path, holder in model.holders():
         if isinstance(holder, Embedding):
             holder.method = Faked("bf16")
+        elif isinstance(holder, Linear) and source.info(plans[f"{path}.weight"][0].source).kind == "F32":
+            holder.weight, holder.method = rounded(holder.weight), Faked("bf16")
         elif isinstance(holder, Linear):
             orders = [(part.shape[0], source.columns(part.source) if ordered else None) for part in plans[f"{path}.weight"]]
             holder.method = Ordered(orders)
@@ -126,10 +157,9 @@ def distance(source: QuantizedFolder, model: Model, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not native.available(), reason=native.reason())
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *BOUNDED])
 def test_the_core_multiplies_them_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, _, _ = FORMATS[name]
-    source = open_folder(make().write(tmp_path))
+    source = open_folder(DATA / name if name in BOUNDED else FORMATS[name][0]().write(tmp_path))
     assert isinstance(source, QuantizedFolder)
     program = program_of(source)
     assert program.weights.bytes <= packed_bytes(registry.describe(program.model.config), source) * 1.02
@@ -178,6 +208,63 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "awq of zeros of another shape": (awq, changed("qzeros", lambda x: x[:, 1:]), "qzeros of I32 2 x 11 and needs I32 2 x 12"),
     "awq of groups of 16": (lambda: awq(16), lambda made: None, "groups of a multiple of 32 are read"),
     "awq of another layout": (lambda: awq(version="gemv"), lambda made: None, "layout 'gemv'; take one of gemm"),
+    "int4 without a shape": (lambda: kept("int4-asym"), without("weight_shape"), "has no weight_shape; the file is incomplete"),
+    "int4 of another shape": (
+        lambda: kept("int4-asym"),
+        changed("weight_shape", lambda x: x + 1),
+        "has 96 x 8 words for 97 x 65 numbers",
+    ),
+    "int4 of 5 bits": (
+        lambda: kept("int4-asym"),
+        changed("weight_packed", lambda x: x[:, :5].repeat(1, 2)),
+        "has 5 bits; 2, 4, 8 are read",
+    ),
+    "int4 of fewer scales": (
+        lambda: kept("int4-asym"),
+        changed("weight_scale", lambda x: x[1:]),
+        "weight_scale of BF16 95 x 2 and needs F16 96 x 2",
+    ),
+    "int4 of fewer zeros": (
+        lambda: kept("int4-asym"),
+        changed("weight_zero_point", lambda x: x[1:]),
+        "weight_zero_point of I32 11 x 2 and needs",
+    ),
+    "int8 of whole scales": (lambda: kept("int8"), changed("weight_scale", lambda x: x.int()), "weight_scale of I32 96 x 1"),
+    "int8 of scales that 16 bits lack": (
+        lambda: kept("int8"),
+        changed("weight_scale", lambda x: x * 1e-6),
+        "a weight_scale too large or too small for 16 bits",
+    ),
+    "int8 in a row": (lambda: kept("int8"), changed("weight", torch.ravel), "has a weight that is no matrix"),
+    "fp8 of fewer scales": (lambda: kept("fp8"), changed("weight_scale", lambda x: x[1:]), "weight_scale of BF16 95 x 1"),
+    "fp8 without a weight": (lambda: kept("fp8"), without("weight"), "has no weight; the file is incomplete"),
+    "blocks of fp8 of whole scales": (fp8_blocks, changed("weight_scale_inv", lambda x: x.int()), "weight_scale_inv of I32"),
+    "nvfp4": (
+        lambda: kept("mxfp4"),
+        lambda made: made.tensors.update({f"{UP}.weight_global_scale": torch.ones(1)}),
+        "weight_global_scale .NVFP4., which is not read",
+    ),
+    "mxfp4 of fewer scales": (mxfp4, changed("weight_scales", lambda x: x[1:]), "lacks scales or has odd blocks"),
+    "mxfp4 of experts": (mxfp4, changed("weight_blocks", lambda x: x[None]), "is one of experts, which are not built"),
+    "mxfp4 of a power beyond": (mxfp4, changed("weight_scales", lambda x: x * 0 + 255), "NaN or infinite in float32"),
+    "2:4 of three in four": (sparse, changed("bitmask", lambda x: x | 1), "has a bitmask that keeps another number than half"),
+    "2:4 of fewer numbers": (sparse, changed("compressed", lambda x: x[1:]), "compressed of I8 95 x 32 and needs I8 96 x 32"),
+    "nf4 of other blocks": (
+        lambda: kept("bnb-nf4-nested"),
+        changed("weight.absmax", lambda x: x[1:]),
+        "weight.absmax of U8 127 and needs U8 128",
+    ),
+    "nf4 with half a state": (
+        lambda: kept("bnb-nf4-nested"),
+        changed("weight.quant_state.bitsandbytes__nf4", lambda x: x[:40]),
+        "has a quant_state that cannot be read",
+    ),
+    "nf4 without its second scales": (
+        lambda: kept("bnb-nf4-nested"),
+        without("weight.nested_absmax"),
+        "weight.absmax of U8 128 and needs F32 128",
+    ),
+    "bitsandbytes int8 of fewer scales": (lambda: kept("bnb-int8"), changed("SCB", lambda x: x[1:]), "SCB of F32 127"),
     "gptq of another layout": (
         lambda: gptq(checkpoint_format="marlin"),
         lambda made: None,
@@ -204,11 +291,12 @@ def nan(x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(not native.available(), reason=native.reason())
-@pytest.mark.parametrize("make", [gptq, awq])
+@pytest.mark.parametrize("make", [gptq, awq, fp8_blocks, sparse, lambda: kept("int4-asym"), lambda: kept("bnb-fp4")])
 def test_scales_that_are_no_numbers_are_refused(make: Callable[[], Made], tmp_path: Path) -> None:
     """By torch and by the core, which names the matrix."""
     made = make()
-    field = next(name for name in made.tensors if name.startswith(f"{UP}.") and "scale" in name).rpartition(".")[2]
+    field = next(name for name in made.tensors if name.startswith(f"{UP}.") and ("scale" in name or "absmax" in name))
+    field = field.removeprefix(f"{UP}.")
     changed(field, nan)(made)
     for load in (load_model, program_of):
         with pytest.raises(WeightError, match=rf"tensor '{UP}.weight' has .*NaN or infinite"):
@@ -216,14 +304,16 @@ def test_scales_that_are_no_numbers_are_refused(make: Callable[[], Made], tmp_pa
 
 
 def test_damaged_files_give_one_line(tmp_path: Path) -> None:
-    """Seeded damage to header and settings: opened and read, or refused in one line."""
-    gptq(act_order=True, sym=False).write(tmp_path)
+    """Seeded damage to header and settings of five schemes: opened and read, or refused in one line."""
+    kinds: list[Callable[[], Made]] = [
+        lambda: gptq(act_order=True, sym=False), sparse, fp8_blocks, lambda: kept("int4-asym"), lambda: kept("bnb-nf4-nested")
+    ]  # fmt: skip
     file, settings = (tmp_path / "model.safetensors", tmp_path / "config.json")
-    content, said = file.read_bytes(), settings.read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
     messages = []
-    for seed in range(60):
-        rng = random.Random(seed)
+    for seed in range(75):
+        kinds[seed % 5]().write(tmp_path)
+        content, said, rng = file.read_bytes(), settings.read_bytes(), random.Random(seed)
+        header = 8 + int.from_bytes(content[:8], "little")
         for path in (file, settings):
             path.unlink()
         file.write_bytes(damaged(content[:header], rng) + content[header:] if seed % 2 else content)
@@ -233,5 +323,5 @@ def test_damaged_files_give_one_line(tmp_path: Path) -> None:
                 load_model(source)
         except WeightError as error:
             messages.append(str(error))
-    assert 30 < len(messages) < 60
+    assert 40 < len(messages) < 75
     assert all(len(message.splitlines()) == 1 for message in messages)

@@ -6,6 +6,7 @@ from headrace import native
 from headrace.startup.memory import free_memory, gib
 from headrace.startup.opening import open_files
 from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.quantized.folder import QuantizedFolder
 
 
 def missing(model: str | Path) -> str:
@@ -20,7 +21,12 @@ def missing(model: str | Path) -> str:
         strange = [one for one in infos if one.kind not in KINDS and len(one.shape) > 1 and one.name.endswith("weight")]
         if strange:
             return f"tensor {strange[0].name!r} has the type {strange[0].kind}; only {', '.join(FLOATS)} are read"
-    need, free = sum(one.nbytes for one in infos), free_memory()
+    source = opened.source
+    if isinstance(source, QuantizedFolder):  # float8 is listed as what it is read as
+        need = sum(source.stored_bytes(one.name) for one in infos)
+    else:
+        need = sum(one.nbytes for one in infos)
+    free = free_memory()
     if need > free:
         return f"the weights are {gib(need)} and {gib(free)} of memory are free"
     return ""

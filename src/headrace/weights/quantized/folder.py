@@ -7,7 +7,11 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.weights.quantized.awq import Awq
+from headrace.weights.quantized.bitsandbytes import BitsAndBytes
+from headrace.weights.quantized.compressed import CompressedTensors
+from headrace.weights.quantized.fp8 import Fp8
 from headrace.weights.quantized.gptq import Gptq
+from headrace.weights.quantized.mxfp4 import Mxfp4
 from headrace.weights.quantized.scheme import Scheme
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo
@@ -15,7 +19,12 @@ from headrace.weights.source import TensorInfo
 SETTINGS = "quantization_config"
 SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {  # by quant_method
     "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
     "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 
 

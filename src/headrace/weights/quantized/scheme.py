@@ -23,8 +23,15 @@ class Coded:
 class Scheme(Protocol):
     """Reads the matrices of a folder."""
 
-    matrices: Mapping[str, Coded]  # "model.layers.0.mlp.up_proj.weight" -> what it is
-    said: str  # for people: "GPTQ, 4 bits, groups of 128"
+    @property
+    def matrices(self) -> Mapping[str, Coded]:
+        """ "model.layers.0.mlp.up_proj.weight" -> what it is."""
+        ...
+
+    @property
+    def said(self) -> str:
+        """For people: "GPTQ, 4 bits, groups of 128"."""
+        ...
 
     def rows(self, name: str) -> np.ndarray:
         """uint8 [rows, row_bytes] of the matrix's kind, a copy of its own. Raises WeightError."""

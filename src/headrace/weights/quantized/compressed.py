@@ -1,0 +1,208 @@
+"""Folders of compressed-tensors (https://github.com/vllm-project/compressed-tensors), as llm-compressor writes them.
+
+How a matrix [n, k] is stored is read off its tensors:
+
+    weight_packed int32 [n, k * bits / 32]    integers + 2^(bits - 1), lowest field first; weight_shape int64 [2]: n and k
+    weight_zero_point int32 [n * bits / 32, groups]    packed so along the outputs, or int8 [n, groups]; none: 0
+    weight int8 [n, k]    integers
+    weight float8 [n, k]    numbers
+    weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32]    MXFP4, the low half of a byte first
+    compressed [n, k / 2], bitmask uint8 [n, k / 8]    2:4: the kept numbers of weight, and which they are, lowest bit first
+    weight_scale [n, groups], [n, 1], [1], of float8 also [n / block, k / block]
+
+w = weight_scale * (q - weight_zero_point). Scales of activations are left out: they are rounded to int8 as those of all
+models are, token by token, with a scale for each 32 columns.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headrace.weights.kinds import KINDS
+from headrace.weights.quantized import float8
+from headrace.weights.quantized.rows import BLOCK, by_turns, kind_of, mxfp4_rows, rows_of, unpacked
+from headrace.weights.quantized.scheme import SCALES, Coded, Stored
+from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import TensorInfo
+
+LEFT_OUT = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale")
+FIELDS = ("weight_packed", "weight", "compressed", "bitmask", "shape", "weight_shape", "weight_scale", "weight_zero_point")
+BITS = (2, 4, 8)
+
+
+class CompressedTensors:
+    """See the module. Raises WeightError, in one line, for what is not read and for damaged files."""
+
+    def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
+        self._stored = Stored(folder, "compressed-tensors")
+        self.matrices: dict[str, Coded] = {}
+        self._bits: dict[str, int] = {}
+        self._said: dict[str, None] = {}
+        for matrix in dict.fromkeys(self._stored.prefixes("weight_scale") + self._stored.prefixes("bitmask")):
+            kind, (n, k), said = self._measure(matrix)
+            block, nbytes = KINDS[kind]
+            fields = [field for field in FIELDS + LEFT_OUT if self._stored.has(matrix, field)]
+            name = f"{matrix}.weight"
+            info = TensorInfo(name, (n, k), kind, n * k // block * nbytes)
+            self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in fields))
+            self._said[said] = None
+
+    @property
+    def said(self) -> str:
+        return f"compressed-tensors, {' and '.join(self._said)}"
+
+    def rows(self, name: str) -> np.ndarray:
+        """uint8 [n, row bytes]."""
+        matrix, info = name.removesuffix(".weight"), self.matrices[name].info
+        n, k = info.shape
+        if info.kind == "MXFP4":
+            return mxfp4_rows(self._stored.array(matrix, "weight_packed"), self._stored.array(matrix, "weight_scale"))
+        if info.kind == "F32":
+            return self._floats(matrix, n, k).view(np.uint8)
+        scales = self._stored.halves(matrix, "weight_scale").reshape(-1, self._groups(matrix))
+        group = np.arange(0, k, BLOCK) // (k // scales.shape[1])
+        scales = np.broadcast_to(scales, (n, scales.shape[1]))
+        zeros = self._zeros(matrix, n, scales.shape[1])
+
+        def make(first: int, last: int) -> np.ndarray:
+            q = self._integers(matrix, first, last, k)
+            if zeros is not None:
+                z = zeros[first:last, group]
+                q = (q.reshape(last - first, -1, BLOCK) - z[:, :, None]).reshape(q.shape)
+            return rows_of(info.kind, q, scales[first:last, group])
+
+        return by_turns(n, make)
+
+    def columns(self, name: str) -> None:
+        """In order."""
+
+    def _measure(self, matrix: str) -> tuple[str, tuple[int, int], str]:
+        """Kind, shape and what is said, by types and shapes, which must fit each other."""
+        stored = self._stored
+        for field in ("weight_global_scale", "weight_g_idx"):
+            if stored.has(matrix, field):
+                what = "NVFP4" if "global" in field else "columns in another order"
+                raise stored.error(matrix, f"has {field} ({what}), which is not read; take another checkpoint")
+        if stored.has(matrix, "bitmask"):
+            return self._measure_sparse(matrix)
+        if not stored.has(matrix, "weight_packed"):
+            info = stored.info(matrix, "weight")
+            if len(info.shape) != 2:
+                raise stored.error(matrix, "has a weight that is no matrix; the file is damaged")
+            return self._measure_plain(matrix, info.kind, info.shape)
+        packed = stored.info(matrix, "weight_packed")
+        if len(packed.shape) != 2:
+            raise stored.error(matrix, "has a weight_packed that is no matrix; the file is damaged")
+        n, words = packed.shape
+        if packed.kind == "U8":
+            stored.shape(matrix, "weight_scale", ("U8",), (n, 2 * words // BLOCK))
+            if words % (BLOCK // 2):
+                raise stored.error(matrix, f"has rows of {2 * words} numbers, no multiple of {BLOCK}; take another checkpoint")
+            return "MXFP4", (n, 2 * words), "MXFP4"
+        shape = stored.info(matrix, "weight_shape")
+        stored.shape(matrix, "weight_shape", ("I64",), (2,))
+        stored.shape(matrix, "weight_packed", ("I32",), packed.shape)
+        rows, k = (int(size) for size in stored.array(matrix, shape.name.rpartition(".")[2]))
+        if rows != n or k < 1 or words * 32 % k:
+            raise stored.error(matrix, f"has {n} x {words} words for {rows} x {k} numbers; the file is damaged")
+        bits = words * 32 // k
+        if bits not in BITS:
+            raise stored.error(matrix, f"has {bits} bits; {', '.join(map(str, BITS))} are read: take another checkpoint")
+        self._bits[matrix] = bits
+        return self._integer_kind(matrix, bits, n, k)
+
+    def _measure_plain(self, matrix: str, kind: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, int], str]:
+        n, k = shape
+        if kind == "I8":
+            self._bits[matrix] = 8
+            return self._integer_kind(matrix, 8, n, k)
+        if kind not in float8.KINDS:
+            raise self._stored.error(matrix, f"has numbers of {kind}, which are not read; take another checkpoint")
+        float8.check_scale(self._stored, matrix, "weight_scale", n, k)
+        return "F32", (n, k), f"{kind} as bfloat16"
+
+    def _measure_sparse(self, matrix: str) -> tuple[str, tuple[int, int], str]:
+        stored = self._stored
+        stored.shape(matrix, "shape", ("I64",), (2,))
+        n, k = (int(size) for size in stored.array(matrix, "shape"))
+        if n < 1 or k < 1 or k % 8:
+            raise stored.error(matrix, f"is {n} x {k}, which 2:4 cannot be; the file is damaged")
+        kind = stored.info(matrix, "compressed").kind
+        stored.shape(matrix, "compressed", (kind,), (n, k // 2))
+        stored.shape(matrix, "bitmask", ("U8",), (n, k // 8))
+        if stored.has(matrix, "weight_scale"):
+            found = self._measure_plain(matrix, kind, (n, k))
+        elif kind in SCALES:
+            found = "F32", (n, k), kind
+        else:
+            raise stored.error(matrix, f"has numbers of {kind}, which are not read; take another checkpoint")
+        return found[0], found[1], f"2:4 (zeros are written out), {found[2]}"
+
+    def _integer_kind(self, matrix: str, bits: int, n: int, k: int) -> tuple[str, tuple[int, int], str]:
+        stored, groups = self._stored, self._groups(matrix)
+        scale = stored.info(matrix, "weight_scale")
+        rows = 1 if scale.shape in ((), (1,)) else n
+        stored.shape(matrix, "weight_scale", SCALES, (n, groups) if rows == n else scale.shape)
+        if groups < 1 or k % groups or (k // groups) % BLOCK:
+            raise stored.error(
+                matrix, f"has {groups} groups of {k} columns; groups of a multiple of {BLOCK} are read: take another checkpoint"
+            )
+        zeros, half = self._zeros(matrix, n, groups), 1 << bits - 1
+        low, high = (0, 0) if zeros is None else (int(zeros.min()), int(zeros.max()))
+        kind = kind_of(-half - high, half - 1 - low)
+        if kind is None:
+            raise stored.error(
+                matrix, "has 8 bits and zero points, which no packed kind holds; take a symmetric checkpoint, or one of 4 bits"
+            )
+        size = f"groups of {k // groups}" if groups > 1 else "a scale a row" if rows == n else "one scale"
+        return kind, (n, k), f"{bits} bits, {size}"
+
+    def _groups(self, matrix: str) -> int:
+        shape = self._stored.info(matrix, "weight_scale").shape
+        return shape[1] if len(shape) == 2 else 1
+
+    def _zeros(self, matrix: str, n: int, groups: int) -> np.ndarray | None:
+        """int8 [n, groups]; None where all are 0."""
+        if not self._stored.has(matrix, "weight_zero_point"):
+            return None
+        stored, bits = self._stored, self._bits[matrix]
+        if stored.info(matrix, "weight_zero_point").kind == "I32":
+            stored.shape(matrix, "weight_zero_point", ("I32",), (-(-n * bits // 32), groups))
+            words = np.ascontiguousarray(stored.array(matrix, "weight_zero_point").T)
+            zeros = (unpacked(words, bits)[:, :n].T - np.uint8(1 << bits - 1)).view(np.int8)
+        else:
+            shape = stored.info(matrix, "weight_zero_point").shape
+            stored.shape(matrix, "weight_zero_point", ("I8",), shape if shape in ((), (1,)) else (n, groups))
+            zeros = np.broadcast_to(stored.array(matrix, "weight_zero_point").reshape(-1, groups), (n, groups))
+        return zeros if zeros.any() else None
+
+    def _integers(self, matrix: str, first: int, last: int, k: int) -> np.ndarray:
+        """int8 [last - first, k]."""
+        if matrix in self._bits and self._stored.has(matrix, "weight_packed"):
+            bits = self._bits[matrix]
+            words = np.ascontiguousarray(self._stored.array(matrix, "weight_packed")[first:last])
+            return (unpacked(words, bits)[:, :k] - np.uint8(1 << bits - 1)).view(np.int8)
+        return self._kept(matrix, "weight", first, last).view(np.int8)
+
+    def _floats(self, matrix: str, n: int, k: int) -> np.ndarray:
+        kept = self._kept(matrix, "weight", 0, n)
+        if not self._stored.has(matrix, "weight_scale"):
+            if self._stored.info(matrix, "compressed").kind == "BF16":
+                return (kept.astype(np.uint32) << 16).view(np.float32)
+            return kept.astype(np.float32)
+        field = "compressed" if self._stored.has(matrix, "bitmask") else "weight"
+        values = float8.VALUES[self._stored.info(matrix, field).kind][kept]
+        return values * float8.scales(self._stored, matrix, "weight_scale", n, k)
+
+    def _kept(self, matrix: str, field: str, first: int, last: int) -> np.ndarray:
+        """Rows of a field, or of what 2:4 kept of it among zeros."""
+        if not self._stored.has(matrix, "bitmask"):
+            return self._stored.array(matrix, field)[first:last]
+        values, mask = (self._stored.array(matrix, name)[first:last] for name in ("compressed", "bitmask"))
+        chosen = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
+        if not (chosen.sum(1) == values.shape[1]).all():
+            raise self._stored.error(matrix, "has a bitmask that keeps another number than half; the file is damaged")
+        made = np.zeros(chosen.shape, values.dtype)
+        made[chosen] = values.reshape(-1)
+        return made

@@ -1,0 +1,55 @@
+"""FP8 folders as DeepSeek, Qwen and transformers (quant_method "fp8", "fbgemm_fp8") write them.
+
+    weight float8 [n, k], weight_scale_inv float [n / 128, k / 128]    w = weight * weight_scale_inv of its block
+    weight_scale [n, 1], [1] in place of it    w = weight * weight_scale
+
+The numbers become bfloat16 in the core, int8 where `quantize` asks for it. Scales of activations are left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headrace.weights.quantized import float8
+from headrace.weights.quantized.scheme import Coded, Stored
+from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import TensorInfo
+
+SCALE = ("weight_scale_inv", "weight_scale")
+LEFT_OUT = ("input_scale", "activation_scale", "input_scale_ub")
+
+
+class Fp8:
+    """See the module. Raises WeightError, in one line, for damaged files."""
+
+    def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
+        self._stored = Stored(folder, "FP8")
+        self._scale: dict[str, str] = {}
+        self.matrices: dict[str, Coded] = {}
+        for field in SCALE:
+            for matrix in self._stored.prefixes(field):
+                weight = self._stored.info(matrix, "weight")
+                shape = weight.shape if len(weight.shape) == 2 else (0, 0)
+                self._stored.shape(matrix, "weight", float8.KINDS, shape)
+                float8.check_scale(self._stored, matrix, field, *shape)
+                fields = [one for one in ("weight", field, *LEFT_OUT) if self._stored.has(matrix, one)]
+                info = TensorInfo(f"{matrix}.weight", shape, "F32", 4 * shape[0] * shape[1])
+                self._scale[info.name] = field
+                self.matrices[info.name] = Coded(info, tuple(f"{matrix}.{one}" for one in fields))
+
+    @property
+    def said(self) -> str:
+        kinds = dict.fromkeys(
+            self._stored.info(name.removesuffix(".weight"), "weight").kind.removeprefix("F8_") for name in self.matrices
+        )
+        return f"FP8, {' and '.join(kinds)} as bfloat16"
+
+    def rows(self, name: str) -> np.ndarray:
+        """uint8 [n, 4 * k]."""
+        matrix, (n, k) = name.removesuffix(".weight"), self.matrices[name].info.shape
+        values = float8.VALUES[self._stored.info(matrix, "weight").kind][self._stored.array(matrix, "weight")]
+        return (values * float8.scales(self._stored, matrix, self._scale[name], n, k)).view(np.uint8)
+
+    def columns(self, name: str) -> None:
+        """In order."""

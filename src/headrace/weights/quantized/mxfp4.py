@@ -1,0 +1,52 @@
+"""MXFP4 folders (Open Compute Project, Microscaling Formats 1.0) as transformers writes them (quant_method "mxfp4").
+
+Of a matrix [n, k] that is called NAME: NAME_blocks uint8 [n, k / 32, 16], two neighbours a byte, the low half first, and
+NAME_scales uint8 [n, k / 32], powers of two less 127.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headrace.weights.kinds import KINDS
+from headrace.weights.quantized.rows import BLOCK, mxfp4_rows
+from headrace.weights.quantized.scheme import Coded
+from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import TensorInfo, WeightError
+
+BLOCKS, SCALES = "_blocks", "_scales"
+
+
+class Mxfp4:
+    """See the module. Raises WeightError, in one line, for damaged files and for matrices of experts, which are not built."""
+
+    said = "MXFP4"
+
+    def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self.matrices: dict[str, Coded] = {}
+        for blocks in folder.names():
+            if not blocks.endswith(BLOCKS):
+                continue
+            name = blocks.removesuffix(BLOCKS)
+            scales, shape = f"{name}{SCALES}", folder.info(blocks).shape
+            if len(shape) == 4:
+                raise WeightError(f"{folder.path}: MXFP4 matrix {name!r} is one of experts, which are not built")
+            stored = folder.infos.get(scales)
+            if stored is None or len(shape) != 3 or shape[2] != BLOCK // 2 or stored.shape != shape[:2]:
+                raise WeightError(f"{folder.path}: MXFP4 matrix {name!r} lacks scales or has odd blocks; it is damaged")
+            if {stored.kind, folder.info(blocks).kind} != {"U8"}:
+                raise WeightError(f"{folder.path}: MXFP4 matrix {name!r} has blocks or scales of another type; it is damaged")
+            size = (shape[0], shape[1] * BLOCK)
+            name = name if name.endswith(".weight") else f"{name}.weight"
+            info = TensorInfo(name, size, "MXFP4", shape[0] * shape[1] * KINDS["MXFP4"].nbytes)
+            self.matrices[name] = Coded(info, (blocks, scales))
+
+    def rows(self, name: str) -> np.ndarray:
+        """uint8 [n, row bytes]."""
+        blocks, scales = (self._folder.array(part) for part in self.matrices[name].stored)
+        return mxfp4_rows(blocks.reshape(len(blocks), -1), scales)
+
+    def columns(self, name: str) -> None:
+        """In order."""
