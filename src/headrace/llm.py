@@ -258,7 +258,8 @@ class LLM:
 
     def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, **settings: Any) -> list[RequestOutput]:
         """What a strategy that writes nothing makes of running texts."""
-        batch = self._encode_running(texts)
+        read = self.tokenizer.encode  # running text: no special tokens are read in it
+        batch = [read(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
         params = [SamplingParams(max_tokens=1, **settings)] * len(batch)
         return whole(self._run(batch, params, (), strategy, Silent()))
 
@@ -356,11 +357,6 @@ class LLM:
                     self.engine.abort(output.request_id)
                 raise
         return [outputs[at] for at in range(len(prompts))]
-
-    def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        """Running text is no conversation: what looks like a control token in it is text."""
-        read = self.tokenizer.encode
-        return [read(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
 
     def _drain(
         self, outputs: list[RequestOutput], inbox: Inbox, cancelled: Callable[[], bool] | None = None
