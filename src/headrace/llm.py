@@ -258,8 +258,7 @@ class LLM:
 
     def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, **settings: Any) -> list[RequestOutput]:
         """What a strategy that writes nothing makes of running texts."""
-        read = self.tokenizer.encode  # running text: no special tokens are read in it
-        batch = [read(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
+        batch = self._encode_running(texts)
         params = [SamplingParams(max_tokens=1, **settings)] * len(batch)
         return whole(self._run(batch, params, (), strategy, Silent()))
 
@@ -357,6 +356,10 @@ class LLM:
                     self.engine.abort(output.request_id)
                 raise
         return [outputs[at] for at in range(len(prompts))]
+
+    def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        """Running text is no conversation: what looks like a control token in it is text."""
+        return [self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
 
     def _drain(
         self, outputs: list[RequestOutput], inbox: Inbox, cancelled: Callable[[], bool] | None = None

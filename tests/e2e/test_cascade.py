@@ -8,12 +8,13 @@ import pytest
 
 from headrace.bench import cascade as bench
 from headrace.cli.app import main
+from headrace.cli.cascades import read_cascade
 from headrace.data.outputs import CompletionOutput, RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import RequestMetrics
 from headrace.llm import LLM
-from headrace.server.settings import SettingsError, read_cascade
+from headrace.server.settings import SettingsError
 from headrace.workflows.cascade import Tier, answer, auroc, deferrals, losses_against, said, surety
 from tests.tiny_files import write_tiny_gguf
 

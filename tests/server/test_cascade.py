@@ -10,13 +10,14 @@ import pytest
 
 from headrace.cli import serve as command
 from headrace.cli.app import main
+from headrace.cli.cascades import read_cascade
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.server import cascade as module
 from headrace.server.async_llm import RequestFailedError
 from headrace.server.fields import ChatRequest
 from headrace.server.serving import Chosen, open_models
-from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError, read_cascade
+from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
 from headrace.server.tickets import DeadlineError
 from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown

@@ -47,8 +47,9 @@ def serve(
     """
     options.check()
     check_installed()
+    from headrace.cli.cascades import read_cascade
     from headrace.server.logs import use_json
-    from headrace.server.settings import Limits, ServerSettings, read_cascade
+    from headrace.server.settings import Limits, ServerSettings
 
     if server.log_json:
         use_json()

@@ -1,11 +1,8 @@
 """How a server is run: names, key, limits. Plain data, checked when it is made."""
 
 import ipaddress
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from headrace.workflows.surety import TOKEN_SCORES, TokenScore
 
@@ -115,48 +112,3 @@ class CascadeSettings:
             raise SettingsError(
                 f"{who} needs a threshold from 0 to 1 for each tier but the last ({NEVER}: never sure enough), or calibration"
             )
-
-
-def read_cascade(table: Mapping[str, Any]) -> CascadeSettings:
-    """A table of a file of settings: name, tiers, score, and threshold or calibration (each one, or a list of as many as
-    tiers but the last). Raises SettingsError."""
-    given = dict(table)
-    name, tiers, score = given.pop("name", ""), given.pop("tiers", []), given.pop("score", None)
-    thresholds, files = _listed(given.pop("threshold", None)), _listed(given.pop("calibration", None))
-    who = f"the cascade {str(name)[:100]!r}"
-    if given:
-        raise SettingsError(f"{who}: there is no setting {min(given)!r}; it has name, tiers, score, threshold, calibration")
-    if not isinstance(name, str) or not isinstance(tiers, list) or not all(isinstance(tier, str) for tier in tiers):
-        raise SettingsError(f"{who}: name is text and tiers is a list of the names of models")
-    if bool(thresholds) == bool(files):
-        raise SettingsError(f"{who} needs either threshold or calibration (what bench cascade --json wrote)")
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in thresholds):
-        raise SettingsError(f"{who}: threshold is a number, or a list of one for each tier but the last")
-    found = [_calibrated(who, one, score) for one in files]
-    return CascadeSettings(
-        name,
-        tuple(tiers),
-        tuple(float(one) for one in thresholds or [threshold for threshold, _, _ in found]),
-        score or (found[0][1] if found else "min"),
-        "; ".join(promise for _, _, promise in found),
-    )
-
-
-def _listed(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [] if given is None else [given]
-
-
-def _calibrated(who: str, file: Any, score: Any) -> tuple[float, TokenScore, str]:
-    """Threshold, score and promise of what `bench cascade --json` wrote. Raises SettingsError."""
-    try:
-        told = json.loads(Path(file).expanduser().read_text("utf-8"))
-        made, scored = told["calibration"], told["score"]
-        threshold, n = made["threshold"], made["n"]
-        promise = f"loses at most {made['delta']:g} with probability {1 - made['epsilon']:g}, on inputs like the {n} of {file}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{who}: {file} is not what bench cascade --json writes ({type(error).__name__})") from None
-    if score is not None and score != scored:
-        raise SettingsError(f"{who}: {file} was calibrated with the score {scored!r}, not {score!r}; leave score out")
-    if not isinstance(threshold, int | float):
-        raise SettingsError(f"{who}: {file} found no threshold; calibrate with more questions, or a larger --delta")
-    return float(threshold), scored, promise
