@@ -194,6 +194,16 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "gptq of fewer words": (gptq, changed("qweight", lambda x: x[:-1]), "has 2 groups of 56 columns"),
     "gptq of fewer rows": (gptq, changed("qweight", lambda x: x[:, :-8]), "scales of F16 2 x 96 and needs F16 2 x 88"),
     "gptq of words in a row": (gptq, changed("qweight", torch.ravel), "has tensors that are no matrices"),
+    "gptq with scales that 16 bits lack": (
+        gptq,
+        changed("scales", lambda x: x.float() * 1e-7),
+        "scales too large or too small for 16 bits",
+    ),
+    "awq with scales that 16 bits lack": (
+        awq,
+        changed("scales", lambda x: x.float() * 1e9),
+        "scales too large or too small for 16 bits",
+    ),
     "gptq with scales of integers": (
         gptq,
         changed("scales", lambda x: x.int()),

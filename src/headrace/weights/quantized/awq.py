@@ -56,7 +56,7 @@ class Awq:
         matrix, info = name.removesuffix(".weight"), self.matrices[name].info
         n, k = info.shape
         words, zeros = (self._stored.array(matrix, field) for field in ("qweight", "qzeros"))
-        scales = self._stored.floats(matrix, "scales").astype(np.float16)
+        scales = self._stored.halves(matrix, "scales")
         group = np.arange(0, k, BLOCK) // (k // len(scales))  # of each block
 
         def make(first: int, last: int) -> np.ndarray:

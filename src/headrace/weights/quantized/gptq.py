@@ -68,7 +68,7 @@ class Gptq:
         """uint8 [n, row bytes]."""
         matrix, sizes, kind = name.removesuffix(".weight"), self._sizes[name], self.matrices[name].info.kind
         words, columns = self._stored.array(matrix, "qweight"), self.columns(name)
-        scales = self._stored.floats(matrix, "scales").astype(np.float16)
+        scales = self._stored.halves(matrix, "scales")
         zeros = self._zeros(matrix, sizes)
         group = np.arange(0, sizes.k, BLOCK) // sizes.group  # of each block
 
