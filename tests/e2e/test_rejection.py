@@ -86,7 +86,6 @@ def truth(backend: str) -> torch.Tensor:
     """The distribution of the first three tokens [V, V, V], token by token from the model's own processed logits."""
     runner = RUNNERS[backend]()[0]
     engine = engine_of([runner], None, block=4 if backend == "torch" else 16)
-    found = torch.zeros(SIZE, SIZE, SIZE, dtype=torch.float64)
 
     def after(path: list[int]) -> torch.Tensor:
         tokens = [*PROMPT, *path]
@@ -101,7 +100,12 @@ def truth(backend: str) -> torch.Tensor:
         spec = RowSpec(PARAMS, [(0, 0)], tokens, len(PROMPT))
         return torch.softmax(process(logits, [spec]).double(), -1)[0]
 
-    first = after([])
+    return jointly(after)
+
+
+def jointly(after: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+    """The distribution of three tokens [V, V, V], by those [V] of the token after the ones before it."""
+    first, found = after([]), torch.zeros(SIZE, SIZE, SIZE, dtype=torch.float64)
     for a in range(SIZE):
         second = after([a])
         for b in range(SIZE):

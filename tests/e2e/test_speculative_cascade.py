@@ -32,7 +32,7 @@ from tests.contrast_engines import engine_of, native_engine_of
 from tests.contrast_reference import chosen, forward, speculative_cascade
 from tests.drafters import Replaying
 from tests.e2e.test_contrastive import outputs, prompts
-from tests.e2e.test_rejection import ALPHA, PROMPT, SIZE, chance_under
+from tests.e2e.test_rejection import ALPHA, PROMPT, SIZE, chance_under, jointly
 from tests.native_reference import bfloat16_attention, reference_of
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
 from tests.tiny_native import as_bfloat16, native_model, packed
@@ -152,7 +152,6 @@ def play(params: SamplingParams, drafter: Drafter | None, gamma: int = 1, count:
 @lru_cache(maxsize=4)
 def truth(params: SamplingParams) -> torch.Tensor:
     """The distribution of the first three tokens [V, V, V]: the row that the rule names, then the filters."""
-    found = torch.zeros(SIZE, SIZE, SIZE, dtype=torch.float64)
 
     def after(path: list[int]) -> torch.Tensor:
         tokens = [*PROMPT, *path]
@@ -160,12 +159,7 @@ def truth(params: SamplingParams) -> torch.Tensor:
         spec = RowSpec(params, [(0, 0)], tokens, len(PROMPT))
         return torch.softmax(process(chosen(*rows, params)[None].float(), [spec]).double(), -1)[0]
 
-    first = after([])
-    for a in range(SIZE):
-        second = after([a])
-        for b in range(SIZE):
-            found[a, b] = first[a] * second[b] * after([a, b])
-    return found
+    return jointly(after)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {

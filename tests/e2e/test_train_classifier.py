@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench.exits import Said, calibration_error, confusion, overthinking
+from headrace.bench.exits import Said, calibration_errors, confusion, overthinking
 from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, Exits, leave_at
 from headrace.startup.exits import CALIBRATION, INFO
@@ -129,7 +129,7 @@ def test_how_far_an_exit_is_off_its_own_word() -> None:
     first = [[0.9, 0.1], [0.08, 0.92], [0.6, 0.4], [0.6, 0.4]]
     said = Said(np.array([first, [[1.0, 0.0]] * 4]), np.array([0, 0, 0, 0]), np.array([1, 2]))
     # bins of a fifteenth: 0.9 and 0.92 together, 0.6 and 0.6
-    assert calibration_error(said) == pytest.approx([(abs(1.82 - 1) + abs(1.2 - 2)) / 4, 0.0])
+    assert calibration_errors(said) == pytest.approx([(abs(1.82 - 1) + abs(1.2 - 2)) / 4, 0.0])
     assert confusion(said, "max_prob", 0.91) == [[3, 1], [0, 0]]
     assert confusion(said, "", 0.0) == [[4, 0], [0, 0]]
 

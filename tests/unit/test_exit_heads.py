@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from headrace.startup.opening import open_model
-from headrace.training.exits import Rated, calibration_error, check, confidences, cost_of, default_exits, seen_share
+from headrace.training.calibration import calibration_error
+from headrace.training.exits import Rated, check, confidences, cost_of, default_exits, seen_share
 from headrace.training.kinds import begin
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Text
@@ -57,9 +58,9 @@ def test_confidence_against_how_often_it_is_right() -> None:
     """Two bins: nine of ten where it says 0.9 is what it says; half where it says 0.7 is two tenths off for half of all."""
     sure = torch.tensor([0.9] * 10 + [0.7] * 10)
     right = torch.tensor([True] * 9 + [False] + [True, False] * 5)
-    assert calibration_error(sure, right) == pytest.approx(0.1)
-    assert calibration_error(sure[:10], right[:10]) == pytest.approx(0.0, abs=1e-6)
-    assert calibration_error(torch.ones(4), torch.zeros(4, dtype=torch.bool)) == 1.0
+    assert calibration_error(sure, right, 10) == pytest.approx(0.1)
+    assert calibration_error(sure[:10], right[:10], 10) == pytest.approx(0.0, abs=1e-6)
+    assert calibration_error(torch.ones(4), torch.zeros(4, dtype=torch.bool), 10) == 1.0
 
 
 def test_an_exit_that_is_given_the_last_row_agrees() -> None:

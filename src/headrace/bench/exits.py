@@ -13,6 +13,7 @@ from headrace.bench.plots import Line
 from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, leave_at, probabilities
 from headrace.startup.exits import Pair
+from headrace.training.calibration import calibration_error
 from headrace.training.classifier import Labelled, exit_logits, grid_of
 
 BATCHES = (1, 8, 32)
@@ -69,15 +70,10 @@ def overthinking(said: Said) -> dict[str, float]:
 BINS = 15
 
 
-def calibration_error(said: Said) -> list[float]:
-    """By exit the expected calibration error (Guo et al., 2017): how far what it says it is sure of lies from how often it is
-    right, over 15 bins of equal width. A high probability is not correctness."""
-    found = []
-    for sure, right in zip(said.said.max(-1), said.right, strict=True):
-        bins = np.minimum((sure * BINS).astype(int), BINS - 1)
-        each = [bins == one for one in range(BINS)]
-        found.append(float(sum(abs(sure[one].sum() - right[one].sum()) for one in each) / len(sure)))
-    return found
+def calibration_errors(said: Said) -> list[float]:
+    """By exit the expected calibration error, over 15 bins."""
+    each = zip(said.said.max(-1), said.right, strict=True)
+    return [calibration_error(sure, right, BINS) for sure, right in each]
 
 
 def confusion(said: Said, criterion: str, threshold: float) -> list[list[int]]:
@@ -140,7 +136,7 @@ def measure(llm: LLM, data: Labelled, criterion: str | None, threshold: float | 
         "layers": depth / layers,
         "exit_layers": said.layers.tolist(),
         "by_exit": said.right.mean(-1).tolist(),
-        "calibration_error": calibration_error(said),
+        "calibration_error": calibration_errors(said),
         "labels": list(llm.classifier.exits.labels),
         "confusion": confusion(said, *rule),
         "batches": [clock(llm, texts[: 32 * batch], batch, rule, rounds) for batch in BATCHES],

@@ -90,6 +90,7 @@ class PackedWeights:
         self._linears: dict[str, list[PackedPart]] = {}
         self._gated: dict[str, Any] = {}
         self._rounded: set[str] = set()
+        self._orders: dict[str, tuple[int, ...]] = {}  # of stored tensors, each sorted once
         if quantize and not any(self.source.info(p.source).kind in FLOATS for p in self._matrices()):
             raise WeightError(f"{source.path}: the weights are quantised already; leave quantize={quantize!r} out")
 
@@ -224,8 +225,12 @@ class PackedWeights:
         return "bf16" if self.source.info(part.source).kind in FLOATS and not self.quantize else "a8"
 
     def _order(self, part: WeightPart) -> tuple[int, ...]:
-        columns = None if self._read(part) else self.source.columns(part.source)
-        return () if columns is None else tuple(columns.tolist())
+        if self._read(part):
+            return ()
+        if part.source not in self._orders:
+            columns = self.source.columns(part.source)
+            self._orders[part.source] = () if columns is None else tuple(columns.tolist())
+        return self._orders[part.source]
 
     def _quantize(self, part: WeightPart, wide: bool = False) -> str:
         return _quantized(self.source.info(part.source).kind, self.quantize, wide)

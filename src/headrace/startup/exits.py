@@ -85,19 +85,17 @@ class Classifier:
 
 
 def encoded(read: Callable[[str], list[int]], texts: Any) -> Any:
-    """Texts as `LLM.classify` takes them, with those that are two, (a, b), as ids: [CLS] a [SEP] b [SEP], all of one type."""
+    """Texts as `LLM.classify` takes them as ids; of those that are two, (a, b): [CLS] a [SEP] b [SEP], all of one type."""
     if isinstance(texts, str) or not all(isinstance(one, str | tuple | list) for one in texts):
         return texts
-    return [pair_of(read, *one) if _is_pair(one) else one for one in texts]
+    return [_ids(read, one) for one in texts]
 
 
-def pair_of(read: Callable[[str], list[int]], first: str, second: str) -> list[int]:
-    """Ids of two texts that are read as one."""
-    return [*read(first), *read(second)[1:]]
-
-
-def _is_pair(one: Any) -> bool:
-    return isinstance(one, tuple) and len(one) == 2 and all(isinstance(text, str) for text in one)
+def _ids(read: Callable[[str], list[int]], text: Any) -> Any:
+    if isinstance(text, tuple) and len(text) == 2 and all(isinstance(one, str) for one in text):
+        first, second = text
+        return [*read(first), *read(second)[1:]]
+    return read(text) if isinstance(text, str) else text
 
 
 def opened(classifier: Classifier | None) -> Classifier:

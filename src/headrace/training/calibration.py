@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 Bound = Literal["hb", "hoeffding"]  # Hoeffding-Bentkus, or the older and weaker bound
 
@@ -85,6 +86,14 @@ def calibrate(
         found = tried[-1]
     threshold, risk = (None, None) if found is None else (found.threshold, found.risk)
     return Calibration(threshold, risk, delta, epsilon, bound, n, tried)
+
+
+def calibration_error(sure: ArrayLike, right: ArrayLike, bins: int) -> float:
+    """The expected calibration error (Naeini et al. 2015; Guo et al. 2017): how far confidences [n] in [0, 1] lie from how
+    often they are right, on average, in bins of equal width. A high probability is not correctness."""
+    said, held = np.asarray(sure, np.float64), np.asarray(right, np.float64)
+    each = np.minimum((np.asarray(sure) * bins).astype(int), bins - 1)
+    return float(np.abs(np.bincount(each, said - held)).sum() / len(said))
 
 
 def _term(a: float, b: float) -> float:

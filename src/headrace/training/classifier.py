@@ -21,7 +21,7 @@ from headrace.data.params import SamplingParams
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
 from headrace.runner.exits import BOTH, CRITERIA, Exits, leave_at, probabilities
-from headrace.startup.exits import Pair, Rule, pair_of, save
+from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.training.calibration import calibrate
 
 STEPS = 200  # of L-BFGS, at most
@@ -101,8 +101,7 @@ def pooled_rows(llm: LLM, texts: Sequence[str | Pair], layers: tuple[int, ...], 
 def exit_logits(llm: LLM, texts: Sequence[str | Pair]) -> list[list[tuple[float, ...]]]:
     """For each text the logits [exits, classes] of all exits: nobody leaves early."""
     read = partial(llm.tokenizer.encode, parse_special=False)
-    ids = [pair_of(read, *text) if isinstance(text, tuple) else read(text) for text in texts]
-    outputs = whole(llm.generate(ids, SamplingParams(max_tokens=1), strategy=Classifying()))
+    outputs = whole(llm.generate(encoded(read, texts), SamplingParams(max_tokens=1), strategy=Classifying()))
     return [output.classified for output in outputs]
 
 

@@ -14,6 +14,7 @@ from headrace.models.registry import describe
 from headrace.runner.heads import EXIT, Tensors
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
+from headrace.training.calibration import calibration_error
 from headrace.training.distil import Recipe, Tell, judge, train
 from headrace.training.kinds import KINDS, begin
 from headrace.training.networks import norm
@@ -100,7 +101,7 @@ def distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
         as_is, agreed = (float(right[exit].float().mean()) for _, right in (lens, sure))
         most, right = (one[exit] for one in sure)
         left = tuple(_leaving(most, right, threshold, cost, head) for threshold in THRESHOLDS)
-        rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, calibration_error(most, right), left))
+        rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, calibration_error(most, right, BINS), left))
     best = max(rated, key=lambda one: one.promise).layers
     about: dict[str, float | str] = {f"agreement_{one.layers}": round(one.agreement, 3) for one in rated}
     files.save(out, replace(made.heads, drafts=best), opened, made.about | about)
@@ -145,13 +146,6 @@ def confidences(tensors: Tensors, teacher: Teacher, texts: Sequence[Text]) -> tu
         sure.append(most)
         right.append(tokens == best)
     return torch.cat(sure, 1), torch.cat(right, 1)
-
-
-def calibration_error(sure: torch.Tensor, right: torch.Tensor) -> float:
-    """The expected calibration error (Naeini et al. 2015) of confidences [n] in [0, 1], in ten bins."""
-    bins = (sure * BINS).long().clamp(max=BINS - 1)
-    gap = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, sure.double() - right.double())
-    return float(gap.abs().sum() / len(sure))
 
 
 def _leaving(sure: torch.Tensor, right: torch.Tensor, threshold: float, cost: float, head: float) -> Leaving:

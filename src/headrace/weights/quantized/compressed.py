@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.weights.dequant import dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized import float8
 from headrace.weights.quantized.rows import BLOCK, by_turns, kind_of, mxfp4_rows, rows_of, unpacked
@@ -188,9 +189,7 @@ class CompressedTensors:
     def _floats(self, matrix: str, n: int, k: int) -> np.ndarray:
         kept = self._kept(matrix, "weight", 0, n)
         if not self._stored.has(matrix, "weight_scale"):
-            if self._stored.info(matrix, "compressed").kind == "BF16":
-                return (kept.astype(np.uint32) << 16).view(np.float32)
-            return kept.astype(np.float32)
+            return dequantize(kept.reshape(-1).view(np.uint8), self._stored.info(matrix, "compressed").kind).reshape(n, k)
         field = "compressed" if self._stored.has(matrix, "bitmask") else "weight"
         values = float8.VALUES[self._stored.info(matrix, field).kind][kept]
         return values * float8.scales(self._stored, matrix, "weight_scale", n, k)

@@ -6,12 +6,12 @@ integer minus zero point is an integer again.
     q - z of 8 bits, z = 128:   Q8_0, w = d * (q - 128)
 """
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from headrace import native
 from headrace.weights.kinds import KINDS
 
 BLOCK = 32
@@ -48,7 +48,7 @@ def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     offset = offset + np.uint8(-RANGES[kind][0])
     if kind == "Q5_0":
         made[:, :, 2:6] = np.packbits(offset >> 4, axis=2, bitorder="little")
-    made[:, :, -16:] = offset[:, :, :16] & 15 | offset[:, :, 16:] << 4
+    made[:, :, -16:] = _nibbles(offset & 15)
     return made.reshape(n, -1)
 
 
@@ -58,7 +58,7 @@ def table_rows(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     each = codes.reshape(n, blocks, BLOCK)
     made = np.empty((n, blocks, KINDS["NF4"].nbytes), np.uint8)
     made[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
-    made[:, :, 2:] = each[:, :, :16] | each[:, :, 16:] << 4
+    made[:, :, 2:] = _nibbles(each)
     return made.reshape(n, -1)
 
 
@@ -68,12 +68,18 @@ def mxfp4_rows(packed: np.ndarray, powers: np.ndarray) -> np.ndarray:
     codes = unpacked(np.ascontiguousarray(packed), 4).reshape(*powers.shape, BLOCK)
     made = np.empty((*powers.shape, KINDS["MXFP4"].nbytes), np.uint8)
     made[:, :, 0] = powers
-    made[:, :, 1:] = codes[:, :, :16] | codes[:, :, 16:] << 4
+    made[:, :, 1:] = _nibbles(codes)
     return made.reshape(len(powers), -1)
+
+
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """Columns 0 to 15 of each block in the low halves of bytes, 16 to 31 in the high ones. codes: uint8 [n, blocks, 32]."""
+    joined: np.ndarray = codes[:, :, :16] | codes[:, :, 16:] << 4
+    return joined
 
 
 def by_turns(n: int, make: Callable[[int, int], np.ndarray]) -> np.ndarray:
     """make(first, last) for some rows after others, on all threads, joined."""
     starts = range(0, n, TURN)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "rows") as threads:
+    with ThreadPoolExecutor(native.processors(), "rows") as threads:
         return np.concatenate(list(threads.map(lambda first: make(first, min(first + TURN, n)), starts)))

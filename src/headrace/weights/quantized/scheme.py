@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from headrace.weights.dequant import read_floats
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 
@@ -55,7 +56,7 @@ class Stored:
         return [name.removesuffix(ending) for name in self.folder.names() if name.endswith(ending)]
 
     def has(self, matrix: str, field: str) -> bool:
-        return f"{matrix}.{field}" in self._names
+        return f"{matrix}.{field}" in self.folder.infos
 
     def info(self, matrix: str, field: str) -> TensorInfo:
         """Raises WeightError where the matrix lacks the field."""
@@ -77,10 +78,7 @@ class Stored:
 
     def floats(self, matrix: str, field: str) -> np.ndarray:
         """A field of F16, BF16 or F32 as float32."""
-        stored = self.array(matrix, field)
-        if self.info(matrix, field).kind == "BF16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(np.float32)
+        return read_floats(self.folder, f"{matrix}.{field}")
 
     def halves(self, matrix: str, field: str) -> np.ndarray:
         """A field of scales as float16. Raises WeightError as `as_halves` does."""
@@ -98,7 +96,3 @@ class Stored:
 
     def error(self, matrix: str, what: str) -> WeightError:
         return WeightError(f"{self.folder.path}: {self.scheme} matrix {matrix!r} {what}")
-
-    @property
-    def _names(self) -> Mapping[str, Any]:
-        return self.folder.infos
