@@ -136,7 +136,7 @@ __attribute__((noinline)) static void attend_rows(const Tile& tile, int first, C
     typename Pool::Weights weights;
     float keep[16];
     softmax_update<Pool, rows>(tile, first, view, room, chunk, keep, weights);
-    all_values<Pool, rows, kMaxVectors, fetch>(tile, weights, keep, chunk, 0, tile.state.values(first));
+    all_values<Pool, rows, kTuning.attention_vectors, fetch>(tile, weights, keep, chunk, 0, tile.state.values(first));
 }
 
 template <class Pool, bool fetch, int rows = Pool::kRows>

@@ -5,13 +5,7 @@
 // A line is 64 bytes: 16 tokens of K, or 16 dimensions of V, by kDeep dimensions or tokens; a product with a line takes
 // kDeep numbers of a row at once.
 constexpr int kParts = 16 / kLanes;  // vectors of a line
-#if HEADRACE_LANES == 16
-constexpr int kMaxRows = 6, kMaxPages = 4, kMaxVectors = 4;
-#elif HEADRACE_LANES == 8
-constexpr int kMaxRows = 3, kMaxPages = 1, kMaxVectors = 2;
-#else
-constexpr int kMaxRows = 2, kMaxPages = 1, kMaxVectors = 2;
-#endif
+constexpr int kMaxRows = kTuning.attention_rows, kMaxPages = kTuning.attention_pages;
 
 // The pages of a chunk, and those of the next to fetch meanwhile.
 struct ChunkPages {

@@ -9,7 +9,7 @@ namespace headrace::HEADRACE_ISA {
 #include "linear_panel.inl"
 
 // Input rows at a time.
-constexpr int kMostRows = kDirectRows > kPanelRows ? kDirectRows : kPanelRows;
+constexpr int kMostRows = kTuning.direct_rows > kPanelRows ? kTuning.direct_rows : kPanelRows;
 constexpr int kMostBlocks = 4;                     // row blocks of a unit
 using Sums = float[kMostBlocks * kMostRows * 16];  // [block][rows][16]
 
@@ -46,7 +46,7 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
         }
         return;
     }
-    const DirectKernel kernel = direct_kernels[(int)kernel_kind(weight.kind)][rows - 1];
+    const DirectKernel kernel = direct_kernels.of[(int)kernel_kind(weight.kind)][rows - 1];
     const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
     for (int b = 0; b < blocks; ++b) {
         const uint8_t* data = weight.data + (block + b) * weight.stride;
@@ -135,21 +135,18 @@ static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
     }
 }
 
-// Panels pay from so many rows on.
-constexpr int kPanelsFrom = kLanes == 16 ? 40 : 24;
-
 static void run(const LinearTask& task, int first, int last, int row0, int row1) {
     const bool bf16 = task.weight->kind == PackedKind::kBf16;
     for (int unit = first; unit < last; ++unit) {
         if (task.panels && !bf16) {
             run_panels(task, unit, row0, row1);
         } else {
-            run_direct(task, unit, row0, row1, bf16 ? kBf16Step : kDirectRows);
+            run_direct(task, unit, row0, row1, bf16 ? kTuning.bf16_rows : kTuning.direct_rows);
         }
     }
 }
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {run, kPanelsFrom - 1};
+const LinearKernels linear_kernels = {run, kTuning.panels_from - 1};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -6,16 +6,20 @@ namespace headrace::HEADRACE_ISA {
 
 #include "linear_direct.inl"
 
-extern const DirectKernel direct_kernels[kKernelKinds][kDirectRows];
-const DirectKernel direct_kernels[kKernelKinds][kDirectRows] = {
-#define HEADRACE_ROWS(kind, rows) direct<PackedKind::kind, rows>
-#define HEADRACE_TWO(kind, rows) HEADRACE_ROWS(kind, rows), HEADRACE_ROWS(kind, rows + 1)
-#if HEADRACE_LANES == 4
-#define HEADRACE_ENTRY(kind) {HEADRACE_TWO(kind, 1)},
-#else
-#define HEADRACE_ENTRY(kind) \
-    {HEADRACE_TWO(kind, 1), HEADRACE_TWO(kind, 3), HEADRACE_TWO(kind, 5), HEADRACE_TWO(kind, 7)},
-#endif
-    HEADRACE_KERNEL_KINDS(HEADRACE_ENTRY)};
+template <PackedKind kind, int rows = 1>
+static constexpr void enter(DirectKernels& table) {
+    table.of[(int)kind][rows - 1] = direct<kind, rows>;
+    if constexpr (rows < kTuning.direct_rows) enter<kind, rows + 1>(table);
+}
+
+static constexpr DirectKernels table_of_kernels() {
+    DirectKernels table{};
+#define HEADRACE_ENTER(kind) enter<PackedKind::kind>(table);
+    HEADRACE_KERNEL_KINDS(HEADRACE_ENTER)
+    return table;
+}
+
+extern const DirectKernels direct_kernels;
+constexpr DirectKernels direct_kernels = table_of_kernels();
 
 }  // namespace headrace::HEADRACE_ISA

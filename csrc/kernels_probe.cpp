@@ -19,8 +19,7 @@ static uint8_t read(const uint8_t* data, int64_t bytes) {
     return all;
 }
 
-// As many sums side by side as hide how long one takes; plain vectors are narrow, and the compiler keeps few of them.
-constexpr int kSums = kLanes == 4 ? 4 : 10;
+constexpr int kSums = kTuning.probe_sums;
 
 // So that products are made anew: what `p` points to may have changed.
 HEADRACE_INLINE void look_again(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }

@@ -3,8 +3,6 @@
 
 #include "linear_tile.inl"
 
-constexpr int kBf16Step = kLanes == 16 ? 6 : 2;  // rows x 2 vectors x 2 chains fill the registers
-
 // `columns` vectors of weights (w[c]: the row block's first tile at its part) times `rows` rows. y[c][m]: where the
 // result goes.
 template <int rows, int columns>
@@ -49,24 +47,13 @@ static void bf16_rows(const uint8_t* const* w, const Segments& segments, const u
 using Bf16Kernel = void (*)(const uint8_t* const* w, const Segments& segments, const uint16_t* x, int64_t stride,
                             float* const* y, int64_t y_stride);
 
-template <int columns>
+// rows: from `least` to the most.
+template <int columns, int least = 1>
 HEADRACE_INLINE Bf16Kernel bf16_kernel(int rows) {
-    switch (rows) {
-        case 1:
-            return bf16_rows<1, columns>;
-#if HEADRACE_LANES == 16
-        case 2:
-            return bf16_rows<2, columns>;
-        case 3:
-            return bf16_rows<3, columns>;
-        case 4:
-            return bf16_rows<4, columns>;
-        case 5:
-            return bf16_rows<5, columns>;
-#endif
-        default:
-            return bf16_rows<kBf16Step, columns>;
+    if constexpr (least < kTuning.bf16_rows) {
+        if (rows > least) return bf16_kernel<columns, least + 1>(rows);
     }
+    return bf16_rows<least, columns>;
 }
 
 // Row blocks [block, block + blocks), one or two, times `rows` rows into y[block][rows][16].

@@ -10,12 +10,7 @@ HEADRACE_INLINE void fetch(const uint8_t* from) {
     for (int i = 0; i < bytes; i += 64) later ? prefetch_l2(from + i) : prefetch(from + i);
 }
 
-// Input rows and parts of a row block whose integer sums are held at once.
-constexpr int kTurnRows = kLanes == 16 ? kDirectRows : 4;
-constexpr int kTurnParts = kLanes == 4 ? 1 : kParts;
-// Whether more rows than a turn has read a tile that was unpacked for them. It costs 5 % of the speed of six
-// instructions a product, 30 % of that of two (VNNI), and saves half of what these kernels take to compile.
-constexpr bool kUnpacks = HEADRACE_IS(avx2);
+constexpr int kTurnRows = kTuning.turn_rows, kTurnParts = kTuning.turn_parts;
 
 // Where a tile's integers (part after part of each quad) and scales come from: packed, or unpacked before.
 template <PackedKind kind>
@@ -219,7 +214,7 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
                 fetch_tile<kind, true>(block + ahead, integers + ahead, inner == 0);
             }
             const PackedTile<kind> packed{block, integers, inner, table};
-            if constexpr (turn == rows || !kUnpacks) {
+            if constexpr (turn == rows || !kTuning.unpacks) {
                 add_tile<form, rows>(packed, zero_shift, row, tile, acc);
             } else {
                 UnpackedTile unpacked;

@@ -36,7 +36,7 @@ HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int 
     const bool pad = unit % 2 == 0 && columns + 32 * unit == n;
     if (epilogue.a8.blocks) {
         A8Block* block = epilogue.a8.blocks + (int64_t)row * epilogue.a8.tiles + unit / 2;
-        GroupScale scale[kDirectRows];
+        GroupScale scale[kTuning.direct_rows];
         for (int m = 0; m < rows; ++m) scale[m] = group_scale(value[m]);
         for (int m = 0; m < rows; ++m) {
             put_group(value[m], scale[m], block + (int64_t)m * epilogue.a8.tiles, unit % 2);
@@ -60,7 +60,7 @@ static void finish_gated(const LinearTask& task, int unit, int blocks, int row, 
                          const float* up) {
     // All activations, then all that follows: either way values that do not wait for each other stand next to each
     // other.
-    alignas(64) float value[kDirectRows][32];
+    alignas(64) float value[kTuning.direct_rows][32];
     if (blocks < 2) __builtin_memset(value, 0, sizeof value);
     for (int b = 0; b < blocks; ++b) {
         for (int m = 0; m < rows; ++m) {

@@ -5,10 +5,7 @@
 
 #include "linear_tile.inl"
 
-// Activation rows: with 2 vectors of weights they fill the registers.
-constexpr int kPanelRows = kLanes == 16 ? 6 : kLanes == 4 ? 2 : 3;
-// 768 columns are 24 KB and the scales; CPUs without AVX-512 may have 32 KB of L1, for the input rows, too.
-constexpr int kPanelTiles = kLanes == 16 ? 12 : 8;
+constexpr int kPanelRows = kTuning.panel_rows, kPanelTiles = kTuning.panel_tiles;
 constexpr int kPanelGroups = 2 * kPanelTiles;
 constexpr int kStepFloats = 32 * kPanelRows;  // [2 row blocks][rows][16]
 
@@ -223,25 +220,13 @@ HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind) {
     }
 }
 
+// rows: from `least` to kPanelRows.
+template <int least = 1>
 HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind, int rows) {
-    switch (rows) {
-        case 1:
-            return panel_kernel<1>(kind);
-#if HEADRACE_LANES > 4
-        case 2:
-            return panel_kernel<2>(kind);
-#endif
-#if HEADRACE_LANES == 16
-        case 3:
-            return panel_kernel<3>(kind);
-        case 4:
-            return panel_kernel<4>(kind);
-        case 5:
-            return panel_kernel<5>(kind);
-#endif
-        default:
-            return panel_kernel<kPanelRows>(kind);
+    if constexpr (least < kPanelRows) {
+        if (rows > least) return panel_kernel<least + 1>(kind, rows);
     }
+    return panel_kernel<least>(kind);
 }
 
 // Two row blocks of one tensor over all columns, times rows [row0, row1): sums of step i at sums + i * kStepFloats,

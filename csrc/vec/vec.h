@@ -25,6 +25,7 @@
 //   dot_bf16(acc, w, x)           (acc[n] + w[2n + 1] * x[1]) + w[2n] * x[0] on bfloat16 pairs, each sum rounded once
 //   load_bf16 store_bf16          kLanes values, widened and rounded to nearest even
 //   prefetch(p), prefetch_l2(p)   into L1, or only as near as L2
+//   kTuning                       how much of a kernel fits its registers and caches
 #pragma once
 
 #include <stddef.h>
@@ -43,6 +44,27 @@
 #define HEADRACE_CODE_neon 6
 #define HEADRACE_CODE_i8mm 7
 #define HEADRACE_IS(name) (HEADRACE_PASTE(HEADRACE_CODE_, HEADRACE_ISA) == HEADRACE_CODE_##name)
+
+namespace headrace::HEADRACE_ISA {
+
+// Sizes that a kernel holds at once. They decide speed and what is compiled, never a result. All numbers that were
+// chosen for one instruction set stand in its shim, in this struct.
+struct Tuning {
+    int direct_rows;        // most input rows of one direct kernel; each number of rows is a kernel of its own
+    int turn_rows;          // of them, rows whose integer sums are held at once
+    int turn_parts;         // and vectors of a row block
+    bool unpacks;           // whether more rows than a turn has read a tile that was unpacked for them
+    int panel_rows;         // input rows that go through a panel together
+    int panel_tiles;        // tiles of 64 columns in a panel: 2 KB each and their scales, in L1 with the rows
+    int panels_from;        // input rows from which on panels pay
+    int bf16_rows;          // input rows of a bfloat16 kernel: times 2 vectors, times 2 chains
+    int attention_rows;     // queries at once
+    int attention_pages;    // pages of keys at once: 1, 2 or 4
+    int attention_vectors;  // vectors of values at once
+    int probe_sums;         // sums side by side that hide how long one takes
+};
+
+}  // namespace headrace::HEADRACE_ISA
 
 // kLanes, where the preprocessor asks.
 #if HEADRACE_IS(avx512) || HEADRACE_IS(avx512vnni)

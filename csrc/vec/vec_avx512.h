@@ -6,6 +6,20 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 16;
+constexpr Tuning kTuning = {
+    .direct_rows = 8,
+    .turn_rows = 8,
+    .turn_parts = 1,
+    .unpacks = false,
+    .panel_rows = 6,
+    .panel_tiles = 12,
+    .panels_from = 40,
+    .bf16_rows = 6,
+    .attention_rows = 6,
+    .attention_pages = 4,
+    .attention_vectors = 4,
+    .probe_sums = 10,
+};
 typedef __m512 F32v;
 typedef int32_t I32v __attribute__((vector_size(64)));
 typedef uint32_t U32v __attribute__((vector_size(64)));
