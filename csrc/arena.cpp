@@ -1,16 +1,11 @@
 #include "arena.h"
 
-#include <sys/mman.h>
-#include <time.h>
-
 #include <atomic>
 #include <new>
 #include <thread>
 #include <utility>
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14; before, pages come when they are first written
-#endif
+#include "os.h"
 
 namespace headrace {
 namespace {
@@ -19,12 +14,6 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kLine = 64;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-double thread_seconds() {
-    timespec now{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
 
 }  // namespace
 
@@ -47,7 +36,7 @@ Arena::Arena(size_t block_bytes, Pages pages)
     : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)), pages_(pages) {}
 
 Arena::~Arena() {
-    for (const Block& block : blocks_) munmap(block.mapping, block.mapped);
+    for (const Block& block : blocks_) os::release(block.mapping, block.mapped);
 }
 
 uint8_t* Arena::allocate(size_t bytes) {
@@ -100,18 +89,18 @@ void Arena::provide_page(Block& block, size_t page) {
     }
     uint8_t* memory = block.base + page * kHugePage;
     const bool small = pages_ == Pages::kQuickest && page_size_.small();
-    if (small) madvise(memory, kHugePage, MADV_NOHUGEPAGE);
-    const double before = thread_seconds();
-    if (madvise(memory, kHugePage, MADV_POPULATE_WRITE) == 0) page_size_.took(small, thread_seconds() - before);
+    if (small) os::prefer(os::Pages::kSmall, memory, kHugePage);
+    const double before = os::thread_seconds();
+    // Where the system cannot, pages come when they are first written.
+    if (os::provide(memory, kHugePage)) page_size_.took(small, os::thread_seconds() - before);
     state.store(kThere, std::memory_order_release);
 }
 
 Arena::Block& Arena::add_block(size_t bytes) {
     const size_t mapped = bytes + kHugePage;  // room to begin on a 2 MB boundary
-    void* mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapping == MAP_FAILED) throw std::bad_alloc();
+    void* mapping = os::reserve(mapped);
     auto* base = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(mapping), kHugePage));
-    madvise(base, bytes, MADV_HUGEPAGE);  // a hint: where huge pages are off, small ones serve
+    os::prefer(os::Pages::kLarge, base, bytes);  // where huge pages are off, small ones serve
     blocks_.push_back({base, bytes, 0, mapping, mapped, std::make_unique<std::atomic<Page>[]>(bytes / kHugePage)});
     return blocks_.back();
 }

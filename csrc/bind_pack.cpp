@@ -17,8 +17,8 @@
 #include "bind.h"
 #include "bind_arrays.h"
 #include "bound_weights.h"
-#include "cpu.h"
 #include "in_use.h"
+#include "os.h"
 #include "pack.h"
 
 namespace nb = nanobind;
@@ -168,8 +168,8 @@ nb::dict cpu_info() {
     for (const Isa isa : supported_isas()) isas.append(std::string(isa_name(isa)));
     info["isas"] = isas;
     info["isa"] = std::string(isa_name(kernels().isa));
-    info["cpus"] = allowed_cpus().size();
-    info["quota"] = cgroup_cpus();
+    info["cpus"] = os::allowed_cpus().size();
+    info["quota"] = os::quota();
     info["threads"] = default_threads();
     return info;
 }
@@ -196,7 +196,7 @@ void bind_pack(nb::module_& m) {
     nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
     nb::exception<ThreadsError>(m, "ThreadsError", PyExc_RuntimeError);
     m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads.");
-    m.def("cgroup_cpus", &cgroup_cpus, "membership"_a = "/proc/self/cgroup", "root"_a = "/sys/fs/cgroup");
+    m.def("cgroup_cpus", &os::quota, "membership"_a = os::kMembership, "root"_a = os::kControlGroups);
     m.def("default_threads", &default_threads, "quota"_a,
           "What a pool of 0 threads has, where the quota is so many CPUs.");
     nb::class_<ThreadPool>(m, "ThreadPool")
@@ -246,7 +246,7 @@ void bind_pack(nb::module_& m) {
     m.def("pack_pair", &py_pack_pair, "gate"_a.noconvert(), "gate_kind"_a, "up"_a.noconvert(), "up_kind"_a, "n"_a,
           "k"_a, "arena"_a, "pool"_a, "quantize"_a = "", "isa"_a = "");
     m.def(
-        "release_pages", [](const WholeBytes& mapped) { release_pages(mapped.data(), mapped.nbytes()); },
+        "release_pages", [](const WholeBytes& mapped) { os::forget(mapped.data(), mapped.nbytes()); },
         "mapped"_a.noconvert(),
         "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other "
         "memory.");

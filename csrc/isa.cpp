@@ -4,10 +4,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "os.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
-#elif defined(HEADRACE_ARM)
-#include <sys/auxv.h>
 #endif
 
 namespace headrace {
@@ -64,9 +64,10 @@ std::vector<Isa> detect() {
 std::vector<Isa> detect() {
     constexpr unsigned long kDotProduct = 1UL << 20, kInt8Products = 1UL << 13;  // of AT_HWCAP, of AT_HWCAP2
     std::vector<Isa> found{Isa::kPlain};
-    if (!(getauxval(AT_HWCAP) & kDotProduct)) return found;
+    const os::Features has = os::features();
+    if (!(has.first & kDotProduct)) return found;
     found.insert(found.begin(), Isa::kNeon);
-    if (getauxval(AT_HWCAP2) & kInt8Products) found.insert(found.begin(), Isa::kI8mm);
+    if (has.second & kInt8Products) found.insert(found.begin(), Isa::kI8mm);
     return found;
 }
 #else

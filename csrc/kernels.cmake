@@ -13,11 +13,11 @@ set(HEADRACE_KERNEL_SOURCES
 set(HEADRACE_HOST_SOURCES
   csrc/arena.cpp
   csrc/attention.cpp
-  csrc/cpu.cpp
   csrc/isa.cpp
   csrc/kernels.cpp
   csrc/kv_pool.cpp
   csrc/linear.cpp
+  csrc/os_linux.cpp
   csrc/pack.cpp
   csrc/program.cpp
   csrc/program_buffers.cpp

@@ -1,11 +1,10 @@
 #include "pack.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "os.h"
 #include "scale_check.h"
 
 namespace headrace {
@@ -38,13 +37,6 @@ void check(const PackRequest& request) {
 }
 
 }  // namespace
-
-// Whole pages only, as the system takes them: neighbours read theirs again.
-void release_pages(const uint8_t* mapped, size_t bytes) {
-    const auto start = reinterpret_cast<uintptr_t>(mapped);
-    const uintptr_t first = start / 4096 * 4096;
-    madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
-}
 
 SourceKind parse_source_kind(std::string_view name) {
     for (size_t i = 0; i < std::size(kSources); ++i) {
@@ -140,7 +132,7 @@ void Packer::fill(const Piece& piece) {
         arena_.provide({reinterpret_cast<const uint8_t*>(tensor.bias), bias_bytes(tensor)});
         std::copy(request.bias, request.bias + tensor.n, const_cast<float*>(tensor.bias));
     }
-    if (request.mapped_bytes) release_pages(request.source.rows, request.mapped_bytes);
+    if (request.mapped_bytes) os::forget(request.source.rows, request.mapped_bytes);
 }
 
 PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool) {

@@ -76,9 +76,6 @@ private:
     int added_ = 0;
 };
 
-// Lets the pages of a part of a mapped file go; they are read again when they are needed. Never for other memory.
-void release_pages(const uint8_t* mapped, size_t bytes);
-
 // One tensor, or a pair, at once.
 PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool);
 std::pair<PackedTensor, PackedTensor> pack_pair(const PackRequest& gate, const PackRequest& up, const Kernels& kernels,

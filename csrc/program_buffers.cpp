@@ -6,9 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "os.h"
 
 namespace headrace {
 namespace {
@@ -41,9 +39,7 @@ void Memory::reserve(size_t bytes) {
     data_ = static_cast<uint8_t*>(std::aligned_alloc(unit, bytes));
     if (!data_) throw std::bad_alloc();
     bytes_ = bytes;
-#if defined(__linux__)
-    if (unit == kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);  // a hint
-#endif
+    if (unit == kHugePage) os::prefer(os::Pages::kLarge, data_, bytes);
 }
 
 Buffer::Buffer(BufferKind kind, int width, bool local, int threads)

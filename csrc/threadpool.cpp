@@ -1,13 +1,11 @@
 #include "threadpool.h"
 
-#include <pthread.h>
-
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <string>
 #include <system_error>
 #include <utility>
-
-#include "cpu.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -32,7 +30,7 @@ constexpr int kSleepFactor = 6;
 // Forks between the first pool's process and this one.
 std::atomic<unsigned>& forks() {
     static std::atomic<unsigned> count{0};
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks().fetch_add(1); });
+    static const bool registered = (os::on_fork([] { forks().fetch_add(1); }), true);
     (void)registered;
     return count;
 }
@@ -57,17 +55,23 @@ int checked(int threads) {
 
 }  // namespace
 
+int default_threads(double quota) {
+    int threads = std::max(1, os::cores(os::allowed_cpus()));
+    if (quota > 0) threads = std::min(threads, std::max(1, static_cast<int>(std::floor(quota + 0.5))));
+    return threads;
+}
+
 ThreadPool::ThreadPool(int threads, bool pin)
     : size_(checked(threads)),
       generation_(forks().load()),
       slots_(threads),
       workers_(std::make_unique<std::vector<std::thread>>()) {
-    const std::vector<int> cpus = pin ? allowed_cpus() : std::vector<int>{};
+    const std::vector<int> cpus = pin ? os::allowed_cpus() : std::vector<int>{};
     workers_->reserve(threads - 1);
     try {
         for (int thread = 1; thread < threads; ++thread) {
             workers_->emplace_back([this, thread] { work(thread); });
-            if (!cpus.empty()) pin_thread(workers_->back().native_handle(), cpus[thread % cpus.size()]);
+            if (!cpus.empty()) os::pin(workers_->back(), cpus[thread % cpus.size()]);
         }
     } catch (const std::system_error& error) {
         const size_t started = workers_->size() + 1;

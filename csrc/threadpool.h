@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "os.h"
+
 namespace headrace {
 
 // The process was forked: the pool's workers are in the parent only.
@@ -21,6 +23,10 @@ struct ForkedError : std::runtime_error {
 struct ThreadsError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+
+// One thread for each core that the affinity mask reaches, no more than the quota, which is rounded to the nearest and
+// is one thread at least.
+int default_threads(double quota = os::quota());
 
 class ThreadPool {
 public:

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "check.h"
-#include "cpu.h"
+#include "os.h"
 #include "program_turns.h"
 #include "threadpool.h"
 
@@ -182,14 +182,14 @@ void forks() {
 
 // Workers run where the mask lets them, and no more threads than it and the quota allow.
 void limits() {
-    const std::vector<int> allowed = allowed_cpus();
+    const std::vector<int> allowed = os::allowed_cpus();
     require(!allowed.empty(), "no CPU is allowed");
     cpu_set_t one, before;
     sched_getaffinity(0, sizeof before, &before);
     CPU_ZERO(&one);
     CPU_SET(allowed.back(), &one);
     sched_setaffinity(0, sizeof one, &one);
-    require(allowed_cpus() == std::vector<int>{allowed.back()} && default_threads() == 1,
+    require(os::allowed_cpus() == std::vector<int>{allowed.back()} && default_threads() == 1,
             "the affinity mask is not kept");
     ThreadPool pinned(3, true);
     std::atomic<int> elsewhere{0};
@@ -197,7 +197,7 @@ void limits() {
     require(elsewhere == 0, "a worker runs outside the affinity mask");
     sched_setaffinity(0, sizeof before, &before);
     require(default_threads() <= static_cast<int>(allowed.size()), "more threads than CPUs");
-    require(cgroup_cpus("/none", "/none") == 0, "a quota where there is none");
+    require(os::quota("/none", "/none") == 0, "a quota where there is none");
 }
 
 }  // namespace

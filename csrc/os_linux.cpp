@@ -1,14 +1,24 @@
-#include "cpu.h"
-
+// Linux.
+#include <pthread.h>
 #include <sched.h>
+#include <sys/auxv.h>
+#include <sys/mman.h>
+#include <time.h>
 
-#include <algorithm>
-#include <cmath>
+#include <cstdint>
+#include <cstdlib>
 #include <fstream>
+#include <new>
 #include <set>
 #include <sstream>
 
-namespace headrace {
+#include "os.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace headrace::os {
 namespace {
 
 std::string first_line(const std::string& path) {
@@ -59,14 +69,17 @@ std::vector<int> allowed_cpus() {
     return cpus;
 }
 
-void pin_thread(pthread_t thread, int cpu) {
-    cpu_set_t mask;
-    CPU_ZERO(&mask);
-    CPU_SET(cpu, &mask);
-    pthread_setaffinity_np(thread, sizeof mask, &mask);
+int cores(const std::vector<int>& cpus) {
+    std::set<std::string> found;
+    for (const int cpu : cpus) {
+        const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+        const std::string siblings = first_line(folder + "thread_siblings_list");
+        found.insert(siblings.empty() ? std::to_string(cpu) : siblings);
+    }
+    return static_cast<int>(found.size());
 }
 
-double cgroup_cpus(const std::string& membership, const std::string& root) {
+double quota(const std::string& membership, const std::string& root) {
     std::ifstream file(membership);
     double least = 0;
     for (std::string line; std::getline(file, line);) {  // hierarchy:controllers:path
@@ -85,17 +98,41 @@ double cgroup_cpus(const std::string& membership, const std::string& root) {
     return least;
 }
 
-int default_threads(double quota) {
-    const std::vector<int> cpus = allowed_cpus();
-    std::set<std::string> cores;
-    for (const int cpu : cpus) {
-        const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
-        const std::string siblings = first_line(folder + "thread_siblings_list");
-        cores.insert(siblings.empty() ? std::to_string(cpu) : siblings);
-    }
-    int threads = std::max<int>(1, static_cast<int>(cores.size()));
-    if (quota > 0) threads = std::min(threads, std::max(1, static_cast<int>(std::floor(quota + 0.5))));
-    return threads;
+void pin(std::thread& thread, int cpu) {
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    CPU_SET(cpu, &mask);
+    pthread_setaffinity_np(thread.native_handle(), sizeof mask, &mask);
 }
 
-}  // namespace headrace
+double thread_seconds() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+void on_fork(void (*f)()) { pthread_atfork(nullptr, nullptr, f); }
+
+void* reserve(size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    return memory;
+}
+
+void release(void* memory, size_t bytes) { munmap(memory, bytes); }
+
+void prefer(Pages pages, void* memory, size_t bytes) {
+    madvise(memory, bytes, pages == Pages::kLarge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+}
+
+bool provide(void* memory, size_t bytes) { return madvise(memory, bytes, MADV_POPULATE_WRITE) == 0; }
+
+void forget(const void* mapped, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(mapped);
+    const uintptr_t first = start / 4096 * 4096;
+    madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
+}
+
+Features features() { return {getauxval(AT_HWCAP), getauxval(AT_HWCAP2)}; }
+
+}  // namespace headrace::os

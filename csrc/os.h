@@ -1,0 +1,53 @@
+// The operating system: all that the core asks of it. One source per system (os_linux.cpp); no other file includes a
+// header of the system.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace headrace::os {
+
+// CPU numbers of this process's affinity mask, in order.
+std::vector<int> allowed_cpus();
+
+// How many cores those are: two hyperthreads are one.
+int cores(const std::vector<int>& cpus);
+
+// CPUs' worth of time the control group grants (cgroup v2 cpu.max, v1 cfs quota), up the whole path; 0: no limit.
+// The arguments are for tests.
+inline constexpr const char* kMembership = "/proc/self/cgroup";
+inline constexpr const char* kControlGroups = "/sys/fs/cgroup";
+double quota(const std::string& membership = kMembership, const std::string& root = kControlGroups);
+
+void pin(std::thread& thread, int cpu);
+
+// CPU time of the calling thread.
+double thread_seconds();
+
+// Calls `f`, once more for each call of this function, in every child that the process forks.
+void on_fork(void (*f)());
+
+// Address space whose pages come when they are written. Throws std::bad_alloc.
+void* reserve(size_t bytes);
+void release(void* memory, size_t bytes);
+
+enum class Pages { kLarge, kSmall };
+// A hint for pages that are not there yet.
+void prefer(Pages pages, void* memory, size_t bytes);
+
+// Lets all pages come now; false where the system cannot.
+bool provide(void* memory, size_t bytes);
+
+// Pages of a mapped file that will be read again, if at all, from the file. Whole pages only, as the system takes them:
+// neighbours read theirs again.
+void forget(const void* mapped, size_t bytes);
+
+// What the CPU has, where only the system can say: the words of AT_HWCAP and AT_HWCAP2 on Arm, else 0.
+struct Features {
+    unsigned long first, second;
+};
+Features features();
+
+}  // namespace headrace::os
