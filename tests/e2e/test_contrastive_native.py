@@ -106,7 +106,7 @@ def test_the_memory_of_hidden_states_is_taken_when_it_is_needed_and_must_fit(
     params = SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=4)
     before = llm.engine.executor.kv_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.startup.memory.free_memory", lambda: 1000)
+        patch.setattr("headrace.host.free_memory", lambda: 1000)
         with pytest.raises(AdmissionError, match=r"leave penalty_alpha out, or open the model with kv_cache_memory=\d+"):
             llm.generate("The mill", params)
         (plain,) = llm.generate("The mill", SamplingParams(max_tokens=4))

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.cli.app import main
 from headrace.cli.serve import served_name
-from headrace.server.lifeline import end_with
+from headrace.host import end_with
 from tests.server.harness import PATIENCE, ROOT, Paused, said, until
 
 KEY = "a-long-enough-key"
@@ -107,7 +107,7 @@ def test_an_engine_that_hears_nothing_ends_with_a_killed_server(bound: bool) -> 
     """A process that does not come to look at its socket, as one in a long step; stopped, it would be there for ever. The
     control is one that the system was not told about."""
     bind = "end_with(os.getppid())" if bound else "None"
-    child = f"import os; from headrace.server.lifeline import end_with; {bind}; print(os.getpid(), flush=True); "
+    child = f"import os; from headrace.host import end_with; {bind}; print(os.getpid(), flush=True); "
     child += "os.kill(os.getpid(), 19)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from headrace.bench.machine import process_seconds
+from headrace.host import process_seconds
 from headrace.server.tickets import Ticket
 from tests.server.harness import ENDLESS, PATIENCE, Running, in_thread, until
 

@@ -18,7 +18,8 @@ SRC = ROOT / "src"
 # imported. `weights` reads files and knows no model; `weights.loader` fills models from them.
 ROOMS = {
     "data": "",
-    "confined": "",
+    "host": "",
+    "confined": "host",
     "native": "data",
     "weights": "native data",
     "quant": "weights kv.layout data",
@@ -53,21 +54,21 @@ ROOMS = {
     "engine.admission": "decoding data",
     "engine.signals": "",
     "engine.turns": "",
-    "startup": "startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
+    "startup": "host startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
     "runner.heads runner weights.loader drafting kv.layout kv.pool models text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
-    "startup.runnable": "startup.opening startup.memory native weights",
+    "startup.runnable": "host startup.opening startup.memory native weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
     "models layers text data",
-    "compress": "quant startup.opening text models weights.loader weights.parts weights data",
+    "compress": "quant startup.opening text models weights.loader weights.parts weights native data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
-    "weights data",
+    "weights host data",
     "bench.profile": "bench llm native.program native data",  # of the native core alone
     "bench.linears": "bench bench.profile native weights",  # so too
     "bench.tools": "bench server decoding llm data",  # asks as the server asks
@@ -78,15 +79,15 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "workflows.surety llm engine startup.encoding startup.exits startup.opening decoding text weights native "
-    "confined data",
+    "confined host data",
     "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm "
-    "startup startup.opening startup.runnable decoding text weights native data",
+    "startup startup.opening startup.runnable decoding text weights native host data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
-    "data bench.workers",
+    "data host bench.workers",
     "kv.layout kv.pool kv.blocks weights native confined quant",
     "ops layers models",
     "weights.loader weights.parts text",
@@ -113,7 +114,7 @@ ARROWS = {
     ("bench.tools", "server"),
 }
 # What stands at the top of the package: another entry is a decision.
-TOP = {"__init__", "__main__", "llm"} | {
+TOP = {"__init__", "__main__", "host", "llm"} | {
     *(
         "bench",
         "cli",
@@ -134,8 +135,8 @@ TOP = {"__init__", "__main__", "llm"} | {
     ),
     *("compress", "startup", "text", "training", "weights", "workflows"),
 }
-# May be imported inside any function: modules that not every platform or installation has.
-OPTIONAL = {"resource", "bm25s"}
+# May be imported inside any function: modules that not every installation has.
+OPTIONAL = {"bm25s"}
 # Rooms that import late: commands, so that --help is instant; the drivers of other engines, which must set these up first.
 LATE = {"cli", "bench.workers"}
 # Never in the product: what runs code out of a file, and the libraries that tests take their expectations from.

@@ -17,10 +17,11 @@ from headrace.bench import cells, engines, peers
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import CELLS, Cell
 from headrace.bench.engines import ENGINES, WORKERS, Engine, PeerError
-from headrace.bench.machine import commit, cores, machine, others_share
+from headrace.bench.machine import commit, machine, others_share
 from headrace.bench.pairs import ratio
 from headrace.bench.rounds import Around, Party, judge, measure
 from headrace.bench.worker import Worker, WorkerError
+from headrace.host import cores
 from tests.tiny_files import write_tiny_gguf
 
 FAKE = Path(__file__).with_name("fake_engine.py")

@@ -8,11 +8,11 @@ from typing import Any
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
 from headrace.bench.engines import ENGINES, WORKERS, Engine, Say
-from headrace.bench.machine import cores
 from headrace.bench.pairs import ratio
 from headrace.bench.peers import heading, kv_bytes
 from headrace.bench.rounds import Party, measure
 from headrace.bench.worker import Worker
+from headrace.host import cores
 from headrace.startup.loading import open_model
 from headrace.weights.store import home
 

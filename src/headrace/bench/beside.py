@@ -10,9 +10,10 @@ import headrace
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
 from headrace.bench.engines import Engine, Say
-from headrace.bench.machine import commit, cores
+from headrace.bench.machine import commit
 from headrace.bench.peers import OURS, fitting, heading, kv_bytes, line_up
 from headrace.bench.rounds import judge, measure
+from headrace.host import cores
 from headrace.startup.loading import open_model
 
 OTHER = "other"

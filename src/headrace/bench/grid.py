@@ -8,12 +8,13 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from headrace.bench.machine import busy_seconds, commit, machine, others_share
+from headrace.bench.machine import commit, machine, others_share
 from headrace.bench.pairs import ratio
 from headrace.bench.speculation import Timed, timed
 from headrace.data.params import SamplingParams
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
+from headrace.host import busy_seconds
 from headrace.llm import LLM
 
 LIMIT = 0.97  # of plain decoding's speed: no cell may be slower

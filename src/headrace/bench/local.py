@@ -8,9 +8,9 @@ from typing import Any
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import CELLS, Cell
 from headrace.bench.engines import Say
-from headrace.bench.machine import cores
 from headrace.bench.peers import fitting, heading, kv_bytes, line_up
 from headrace.bench.rounds import measure
+from headrace.host import cores
 from headrace.startup.loading import open_model
 
 LOCAL = {

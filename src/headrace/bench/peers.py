@@ -10,10 +10,11 @@ from typing import Any
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
 from headrace.bench.engines import WORKERS, Engine, Say
-from headrace.bench.machine import commit, cores, machine
+from headrace.bench.machine import commit, machine
 from headrace.bench.rounds import Party, judge, measure
 from headrace.bench.worker import Worker
 from headrace.data.config import ModelConfig
+from headrace.host import cores
 from headrace.kv.layout import kv_shape
 from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home

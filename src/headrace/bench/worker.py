@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.bench.machine import busy_seconds, others_share, process_seconds
+from headrace.bench.machine import others_share
+from headrace.host import busy_seconds, process_seconds
 
 PATIENCE = 10  # seconds for a process to end before it is killed
 

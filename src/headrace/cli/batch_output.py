@@ -5,7 +5,6 @@ lines are done.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace import host
 from headrace.cli.batch_lines import Id
 
 STATE = ".state"
@@ -81,8 +81,7 @@ class BatchOutput:
         except OSError as error:
             raise self._clear(error) from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            busy = os.fstat(self._file).st_size != self._seen
+            busy = not host.lock(self._file) or os.fstat(self._file).st_size != self._seen
         except OSError:
             busy = True
         if busy:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_origin
 import typer
 from msgspec import to_builtins
 
-from headrace.bench import machine
+from headrace import host
 from headrace.cli.help import HelpAll, complete_model
 from headrace.cli.output import say
 from headrace.data.fields import Declared, Use, declared
@@ -133,7 +133,7 @@ class WeightOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise typer.BadParameter(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
-        if self.threads is not None and self.threads > (cores := machine.cores()):
+        if self.threads is not None and self.threads > (cores := host.cores()):
             say(f"headrace: {self.threads} threads on {cores} cores wait for each other; --threads {cores} is faster")
 
     def companions(self) -> list[str]:

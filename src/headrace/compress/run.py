@@ -1,6 +1,5 @@
 """compress: a model written again in fewer bytes. `plan` says what will be written; `compress` writes it."""
 
-import os
 import re
 import shutil
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace import native
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
@@ -239,7 +239,7 @@ def _warnings(job: Job, mix: str, config: ModelConfig) -> list[str]:
 
 def _chunks(job: Job, pipeline: Pipeline, advance: Callable[[int], None]) -> Chunks:
     """The tensors' bytes in order; fills in the report what error each has."""
-    threads = pipeline.threads or len(os.sched_getaffinity(0))
+    threads = pipeline.threads or native.processors()
     for info in job.tensors:
         error = 0.0
         for data, lost in _encoded(job, info, threads):

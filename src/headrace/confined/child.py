@@ -7,9 +7,7 @@ its seconds of CPU time, be it inside one C call.
 """
 
 import contextlib
-import ctypes
 import importlib
-import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,23 +15,17 @@ from typing import Any
 
 import msgspec
 
+from headrace import host
+
 SHUT = ("ctypes.", "fcntl.", "mmap.", "open", "os.", "pty.", "shutil.", "socket.", "sqlite3.", "subprocess.", "tempfile.")
 CEILING = 2 << 30  # bytes of address space that no question may raise its own limit above
 LIFE = 600  # seconds of CPU time; long before, a process is replaced
 
 
-def leave_the_network() -> None:
-    """Into namespaces of its own, where the system lets anybody make them: there is no network in them."""
-    user, net = 0x10000000, 0x40000000
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).unshare(user | net)
-
-
 def shut() -> None:
     """No descriptor can be opened any more, so no file and no socket; no process can be started, nothing changed."""
     for name, most in {"NOFILE": 0, "NPROC": 0, "FSIZE": 0, "CORE": 0, "CPU": LIFE, "AS": CEILING}.items():
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # not every system has all of them
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+        host.limit(name, most)
     sys.addaudithook(refuse)
 
 
@@ -46,8 +38,7 @@ def refuse(event: str, arguments: Any) -> None:
 @contextlib.contextmanager
 def limited(seconds: float, memory: int) -> Iterator[None]:
     """Ends the process once it has used `seconds` of CPU time; lets it have no more than `memory` bytes of addresses."""
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (min(memory, CEILING), CEILING))
+    host.limit("AS", min(memory, CEILING), CEILING)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -59,7 +50,7 @@ def main(name: str, argument: str) -> None:
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, even if the parent ignored or blocked it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    leave_the_network()
+    host.leave_the_network()
     module = importlib.import_module(name)
     module.warm(argument)
     shut()

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from headrace import host
 
 CHILD = "headrace.confined.child"
 KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
@@ -91,7 +92,7 @@ class Worker:
             self.end()
             raise OverrunError(-signal.SIGKILL)
         answer = msgspec.msgpack.decode(self._exactly(size, last, began))
-        self.worn = self.worn or self.used > LIFE or self._held() > KEPT
+        self.worn = self.worn or self.used > LIFE or host.held_memory(self.pid) > KEPT
         return answer
 
     def kill(self) -> None:
@@ -130,17 +131,10 @@ class Worker:
         """Seconds of CPU time, in the end those it had when it ended; of the clock, where the system does not say."""
         if self._process.returncode is None:
             try:
-                self._used = time.clock_gettime((~self.pid << 3) | 2)  # Linux's number for the clock of a process
+                self._used = host.process_clock(self.pid)
             except OSError:
                 self._used = time.monotonic() - self._began
         return self._used
-
-    def _held(self) -> int:
-        """Bytes of memory; 0 where the system does not say."""
-        try:
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:
-            return 0
 
     def _step_back(self) -> None:
         """Everybody else comes first from now on; there is no way back, so this is its last question."""

@@ -6,15 +6,14 @@ server.
 """
 
 import logging
-import re
 import select
 import signal
 import socket
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from headrace import host
 from headrace.data.params import ParamError
 from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, Request
@@ -23,7 +22,6 @@ from headrace.decoding.constrained import Constraint
 from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.server.lifeline import end_with
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -196,16 +194,6 @@ def _said(error: BaseException) -> str:
     return "the constraint could not be compiled; say less in it"
 
 
-def anonymous_memory() -> int:
-    """Bytes of this process that are no mapped file; 0 where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    found = re.search(r"RssAnon:\s*(\d+) kB", status)
-    return int(found[1]) * 1024 if found else 0
-
-
 def load(message: Load, channel: Channel) -> LLM | None:
     """The opened model, or None after saying why there is none."""
     try:
@@ -223,7 +211,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
             note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}",
-            memory=anonymous_memory() + llm.memory_plan.kv_bytes,
+            memory=host.anonymous_memory() + llm.memory_plan.kv_bytes,
         )
     )
     return llm
@@ -231,7 +219,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
 
 def main(fd: int, parent: int) -> int:
     """Serve one web process over the socket with this descriptor; returns the exit code."""
-    end_with(parent)
+    host.end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the web process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import logging
-import resource
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from headrace import host
 from headrace.data.config import parse_bytes
 from headrace.server.app import make_app
 from headrace.server.async_llm import AsyncLLM, LoadError
@@ -125,14 +125,11 @@ def listen(settings: ServerSettings) -> socket.socket:
 def allow_files(settings: ServerSettings) -> None:
     """Raise this process's limit of open files to what its connections need. Raises SettingsError where it may not be."""
     needed = settings.limits.connections + SPARE + FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if (hard := host.allow_files(needed)) is not None:
         raise SettingsError(
             f"{settings.limits.connections} requests at once need {needed} open files and this system allows {hard}; "
             "raise that (ulimit -Hn) or lower --limit-connections"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Torch as a back end. What it loads models with is imported when it is asked to."""
 
+from headrace import host
 from headrace.data.late import late
-from headrace.startup import memory
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import Recipe
 
@@ -18,7 +18,7 @@ class Eager:
 
     def free_memory(self, recipe: Recipe) -> int:
         if recipe.settings.device.startswith("cpu"):
-            return memory.free_memory()
+            return host.free_memory()
         return int(late("headrace.startup.tensors", "free_memory")(recipe.settings.device))
 
     def load(self, recipe: Recipe) -> Loaded:

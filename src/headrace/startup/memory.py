@@ -1,8 +1,6 @@
 """The memory plan, made before anything large is allocated: how many KV blocks; what to change when it cannot be."""
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from headrace.data.config import ModelConfig, parse_bytes
 
@@ -25,29 +23,6 @@ class MemoryPlan:
     said: str
     spare: int
     longer: str = ""
-
-
-def free_memory() -> int:
-    """Free bytes of RAM, within what the control group allows."""
-    info = Path("/proc/meminfo").read_text()
-    found = re.search(r"MemAvailable:\s*(\d+) kB", info)
-    free = int(found[1]) * 1024 if found else 4 * 2**30
-    return min(free, _control_group_room())
-
-
-def _control_group_room() -> int:
-    """What the control group (v2, then v1) leaves; unbounded where there is none."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            text = Path(limit).read_text().strip()
-            if text != "max":
-                return max(0, int(text) - int(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return 2**63
 
 
 def check_weights_fit(need: int, free: int, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace import native
+from headrace import host, native
 from headrace.data.late import late
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.models.registry import describe
@@ -31,14 +31,14 @@ class Native:
         return native.reason()
 
     def free_memory(self, recipe: Recipe) -> int:
-        return memory.free_memory()
+        return host.free_memory()
 
     def load(self, recipe: Recipe) -> Loaded:
         settings, models = recipe.settings, recipe.models
         described = {role: describe(each.config) for role, each in models.items()}
         quantize = settings.quantize or ""
         need = sum(packed_bytes(described[role], each.source, quantize) for role, each in models.items())
-        free = memory.free_memory()
+        free = host.free_memory()
         memory.check_weights_fit(need, free, " and ".join(each.name for each in models.values()))
         plan = recipe.plan(lambda config: kv_block_bytes(config, BLOCK_SIZE, settings.kv_dtype), 4, free - need)
         shared: dict[str, Any] = {

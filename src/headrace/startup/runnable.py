@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from headrace import native
-from headrace.startup.memory import free_memory, gib
+from headrace import host, native
+from headrace.startup.memory import gib
 from headrace.startup.opening import open_files
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.quantized.folder import QuantizedFolder
@@ -26,7 +26,7 @@ def missing(model: str | Path) -> str:
         need = sum(source.stored_bytes(one.name) for one in infos)
     else:
         need = sum(one.nbytes for one in infos)
-    free = free_memory()
+    free = host.free_memory()
     if need > free:
         return f"the weights are {gib(need)} and {gib(free)} of memory are free"
     return ""

@@ -1,10 +1,10 @@
 """Models in torch: on which device, in which number format."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from headrace import host
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
 from headrace.eager.heads import EagerHeads
@@ -90,19 +90,11 @@ def free_memory(name: str) -> int:
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """auto: bfloat16 where the device computes in it, else float32."""
     if dtype == "auto":
-        fast = device.type == "cuda" or "avx512_bf16" in _cpu_flags() or "amx_bf16" in _cpu_flags()
+        fast = device.type == "cuda" or bool({"avx512_bf16", "amx_bf16"} & host.cpu_flags())
         return torch.bfloat16 if fast else torch.float32
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.bench.load.client import Answer, Pending, Target
 from headrace.bench.load.workload import Job
-from headrace.bench.machine import process_seconds
+from headrace.host import process_seconds
 
 LEAD = 0.2  # seconds from the start to the first request, for the event loop to be idle
 

@@ -1,0 +1,68 @@
+"""The operating system has one room in each language: `headrace.host` and csrc/os.h."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace import host
+
+ROOT = Path(__file__).parents[2]
+# What another system has not, or has otherwise.
+PYTHON = re.compile(r'"/(?:proc|sys)/|sys\.platform|\bimport (?:fcntl|resource)\b|sched_getaffinity|prctl\(|unshare\(')
+CPP = re.compile(r"#include <(?:pthread|sched|unistd|fcntl|sys/|linux/)|__linux__|\bmadvise\(|\"/(?:proc|sys)/")
+
+
+def strays(files: dict[str, str], system: re.Pattern[str]) -> list[str]:
+    return [f"{name}: {found[0]}" for name, text in sorted(files.items()) for found in system.finditer(text)]
+
+
+def sources(folder: str, *kinds: str) -> dict[str, str]:
+    root = ROOT / folder
+    return {str(path.relative_to(root)): path.read_text("utf-8") for kind in kinds for path in root.rglob(kind)}
+
+
+def test_only_the_host_knows_the_system() -> None:
+    files = sources("src/headrace", "*.py")
+    # run by other engines' Pythons, where Headrace is not
+    ours = {name: text for name, text in files.items() if not name.startswith("bench/workers/")}
+    assert strays({"host.py": ours.pop("host.py")}, PYTHON)
+    assert strays(ours, PYTHON) == []
+    assert strays({"kv/pool.py": 'Path("/proc/meminfo")'}, PYTHON) == ['kv/pool.py: "/proc/']
+
+
+def test_only_one_file_of_the_core_knows_the_system() -> None:
+    files = sources("csrc", "*.cpp", "*.h", "*.inl")
+    files.pop("os.h")  # names the folders that its tests may change
+    assert strays({"os_linux.cpp": files.pop("os_linux.cpp")}, CPP)
+    assert strays(files, CPP) == []
+    assert strays({"arena.cpp": "#include <sys/mman.h>"}, CPP) == ["arena.cpp: #include <sys/"]
+
+
+def test_what_it_says_of_this_process_is_plausible() -> None:
+    assert 0 < host.free_memory() <= 2**63
+    assert host.free_memory() <= host.physical_memory()
+    assert host.held_memory(os.getpid()) > 2**20
+    assert 0 < host.anonymous_memory() < host.physical_memory()
+    assert host.cpu_name()
+    assert 1 <= host.cores() <= (os.cpu_count() or 1)
+    assert host.process_clock(os.getpid()) > 0
+    assert host.process_seconds(os.getpid()) >= 0
+    assert host.busy_seconds() >= 0
+
+
+def test_what_the_system_does_not_say_is_not_made_up() -> None:
+    nobody = 2**22 + 1  # above the largest process number
+    assert host.held_memory(nobody) == 0
+    with pytest.raises(OSError, match="argument|process"):
+        host.process_clock(nobody)
+
+
+def test_an_open_file_is_locked_for_one(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with (tmp_path / "a").open("wb") as one, (tmp_path / "a").open("wb") as two:
+        assert host.lock(one.fileno())
+        assert not host.lock(two.fileno())
+    with (tmp_path / "a").open("wb") as three:
+        assert host.lock(three.fileno())
