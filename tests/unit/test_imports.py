@@ -36,6 +36,7 @@ ROOMS = {
     "runner": "models ops data",
     "runner.executor": "data",
     "runner.heads": "runner weights.parts models weights data",
+    "runner.streamed": "weights.loader weights.parts models layers ops kv.pool weights",
     "eager": "runner models ops kv.pool data",
     "eager.heads": "eager runner.heads weights.loader ops weights kv.pool",
     "native.weights": "native weights.parts weights models layers",
@@ -90,7 +91,8 @@ STOREYS = (
     "kv.layout kv.pool kv.blocks weights native confined quant",
     "ops layers models",
     "weights.loader weights.parts text",
-    "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
+    "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
+    "native.lowering "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.encoding startup.runnable",
