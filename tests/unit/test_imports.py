@@ -64,7 +64,8 @@ ROOMS = {
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
     "models layers text data",
-    "compress": "quant startup.opening text models weights.loader weights.parts weights data",
+    "compress": "quant llm startup.opening runner.streamed runner text models layers ops weights.loader weights.parts weights "
+    "data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
