@@ -29,6 +29,25 @@ def test_a_model_is_written_and_inspected(shell: Shell, tmp_path: Path) -> None:
     assert f"{found['bits']:.2f} bits each" in said
 
 
+def test_methods_that_read_texts(shell: Shell, tmp_path: Path) -> None:
+    """A line a layer, figures at the end, a report beside the file, importance that rtn can use."""
+    model, out, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf", tmp_path / "text.txt"
+    text.write_text(" ".join(f"{number}" for number in range(1500)))
+    arguments = ("compress", model, "-o", out, "-f", "q4_0", "--method", "awq,gptq", "--calibrate", text, "--tokens", 1024)
+    code, said, _ = shell(*arguments, "--dry-run")
+    assert (code, out.exists()) == (0, False)
+    assert "at the most, besides the model's mapped file and the program itself" in said
+    code, said, err = shell(*arguments, "--judge", "self", "--write-imatrix", tmp_path / "i.gguf")
+    assert code == 0
+    assert "2/2 qkv.q K 32 error 0." in err
+    assert "of the squares of the layers' outputs" in said
+    assert "judged:          KL " in said
+    assert json.loads((tmp_path / "out.report.json").read_text())["tokens"] == 1024
+    code, said, _ = shell("inspect", out, "--json")
+    assert (code, json.loads(said)["types"]["Q4_0"]) == (0, 12)
+    assert shell("compress", model, "-o", tmp_path / "two.gguf", "-f", "q4_0", "--imatrix", tmp_path / "i.gguf")[0] == 0
+
+
 def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Path) -> None:
     model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
     code, said, err = shell("compress", model, "--dry-run", "-f", "Q4_K_M", "--json")
@@ -46,6 +65,9 @@ def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Pat
         (("-o", "OUT"), 1, "OUT exists; give another name, or --overwrite"),
         ((), 2, "give a file to write with -o OUT.gguf, or --dry-run"),
         (("--dry-run", "-f", "Q4"), 1, "unknown format 'Q4'"),
+        (("--dry-run", "--method", "gptq,awq"), 1, "gptq,awq cannot be: awq scales what is neither scaled nor rounded yet"),
+        (("--dry-run", "--method", "gptq", "--tokens", "many"), 2, "--tokens is a number or auto, not many"),
+        (("--dry-run", "--method", "gptq", "--budget", "much"), 1, "'much' is not a size"),
         (("--dry-run", "--imatrix", "OUT"), 1, "it is no importance matrix, or damaged"),
     ],
 )

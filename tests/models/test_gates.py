@@ -14,12 +14,13 @@ import torch
 
 from headrace.models.registry import describe, read_config
 from headrace.native.program import NativeProgram
+from headrace.runner.streamed import TABLE, Streamed
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from tests.models import gates
 from tests.models.gates import Agreement, LlamaCpp, program_of
 from tests.models.real import PROMPTS
-from tests.models.streamed import TABLE, Narrowed, Streamed
+from tests.models.streamed import Narrowed
 from tests.native_reference import bfloat16_attention
 from tests.places import data_path, model_file
 from tests.tiny_native import Feeder

@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.native.program import kv_block_bytes
 from headrace.quant.arithmetic import KV_BITS, Cost, kv_token_bytes
+from headrace.quant.encode import encode
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.kinds import FLOATS, KINDS
 
 LAYER = LayerConfig(heads=32, kv_heads=32, head_dim=128, ffn=11008, rope=RopeConfig())
 LLAMA2_7B = ModelConfig("llama", vocab_size=32000, hidden_size=4096, layers=(LAYER,) * 32, max_position=4096, tied_head=False)
@@ -73,3 +77,12 @@ def test_a_decoded_token_of_7b_on_an_a100() -> None:
 def test_an_unknown_format_of_k_and_v_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown number format 'int3' of K and V; choose float32, bfloat16, int8"):
         kv_token_bytes(LLAMA2_7B, "int3")
+
+
+def test_w37_single_precision_is_32_bits() -> None:
+    """Sixteen bits are half precision or bfloat16: a thousandth (and a hundredth) beside 1 is lost in them."""
+    for value, kept in ((1 + 2.0**-20, {"F32"}), (1 + 2.0**-10, {"F32", "F16"}), (1 + 2.0**-7, {"F32", "F16", "BF16"})):
+        row = np.full((1, 1), value, np.float32)
+        found = {kind for kind in FLOATS if dequantize_numpy(encode(row, kind).reshape(-1), kind)[0] == value}
+        assert found == kept
+    assert {kind: 8 * KINDS[kind].nbytes for kind in FLOATS} == {"F32": 32, "F16": 16, "BF16": 16}

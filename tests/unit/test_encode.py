@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from headrace.quant import blocks
+from headrace.quant import blocks, codes
 from headrace.quant import super as superblocks
 from headrace.quant.encode import ENCODERS, WRITTEN, encode
 from headrace.weights.decode import dequantize_numpy
@@ -111,14 +111,14 @@ def test_a_row_depends_on_itself_alone(kind: str) -> None:
 
 
 def nibbles_in_turn(q: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray((q[::2] | q[1::2] << 4).T)
+    return np.ascontiguousarray(q[:, ::2] | q[:, 1::2] << 4)
 
 
 def slips() -> dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]]:
     """Broken encoders, each with its kind: what the tests above must find."""
     one = superblocks
     return {
-        "nibbles in turn": ("Q4_0", lambda m: m.setattr(blocks, "_nibbles", nibbles_in_turn)),
+        "nibbles in turn": ("Q4_0", lambda m: m.setattr(codes, "_nibbles", nibbles_in_turn)),
         "no high bits of scales": ("Q4_K", lambda m: m.setattr(one, "_six_bits", lambda s, n: one_six_bits(s & 15, n & 15))),
         "scale and minimum swapped": ("Q5_K", lambda m: m.setattr(one, "_six_bits", lambda s, n: one_six_bits(n, s))),
         "a search of one scale": ("Q4_0", lambda m: m.setattr(blocks, "OFFSETS", np.zeros(1))),

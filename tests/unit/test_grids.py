@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.quant import tables
-from headrace.quant.errors import CODES, measure, split
+from headrace.quant.codes import CODES
+from headrace.quant.errors import measure, split
 from headrace.quant.grid import Table, Uniform, fit, grouped
 from headrace.quant.spec import Spec, parse
 from headrace.weights.kinds import KINDS

@@ -37,6 +37,7 @@ ROOMS = {
     "runner": "models ops data",
     "runner.executor": "data",
     "runner.heads": "runner weights.parts models weights data",
+    "runner.streamed": "weights.loader weights.parts models layers ops kv.pool weights",
     "eager": "runner models ops kv.pool data",
     "eager.heads": "eager runner.heads weights.loader ops weights kv.pool",
     "native.weights": "native weights.parts weights models layers",
@@ -64,7 +65,8 @@ ROOMS = {
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
     "models layers text data",
-    "compress": "quant startup.opening text models weights.loader weights.parts weights native data",
+    "compress": "quant llm startup.opening runner.streamed runner text models layers ops weights.loader weights.parts weights "
+    "native data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
     "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
@@ -91,7 +93,8 @@ STOREYS = (
     "kv.layout kv.pool kv.blocks weights native confined quant",
     "ops layers models",
     "weights.loader weights.parts text",
-    "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
+    "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
+    "native.lowering "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.encoding startup.runnable",

@@ -31,7 +31,7 @@ COMMANDS = {
         "cp": "Give what is known by one name another, to change settings in; no file is copied.",
         "inspect": "Show a model's architecture, tensors, number formats, KV bytes per token, tokenizer and chat template.",
         "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "
-        "can have.",
+        "can have, or so that the layers' outputs on texts change least (--method).",
         "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",
         "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights "
         "stay as they are.",

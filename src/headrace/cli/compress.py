@@ -1,25 +1,84 @@
 """compress: write a model again in fewer bytes."""
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headrace.cli.files import writable
-from headrace.cli.options import ModelName
+from headrace.cli.help import short_help
+from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_fields, print_table, say
 from headrace.cli.status import status
+from headrace.data.config import parse_bytes
 from headrace.weights.progress import human_size
+
+PANEL = "Methods"
+
+
+def _method(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel=PANEL)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command()(compress)
+    short = short_help(
+        "out number_format method calibrate judge imatrix dry_run",
+        ("headrace compress MODEL -o OUT.gguf -f Q4_K_M", "Every number to the nearest that its block can have."),
+        (
+            "headrace compress MODEL -o OUT.gguf -f Q4_0 --method awq,gptq",
+            "The same bytes, better: measured on texts of the model.",
+        ),
+        ("headrace compress MODEL -o OUT.gguf --method gptq --calibrate train.txt --judge valid.txt", "On texts of one's own."),
+    )
+    app.command(cls=short)(with_groups(compress))
+
+
+@dataclass
+class MethodOptions:
+    """How numbers are chosen: the fields of compress.report.Pipeline that read texts."""
+
+    method: Annotated[
+        str,
+        _method(
+            "rtn: to nearest; gptq: each column's error made good by the next; awq, smoothquant: inputs scaled first, for the "
+            "weights' sake or their own; awq,gptq: both. All but rtn read texts."
+        ),
+    ] = "rtn"
+    budget: Annotated[
+        str | None, _method("Bytes of all tensors, as in 100MB: more bits where they count most, fewer elsewhere.")
+    ] = None
+    calibrate: Annotated[str, _method("Texts to measure on: a file, or self: the model writes them.")] = "self"
+    tokens: Annotated[str, _method("Tokens of them (auto: four for each input of the widest matrix).")] = "auto"
+    act_order: Annotated[bool, _method("gptq: columns that count most come first.")] = True
+    judge: Annotated[str, _method("Compare with the original on a text: a file, self, or none.")] = "none"
+    write_imatrix: Annotated[
+        Path | None,
+        typer.Option(help="Write the importance measured to a .gguf file.", callback=writable, rich_help_panel=PANEL),
+    ] = None
+    seed: Annotated[int, _method("Of the choice of texts.")] = 0
+    keep_work: Annotated[
+        bool, typer.Option("--keep-work", help="Leave OUT.work, from which a stopped run goes on.", rich_help_panel=PANEL)
+    ] = False
+
+    def values(self) -> dict[str, Any]:
+        """Of a Pipeline. Raises ValueError for what no pipeline is."""
+        if self.tokens != "auto" and not (self.tokens.isdecimal() and int(self.tokens) > 0):
+            raise typer.BadParameter(f"--tokens is a number or auto, not {self.tokens}")
+        return {
+            **asdict(self),
+            "method": tuple(self.method.split(",")),
+            "budget": None if self.budget is None else parse_bytes(self.budget),
+            "tokens": None if self.tokens == "auto" else int(self.tokens),
+            "judge": None if self.judge == "none" else self.judge,
+        }
 
 
 def compress(
     model: ModelName,
+    methods: MethodOptions,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The .gguf file to write.", callback=writable)] = None,
     number_format: Annotated[
         str,
@@ -41,10 +100,12 @@ def compress(
     matrices: Annotated[bool, typer.Option("--matrices", help="List every tensor: kind, bytes, error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block can have.
+    """Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block can have, or so that
+    the layers' outputs on texts change least (--method).
 
     MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
-    time. The result is not the same model: `headrace perplexity` on both says how much was lost.
+    time, or one layer where texts are read; stopped, the same command goes on. The result is not the same model: --judge, or
+    `headrace perplexity` on both, says how much was lost.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
@@ -57,24 +118,39 @@ def compress(
 
     from headrace.compress import run
 
-    pipeline = run.Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads)
+    pipeline = run.Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads, **methods.values())
+    pipeline.check()
     if dry_run or out is None:
         report = run.predict(path, pipeline)
         for line in report.warnings:
             say(line)
     else:
-        report = run.compress(path, out, pipeline, status(), overwrite)
+        report = _written(path, out, pipeline, overwrite)
     status().finish()
     if as_json:
-        print(json.dumps(_record(report), indent=2))
+        print(json.dumps(report.record(), indent=2))
         return
     print_fields(_fields(report, None if dry_run else out, path))
     if matrices:
-        rows = [
-            (name, one.kind, str(one.nbytes), "" if one.error is None else f"{one.error:.3e}")
-            for name, one in report.matrices.items()
-        ]
-        print_table(("TENSOR", "KIND", "BYTES", "ERROR"), rows)
+        print_table(("TENSOR", "KIND", "BYTES", "ERROR"), _rows(report))
+
+
+def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
+    from headrace.compress.run import compress
+
+    try:
+        return compress(path, out, pipeline, status(), overwrite)
+    except KeyboardInterrupt:
+        if pipeline.walks:
+            say(f"{out}: stopped; the same command goes on where it was")
+        raise
+
+
+def _rows(report: Any) -> list[tuple[str, ...]]:
+    return [
+        (name, one.kind, str(one.nbytes), "" if one.error is None else f"{one.error:.3e}")
+        for name, one in report.matrices.items()
+    ]
 
 
 def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]:
@@ -84,23 +160,22 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         ("written" if out else "would be", f"{human_size(report.bytes)}, {report.bytes / before:.0%} of {human_size(before)}"),
         ("weights", f"{report.weights:,} in {report.bits:.2f} bits each"),
         ("tensors", f"{len(report.matrices)}: {kinds}"),
-        ("memory", f"{human_size(report.largest)} for the largest matrix, besides the model's mapped file"),
+        ("memory", f"{human_size(report.largest)} at the most, besides the model's mapped file and the program itself"),
     ]
     if out is not None:
-        fields += [("error", f"{report.error:.3%} of the squares of what was rounded"), ("file", str(out))]
+        fields.append(("error", f"{report.error:.3%} of the squares of what was rounded"))
+        if report.told:
+            fields.append(("outputs", _outputs(list(report.told.values()))))
+        if (judged := report.judged) is not None:
+            fields.append(
+                ("judged", f"KL {judged.kl:.4f} nats, perplexity {judged.perplexity:.3f} of {judged.perplexity_before:.3f}")
+            )
+        fields.append(("file", str(out)))
     return fields
 
 
-def _record(report: Any) -> dict[str, Any]:
-    return {
-        "bytes": report.bytes,
-        "weights": report.weights,
-        "bits": report.bits,
-        "kinds": report.kinds,
-        "warnings": report.warnings,
-        "error": report.error,
-        "seconds": round(report.seconds, 3),
-        "matrices": {
-            name: {"kind": one.kind, "bytes": one.nbytes, "error": one.error} for name, one in report.matrices.items()
-        },
-    }
+def _outputs(told: Any) -> str:
+    """The error of all matrices' outputs, beside that of rounding to nearest."""
+    whole = sum(one.weights for one in told)
+    found, nearest = (sum(getattr(one, name) * one.weights for one in told) / whole for name in ("error", "nearest"))
+    return f"{found:.3%} of the squares of the layers' outputs, {nearest:.3%} rounded to nearest"

@@ -1,5 +1,6 @@
 """compress: a model written again in fewer bytes. `plan` says what will be written; `compress` writes it."""
 
+import json
 import re
 import shutil
 import time
@@ -12,8 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace import native
+from headrace.compress.budget import chosen
+from headrace.compress.judge import judge, judge_bytes
+from headrace.compress.measured import Made, begun, few, sensitivities, threads_of, tokens_wanted, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
+from headrace.compress.report import Matrix, Pipeline, Report
+from headrace.compress.texts import WINDOW, Texts, texts_of
+from headrace.compress.walk import layer_width, peak_bytes
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
@@ -22,7 +28,7 @@ from headrace.startup.opening import Opened, open_files
 from headrace.text.gguf_keys import tokenizer_keys
 from headrace.weights.dequant import dequantize
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
-from headrace.weights.imatrix import read_imatrix
+from headrace.weights.imatrix import read_imatrix, write_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
@@ -30,62 +36,11 @@ from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
 
+__all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
+
 CHUNK = 1 << 22  # numbers encoded between two writes
+JUDGED = 8192  # tokens of texts to judge by, half of which are scored
 OURS = re.compile(r"general\.(file_type|quantization_version|alignment)|quantize\..*|headrace\..*")  # keys not copied
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """What is done to a model. `format`: a name of mixes.MIXES. `head`: a kind for the output projection alone. `imatrix`: a
-    file of importances. `threads` 0: as many as there are cores for this process."""
-
-    format: str = "Q4_K_M"
-    head: str | None = None
-    imatrix: Path | None = None
-    threads: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied)."""
-
-    weights: int
-    kind: str
-    nbytes: int
-    error: float | None = None  # None: not written yet
-
-
-@dataclass(slots=True)
-class Report:
-    """What was written, or will be. `largest`: bytes in memory besides the mapped model, for the largest matrix as float32."""
-
-    bytes: int
-    matrices: dict[str, Matrix]
-    warnings: list[str]
-    largest: int
-    seconds: float = 0.0
-
-    @property
-    def weights(self) -> int:
-        return sum(one.weights for one in self.matrices.values())
-
-    @property
-    def bits(self) -> float:
-        """Bits a weight, scales included, without metadata."""
-        return 8 * sum(one.nbytes for one in self.matrices.values()) / self.weights
-
-    @property
-    def error(self) -> float | None:
-        """Square error over squares, a mean over the weights that were rounded; None before that."""
-        if any(one.error is None for one in self.matrices.values()):
-            return None
-        rounded = [(one.error, one.weights) for one in self.matrices.values() if one.error]
-        return sum(error * weights for error, weights in rounded) / max(sum(weights for _, weights in rounded), 1)
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """Tensors of each kind."""
-        return dict(Counter(one.kind for one in self.matrices.values()).most_common())
 
 
 @dataclass(slots=True)
@@ -101,19 +56,30 @@ class Job:
     entries: list[bytes]
     alignment: int
     report: Report = field(init=False)
+    made: Made | None = None  # what reading texts left
+
+    def choose(self, tensors: list[TensorInfo]) -> None:
+        """These kinds are written."""
+        self.tensors = tensors
+        self.report.matrices = {info.name: Matrix(prod(info.shape), info.kind, info.nbytes) for info in tensors}
+        self.report.bytes = file_size(self.entries, tensors, self.alignment)
 
     def copied(self, info: TensorInfo) -> bool:
         """Whether the tensor's bytes in the file read are those that are written."""
         source = self.opened.source
+        if self.made is not None and any(self.made.changed(part.target) for part in self.stored.get(info.name, ())):
+            return False
         return isinstance(source, GGUFFile) and info.name in source.names() and source.info(info.name) == info
 
 
 def compress(
     model: str | Path, out: str | Path, pipeline: Pipeline | None = None, tell: Progress | None = None, overwrite: bool = False
 ) -> Report:
-    """Write a model as a GGUF file; matrix by matrix, so that one is in memory at a time.
+    """Write a model as a GGUF file; matrix by matrix, so that one is in memory at a time, or, where texts are read, a layer.
 
-    Raises ValueError (WeightError, TokenizerError, HubError) for what cannot be, before anything is written, and OSError.
+    Beside OUT stands the folder OUT.work while texts are read: the same call goes on where an earlier one stopped; and then
+    OUT's report, as JSON. Raises ValueError (WeightError, TokenizerError, HubError) for what cannot be, before anything is
+    written, and OSError.
     """
     tell, path, start = tell or Silent(), Path(out), time.perf_counter()
     _check_out(path, overwrite)
@@ -126,13 +92,71 @@ def compress(
         raise ValueError(f"{path} takes {human_size(job.report.bytes)} and {human_size(free)} are free in {path.parent}")
     for line in job.report.warnings:
         tell.note(line)
+    judged = _judged(job, pipeline, tell)
+    if pipeline.walks:
+        _walk(job, pipeline, path, judged, tell)
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
         write_gguf(path, job.entries, job.tensors, _chunks(job, pipeline, tell.advance), job.alignment)
     finally:
         tell.finish()
+    if pipeline.judge is not None:
+        tell.start("beside the original")
+        job.report.judged = judge(job.opened.source, open_files(path).source, judged, pipeline.judge)
+        tell.finish()
     job.report.seconds = time.perf_counter() - start
+    if job.made is not None:
+        _finish(job, pipeline, path)
     return job.report
+
+
+def _judged(job: Job, pipeline: Pipeline, tell: Progress) -> Texts:
+    """Texts to judge by; none where nothing is judged."""
+    if pipeline.judge is None:
+        return []
+    return texts_of(job.opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
+
+
+def _walk(job: Job, pipeline: Pipeline, path: Path, judged: Texts, tell: Progress) -> None:
+    """Carry out what reads texts; the layers' tensors are then taken from its work."""
+    work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
+    if pipeline.budget is not None:
+        targets = {name: [part.target for part in parts] for name, parts in job.stored.items()}
+        errors = sensitivities(job.opened, work, texts, tell, threads_of(pipeline))
+        job.choose(chosen(job.tensors, targets, errors, pipeline.budget))
+    kinds = {
+        part.target: info.kind
+        for info in job.tensors
+        for part in job.stored.get(info.name, ())
+        if part.target.startswith("layers.") and info.kind not in FLOATS
+        if pipeline.folds or not job.copied(info)
+    }
+    job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
+    width = layer_width(describe(job.opened.config))
+    job.report.tokens, job.report.told = job.made.tokens, job.made.told
+    said = [*job.made.notes, *few(sum(map(len, texts)), width)]
+    for line in said:
+        tell.note(line)
+    job.report.warnings[:0] = said
+
+
+def _finish(job: Job, pipeline: Pipeline, path: Path) -> None:
+    assert job.made is not None
+    if pipeline.write_imatrix is not None:
+        measured = {
+            name: job.made.importance(parts[0].target)
+            for name, parts in job.stored.items()
+            if parts[0].target.startswith("layers.") and len(parts[0].stored) > 1
+        }
+        write_imatrix(pipeline.write_imatrix, measured, job.made.tokens, pipeline.calibrate)
+    path.with_suffix(".report.json").write_text(json.dumps(job.report.record(), indent=1), "utf-8")
+    if not pipeline.keep_work:
+        job.made.work.remove()
+
+
+def work_folder(out: Path) -> Path:
+    """Where what is done is kept until OUT is whole."""
+    return out.with_name(f"{out.name}.work")
 
 
 def predict(model: str | Path, pipeline: Pipeline | None = None) -> Report:
@@ -142,6 +166,7 @@ def predict(model: str | Path, pipeline: Pipeline | None = None) -> Report:
 
 def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     """Everything but the numbers: names, kinds, metadata. Raises as `compress` does."""
+    pipeline.check()
     mix = mix_named(pipeline.format)
     head = kind_named(pipeline.head) if pipeline.head is not None else None
     importance = read_imatrix(pipeline.imatrix) if pipeline.imatrix is not None else {}
@@ -168,9 +193,18 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     alignment = said.get("general.alignment", DEFAULT_ALIGNMENT)
     bytes_given = {name: data for name, (_, data) in given.items()}
     job = Job(opened, stored, read, tensors, bytes_given, importance, entries, alignment)
-    matrices = {info.name: Matrix(prod(info.shape), info.kind, info.nbytes) for info in tensors}
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
-    job.report = Report(file_size(entries, tensors, alignment), matrices, _warnings(job, mix, config), largest)
+    if pipeline.walks:
+        decoder = describe(config)
+        wanted = tokens_wanted(pipeline, layer_width(decoder))
+        largest = max(largest, peak_bytes(config, decoder, wanted, min(WINDOW, config.max_position)))
+    if pipeline.judge is not None:
+        largest = max(largest, judge_bytes(config, WINDOW))
+    job.report = Report(0, {}, [], largest)
+    job.choose(tensors)
+    job.report.warnings = _warnings(job, mix, config)
+    if pipeline.budget is not None:
+        job.report.warnings.append(f"kinds are chosen matrix by matrix when texts are read; {mix} is where that begins")
     return job
 
 
@@ -200,7 +234,11 @@ def _given(opened: Opened, stored: set[str], target: ModelConfig) -> dict[str, t
 def _entries(opened: Opened, target: ModelConfig, pipeline: Pipeline, mix: str) -> list[bytes]:
     """The metadata: of a GGUF file byte for byte, but for what is said of number formats."""
     source = opened.source
-    ours = {"general.quantization_version": 2, "general.file_type": MIXES[mix][1], "headrace.compress": f"rtn {mix}"}
+    ours = {
+        "general.quantization_version": 2,
+        "general.file_type": MIXES[mix][1],
+        "headrace.compress": f"{','.join(pipeline.method)} {mix}",
+    }
     if pipeline.imatrix is not None:
         ours |= {"quantize.imatrix.file": pipeline.imatrix.name}
     if isinstance(source, GGUFFile):
@@ -239,7 +277,7 @@ def _warnings(job: Job, mix: str, config: ModelConfig) -> list[str]:
 
 def _chunks(job: Job, pipeline: Pipeline, advance: Callable[[int], None]) -> Chunks:
     """The tensors' bytes in order; fills in the report what error each has."""
-    threads = pipeline.threads or native.processors()
+    threads = threads_of(pipeline)
     for info in job.tensors:
         error = 0.0
         for data, lost in _encoded(job, info, threads):
@@ -260,7 +298,17 @@ def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndar
         yield source.raw(info.name), 0.0
         source.release(info.name)
         return
-    values = write_parts(job.stored[info.name], lambda target: read_part(job.read[target], source, torch.float32)).numpy()
+    parts, made = job.stored[info.name], job.made
+    if made is not None and parts[0].target in made.kinds:
+        yield from _coded(job, made, parts)
+        return
+
+    def read(target: str) -> torch.Tensor:
+        if made is not None and made.changed(target):
+            return made.values(target)
+        return read_part(job.read[target], source, torch.float32)
+
+    values = write_parts(parts, read).numpy()
     rows = values.reshape(-1, values.shape[-1])
     energy = sum(float(np.square(rows[at : at + 1024], dtype=np.float64).sum()) for at in range(0, len(rows), 1024)) or 1.0
     step = max(1, CHUNK // rows.shape[1])
@@ -272,5 +320,12 @@ def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndar
             raise WeightError(f"{job.opened.path}: {info.name} {error}") from None
         lost = float(np.square(some - dequantize(data.reshape(-1), info.kind).reshape(some.shape), dtype=np.float64).sum())
         yield data, lost / energy
-    for part in job.stored[info.name]:
+    for part in parts:
         source.release(job.read[part.target].source)
+
+
+def _coded(job: Job, made: Made, parts: list[WeightPart]) -> Iterator[tuple[np.ndarray, float]]:
+    """What the walk left of a tensor."""
+    told = [job.report.told[part.target] for part in parts]
+    lost = sum(one.lost for one in told) / (sum(one.energy for one in told) or 1.0)
+    yield write_parts(parts, made.rows).numpy(), lost

@@ -34,6 +34,8 @@ class Linear(Holder):
     every rank of a parallel run has whole).
     """
 
+    weight: Tensor
+
     def __init__(
         self,
         n_in: int,

@@ -1,1 +1,3 @@
-"""Numbers in fewer bits: formats, grids, their errors, and stored blocks from float32. Knows no model, needs no torch."""
+"""Numbers in fewer bits: formats, grids, their errors, stored blocks from float32, and the column loop; it alone needs torch.
+
+Knows no model."""

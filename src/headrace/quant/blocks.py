@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from headrace.quant.codes import pack
 from headrace.quant.search import Array, best_line, best_scale, error, integers, inverse, largest, to_half
 from headrace.weights.decode import IQ4_VALUES
 
@@ -18,37 +19,31 @@ def halves(*scales: Array) -> Array:
     return np.ascontiguousarray(np.stack(scales, axis=1).astype("<f2")).view(np.uint8)
 
 
-def packed(values: Array, bits: int) -> Array:
-    """The inverse of decode's fields: uint8 [..., count, bytes] of `bits` each -> [..., bytes], the first lowest."""
-    shifts = np.arange(values.shape[-2], dtype=np.uint8)[:, None] * np.uint8(bits)
-    return np.bitwise_or.reduce(values << shifts, axis=-2)
-
-
 def q8_0(x: Array, weight: Array | None) -> Array:
     """x [32, blocks] -> uint8 [blocks, bytes], as all encoders here."""
     nearest = integers(-127, 127)
     d, q = _settled(x, weight, nearest, [largest(np.abs(x)) / 127, best_scale(np.abs(x), weight, nearest, [127])])
-    return np.concatenate([halves(d), q.T.astype(np.int8).view(np.uint8)], axis=1)
+    return _stored("Q8_0", (d,), (q + 127).astype(np.uint8))
 
 
 def q4_0(x: Array, weight: Array | None) -> Array:
     d, q = _symmetric(x, weight, 8)
-    return np.concatenate([halves(d), _nibbles(q)], axis=1)
+    return _stored("Q4_0", (d,), q)
 
 
 def q5_0(x: Array, weight: Array | None) -> Array:
     d, q = _symmetric(x, weight, 16)
-    return np.concatenate([halves(d), _fifth_bits(q), _nibbles(q & 15)], axis=1)
+    return _stored("Q5_0", (d,), q)
 
 
 def q4_1(x: Array, weight: Array | None) -> Array:
     d, m, q = _line(x, weight, 15)
-    return np.concatenate([halves(d, m), _nibbles(q)], axis=1)
+    return _stored("Q4_1", (d, m), q)
 
 
 def q5_1(x: Array, weight: Array | None) -> Array:
     d, m, q = _line(x, weight, 31)
-    return np.concatenate([halves(d, m), _fifth_bits(q), _nibbles(q & 15)], axis=1)
+    return _stored("Q5_1", (d, m), q)
 
 
 def iq4_nl(x: Array, weight: Array | None) -> Array:
@@ -61,7 +56,7 @@ def iq4_nl(x: Array, weight: Array | None) -> Array:
     first, last = float(IQ4_VALUES[0]), float(IQ4_VALUES[-1])
     scale = best_scale(x, weight, nearest, ends(first, last, 12.0))
     d, values = _settled(x, weight, nearest, [scale, largest(x) / first])
-    return np.concatenate([halves(d), _nibbles(np.searchsorted(IQ4_VALUES, values).astype(np.uint8))], axis=1)
+    return _stored("IQ4_NL", (d,), np.searchsorted(IQ4_VALUES, values).astype(np.uint8))
 
 
 def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array]) -> tuple[Array, Array]:
@@ -100,11 +95,6 @@ def _line(x: Array, weight: Array | None, high: int) -> tuple[Array, Array, Arra
     return best[0], best[1], best[2].astype(np.uint8)
 
 
-def _nibbles(q: Array) -> Array:
-    """Codes [32, blocks] below 16 -> uint8 [blocks, 16]: the first half low, the second high."""
-    return np.ascontiguousarray((q[:16] | q[16:] << 4).T)
-
-
-def _fifth_bits(q: Array) -> Array:
-    """Bit 4 of codes [32, blocks] -> uint8 [blocks, 4]."""
-    return np.packbits(np.ascontiguousarray(q.T >> 4), axis=1, bitorder="little")
+def _stored(kind: str, scales: tuple[Array, ...], q: Array) -> Array:
+    """Scales [blocks] and codes [32, blocks] from 0 on -> uint8 [blocks, bytes]."""
+    return np.concatenate([halves(*scales), pack(kind, np.ascontiguousarray(q.T))], axis=1)

@@ -5,28 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.quant.codes import CODES, ends
 from headrace.quant.encode import encode
 from headrace.quant.grid import Uniform, fit, grouped
 from headrace.quant.spec import Spec
 from headrace.weights.decode import dequantize_numpy
-from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.kinds import FLOATS
 
 Ends = np.ndarray | np.float32
-
-# Where a block's codes lie, all else being scales, and how many values a code has.
-CODES = {
-    "Q4_0": (2, 18, 16),
-    "Q4_1": (4, 20, 16),
-    "Q5_0": (2, 22, 32),
-    "Q5_1": (4, 24, 32),
-    "Q2_K": (16, 80, 4),
-    "Q3_K": (0, 96, 8),
-    "Q4_K": (16, 144, 16),
-    "Q5_K": (16, 176, 32),
-    "Q6_K": (0, 192, 64),
-    "IQ4_NL": (2, 18, 16),
-    "Q8_0": (2, 34, 255),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +59,7 @@ def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> Error:
 
     if kind in FLOATS:
         return split(w, values(rows), np.float32(-np.inf), np.float32(np.inf), np.zeros(1))
-    first, last, levels = CODES[kind]
-    ends = []
-    for code in (0x81, 0x7F) if kind == "Q8_0" else (0x00, 0xFF):
-        blocks = rows.reshape(-1, KINDS[kind].nbytes).copy()
-        blocks[:, first:last] = code  # every number's first or last value: the ends of its group
-        ends.append(values(blocks))
-    low, high = np.minimum(*ends), np.maximum(*ends)
-    step = np.zeros(1) if kind == "IQ4_NL" else (high - low) / (levels - 1)
+    found = ends(rows, kind)
+    low, high = np.minimum(*found), np.maximum(*found)
+    step = np.zeros(1) if kind == "IQ4_NL" else (high - low) / (CODES[kind][2] - 1)
     return split(w, values(rows), low, high, step)

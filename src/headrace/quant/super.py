@@ -9,7 +9,8 @@ from functools import reduce
 
 import numpy as np
 
-from headrace.quant.blocks import OFFSETS, ends, halves, packed
+from headrace.quant.blocks import OFFSETS, ends, halves
+from headrace.quant.codes import fields, pack
 from headrace.quant.search import (
     Array,
     best_line,
@@ -29,33 +30,30 @@ ROUNDS = 1  # of fitting the units again; a second changes the error by less tha
 def q2_k(x: Array, weight: Array | None) -> Array:
     """x [16, groups], by super-blocks -> uint8 [super-blocks, bytes], as all encoders here (Q4_K, Q5_K: x [32, groups])."""
     d, dm, sc, mn, q = _lines(x, weight, 3, 15, 16)
-    return np.concatenate([sc | mn << 4, _quarters(q), halves(d, dm)], axis=1)
+    return np.concatenate([sc | mn << 4, pack("Q2_K", q), halves(d, dm)], axis=1)
 
 
 def q4_k(x: Array, weight: Array | None) -> Array:
     d, dm, sc, mn, q = _lines(x, weight, 15, 63, 8)
-    return np.concatenate([halves(d, dm), _six_bits(sc, mn), _pairs(q)], axis=1)
+    return np.concatenate([halves(d, dm), _six_bits(sc, mn), pack("Q4_K", q)], axis=1)
 
 
 def q5_k(x: Array, weight: Array | None) -> Array:
     d, dm, sc, mn, q = _lines(x, weight, 31, 63, 8)
-    high = packed(q.reshape(-1, 8, 32) >> 4, 1)
-    return np.concatenate([halves(d, dm), _six_bits(sc, mn), high, _pairs(q & 15)], axis=1)
+    return np.concatenate([halves(d, dm), _six_bits(sc, mn), pack("Q5_K", q)], axis=1)
 
 
 def q3_k(x: Array, weight: Array | None) -> Array:
     d, sc, q = _scales(x, weight, 4, 32)
-    sc, high = (sc + 32).astype(np.uint8), packed(q.reshape(-1, 8, 32) >> 2, 1)
-    nibbles = packed((sc & 15).reshape(-1, 2, 8), 4)
-    tops = packed((sc >> 4).reshape(-1, 4, 4), 2)
-    return np.concatenate([high, _quarters(q & 3), nibbles, tops, halves(d)], axis=1)
+    sc = (sc + 32).astype(np.uint8)
+    nibbles = fields((sc & 15).reshape(-1, 2, 8), 4)
+    tops = fields((sc >> 4).reshape(-1, 4, 4), 2)
+    return np.concatenate([pack("Q3_K", q), nibbles, tops, halves(d)], axis=1)
 
 
 def q6_k(x: Array, weight: Array | None) -> Array:
     d, sc, q = _scales(x, weight, 32, 128)
-    low = packed((q & 15).reshape(-1, 2, 2, 64), 4).reshape(len(q), 128)
-    high = packed((q >> 4).reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
-    return np.concatenate([low, high, sc.astype(np.int8).view(np.uint8), halves(d)], axis=1)
+    return np.concatenate([pack("Q6_K", q), sc.astype(np.int8).view(np.uint8), halves(d)], axis=1)
 
 
 def _scales(x: Array, weight: Array | None, half: int, most: int) -> tuple[Array, Array, Array]:
@@ -159,16 +157,6 @@ def _better(best: list[Array], new: list[Array], miss: Array) -> list[Array]:
         else:  # codes [size, groups]
             made.append(np.where(wins.repeat(one.shape[1] // len(wins)), one, old))
     return made
-
-
-def _quarters(q: Array) -> Array:
-    """Codes of 2 bits [super-blocks, 256] -> uint8 [super-blocks, 64]."""
-    return packed(q.reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
-
-
-def _pairs(q: Array) -> Array:
-    """Codes of 4 bits [super-blocks, 256] -> uint8 [super-blocks, 128]: groups 2i low, 2i + 1 high."""
-    return packed(q.reshape(-1, 4, 2, 32), 4).reshape(len(q), 128)
 
 
 def _six_bits(sc: Array, mn: Array) -> Array:

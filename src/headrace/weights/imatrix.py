@@ -2,13 +2,15 @@
 stores them, in its GGUF form and the older .dat."""
 
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.gguf_metadata import quoted
-from headrace.weights.source import WeightError
+from headrace.weights.source import TensorInfo, WeightError
+from headrace.weights.write_gguf import entry, write_gguf
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 MAX_ENTRIES, MAX_NAME, MAX_WIDTH = 1 << 16, 256, 1 << 24
@@ -32,6 +34,20 @@ def read_imatrix(path: Path) -> dict[str, np.ndarray]:
         if not np.isfinite(values).all() or values.min() < 0:
             raise WeightError(f"{path}: the importance of {quoted(name)} is negative or no number; measure it again")
     return found
+
+
+def write_imatrix(path: Path, measured: Mapping[str, np.ndarray], tokens: int, text: str) -> None:
+    """Write the mean squares of the inputs of matrices, float32 [inputs] by name, measured on `tokens` of `text`; in the GGUF
+    form. Raises OSError."""
+    keys = {"general.type": "imatrix", "imatrix.datasets": [text], "imatrix.chunk_count": 1, "imatrix.chunk_size": tokens}
+    tensors: dict[str, np.ndarray] = {}
+    for name, values in measured.items():
+        tensors[name + SUMS] = (values * np.float32(tokens)).astype("<f4").reshape(1, -1)
+        tensors[name + COUNTS] = np.full((1, 1), tokens, "<f4")
+    infos = [TensorInfo(name, values.shape, "F32", values.nbytes) for name, values in tensors.items()]
+    write_gguf(
+        path, [entry(*one) for one in keys.items()], infos, ((name, one.view(np.uint8)) for name, one in tensors.items())
+    )
 
 
 def _of_gguf(path: Path) -> dict[str, np.ndarray]:

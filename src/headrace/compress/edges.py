@@ -1,0 +1,42 @@
+"""What may be scaled here and unscaled there, read off a recorded layer: no table of models."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.compress.base import Edge
+from headrace.runner.record import Node, Segment
+from headrace.runner.uses import Uses
+
+
+def edges(segment: Segment, holders: Mapping[str, Any]) -> tuple[Edge, ...]:
+    """The edges of a layer, in its order; `holders` by name. A value that anything but linears reads has none."""
+    names = {id(holder): name for name, holder in holders.items()}
+    uses = Uses(segment)
+    makers = {value: node for node in segment.nodes for value in node.outputs}
+    found = []
+    for node in segment.nodes:
+        readers = uses.by_linears(node.outputs[0])
+        produced = _producer(node, makers)
+        if readers and produced is not None:
+            rule, holder = produced
+            consumers = tuple(dict.fromkeys(names[id(reader.settings["w"])] for reader in readers))
+            found.append(Edge(rule, names[id(holder)], consumers))
+    return tuple(found)
+
+
+def _producer(node: Node, makers: Mapping[int, Node]) -> tuple[str, Any] | None:
+    """By which rule a node's result may be divided, and the holder to divide; None where neither is known."""
+    if node.op == "norm":
+        return "norm", node.settings["w"]
+    if node.op == "act_mul":
+        maker = makers.get(node.inputs["gate_up"])
+        if maker is not None and maker.op == "linear" and [name for name, _ in maker.settings["w"].parts] == ["gate", "up"]:
+            return "gate", maker.settings["w"]
+    if node.op == "attention":
+        value = node.inputs.get("v", -1)
+        maker = makers.get(value)
+        if maker is not None and maker.op == "linear" and maker.settings["w"].split:
+            parts = [name for name, _ in maker.settings["w"].parts]
+            if parts[maker.outputs.index(value)] == "v":
+                return "value", maker.settings["w"]
+    return None

@@ -1,0 +1,53 @@
+"""What a compressed model lost: beside the original on texts that neither was changed by, layer by layer in float32."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.data.config import ModelConfig
+from headrace.runner.streamed import Streamed
+from headrace.weights.source import WeightSource
+
+ROWS = 64  # of logits at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`kl`: mean KL(original ‖ compressed) of the next token, in nats, and its standard error over texts; perplexities of both
+    on the same tokens; how often the first choice is the original's."""
+
+    text: str
+    tokens: int
+    kl: float
+    kl_error: float | None
+    perplexity: float
+    perplexity_before: float
+    same_choice: float
+
+
+def judge(original: WeightSource, compressed: WeightSource, texts: Sequence[Sequence[int]], name: str) -> Judgement:
+    """Of the second half of each text, so that every token counted follows some."""
+    count = min(map(len, texts)) // 2
+    both = zip(Streamed(original).logits(texts, count), Streamed(compressed).logits(texts, count), strict=True)
+    kls, losses, right = [], np.zeros(2), 0
+    for text, (before, after) in zip(texts, both, strict=True):
+        kl = 0.0
+        for at in range(0, count, ROWS):
+            p, q = (torch.from_numpy(rows[at : at + ROWS]).double().log_softmax(-1) for rows in (before, after))
+            kl += float((p.exp() * (p - q)).sum())
+            right += int((p.argmax(-1) == q.argmax(-1)).sum())
+            wanted = torch.tensor(text[len(text) - count :][at : at + ROWS])[:, None]
+            losses -= [float(rows.gather(1, wanted).sum()) for rows in (p, q)]
+        kls.append(kl / count)
+    tokens = count * len(texts)
+    error = float(np.std(kls, ddof=1) / math.sqrt(len(kls))) if len(kls) > 1 else None
+    before_loss, after_loss = np.exp(losses / tokens).tolist()
+    return Judgement(name, tokens, float(np.mean(kls)), error, after_loss, before_loss, right / tokens)
+
+
+def judge_bytes(config: ModelConfig, window: int) -> int:
+    """What that takes in memory at the most: both heads, the logits of a text of each, and some rows of them as float64."""
+    return 2 * 4 * config.vocab_size * (config.hidden_size + window // 2) + 6 * 8 * ROWS * config.vocab_size

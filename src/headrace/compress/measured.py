@@ -1,0 +1,197 @@
+"""Methods that read texts: they are carried out on a walk through the model, and what it leaves is taken from its work."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace import native
+from headrace.compress.base import Compressor, Told, Visit, visited
+from headrace.compress.budget import Sensitivity
+from headrace.compress.folding import Awq, SmoothQuant
+from headrace.compress.report import Pipeline
+from headrace.compress.rounding import Rounding
+from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, texts_of
+from headrace.compress.walk import Clock, Walk, layer_width
+from headrace.compress.work import PLAN, TEXTS, VERSION, Work
+from headrace.models.registry import describe
+from headrace.startup.opening import Opened
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.progress import Moving, Progress, human_size
+
+ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: what is taken, and below what it is said
+
+
+@dataclass(slots=True)
+class Made:
+    """What a walk left: rows of a kind, or float32, for each part of the layers' parameters."""
+
+    work: Work
+    kinds: dict[str, str]  # of what is coded, by target
+    folds: bool  # whether other parameters of the layers changed, too
+    told: dict[str, Told]
+    notes: list[str]
+    tokens: int
+
+    def changed(self, target: str) -> bool:
+        return target in self.kinds or (self.folds and target.startswith("layers."))
+
+    def rows(self, target: str) -> torch.Tensor:
+        """uint8 [n, row bytes] of a part that is coded."""
+        return torch.from_numpy(self._tensor(target))
+
+    def values(self, target: str) -> torch.Tensor:
+        """float32."""
+        found = self._tensor(target)
+        if target in self.kinds:
+            found = dequantize_numpy(found.reshape(-1), self.kinds[target]).reshape(len(found), -1)
+        return torch.from_numpy(found)
+
+    def importance(self, target: str) -> np.ndarray:
+        """The mean squares of the inputs of a matrix, float32 [k], by a target of a part ("layers.3.qkv.q.weight")."""
+        return self._tensor(f"importance.{'.'.join(target.split('.')[:3])}", int(target.split(".")[1]))
+
+    def _tensor(self, name: str, layer: int | None = None) -> np.ndarray:
+        return self.work.tensor(int(name.split(".")[1]) if layer is None else layer, name)
+
+
+def tokens_wanted(pipeline: Pipeline, width: int) -> int:
+    return pipeline.tokens or ENOUGH * width
+
+
+def threads_of(pipeline: Pipeline) -> int:
+    """Those asked for, or as many as there are cores for this process."""
+    return pipeline.threads or native.processors()
+
+
+def few(tokens: int, width: int) -> list[str]:
+    """What is said of too few texts."""
+    if tokens >= FEW * width:
+        return []
+    return [
+        f"{tokens:,} tokens are few to measure {width:,} inputs on: errors fall on them and not on other texts; "
+        f"take {ENOUGH * width:,} or at least {FEW * width:,}"
+    ]
+
+
+def begun(opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, tell: Progress) -> tuple[Work, Texts]:
+    """The work of a pass, and the texts to measure on, made where they are not there yet; other texts than `judged`.
+
+    Raises ValueError as Work and texts do.
+    """
+    work = Work(folder)
+    work.begin(plan_of(opened, pipeline, mix))
+    if not (folder / TEXTS).is_file():
+        wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
+        made = texts_of(opened, pipeline.calibrate, wanted, pipeline.seed, tell, WINDOW, pipeline.threads)
+        check_apart(made, judged)
+        work.write(TEXTS, {"texts": made})
+    texts: Texts = work.read(TEXTS)["texts"]
+    check_apart(texts, judged)
+    return work, texts
+
+
+def sensitivities(opened: Opened, work: Work, texts: Texts, tell: Progress, threads: int) -> dict[str, dict[str, float]]:
+    """What each kind would do to the outputs of each part of the layers' matrices, by target: on a walk of its own."""
+    own = Work(work.folder / "kinds")
+    own.begin(work.read(PLAN))
+    go(Walk(opened.source, texts, own, {}), [Sensitivity(threads)], own, tell, threads)
+    found: dict[str, dict[str, float]] = {}
+    for number in range(opened.config.num_layers):
+        found |= own.about(number)["extra"]["errors"]
+    return found
+
+
+def walked(opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: Work, texts: Texts, tell: Progress) -> Made:
+    """Carry the methods out, from where an earlier run was stopped. `kinds` by target. Raises ValueError as Work does."""
+    threads = threads_of(pipeline)
+    folds: dict[str, Compressor] = {"awq": Awq(threads), "smoothquant": SmoothQuant()}
+    steps = [folds[name] for name in pipeline.method if name in folds]
+    steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads))
+    go(Walk(opened.source, texts, work, kinds), steps, work, tell, threads)
+    return made_of(work, opened.config.num_layers, pipeline.folds)
+
+
+def go(walk: Walk, steps: Sequence[Compressor], work: Work, tell: Progress, threads: int) -> None:
+    """Visit every layer that is left; say what became of it. Torch has `threads` meanwhile."""
+    total, before = walk.model.config.num_layers, torch.get_num_threads()
+    tell.start("layers", total, work.done, unit="layers")
+    clock, last = Clock(total, work.done), ""
+    torch.set_num_threads(threads)
+    try:
+        for visit in walk:
+            if last:
+                _said(tell, last, clock)
+            visited(visit, steps)
+            last = _line(visit, total)
+        if last:
+            _said(tell, last, clock)
+    finally:
+        torch.set_num_threads(before)
+        tell.finish()
+
+
+def _said(tell: Progress, line: str, clock: Clock) -> None:
+    taken, left = clock.tick()
+    line = f"{line}  {taken:.0f} s, {left / 60:.0f} min left"
+    tell.advance(1, line)
+    if not isinstance(tell, Moving):
+        tell.note(line)
+
+
+def _line(visit: Visit, total: int) -> str:
+    """Of a layer the matrix with the most inputs."""
+    if not visit.told:
+        return f"{visit.number + 1}/{total}"
+    target, told = max(visit.told.items(), key=lambda one: one[1].inputs)
+    held = "" if told.held is None else f", held out {told.held:.4f}"
+    name = target.removeprefix(f"layers.{visit.number}.").removesuffix(".weight")
+    return f"{visit.number + 1}/{total} {name} K {told.inputs} error {told.error:.4f} (rtn {told.nearest:.4f}{held})"
+
+
+def made_of(work: Work, layers: int, folds: bool) -> Made:
+    """What a walk that has come to its end left."""
+    made = Made(work, {}, folds, {}, [], 0)
+    for number in range(layers):
+        about = work.about(number)
+        made.kinds |= about["kinds"]
+        made.told |= {target: Told(**told) for target, told in about["told"].items()}
+        made.notes += about["notes"]
+        made.tokens = about["tokens"]
+    return made
+
+
+def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
+    """What must be the same for a run to go on where another stopped."""
+    calibrate = pipeline.calibrate
+    if calibrate != SELF:
+        calibrate = f"{Path(calibrate).name} {_sha256([Path(calibrate)])}"
+    return {
+        "model": _sha256(_files(opened)),
+        "method": ",".join(pipeline.method),
+        "format": mix if pipeline.budget is None else f"{mix} in {human_size(pipeline.budget)}",
+        "act-order": pipeline.act_order,
+        "calibrate": calibrate,
+        "tokens": pipeline.tokens or "auto",
+        "seed": pipeline.seed,
+        "threads": threads_of(pipeline),  # sums have another order on more or fewer
+        "version": VERSION,
+    }
+
+
+def _files(opened: Opened) -> list[Path]:
+    path = opened.path
+    return [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+
+
+def _sha256(paths: Sequence[Path]) -> str:
+    made = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while data := file.read(1 << 20):
+                made.update(data)
+    return made.hexdigest()

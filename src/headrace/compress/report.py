@@ -1,0 +1,137 @@
+"""What is asked for, and what was done: plain values."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.compress.base import Told
+from headrace.compress.judge import Judgement
+from headrace.compress.texts import SELF
+
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+ORDERS = (
+    ("rtn",),
+    ("gptq",),
+    ("awq",),
+    ("awq", "gptq"),
+    ("smoothquant",),
+    ("smoothquant", "gptq"),
+)  # of methods that go together
+FOLDS = ("awq", "smoothquant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What is done to a model. `method`: some of METHODS in order (awq or smoothquant alone: then to nearest). `format`: a name
+    of mixes.MIXES. `head`: a kind for the output projection alone. `imatrix`: a file of importances, for rtn. `budget`: bytes
+    of all tensors; kinds are then chosen matrix by matrix, and `format` is where the choice begins.
+
+    `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
+    column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
+    that was measured goes. `threads` 0: as many as there are cores for this process."""
+
+    method: tuple[str, ...] = ("rtn",)
+    format: str = "Q4_K_M"
+    head: str | None = None
+    imatrix: Path | None = None
+    budget: int | None = None
+    calibrate: str = SELF
+    tokens: int | None = None
+    act_order: bool = True
+    judge: str | None = None
+    write_imatrix: Path | None = None
+    seed: int = 0
+    keep_work: bool = False
+    threads: int = 0
+
+    @property
+    def folds(self) -> bool:
+        """Whether norms and matrices of the layers are scaled."""
+        return any(name in FOLDS for name in self.method)
+
+    @property
+    def walks(self) -> bool:
+        """Whether texts are read."""
+        return self.method != ("rtn",) or self.write_imatrix is not None or self.budget is not None
+
+    def check(self) -> None:
+        """Raise ValueError for methods that are not known or cannot follow one another."""
+        if unknown := [name for name in self.method if name not in METHODS]:
+            raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
+        if self.method not in ORDERS:
+            known = ", ".join(",".join(order) for order in ORDERS)
+            late = [name for name in self.method[1:] if name in FOLDS]
+            why = f"{late[0]} scales what is neither scaled nor rounded yet" if late else "what is rounded is not rounded again"
+            raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
+        if self.imatrix is not None and self.walks:
+            raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied)."""
+
+    weights: int
+    kind: str
+    nbytes: int
+    error: float | None = None  # None: not written yet
+
+
+@dataclass(slots=True)
+class Report:
+    """What was written, or will be. `largest`: bytes in memory besides the mapped model and the program itself, at the most.
+
+    `told` by part of a matrix ("layers.3.qkv.q.weight"), where texts were read; `tokens` measured on, and those held out."""
+
+    bytes: int
+    matrices: dict[str, Matrix]
+    warnings: list[str]
+    largest: int
+    seconds: float = 0.0
+    tokens: int = 0
+    told: dict[str, Told] = field(default_factory=dict)
+    judged: Judgement | None = None
+
+    @property
+    def weights(self) -> int:
+        return sum(one.weights for one in self.matrices.values())
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight, scales included, without metadata."""
+        return 8 * sum(one.nbytes for one in self.matrices.values()) / self.weights
+
+    @property
+    def error(self) -> float | None:
+        """Square error over squares, a mean over the weights that were rounded; None before that."""
+        if any(one.error is None for one in self.matrices.values()):
+            return None
+        rounded = [(one.error, one.weights) for one in self.matrices.values() if one.error]
+        return sum(error * weights for error, weights in rounded) / max(sum(weights for _, weights in rounded), 1)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Tensors of each kind."""
+        return dict(Counter(one.kind for one in self.matrices.values()).most_common())
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        made: dict[str, Any] = {
+            "bytes": self.bytes,
+            "weights": self.weights,
+            "bits": self.bits,
+            "kinds": self.kinds,
+            "warnings": self.warnings,
+            "memory": self.largest,
+            "error": self.error,
+            "seconds": round(self.seconds, 3),
+            "matrices": {
+                name: {"kind": one.kind, "bytes": one.nbytes, "error": one.error} for name, one in self.matrices.items()
+            },
+        }
+        if self.told:
+            made |= {"tokens": self.tokens, "outputs": {target: asdict(told) for target, told in self.told.items()}}
+        if self.judged is not None:
+            made["judged"] = asdict(self.judged)
+        return made

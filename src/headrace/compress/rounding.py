@@ -1,0 +1,88 @@
+"""Rounding within the walk: to nearest, or by the column loop (GPTQ), in the kind that each matrix is to have."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.compress.base import Coded, Inputs, Matrix, Told, Visit
+from headrace.quant.encode import encode
+from headrace.quant.hessian import DAMPING, output_error, upper
+from headrace.quant.loop import StoredGrids, reconstruct
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.kinds import FLOATS
+
+DEAD = 0.05  # the share of inputs that are always 0 from which it is said
+
+
+class Rounding:
+    """`gptq`: by the column loop; else to nearest. `ordered`: the loop takes columns by falling importance, with scales that
+    are fixed beforehand (act-order with static groups); nothing of it is left in the file."""
+
+    def __init__(self, gptq: bool, ordered: bool = True, threads: int = 1) -> None:
+        self._gptq, self._ordered, self._threads = gptq, ordered, threads
+
+    def visit(self, visit: Visit) -> None:
+        for matrix in visit.matrices.values():
+            wanted = {part: kind for part, kind in matrix.kinds.items() if kind not in FLOATS}
+            if wanted:
+                self._matrix(visit, matrix, wanted)
+
+    def _matrix(self, visit: Visit, matrix: Matrix, wanted: dict[str, str]) -> None:
+        inputs, importance = matrix.inputs, importance_of(matrix.inputs)
+        diagonal = inputs.hessian.diagonal()
+        order = torch.argsort(diagonal, descending=True, stable=True) if self._ordered else None
+        made = upper(inputs.hessian, order) if self._gptq and importance is not None else None
+        if self._gptq and (made is None or made.damping > DAMPING):
+            how = "not positive definite: rounded to nearest" if made is None else f"damped by {made.damping:.0%} of its mean"
+            visit.notes.append(f"{matrix.path}: the moments of its inputs are {how}; more texts help")
+        dead = int((diagonal == 0).sum())
+        if dead > DEAD * len(diagonal):
+            visit.notes.append(f"{matrix.path}: {dead} of {len(diagonal)} inputs are 0 in all texts; other texts may use them")
+        for part, kind in wanted.items():
+            w = matrix.parts[part]
+            nearest, plain = _nearest(w, kind, importance, self._threads)
+            rows, values, damping = nearest, plain, 0.0
+            if made is not None:
+                known = nearest if self._ordered else None
+                grids = StoredGrids((w.shape[0], w.shape[1]), kind, importance, rows=known, order=order, threads=self._threads)
+                result = reconstruct(w, made.factor, grids=grids, keep=None, order=order)
+                rows, values = grids.rows(result)
+                damping = made.damping
+            visit.told[matrix.target(part)] = tell(w, values, plain, kind, inputs, dead, damping)
+            matrix.coded[part] = Coded(kind, rows)
+            w.copy_(values)
+
+
+def importance_of(inputs: Inputs) -> np.ndarray | None:
+    """How much each column counts: the mean square of what is multiplied with it; None where that is no number."""
+    diagonal = inputs.hessian.diagonal()
+    usable = bool(torch.isfinite(diagonal).all()) and bool((diagonal > 0).any())
+    return np.asarray(diagonal.numpy(), np.float32).copy() if usable else None
+
+
+def _nearest(w: Tensor, kind: str, importance: np.ndarray | None, threads: int) -> tuple[np.ndarray, Tensor]:
+    """Stored rows, and what they say."""
+    rows = encode(w.numpy(), kind, importance, threads)
+    return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), kind).reshape(w.shape))
+
+
+def tell(w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, dead: int, damping: float) -> Told:
+    """The errors of `values` for w, beside those of `plain`."""
+
+    def error(found: Tensor, moment: Tensor) -> float:
+        return output_error(found - w, moment) / (output_error(w, moment) or 1.0)
+
+    held = inputs.held if inputs.held_count else None
+    return Told(
+        kind=kind,
+        weights=w.numel(),
+        inputs=w.shape[1],
+        error=error(values, inputs.hessian),
+        held=None if held is None else error(values, held),
+        nearest=error(plain, inputs.hessian),
+        held_nearest=None if held is None else error(plain, held),
+        lost=float((values - w).square().sum(dtype=torch.float64)),
+        energy=float(w.square().sum(dtype=torch.float64)),
+        dead=dead,
+        damping=damping,
+    )

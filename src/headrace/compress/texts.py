@@ -1,0 +1,105 @@
+"""Texts to measure on, and others to judge by: of a file, or the model's own."""
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.startup.opening import Opened
+from headrace.weights.progress import Progress
+
+SELF = "self"
+WINDOW = 256  # tokens of a text
+SHARED = 32  # tokens in a row that texts to measure on and texts to judge by may not share
+BATCH = 16  # texts that a model writes at once
+
+Texts = list[list[int]]
+
+
+def texts_of(
+    opened: Opened,
+    source: str,
+    tokens: int,
+    seed: int,
+    tell: Progress,
+    window: int = WINDOW,
+    threads: int = 0,
+    judging: bool = False,
+) -> Texts:
+    """Texts of `window` tokens, `tokens` in all or as many as there are: drawn from a file, or, for "self", from the model.
+    Those for `judging` are others, where there are enough.
+
+    Raises ValueError where a file has not one, and OSError.
+    """
+    window = min(window, opened.config.max_position)
+    count = -(-tokens // window)
+    if source == SELF:
+        return _own(opened, count, 2 * seed + judging, tell, window, threads or None)
+    path = Path(source)
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    start = beginning(opened)
+    found = opened.tokenizer.encode(text, add_special=False, parse_special=False)  # names of control tokens are text
+    room = window - len(start)
+    whole = [[*start, *found[at : at + room]] for at in range(0, len(found) - room + 1, room)]
+    if not whole:
+        raise ValueError(f"{path} has {len(found):,} tokens and a text needs {room:,}; give a longer one")
+    random.Random(seed).shuffle(whole)
+    return whole[-count:] if judging else whole[:count]
+
+
+def beginning(opened: Opened) -> list[int]:
+    """What every text begins with for this model: BOS or nothing."""
+    return [token for token in opened.tokenizer.encode("")[:1] if token == opened.tokenizer.bos_id]
+
+
+def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, threads: int | None) -> Texts:
+    """Drawn at temperature 1 from BOS, or from what ends a text where the model has none: so a change of the model can only
+    make them less likely."""
+    start = beginning(opened) or sorted(opened.eos_ids)[:1] or [0]
+    llm = LLM(opened.path, speculate=None, max_model_len=window, threads=threads, enable_prefix_caching=False)
+    made: Texts = []
+    tell.start("texts of the model's own", count, unit="texts")
+    for at in range(0, count, BATCH):
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=window - len(start), seed=(seed << 20) + number, ignore_eos=True)
+            for number in range(at, min(at + BATCH, count))
+        ]
+        outputs = llm.generate([start] * len(params), params)
+        if failed := next((output.error for output in outputs if output.error), None):
+            raise RuntimeError(f"a text to measure on failed: {failed}")
+        made += [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+        tell.advance(len(params))
+    tell.finish()
+    return made
+
+
+def digest(texts: Sequence[Sequence[int]]) -> str:
+    """SHA-256 of their tokens."""
+    return hashlib.sha256(json.dumps([list(text) for text in texts]).encode()).hexdigest()
+
+
+def shared(measured: Sequence[Sequence[int]], judged: Sequence[Sequence[int]]) -> int:
+    """How many of the passages measured on, each of `SHARED` tokens, stand in a text to judge by."""
+    passages = {tuple(text[at : at + SHARED]) for text in measured for at in range(0, len(text) - SHARED + 1, SHARED)}
+    there = {
+        passage
+        for text in judged
+        for at in range(len(text) - SHARED + 1)
+        if (passage := tuple(text[at : at + SHARED])) in passages
+    }
+    return len(there)
+
+
+def check_apart(measured: Sequence[Sequence[int]], judged: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError where a text to judge by was measured on."""
+    if count := shared(measured, judged):
+        raise ValueError(
+            f"the text to judge by has {count:,} passages of {SHARED} tokens that were measured on, where a model looks "
+            "better; give another text"
+        )

@@ -1,0 +1,193 @@
+"""The walk: texts go through a model layer by layer, so that one layer is in memory at a time; hidden rows wait on the disk."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headrace.compress.base import HELD, Inputs, Matrix, Visit
+from headrace.compress.edges import edges
+from headrace.compress.work import Work
+from headrace.data.config import ModelConfig
+from headrace.layers.holder import Allocator
+from headrace.layers.linear import Linear
+from headrace.models.base import Model
+from headrace.ops.context import Context
+from headrace.runner.record import record
+from headrace.runner.streamed import TABLE, OneLayer, Streamed
+from headrace.weights.source import WeightSource
+
+TOGETHER = 8  # texts that go through a layer at once
+LIBRARIES = 48 << 20  # bytes that torch and what it calls take when they first compute
+
+
+class Watch:
+    """A LinearMethod that adds what it multiplies to `inputs`, and multiplies as before."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.held = False  # whether the rows of now are of texts held out
+
+    def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
+        raise AssertionError("a layer is watched when it is there")
+
+    def finish(self, layer: Any) -> None:
+        raise AssertionError("a layer is watched when it is there")
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.inputs.add(x, self.held)
+        return linear(x, layer.weight, bias)
+
+
+class Walk:
+    """The layers of an open model, in order, each with its inputs measured; see `__iter__`.
+
+    `kinds`: what each part of a matrix is to be stored as, by target; what is not named stays as it is.
+    """
+
+    def __init__(self, source: WeightSource, texts: Sequence[Sequence[int]], work: Work, kinds: Mapping[str, str]) -> None:
+        self._streamed = Streamed(source)
+        self.model = self._streamed.model
+        self._work, self._kinds = work, kinds
+        held = [text for at, text in enumerate(texts) if at % HELD == HELD - 1]
+        kept = [text for at, text in enumerate(texts) if at % HELD != HELD - 1]
+        self._chunks = [
+            (some[at : at + TOGETHER], which)
+            for some, which in ((kept, False), (held, True))
+            for at in range(0, len(some), TOGETHER)
+        ]
+        self.tokens = sum(map(len, texts))
+        longest = max(map(len, texts))
+        self._pool = OneLayer(self.model, longest, torch.float32, min(TOGETHER, max(len(kept), len(held))))
+        self._segments = record(self.model, embeds=False).layers
+
+    def __iter__(self) -> Iterator[Visit]:
+        """Every layer with its inputs measured. When the caller comes back for the next, the rows have gone through the layer
+        as he left it, and it is on disk. Begins after the last layer that is. Raises WeightError as `Work` does."""
+        first = self._work.done
+        if first == 0:
+            self._embed()
+        for number in range(first, self.model.config.num_layers):
+            with self._streamed.holding(f"layers.{number}") as held:
+                visit = self._measured(number, {path.split(".", 2)[2]: holder for path, holder in held.items()})
+                importance = {name: matrix.inputs.hessian.diagonal().clone() for name, matrix in visit.matrices.items()}
+                yield visit
+                self._leave(visit, importance)
+
+    def _embed(self) -> None:
+        with self._streamed.holding(TABLE):
+            self._through(0, lambda _, context: self.model.embed(context))
+
+    def _measured(self, number: int, holders: dict[str, Any]) -> Visit:
+        made = {}
+        for name, holder in holders.items():
+            if isinstance(holder, Linear):
+                sizes = [part for part, _ in holder.parts]
+                parts = dict(zip(sizes, holder.weight.split(holder.sizes), strict=True))
+                matrix = Matrix(f"layers.{number}.{name}", holder, parts, {}, Inputs.empty(holder.n_in))
+                matrix.kinds = {part: kind for part in parts if (kind := self._kinds.get(matrix.target(part)))}
+                made[name] = matrix
+        watches = {name: Watch(matrix.inputs) for name, matrix in made.items()}
+        for name, watch in watches.items():
+            holders[name].method = watch
+        for x, context, held in self._rows(number):
+            for watch in watches.values():
+                watch.held = held
+            self.model.layer(number, x, context)
+        for name, matrix in made.items():
+            holders[name].method = None
+            matrix.inputs.finish()
+        config = self.model.config.layers[number]
+        return Visit(number, config, holders, made, edges(self._segments[number], holders))
+
+    def _leave(self, visit: Visit, importance: Mapping[str, Tensor]) -> None:
+        tensors: dict[str, np.ndarray] = {}
+        for name, holder in visit.holders.items():
+            matrix = visit.matrices.get(name)
+            for field, spec in holder.params().items():
+                values = getattr(holder, field).split([rows for _, rows in spec.parts])
+                for (part, _), value in zip(spec.parts, values, strict=True):
+                    key = ".".join(filter(None, (f"layers.{visit.number}.{name}", part, field)))
+                    coded = matrix.coded.get(part) if matrix is not None and field == "weight" else None
+                    tensors[key] = value.numpy() if coded is None else coded.rows
+            if matrix is not None:
+                tensors[f"importance.{matrix.path}"] = importance[name].numpy()
+        about = {
+            "kinds": {
+                matrix.target(part): coded.kind for matrix in visit.matrices.values() for part, coded in matrix.coded.items()
+            },
+            "told": {target: asdict(told) for target, told in visit.told.items()},
+            "notes": visit.notes,
+            "extra": visit.extra,
+            "tokens": sum(len(text) for some, held in self._chunks if not held for text in some),
+        }
+        for matrix in visit.matrices.values():  # no longer in memory while rows go through, and the next layer comes
+            matrix.inputs, matrix.parts, matrix.coded = Inputs.empty(0), {}, {}
+        self._through(visit.number + 1, lambda x, context: self.model.layer(visit.number, x, context))
+        self._work.finish_layer(visit.number, tensors, about)
+
+    def _through(self, number: int, layer: Any) -> None:
+        """Write what goes into layer `number`: what came out of the one before, or of the embedding."""
+        with self._work.writing(self._work.rows(number)) as path:
+            before = (
+                self._rows(number - 1) if number else ((None, self._pool.context(*some), held) for some, held in self._chunks)
+            )
+            with path.open("wb") as file:
+                for x, context, _ in before:
+                    file.write(layer(x, context).contiguous().numpy().data)
+
+    def _rows(self, number: int) -> Iterator[tuple[Tensor, Context, bool]]:
+        """What goes into a layer, chunk by chunk, with the step of its texts, and whether they are held out."""
+        path, width = self._work.rows(number), self.model.config.hidden_size
+        if path.stat().st_size != 4 * width * self.tokens:
+            raise self._work.damaged(path.name)
+        with path.open("rb") as file:
+            for some, held in self._chunks:
+                x = torch.empty(sum(map(len, some)), width)  # aligned alike in every run, so that sums are the same bits
+                file.readinto(x.numpy().data)
+                yield x, self._pool.context(*some), held
+
+
+def peak_bytes(config: ModelConfig, model: Model, tokens: int, window: int) -> int:
+    """The most that a walk takes in memory besides the program itself: the table of tokens, or a layer with the moments of its
+    inputs, U and what it is made of, and a matrix in the column loop; and what a chunk of texts needs."""
+    layers: dict[str, list[Linear]] = {}
+    sizes: dict[str, int] = {}
+    for path, holder in model.holders():
+        name = path.split(".")[1] if path.startswith("layers.") else path
+        sizes[name] = sizes.get(name, 0) + 4 * sum(spec.elements for spec in holder.params().values())
+        if isinstance(holder, Linear) and path.startswith("layers."):
+            layers.setdefault(name, []).append(holder)
+    rows = min(TOGETHER * window, tokens)
+    heaviest = 0
+    for number, linears in layers.items():
+        moments = sum(2 * 4 * one.n_in**2 for one in linears)
+        part = max(4 * one.n_in * rows_of for one in linears for _, rows_of in one.parts)
+        upper = max(2 * 4 * one.n_in**2 for one in linears)
+        layer = config.layers[int(number)]
+        chunk = 4 * rows * (4 * config.hidden_size + 3 * layer.ffn + 2 * layer.q_size) + 8 * layer.heads * rows * window
+        heaviest = max(heaviest, sizes[number] + moments + max(upper, chunk, upper // 2 + 7 * part))
+    return LIBRARIES + max(heaviest, sizes[TABLE] + 4 * rows * config.hidden_size)
+
+
+class Clock:
+    """What is left, by what was done."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._left, self._began, self._made = total - done, time.monotonic(), 0
+
+    def tick(self) -> tuple[float, float]:
+        """Seconds since the last one or the beginning, and those left."""
+        self._made += 1
+        taken = time.monotonic() - self._began
+        return taken / self._made, taken / self._made * (self._left - self._made)
+
+
+def layer_width(model: Model) -> int:
+    """The most inputs that a matrix of a layer has: how many tokens are needed is counted in these."""
+    return max(holder.n_in for path, holder in model.holders() if isinstance(holder, Linear) and path.startswith("layers."))

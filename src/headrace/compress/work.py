@@ -1,0 +1,134 @@
+"""What a pass has done, on disk, so that it goes on where it was stopped: a plan, a file for each layer, the rows between
+layers, and last of all how far it has come.
+
+    plan.json        what is made of what, by hashes
+    texts.json       the tokens that are read
+    layer_0003.safetensors    the layer's numbers as they are to be: float32, or rows of a kind (uint8); what is said of them
+    rows.a, rows.b   float32 [tokens, hidden]: what went into a layer and what came out of it, in turns
+    state.json       layers done; written when all of the above is there
+
+Every file is written under another name and then renamed.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from headrace.weights.source import WeightError
+
+VERSION = 1  # of what the files mean, and of how they are made
+PLAN, TEXTS, STATE = "plan.json", "texts.json", "state.json"
+
+
+class Work:
+    """A folder of work; see the module."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, plan: Mapping[str, Any]) -> int:
+        """How many layers are done. Raises WeightError where the folder is of another plan, damaged, or no such folder."""
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            self.write(PLAN, plan)
+            return 0
+        if not (self.folder / PLAN).is_file():
+            raise WeightError(f"{self.folder} holds no work of compress; remove it, or name another OUT")
+        before = self.read(PLAN)
+        if apart := [key for key in {**before, **plan} if before.get(key) != plan.get(key)]:
+            said = "; ".join(f"{key}: {_short(before.get(key))} then, {_short(plan.get(key))} now" for key in apart)
+            raise WeightError(
+                f"{self.folder} was begun for something else ({said}); remove it, or ask for what it was begun with"
+            )
+        return self.done
+
+    @property
+    def done(self) -> int:
+        """Layers that are whole."""
+        found = self.read(STATE).get("layers") if (self.folder / STATE).is_file() else 0
+        if not isinstance(found, int) or not all(self.layer(number).is_file() for number in range(found)):
+            raise self.damaged(STATE)
+        return found
+
+    def layer(self, number: int) -> Path:
+        return self.folder / f"layer_{number:04}.safetensors"
+
+    def rows(self, number: int) -> Path:
+        """What goes into a layer."""
+        return self.folder / ("rows.a" if number % 2 == 0 else "rows.b")
+
+    def finish_layer(self, number: int, tensors: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
+        """A layer is done; the rows that came out of it are there."""
+        with self.writing(self.layer(number)) as part:
+            save_file(dict(tensors), part, {"about": json.dumps(about)})
+        self.write(STATE, {"layers": number + 1})
+
+    def about(self, number: int) -> dict[str, Any]:
+        """What was said of a layer. Raises WeightError where its file is damaged."""
+        with self._open(number) as file:
+            made: dict[str, Any] = json.loads(file.metadata()["about"])
+        return made
+
+    def tensor(self, number: int, name: str) -> np.ndarray:
+        """A tensor of a layer that is done."""
+        with self._open(number) as file:
+            made: np.ndarray = file.get_tensor(name)
+        return made
+
+    @contextmanager
+    def _open(self, number: int) -> Iterator[Any]:
+        try:
+            with safe_open(self.layer(number), "np") as file:
+                yield file
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+            raise self.damaged(self.layer(number).name) from None
+
+    def read(self, name: str) -> Any:
+        """A JSON file of the folder. Raises WeightError where it is damaged."""
+        try:
+            found = json.loads((self.folder / name).read_text("utf-8"))
+        except (OSError, ValueError):
+            raise self.damaged(name) from None
+        if not isinstance(found, dict):
+            raise self.damaged(name)
+        return found
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        with self.writing(self.folder / name) as part:
+            part.write_text(json.dumps(values, indent=1), "utf-8")
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[Path]:
+        """A name to write under, which becomes `path` when all is written. Raises WeightError where the disk is full."""
+        part = path.with_name(f"{path.name}.part")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            yield part
+            os.replace(part, path)
+        except (OSError, SafetensorError) as error:
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
+            part.unlink(missing_ok=True)
+            if not full:
+                raise
+            raise WeightError(
+                f"{self.folder}: the disk is full; what is done is kept: make room, and the same command goes on"
+            ) from None
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def damaged(self, name: str) -> WeightError:
+        return WeightError(f"{self.folder / name} is damaged; remove {self.folder} to begin again")
+
+
+def _short(value: object) -> str:
+    said = str(value)
+    return said if len(said) <= 24 else f"{said[:12]}…"

@@ -1,0 +1,96 @@
+"""Codes of stored blocks: where they lie, how they are packed, and the ends of the range that they can say. Formats:
+weights.decode."""
+
+import numpy as np
+
+from headrace.weights.decode import IQ4_VALUES, dequantize_numpy
+from headrace.weights.kinds import KINDS
+
+Array = np.ndarray
+
+# Where a block's codes lie, all else being scales, and how many values a code has.
+CODES = {
+    "Q4_0": (2, 18, 16),
+    "Q4_1": (4, 20, 16),
+    "Q5_0": (2, 22, 32),
+    "Q5_1": (4, 24, 32),
+    "Q2_K": (16, 80, 4),
+    "Q3_K": (0, 96, 8),
+    "Q4_K": (16, 144, 16),
+    "Q5_K": (16, 176, 32),
+    "Q6_K": (0, 192, 64),
+    "IQ4_NL": (2, 18, 16),
+    "Q8_0": (2, 34, 255),
+}
+
+
+def steps(kind: str) -> Array:
+    """Where each code's value stands between those of the first (0) and the last (1): float32 [codes], ascending."""
+    table = IQ4_VALUES if kind == "IQ4_NL" else np.arange(CODES[kind][2], dtype=np.float32)
+    made: Array = (table - table[0]) / (table[-1] - table[0])
+    return made
+
+
+def ends(rows: Array, kind: str) -> tuple[Array, Array]:
+    """The values of the first and the last code at each place of stored rows (uint8 [n, row bytes]), float32 [n, k] each. The
+    first is the larger one where a scale is negative."""
+    nbytes = KINDS[kind].nbytes
+    first, last, _ = CODES[kind]
+    found = []
+    for code in (0x81, 0x7F) if kind == "Q8_0" else (0x00, 0xFF):
+        blocks = rows.reshape(-1, nbytes).copy()
+        blocks[:, first:last] = code
+        found.append(dequantize_numpy(blocks.reshape(-1), kind).reshape(len(rows), -1))
+    return found[0], found[1]
+
+
+def with_codes(rows: Array, kind: str, q: Array) -> Array:
+    """Stored rows with the same scales and other codes, uint8 [n, k] from 0 on."""
+    block, nbytes = KINDS[kind]
+    first, last, _ = CODES[kind]
+    blocks = rows.reshape(-1, nbytes).copy()
+    blocks[:, first:last] = pack(kind, q.reshape(-1, block))
+    return blocks.reshape(rows.shape)
+
+
+def pack(kind: str, q: Array) -> Array:
+    """Codes of blocks, uint8 [blocks, numbers] from 0 on, as they are stored: uint8 [blocks, bytes]."""
+    if kind == "Q8_0":
+        return (q - np.uint8(127)).view(np.uint8)
+    if kind in ("Q5_0", "Q5_1"):
+        return np.concatenate([np.packbits(q >> 4, axis=1, bitorder="little"), _nibbles(q & 15)], axis=1)
+    if kind == "Q2_K":
+        return _quarters(q)
+    if kind == "Q3_K":
+        return np.concatenate([fields(q.reshape(-1, 8, 32) >> 2, 1), _quarters(q & 3)], axis=1)
+    if kind == "Q4_K":
+        return _pairs(q)
+    if kind == "Q5_K":
+        return np.concatenate([fields(q.reshape(-1, 8, 32) >> 4, 1), _pairs(q & 15)], axis=1)
+    if kind == "Q6_K":
+        low = fields((q & 15).reshape(-1, 2, 2, 64), 4).reshape(len(q), 128)
+        high = fields((q >> 4).reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
+        return np.concatenate([low, high], axis=1)
+    return _nibbles(q)
+
+
+def fields(values: Array, bits: int) -> Array:
+    """The inverse of decode's fields: uint8 [..., count, bytes] of `bits` each -> [..., bytes], the first lowest."""
+    shifts = np.arange(values.shape[-2], dtype=np.uint8)[:, None] * np.uint8(bits)
+    return np.bitwise_or.reduce(values << shifts, axis=-2)
+
+
+def _nibbles(q: Array) -> Array:
+    """Codes [blocks, 32] below 16 -> uint8 [blocks, 16]: the first half low, the second high."""
+    made: Array = q[:, :16] | q[:, 16:] << 4
+    return made
+
+
+def _quarters(q: Array) -> Array:
+    """Codes of 2 bits [super-blocks, 256] -> uint8 [super-blocks, 64]."""
+    return fields(q.reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
+
+
+def _pairs(q: Array) -> Array:
+    """Codes of 4 bits [super-blocks, 256] -> uint8 [super-blocks, 128]: groups 2i low, 2i + 1 high."""
+    return fields(q.reshape(-1, 4, 2, 32), 4).reshape(len(q), 128)
