@@ -62,7 +62,7 @@ ROOMS = {
     "startup.runnable": "startup.opening startup.memory native weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
-    "models layers text data",
+    "models layers eager ops text data",
     "compress": "quant startup.opening text models weights.loader weights.parts weights data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
