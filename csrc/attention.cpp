@@ -33,8 +33,8 @@ void check_feed(const StepFeeds& step, int first, int rows, int start, int known
     if (nodes && step.masks.size() < step.positions.size()) throw std::invalid_argument("draft nodes need masks");
     for (int node = 0; node < nodes; ++node) {
         const uint64_t mask = step.masks[static_cast<size_t>(first + known + node)];
-        if (static_cast<int>(std::bit_width(mask)) != node + 1) {
-            throw std::invalid_argument("a node's mask names itself and nodes before it");
+        if (static_cast<int>(std::bit_width(mask)) != node + 1 && mask != bits_below(nodes)) {
+            throw std::invalid_argument("a node's mask names itself and nodes before it, or all nodes");
         }
     }
 }
@@ -62,10 +62,11 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
                 row.end = feed.first_node + depth;
                 if (step.masks[at] != bits_below(depth)) row.path = step.masks[at];
             }
-            if (view_.window) row.begin = std::max(0, row.end - view_.window);
-            if (!view_.causal) {
-                const int end = feed.kv_start + feed.rows;
-                row.end = view_.window ? std::min(end, row.end - 1 + view_.window) : end;
+            const int own = std::min(row.end, feed.kv_start + i + 1);  // a node that sees all nodes ends behind itself
+            if (!view_.causal) row.end = feed.kv_start + feed.rows;
+            if (view_.window) {
+                row.begin = std::max(0, own - view_.window);
+                row.end = std::min(row.end, own - 1 + view_.window);
             }
             rows_[at] = row;
         }

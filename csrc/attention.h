@@ -15,7 +15,7 @@ namespace headrace {
 // The feeds of a step, as headrace.ops.context.Context has them.
 struct StepFeeds {
     std::span<const int32_t> positions;  // [rows], rotary
-    std::span<const uint64_t> masks;     // [rows]: a node's ancestors, itself included; empty where there are no nodes
+    std::span<const uint64_t> masks;     // [rows]: a node's ancestors and itself, or all nodes; empty: there are none
     std::span<const int32_t> row_start;  // [feeds + 1]
     std::span<const int32_t> kv_start;   // [feeds]
     std::span<const int32_t> known;      // [feeds]; the rows after these are draft nodes
@@ -100,8 +100,8 @@ public:
     AttentionStep(const AttentionStep&) = delete;
 
     // Begins a step: earlier layouts are gone. The spans must outlive it. Throws std::out_of_range for a table that
-    // does not reach all rows, or a block outside the pool; std::invalid_argument for masks that are not a tree of 64
-    // nodes.
+    // does not reach all rows, or a block outside the pool; std::invalid_argument for masks that are neither a tree of
+    // 64 nodes nor all of them.
     void begin(const StepFeeds& step);
     // One more than the highest block that a table of the step names.
     int blocks() const { return blocks_; }

@@ -22,8 +22,9 @@ struct RopeTable {
 };
 
 // A row of the step sees KV indices [begin, end) of its own line of tokens: the known ones, then its ancestors among
-// the nodes of its feed and itself, one after the other. `path` names those nodes where they are not 0, 1, 2 ...: they
-// are stored elsewhere than they are seen, and the row still gets the bits it would get without the tree.
+// the nodes of its feed and itself, or all of these, one after the other. `path` names those nodes where they are not
+// 0, 1, 2 ...: they are stored elsewhere than they are seen, and the row still gets the bits it would get without the
+// tree.
 struct AttentionRow {
     int32_t begin, end;
     uint64_t path;

@@ -132,13 +132,13 @@ void bind_step(nb::module_& m) {
         .def(
             "feed",
             [](Step& self, std::shared_ptr<const Sequence> sequence, int start, int count, int logits,
-               const std::vector<int32_t>& nodes, const std::vector<int32_t>& parents) {
+               const std::vector<int32_t>& nodes, const std::vector<int32_t>& parents, bool full) {
                 const Exclusive mine(self.in_use);
                 require(sequence != nullptr, "a feed has a sequence");
-                self.feed(std::move(sequence), start, count, nodes, parents, logits);
+                self.feed(std::move(sequence), start, count, nodes, parents, logits, full);
             },
             "sequence"_a, "start"_a, "count"_a, "logits"_a = 0, "nodes"_a = std::vector<int32_t>{},
-            "parents"_a = std::vector<int32_t>{})
+            "parents"_a = std::vector<int32_t>{}, "full"_a = false)
         .def(
             "mask",
             [](Step& self, const nb::bytes& bits) {

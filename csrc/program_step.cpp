@@ -40,7 +40,8 @@ void Step::clear() {
     taps.clear();
 }
 
-void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits) {
+void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits,
+                bool full) {
     const std::vector<int32_t>& tokens = sequence->history.tokens();
     const size_t rows = static_cast<size_t>(count) + nodes.size();
     require(start >= 0 && count >= 0 && rows >= 1 &&
@@ -62,6 +63,10 @@ void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, 
         const size_t parent = masks_.size() - i + static_cast<size_t>(root ? 0 : parents[i]);
         positions_.push_back(root ? first_node : positions_[parent] + 1);
         masks_.push_back(uint64_t{1} << i | (root ? 0 : masks_[parent]));
+    }
+    if (full && !nodes.empty()) {
+        std::fill(masks_.end() - static_cast<ptrdiff_t>(nodes.size()), masks_.end(),
+                  ~uint64_t{0} >> (64 - nodes.size()));
     }
     row_start_.push_back(this->rows());
     kv_start_.push_back(start);

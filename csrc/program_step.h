@@ -90,8 +90,9 @@ public:
 
     // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the token
     // before KV index start + count). Nodes alone may lie beyond the known tokens. The last `logits` rows go through
-    // the head. Throws std::invalid_argument.
-    void feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits);
+    // the head. `full`: each node sees all nodes. Throws std::invalid_argument.
+    void feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits,
+              bool full = false);
 
     // What may be drawn after the feed added last: a bit per token for its last known token and each node. All asks of
     // the feed heed it but scores and logits.

@@ -15,6 +15,7 @@ from tests.pages import write
 from tests.tiny_files import write_tiny_gguf
 
 PART = "composition"
+MASK = 3
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -26,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
     "contrastive decoding": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4, "temperature": 0.0},
     "speculative cascade": {"defer_rule": "opt", "seed": 1},
+    "blocks filled in": {"refine_block": 4},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "several answers": {"n": 2},
@@ -94,7 +96,7 @@ def _yes(answer: bool) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = write_tiny_gguf(Path(folder) / "tiny.gguf")
+        path = write_tiny_gguf(Path(folder) / "tiny.gguf", mask=MASK)
         write(PART, table(LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu")))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
-from headrace.data.params import BeamSearchParams, SamplingParams, StructuredOutputs
+from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams, StructuredOutputs
 from tests.pages import write
 
 PART = "parameters"
@@ -36,6 +36,7 @@ def values(one: Declared) -> str:
         BIASES: f"{field.most} token ids, each {field.bounds}",
         StructuredOutputs: "`StructuredOutputs`",
         BeamSearchParams: "`BeamSearchParams`",
+        RefineParams: "`RefineParams`",
     }
     if one.kind in said:
         return said[one.kind]
@@ -50,7 +51,7 @@ def default(one: Declared) -> str:
 
 def table() -> str:
     lines = ["| field | values | default | what it says |", "|---|---|---|---|"]
-    return "\n".join([*lines, *rows(SamplingParams), *rows(BeamSearchParams)])
+    return "\n".join([*lines, *rows(SamplingParams), *rows(BeamSearchParams), *rows(RefineParams)])
 
 
 if __name__ == "__main__":

@@ -31,10 +31,11 @@ def write_tiny_gguf(
     seed: int = 0,
     control: str | None = None,
     layers: int = LAYERS,
+    mask: int | None = None,
     edit: Callable[[Tensors], object] = lambda tensors: None,
 ) -> Path:
     """The file, with a context of `context` tokens; without a chat template where `template` is None; with a control token
-    `control`, the last of the vocabulary.
+    `control`, the last of the vocabulary; with a mask token `mask`.
 
     `edit` may change the tensors (float32, by name) before they are written.
     """
@@ -48,6 +49,8 @@ def write_tiny_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     _add_vocabulary(writer, template, control)
+    if mask is not None:
+        writer.add_mask_token_id(mask)
     tensors = _tensors(seed, layers)
     edit(tensors)
     for name, tensor in tensors.items():

@@ -116,7 +116,12 @@ class Feeder:
             at += count
 
     def feed(
-        self, *feeds: tuple[int, int, int], nodes: Sequence[int] = (), parents: Sequence[int] = (), **run: Any
+        self,
+        *feeds: tuple[int, int, int],
+        nodes: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        full: bool = False,
+        **run: Any,
     ) -> list[np.ndarray]:
         """Logits [rows, vocabulary] of each (sequence, start, count); the last one also has a draft."""
         step = core().Step()
@@ -124,7 +129,7 @@ class Feeder:
         for number, (which, start, count) in enumerate(feeds):
             draft = (list(nodes), list(parents)) if number == len(feeds) - 1 else ([], [])
             rows = count + len(draft[0])
-            step.feed(self.sequences[which], start, count, rows, *draft)
+            step.feed(self.sequences[which], start, count, rows, *draft, full=full)
             asked.append([step.logits(row) for row in range(rows)])
         self.program.core.run(step, **run)
         return [np.stack([np.frombuffer(step.row_of_logits(i), "<f4") for i in answers]) for answers in asked]

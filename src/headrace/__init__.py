@@ -9,11 +9,21 @@ _HOME = {
     "AsyncLLM": "headrace.server.async_llm",
     "SamplingParams": "headrace.data.params",
     "BeamSearchParams": "headrace.data.params",
+    "RefineParams": "headrace.data.params",
     "RequestOutput": "headrace.data.outputs",
     "CompletionOutput": "headrace.data.outputs",
 }
 
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RefineParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,17 +43,16 @@ class LLM:
     """A model ready to generate, in this process.
 
     `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
-    torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16,
-    int8 (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native).
-    `kv_cache_memory`: bytes or "2GiB"; by default 2,048 tokens for each of `max_num_seqs` and one whole context at least, in a
-    quarter of free memory at most. `draft` and `amateur` name companions of the same vocabulary: a model that drafts for
-    speculation (or a folder of heads trained for this model), and one that contrastive decoding is a contrast to. `speculate`
-    (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, None) drafts tokens that the model verifies together; auto is
-    prompt lookup on the native core. Outputs depend on the request and its seed alone, not on drafts, batch or chunks: bitwise
-    on the native core, near-tie-exact in torch, whose sums depend on how many rows there are (`verification` rejection and
-    block draw other samples by design). `draft_tokens` fixes how many at once; by default what was measured decides.
-    `draft_vocab`: among how many of the most frequent tokens the draft chooses (0: all). `classifier`: a folder of exits that
-    were trained for this model, for `classify`. Raises ValueErrors of one line that say what to change.
+    torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8
+    (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `kv_cache_memory`:
+    bytes or "2GiB"; by default 2,048 tokens for each of `max_num_seqs` and one whole context at least, in a quarter of free
+    memory at most. `draft` and `amateur` name companions of the same vocabulary: a model that drafts for speculation (or a
+    folder of heads trained for it), and one that contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix,
+    lookahead, jacobi, draft, heads, self, blocks, None) drafts tokens that the model verifies; auto is prompt lookup on the
+    native core. Outputs depend on the request and its seed alone, not on drafts, batch or chunks: bitwise on the native core,
+    near-tie-exact in torch, whose sums depend on how many rows there are (`verification` rejection and block draw other samples
+    by design). `draft_tokens` fixes how many at once; by default what was measured decides. `draft_vocab`: so many of the most
+    frequent tokens it chooses from (0: all). `classifier`: a folder of exits trained for this model. Raises ValueError.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class LLM:
             self.device, self.opened = pick_device(device), open_files(model, progress)
             self.classifier = None if classifier is None else exits.load(classifier, self.opened)
             recipe = Recipe(
-                open_roles(self.opened, draft, amateur, speculate == "self", progress),
+                open_roles(self.opened, draft, amateur, speculate or "", progress),
                 Settings(
                     str(self.device),
                     backend=backend,
@@ -303,6 +302,7 @@ class LLM:
             eos_ids=self.opened.eos_ids,
             groups=recipe.groups(),
             speculation=drafts,
+            mask_id=config.mask_id,
         )
 
     def _run(

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from headrace.llm import LLM
-from tests.composition import PART, refusal, table
+from tests.composition import MASK, PART, refusal, table
 from tests.pages import written
 from tests.tiny_files import write_tiny_gguf
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_the_table_is_not_stale(backend: str, tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", mask=MASK)
     more = {"dtype": "float64"} if backend == "torch" else {}
     llm = LLM(path, amateur=path, backend=backend, threads=1, device="cpu", **more)
     found = table(llm)

@@ -20,6 +20,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
 from headrace.data.types import Request
 from headrace.drafting.base import Drafter
+from headrace.drafting.blocks import Blocks
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
@@ -35,7 +36,7 @@ from headrace.native.heads import NativeHeads
 from headrace.runner.executor import InProcess
 from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
-from headrace.runner.span import ATTENTION, MLP, Span
+from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
 from headrace.runner.stages import Exit
 from headrace.startup.recipe import BLOCK_SIZE
 from headrace.training.kinds import KINDS, begin
@@ -54,7 +55,8 @@ SETTINGS = {
     "temperature 0.8": SamplingParams(temperature=0.8, ignore_eos=True),
 }
 # The models beside the target, in the order in which they are its companions.
-DRAFT_MODEL, LAYERS, SKIPS, EXITS = 1, 2, 3, 4
+DRAFT_MODEL, LAYERS, SKIPS, EXITS, OPEN = 1, 2, 3, 4, 5
+UNUSED = 0  # a token that stands for a mask: the models were trained to fill in none, so their guesses are seldom right
 WAYS: dict[str, Callable[[], list[Drafter]]] = {
     "ngram": lambda: [PromptLookup()],
     "suffix": lambda: [SuffixTree()],
@@ -64,6 +66,7 @@ WAYS: dict[str, Callable[[], list[Drafter]]] = {
     "self, layers": lambda: [DraftModel("self", model=LAYERS, group=None, least=0.0)],
     "self, skips": lambda: [DraftModel("self", model=SKIPS, group=None, least=0.0)],
     "exit": lambda: [DraftModel("exit", model=EXITS, group=None, least=0.0)],
+    "blocks": lambda: [Blocks(UNUSED, passes=2, model=OPEN, least=0.0)],
 }
 # How much is verified, the controller decides.
 AUTO: dict[str, Callable[[], list[Drafter]]] = {"auto": lambda: [PromptLookup(), DraftModel(model=DRAFT_MODEL)]}
@@ -191,7 +194,7 @@ def in_torch(
         parts = Span(layers=layers - 1), Span(skips=(*[0] * (layers - 1), ATTENTION | MLP)[::-1])
         head = EagerHeads(exits(), target, stored_stories())
         heads = Exit(Span(exits().drafts), head, exits().exit if exit is None else exit)
-        companions = [program(draft or changed(model, 0.1)), *parts, heads]
+        companions = [program(draft or changed(model, 0.1)), *parts, heads, WHOLE]
         engine = Engine(
             InProcess(Runner(target, companions)),
             EngineConfig(SchedulerConfig(batch, 2048, length + 1), CacheConfig(blocks, 16)),
@@ -272,7 +275,7 @@ def natively(llm: LLM, parts: tuple[Span, Span], texts: list[str], after: int = 
         tensors = with_vocab(begin(EXIT, teacher, 1), llm.model_config.vocab_size)
         sizes = {"num_blocks": llm.memory_plan.num_blocks, "block_size": BLOCK_SIZE, "max_positions": 1024, "threads": 1}
         head = NativeHeads(Heads(EXIT, 1, tensors, (after,), after), target, llm.opened.source, **sizes)
-        companions.append(Exit(Span(after), head))
+        companions += [Exit(Span(after), head), WHOLE]
     executor.runner = Runner(target, companions)
     return beside(llm, texts)
 

@@ -287,6 +287,9 @@ def test_sixty_four_nodes_and_no_more():
         begin_nodes(stepper, [1 << i % 64 for i in range(65)])
     with pytest.raises(ValueError, match="names itself and nodes before it"):
         begin_nodes(stepper, [1, 1])
+    with pytest.raises(ValueError, match="or all nodes"):
+        begin_nodes(stepper, [2, 3])
+    begin_nodes(stepper, [3, 3])
 
 
 def begin_nodes(stepper: Stepper, masks: list[int]) -> None:

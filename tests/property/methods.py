@@ -6,7 +6,8 @@ from typing import Self
 
 import torch
 
-from headrace.bench.fake_model import NONE, VOCAB, allowed, draw, logits_of
+from headrace.bench.fake_model import EOS, NONE, VOCAB, allowed, draw, logits_of
+from headrace.data.params import RefineParams
 from headrace.data.plan import AnyWant, Feed, Ranked, Top
 from headrace.data.structured import StructuredOutputs
 from headrace.data.types import Child, Request, Sequence
@@ -129,3 +130,44 @@ class AnyJob(Job):
         if self.kind == "strategy":
             return ranked[1]
         return next(token for token in ranked if token % 5 != (len(tokens) - len(self.prompt)) % 5)
+
+
+class BlockJob(Job):
+    """Plain, or filled in block by block."""
+
+    mask = 1
+    blocks = RefineParams(block=3, passes=2)
+    nodes = blocks.block
+
+    def __init__(self, rng: random.Random, number: int, prefixes: list[list[int]]) -> None:
+        super().__init__(rng, number, prefixes)
+        self.filled = number % 2 == 0
+        if self.filled:
+            self.params = self.params.replace(n=1, prompt_logprobs=None, refine=self.blocks)
+
+    def add(self, engine: Engine) -> Request:
+        engine.limits.mask_id = self.mask
+        return super().add(engine)
+
+    def expected(self) -> list[list[int]]:
+        if not self.filled:
+            return super().expected()
+        answer: list[int] = []
+        while len(answer) < (self.params.max_tokens or 0):
+            answer += self._block(self.prompt + answer)
+        answer = answer[: self.params.max_tokens]
+        ends = not self.params.ignore_eos and EOS in answer
+        return [answer[: answer.index(EOS) + 1] if ends else answer]
+
+    def _block(self, known: list[int]) -> list[int]:
+        """Guessed, the least sure but a half of it again, and guessed once more: one of three after two passes."""
+        first = [self._guess([*known, *[self.mask] * 3, VOCAB + at]) for at in range(3)]
+        least = min(range(3), key=lambda at: (first[at][1], -at))
+        block = [self.mask if at == least else token for at, (token, _) in enumerate(first)]
+        again = self._guess([*known, *block, VOCAB + least])
+        return [again[0] if at == least else token for at, token in enumerate(block)]
+
+    def _guess(self, context: list[int]) -> tuple[int, float]:
+        logits = logits_of(context)
+        best = max((token for token in range(VOCAB) if token != self.mask), key=lambda token: logits[token])
+        return best, logits[best]

@@ -21,7 +21,9 @@ SEEDS = range(64)
 
 
 class Job:
-    """One request of the load, when it arrives, and what must come of it."""
+    """One request of the load, when it arrives, and what must come of it. `nodes`: of drafts of its own."""
+
+    nodes = 0
 
     def __init__(self, rng: random.Random, number: int, prefixes: list[list[int]]) -> None:
         self.id = f"job-{number}"
@@ -59,7 +61,7 @@ def make_load(seed: int, make: type[Job] = Job) -> tuple[list[Job], EngineConfig
     block_size = rng.choice([1, 2, 4, 8])
     prefixes = [[rng.randrange(VOCAB - 1) for _ in range(rng.choice([4, 16, 33, 90]))] for _ in range(2)]
     jobs = [make(rng, number, prefixes) for number in range(rng.choice([4, 8, 14]))]
-    largest = max(blocks_needed(len(j.prompt), j.params.max_tokens or 0, j.params.n, block_size) for j in jobs)
+    largest = max(blocks_needed(len(j.prompt), (j.params.max_tokens or 0) + j.nodes, j.params.n, block_size) for j in jobs)
     scheduler = SchedulerConfig(
         max_num_seqs=rng.choice([4, 6, 16]),
         max_num_batched_tokens=rng.choice([4, 7, 16, 64, 512]),

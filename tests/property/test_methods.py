@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.data.plan import Each, Logits
 from headrace.drafting.base import Drafter
@@ -11,7 +12,7 @@ from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from tests.property.drafters import Guessing
-from tests.property.methods import AnyJob, Following
+from tests.property.methods import AnyJob, BlockJob, Following
 from tests.property.test_engine import assert_reference, run
 
 DRAFTERS: dict[str, Callable[[int], Drafter]] = {
@@ -36,6 +37,30 @@ def test_every_output_equals_the_reference(kind: str) -> None:
         assert not engine.scheduler.requests
         kinds |= {job.kind for job in jobs if outputs[job.id] and isinstance(job, AnyJob)}
     assert len(kinds) == 4
+
+
+def test_blocks_beside_plain_requests() -> None:
+    """In chunks, after preemptions, from the prefix cache; drafts are others'."""
+    preempted = 0
+    for seed in SEEDS:
+        jobs, outputs, engine = run(seed, speculation=speculation("lookup", seed), make=BlockJob)
+        assert_reference(jobs, outputs)
+        assert engine.blocks.used == 0
+        preempted += engine.scheduler.preemptions
+    assert preempted > 0
+
+
+def open_blocks_are_fed_causally(engine: Engine) -> None:
+    """A node sees those before it alone."""
+    runner = engine.executor.runner  # type: ignore[attr-defined]
+    above = runner._above
+    runner._above = lambda feed, known, node: above(replace(feed, full=False), known, node)
+
+
+def test_a_block_that_is_not_open_is_caught() -> None:
+    jobs, outputs, _ = run(2, open_blocks_are_fed_causally, make=BlockJob)
+    with pytest.raises(AssertionError):
+        assert_reference(jobs, outputs)
 
 
 def a_mask_of_the_node_before(engine: Engine) -> None:

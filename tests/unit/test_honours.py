@@ -7,7 +7,7 @@ import pytest
 
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams
 from headrace.data.plan import AnyWant, Drawn, Feed, Sample
 from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import COMMON, DRAWN, Outputs, Strategy
@@ -16,6 +16,7 @@ from headrace.decoding.best_of import BestOf
 from headrace.decoding.contrastive import ContrastiveSearch
 from headrace.decoding.processors import LengthNudge
 from headrace.decoding.prompts import Scoring
+from headrace.decoding.refine import Refine
 from headrace.decoding.sampling import Sampling
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
@@ -52,7 +53,7 @@ SET: dict[str, Any] = {
     "logit_bias": {1: 1.0}, "bad_words": ((1,),), "allowed_token_ids": (1, 2), "structured_outputs": {"regex": "a"},
     "min_tokens": 1, "max_tokens": 5, "stop": ("a",), "stop_token_ids": (1,), "include_stop_str_in_output": True,
     "ignore_eos": True, "seed": 1, "logprobs": 0, "prompt_logprobs": 0, "verification": "block",
-    "skip_special_tokens": False, "priority": 1, "beam": BeamSearchParams(),
+    "skip_special_tokens": False, "priority": 1, "beam": BeamSearchParams(), "refine": RefineParams(),
 }  # fmt: skip
 DETAILS = {
     "xtc_threshold", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_breakers", "dry_range", "contrastive_alpha",
@@ -114,10 +115,11 @@ def test_what_says_nothing_is_not_refused(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("strategy", "dropped"),
     [
-        (Sampling(), {"best_of", "penalty_alpha", "beam"}),
-        (BestOf(), {"penalty_alpha", "beam"}),
+        (Sampling(), {"best_of", "penalty_alpha", "beam", "refine"}),
+        (BestOf(), {"penalty_alpha", "beam", "refine"}),
         (Scoring(), set(SET) - COMMON - {"prompt_logprobs"}),
         (ContrastiveSearch(), set(SET) - COMMON - {"top_k", "penalty_alpha", "min_tokens"}),
+        (Refine(RefineParams(), 1, 64), set(SET) - COMMON - {"refine"}),
         (BeamSearch(BeamSearchParams()), set(SET) - COMMON - {"beam", "n", "temperature", "min_tokens", "structured_outputs"}),
     ],
 )

@@ -7,9 +7,9 @@ import pytest
 from headrace.drafting.companion import Companion
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Lookahead
-from headrace.drafting.methods import speculation
+from headrace.drafting.methods import METHODS, speculation
 
-DRAFT, SELF = Companion("draft", 1, 1), Companion("self", 1)
+DRAFT, SELF, BLOCKS = Companion("draft", 1, 1), Companion("self", 1), Companion("blocks", 1, mask=3)
 HEADS, FEATURE = Companion("heads", 1, kind="heads", count=3), Companion("heads", 1, 1, "feature", 5)
 
 
@@ -24,6 +24,7 @@ HEADS, FEATURE = Companion("heads", 1, kind="heads", count=3), Companion("heads"
         ("heads", {"companion": FEATURE}, ["feature"]),
         ("draft", {"companion": DRAFT}, ["draft"]),
         ("self", {"companion": SELF}, ["self"]),
+        ("blocks", {"companion": BLOCKS}, ["blocks"]),
         ("ngram", {}, ["ngram"]),
         ("suffix", {}, ["suffix"]),
         ("lookahead", {}, ["lookahead"]),
@@ -75,7 +76,7 @@ def test_auto_drafts_nothing_where_an_output_could_change_unless_it_was_given_so
     [
         ("off", {"companion": DRAFT}, "a draft model was given and speculation is off; leave one of the two out"),
         (None, {"companion": HEADS}, "trained heads were given and speculation is off; leave one of the two out"),
-        ("guess", {}, "unknown speculation 'guess'; use auto, ngram, suffix, lookahead, jacobi, draft, heads, self or off"),
+        ("guess", {}, f"unknown speculation 'guess'; use {', '.join(METHODS)} or off"),
         ("ngram", {"draft_tokens": 0}, "draft_tokens must be between 1 and 16, not 0"),
         ("ngram", {"draft_tokens": 17}, "draft_tokens must be between 1 and 16, not 17"),
         ("draft", {}, "speculation by a draft model needs one; name it with draft (--draft)"),

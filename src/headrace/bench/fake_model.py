@@ -143,7 +143,10 @@ class FakeRunner:
                 return LogitRow(struct.pack(f"<{VOCAB}f", *logits_of(context)))
 
     def _above(self, feed: Feed, known: int, node: int) -> list[int]:
-        """What the pool holds of a node and the nodes above it, from the root down."""
+        """What the pool holds of a node and the nodes above it, from the root down; of all nodes where they see each other, and
+        which of them it is."""
+        if feed.full and node >= 0:
+            return [*(self.pool[self._at(feed.slot, known + each)] for each in range(len(feed.nodes))), VOCAB + node]
         path: list[int] = []
         while node >= 0:
             path.insert(0, self.pool[self._at(feed.slot, known + node)])

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.near import did_you_mean
-from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, SamplingParams
+from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, REFINE_NAMES, SamplingParams
 
-PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam"} | {"beam_width", *BEAM_FIELDS, *BEAM_NAMES}
+PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam", "refine"} | {
+    *("beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES),
+}
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 CHAT, COMPLETIONS = "chat/completions", "completions"
 BODY_PROMPT = {CHAT: "messages", COMPLETIONS: "prompt"}

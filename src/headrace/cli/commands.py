@@ -33,6 +33,7 @@ COMMANDS = {
         "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "
         "can have, or so that the layers' outputs on texts change least (--method).",
         "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",
+        "train-masked": "Train a small model that fills in blocks of masked tokens, to try out non-autoregressive decoding.",
         "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights "
         "stay as they are.",
         "doctor": "Show what a bug report should say of this installation, and what is wrong with it (exit code 1).",
@@ -69,6 +70,7 @@ BENCH = {
         "tools": "How many tool calls fit their schema, and how many are right, with the calls' grammar and without.",
         "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
         "guarantee.",
+        "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
         "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
     }
 }

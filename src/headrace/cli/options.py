@@ -15,11 +15,11 @@ from headrace import host
 from headrace.cli.help import HelpAll, complete_model
 from headrace.cli.output import say
 from headrace.data.fields import Declared, Use, declared
-from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, SamplingParams, heeded, params_of
+from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, RefineParams, SamplingParams, heeded, params_of
 from headrace.data.structured import StructuredOutputs
 from headrace.weights.defaults import Defaults, Setting, summary, values
 
-MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several"
+MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several, blocks"
 FORM_PANEL = "Form of the answer"
 
 SystemPrompt = Annotated[
@@ -152,8 +152,8 @@ class ModelOptions(WeightOptions):
     speculate: Annotated[
         str,
         _model(
-            "Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, heads, self or off. On the native core no token "
-            "changes; in torch near ties may fall otherwise, and --verification rejection and block draw other samples."
+            "Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks or off. On the native core no "
+            "token changes; in torch near ties may fall otherwise, and --verification rejection and block draw other samples."
         ),
     ] = "auto"
     draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
@@ -185,9 +185,12 @@ def option_fields(fields: Iterable[Declared], panel: str) -> list[tuple[str, Any
 PRESET = _sampling("precise (greedy), balanced or creative, in place of the model's own.")
 DRAWS = [one for one in declared(SamplingParams) if one.name != "best_of"]
 SHOWN = {one.name for one in DRAWS if Use.CORE in one.field.use} | {
-    *("beam_width", "penalty_alpha", "contrastive_beta", "defer_rule"),
+    *("beam_width", "penalty_alpha", "contrastive_beta", "defer_rule", "refine_block"),
 }
-CHOOSES = [*(one for one in declared(SamplingParams) if one.name == "best_of"), *declared(BeamSearchParams)]
+CHOOSES = [
+    *(one for one in declared(SamplingParams) if one.name == "best_of"),
+    *(*declared(BeamSearchParams), *declared(RefineParams)),
+]
 Drawing: Any = make_dataclass(
     "Drawing", [("preset", Annotated[Preset | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
 )
@@ -261,13 +264,13 @@ class SamplingOptions(Drawing):
         defaults = {name: one for name, one in defaults.items() if name in heeds}
         shown = {name: value for name, value in given.items() if name in SHOWN}
         temperature = shown.get("temperature", values(defaults).get("temperature", 1.0))
-        if temperature < 0.01 or "beam_width" in given:  # nothing is drawn
+        if temperature < 0.01 or not given.keys().isdisjoint(("beam_width", "refine_block")):  # nothing is drawn
             defaults = {name: one for name, one in defaults.items() if name not in FILTERS}
         return summary(defaults, shown)
 
 
 class ChoiceOptions(Choosing):
-    """Methods that choose among several outputs; the answer is known at the end, so it is not streamed."""
+    """Methods that choose among several outputs, whose answer is known at the end, so it is not streamed; blocks filled in."""
 
     def changes(self) -> dict[str, Any]:
         """The fields that were given, as `params_of` takes them. Raises typer.BadParameter for what cannot be meant."""
@@ -289,8 +292,9 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
         if given.get(name) is not None and options.amateur is None:
             option = f"--{name.replace('_', '-')}"
             raise typer.BadParameter(f"{option} needs a smaller model of the same vocabulary: --amateur MODEL")
-    if given.get("beam_width") is not None and sampling.preset is not None:
-        raise typer.BadParameter("--preset says how tokens are drawn, and beam search draws none; leave it out")
+    for name, method in (("beam_width", "beam search"), ("refine_block", "refine")):
+        if given.get(name) is not None and sampling.preset is not None:
+            raise typer.BadParameter(f"--preset says how tokens are drawn, and {method} draws none; leave it out")
     # Only the model knows the tokens of texts; that there are some is enough here.
     stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}
     given |= {name: tokens for name, tokens in stand_in.items() if name in given}

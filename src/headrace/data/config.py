@@ -69,6 +69,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     encoder: bool = False  # every token sees every other: prompts are fed whole, and nothing is generated
     token_types: int = 0  # rows of bert's table of token types
+    mask_id: int | None = None  # the token that stands for one to be guessed, of models that were trained to fill it in
 
     @property
     def num_layers(self) -> int:

@@ -6,12 +6,14 @@ from typing import Any
 import msgspec
 
 from headrace.data.near import did_you_mean, near
-from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, BeamSearchParams, SamplingParams, params_of
+from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, REFINE_NAMES, BeamSearchParams, SamplingParams, params_of
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
-SETTINGS = frozenset({*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES})  # names of flat fields
+SETTINGS = frozenset(  # names of flat fields
+    {*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES}
+)
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -6,9 +6,18 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from headrace.data.fields import Field, ParamError, Use, check, declared, token_ids, unheeded, used
+from headrace.data.refine import RefineParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
-__all__ = ["BeamSearchParams", "ConstraintError", "ParamError", "SamplingParams", "StructuredOutputs", "params_of"]
+__all__ = [
+    "BeamSearchParams",
+    "ConstraintError",
+    "ParamError",
+    "RefineParams",
+    "SamplingParams",
+    "StructuredOutputs",
+    "params_of",
+]
 
 MAX_N = 64
 MAX_LOGPROBS = 64
@@ -181,9 +190,11 @@ class SamplingParams(
         BeamSearchParams | None,
         Field("Beam search in place of drawing; `BeamSearchParams.sampling` sets the rest to fit", http=False, option=None),
     ] = None
+    refine: Annotated[RefineParams | None, Field("Blocks filled in in place of drawing", http=False, option=None)] = None
 
     def __post_init__(self) -> None:
         check(self)
+        check_refine(self)
         check_lengths(self)
         check_mirostat(self)
         check_contrast(self)
@@ -260,7 +271,9 @@ BEAM_NAMES = {one.flat: one.name for one in declared(BeamSearchParams) if one.fl
 COMMON = frozenset(used(SamplingParams, LOOP))  # heeded whatever the strategy
 DRAWN = frozenset(used(SamplingParams, DRAW))  # by every `Sample` want
 FILTERS = {one.name: one.default for one in declared(SamplingParams) if FILTER in one.field.use}
+REFINE_NAMES = {one.flat: one.name for one in declared(RefineParams)}
 # The methods that are chosen by a field:
+REFINE = frozenset({"refine"})
 BEAMS = frozenset("beam temperature n min_tokens structured_outputs".split())
 SEARCH = frozenset("penalty_alpha top_k min_tokens".split())
 
@@ -273,6 +286,17 @@ def check_lengths(params: SamplingParams) -> None:
         raise ParamError(f"best_of must be between n ({params.n}) and {MAX_N}, not {params.best_of}")
     if params.allowed_token_ids == ():
         raise ParamError("allowed_token_ids is empty: nothing could be drawn; name at least one id")
+
+
+def check_refine(params: SamplingParams) -> None:
+    """What fills in blocks draws nothing, and writes no more than the length that is known."""
+    if params.refine is None:
+        return
+    if given := unheeded(params, REFINE):
+        raise ParamError(f"refine takes the likeliest tokens of a block together; leave out {', '.join(given)}, or refine")
+    length = params.refine.length
+    if length is not None and (params.max_tokens is None or params.max_tokens > length):
+        msgspec.structs.force_setattr(params, "max_tokens", length)
 
 
 def check_mirostat(params: SamplingParams) -> None:
@@ -311,7 +335,7 @@ def check_contrast(params: SamplingParams) -> None:
 
 def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model's own settings those that go with what was given: some methods choose the tokens themselves."""
-    if given.get("beam_width") is not None or given.get("penalty_alpha"):
+    if any(given.get(name) is not None for name in ("beam_width", "refine_block", "refine")) or given.get("penalty_alpha"):
         return {name: value for name, value in own.items() if name in COMMON}
     if given.get("mirostat_tau"):
         return {name: value for name, value in own.items() if name not in FILTERS}
@@ -322,9 +346,18 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     """Parameters from flat fields, as requests and command lines have them; `own`: the model's, where nothing is given.
 
     With `beam_width` it is beam search, to which what the model's own settings say about drawing does not apply, nor to
-    contrastive search; the fields of BeamSearchParams go without their class (`beam_groups` is `groups`). Raises ParamError.
+    contrastive search or refine; the fields of BeamSearchParams go without their class (`beam_groups` is `groups`), those of
+    RefineParams as `refine_block` and so on. Raises ParamError.
     """
-    fields = {BEAM_NAMES.get(name, name): value for name, value in given.items()}
+    fields = {BEAM_NAMES.get(name, name): value for name, value in given.items() if name not in REFINE_NAMES}
+    refine = {REFINE_NAMES[name]: value for name, value in given.items() if name in REFINE_NAMES and value is not None}
+    if refine and "block" not in refine:
+        raise ParamError(f"refine_{next(iter(refine))} goes with refine_block; give that too, or leave it out")
+    if refine:
+        try:
+            fields["refine"] = RefineParams(**refine)
+        except ParamError as error:
+            raise ParamError(f"refine_{error}") from None
     width = fields.get("beam_width")
     if width is None:
         for name in BEAM_FIELDS:

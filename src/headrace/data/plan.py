@@ -151,7 +151,8 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     `new` are the known tokens the slot has not been told yet. A companion's feed may begin beyond the known tokens:
     count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it. `allowed` says
     what may be drawn where the output is held to a grammar: a bit per token id (little-endian words of 32), one row for the
-    last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn.
+    last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn. With
+    `full` each node sees all nodes, and not its ancestors alone; positions are as the tree has them.
     """
 
     slot: int
@@ -163,6 +164,7 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     parents: tuple[int, ...] = ()
     allowed: bytes = b""
     q: tuple[bytes, ...] = ()
+    full: bool = False
 
 
 class StepPlan(msgspec.Struct):

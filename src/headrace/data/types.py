@@ -25,6 +25,7 @@ class Draft(msgspec.Struct):
     confidence: int = 0  # how sure the drafter is, by its own measure; drafts of equal confidence are counted together
     observed: bool = False  # the drafter wants to know what the target draws after each node
     memo: list[Any] = []  # what the drafter notes of each node: a node that is pruned takes its note along
+    full: bool = False  # each node sees all nodes: what is stored of them is no prefix's, and no path of them may be kept
 
 
 class Child(msgspec.Struct, gc=False):

@@ -5,15 +5,18 @@ from headrace.decoding.base import Strategy
 from headrace.decoding.beam import BeamSearch
 from headrace.decoding.best_of import BestOf
 from headrace.decoding.contrastive import ContrastiveSearch
+from headrace.decoding.refine import Refine
 from headrace.decoding.sampling import Sampling
 
 
-def strategy_for(params: SamplingParams) -> Strategy:
-    """The method of one request, made for it alone."""
+def strategy_for(params: SamplingParams, mask: int | None = None, context: int = 1 << 31) -> Strategy:
+    """The method of one request, made for it alone. `mask`: the model's mask token; `context`: tokens a text may have."""
     if params.beam is not None:
         return BeamSearch(params.beam)
     if params.penalty_alpha:
         return ContrastiveSearch()
+    if params.refine is not None:
+        return Refine(params.refine, mask, context)
     if params.best_of is not None:
         return BestOf()
     return Sampling()

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A model (`draft`), trained `heads` (of a kind, `count` tokens at once), or a part of the target (`self`). `model` is its
-    number in plans, `group` that of its own KV group."""
+    """A model (`draft`), trained `heads` (of a kind, `count` tokens at once), a part of the target (`self`), or all of
+    it, which fills in its `mask` token (`blocks`). `model` is its number in plans, `group` that of its own KV group."""
 
     role: str
     model: int
     group: int | None = None
     kind: str = ""
     count: int = 0
+    mask: int = -1
 
     @property
     def given(self) -> str:

@@ -1,6 +1,7 @@
 """Speculation by name: which drafters `LLM(speculate=...)` asks for."""
 
 from headrace.drafting.base import Drafter
+from headrace.drafting.blocks import Blocks
 from headrace.drafting.companion import Companion
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
@@ -9,7 +10,7 @@ from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
 
-METHODS = ("auto", "ngram", "suffix", "lookahead", "jacobi", "draft", "heads", "self")
+METHODS = ("auto", "ngram", "suffix", "lookahead", "jacobi", "draft", "heads", "self", "blocks")
 OFF = (None, "off", "none")
 
 
@@ -47,7 +48,7 @@ def speculation(
 
 def _drafters(method: str, most: int | None, companion: Companion | None) -> list[Drafter]:
     match method:
-        case "draft" | "heads" | "self" if companion is not None:
+        case "draft" | "heads" | "self" | "blocks" if companion is not None:
             return [_by(companion)]
         case "suffix":
             return [SuffixTree()]
@@ -62,6 +63,8 @@ def _drafters(method: str, most: int | None, companion: Companion | None) -> lis
 
 
 def _by(companion: Companion) -> Drafter:
+    if companion.role == "blocks":
+        return Blocks(companion.mask, model=companion.model)
     if companion.kind == "heads":
         return TrainedHeads(companion.count, model=companion.model)
     name, keeps = companion.kind or companion.role, companion.role != "heads"

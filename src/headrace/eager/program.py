@@ -50,6 +50,7 @@ class EagerProgram:
                 start=fed.feed.start,
                 nodes=fed.feed.nodes,
                 parents=fed.feed.parents,
+                full=fed.feed.full,
             )
             for fed in step.fed
         ]

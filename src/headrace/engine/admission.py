@@ -8,6 +8,7 @@ from headrace.data.types import Request
 from headrace.decoding.base import Strategy
 from headrace.decoding.processors import ProcessorError, check_processors
 from headrace.decoding.prompts import POOLS, Classifying, Pooling
+from headrace.decoding.refine import Refine
 
 
 class AdmissionError(ValueError):
@@ -15,13 +16,14 @@ class AdmissionError(ValueError):
 
 
 class Limits:
-    """The bounds of one engine: context, vocabulary, slots, token budget, blocks."""
+    """The bounds of one engine: context, vocabulary, slots, token budget, blocks, what its model can fill in."""
 
-    def __init__(self, config: EngineConfig, vocab_size: int, *, has_tokenizer: bool) -> None:
+    def __init__(self, config: EngineConfig, vocab_size: int, *, has_tokenizer: bool, mask_id: int | None = None) -> None:
         self.scheduler = config.scheduler
         self.cache = config.cache
         self.vocab_size = vocab_size
         self.has_tokenizer = has_tokenizer
+        self.mask_id = mask_id
 
 
 def admit(request: Request, limits: Limits) -> None:
@@ -33,6 +35,11 @@ def admit(request: Request, limits: Limits) -> None:
     _check_ids(request, limits)
     _check_processors(request)
     _check_honours(request)
+    if isinstance(request.strategy, Refine) and limits.mask_id is None:
+        raise AdmissionError(
+            "refine fills in masks, and this model has no mask token (mask_token_id in its config.json); leave refine out, or "
+            "open a model that was trained so, as by headrace train-masked"
+        )
     _check_width(request, limits)
     _check_blocks(request, limits)
 
@@ -150,7 +157,9 @@ def _check_blocks(request: Request, limits: Limits) -> None:
             f"the strategy drafts up to {nodes} nodes and a step verifies {MAX_NODES}; let its nodes() be fewer"
         )
     if nodes + request.width > limits.scheduler.max_num_batched_tokens:
-        raise AdmissionError(f"the request feeds {nodes} candidates a step; lower top_k, or raise max_num_batched_tokens")
+        raise AdmissionError(
+            f"the request feeds {nodes} tokens of its own a step; lower top_k or refine_block, or raise max_num_batched_tokens"
+        )
     need = blocks_needed(prompt, output + nodes, request.width, limits.cache.block_size)
     if need > limits.cache.num_blocks:
         raise AdmissionError(

@@ -57,10 +57,10 @@ class Children:
         if draft is not None and not draft.required:
             delta.drafter, delta.drafted = draft.drafter, len(draft.tokens)
             delta.accepted = min(len(child.path), len(delta.token_ids))
-        if request.strategy.streams:
-            outbox.append(delta)
-        else:
+        if not request.strategy.streams:
             seq.text.shown += delta.text
+        elif tokens or delta.finish_reason is not None:  # a step may only bring a draft nearer
+            outbox.append(delta)
 
     def _settle(self, request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
         """The draft below `length` known tokens was verified: its path is kept."""

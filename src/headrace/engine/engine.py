@@ -37,7 +37,7 @@ class Engine:
     """Requests in, deltas out. One thread calls it; it knows neither prefill nor decode, neither beam nor speculation.
 
     `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them. `speculation` proposes drafts for
-    the requests that take them; `groups` are the KV groups, the target's first.
+    the requests that take them; `groups` are the KV groups, the target's first. `mask_id`: of models that fill in masks.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         speculation: Speculation | None = None,
         groups: tuple[KVGroup, ...] = (TARGET,),
+        mask_id: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -62,7 +63,7 @@ class Engine:
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
         self._ids = itertools.count()
         self.children = Children(self.scheduler, self.stopping, vocab_size, self._ids)
-        self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None)
+        self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None, mask_id=mask_id)
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
         self.requests: dict[str, Request] = {}
@@ -105,7 +106,7 @@ class Engine:
             prompt=list(prompt),
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            strategy=strategy or strategy_for(params),
+            strategy=strategy or strategy_for(params, self.limits.mask_id, self.config.scheduler.max_model_len),
             arrival=arrival,
             turn=turn,
             tenant=salt,

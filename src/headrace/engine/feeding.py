@@ -112,7 +112,7 @@ class Feeding:
         if end > length:
             draft = seq.decode.draft
             assert draft is not None
-            feed.nodes, feed.parents = tuple(draft.tokens), tuple(draft.parents)
+            feed.nodes, feed.parents, feed.full = tuple(draft.tokens), tuple(draft.parents), draft.full
         wire.sent = length
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)

@@ -1,6 +1,7 @@
 """The numbers and names of a model from its file. Nothing here needs the models themselves: a file is opened without torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from headrace.data.config import ModelConfig
@@ -10,6 +11,8 @@ from headrace.models.family import Family
 from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource, adapter_of
+
+WHOLE_TEXT = ("llada", "llada-moe", "llada_moe", "dream")  # diffusion models
 
 
 class _WithConfig(Protocol):
@@ -33,12 +36,23 @@ def read_config(source: WeightSource) -> ModelConfig:
         family = _family(name, source)
         if isinstance(family.gguf, str):
             raise WeightError(f"{source.path}: {family.gguf}")
-        return family.gguf.numbers(Reader(family.architecture, metadata, source, "metadata", f"{name}."))
+        read = Reader(family.architecture, metadata, source, "metadata", f"{name}.")
+        return _masked(family.gguf.numbers(read), replace(read, prefix="tokenizer.ggml."))
     settings = cast(_WithConfig, source).config
     family = _family(str(settings.get("model_type", "")), source)
     read = Reader(family.architecture, settings, source, "config.json")
     hf.refuse_not_built(read)
-    return family.hf.numbers(read)
+    return _masked(family.hf.numbers(read), read)
+
+
+def _masked(config: ModelConfig, read: Reader) -> ModelConfig:
+    """The same numbers, with the mask token that the file names. Raises WeightError for one outside the vocabulary."""
+    mask = read.get("mask_token_id")
+    if mask is None or config.encoder:
+        return config
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < config.vocab_size:
+        raise read.error(f"names mask_token_id {mask!r}, and the vocabulary's ids are 0 to {config.vocab_size - 1}")
+    return replace(config, mask_id=mask)
 
 
 def name_map(container: str, architecture: str) -> NameMap:
@@ -60,4 +74,9 @@ def _family(name: str, source: WeightSource) -> Family:
 
 def unknown(architecture: str) -> str:
     """What is said of one that is not known."""
+    if architecture.lower() in WHOLE_TEXT:
+        return (
+            f"{architecture} reads its whole text in both directions, so it has no cache to keep and every pass would feed the "
+            "whole text; take a model that fills in blocks (docs/decoding.md), or one that writes token by token"
+        )
     return f"unknown architecture {architecture!r}; known are {', '.join(sorted(FAMILIES))}"

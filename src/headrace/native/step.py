@@ -72,7 +72,7 @@ class NativeStep:
     def rows(self, feed: Feed, live: NativeLive) -> None:
         """Add a feed, and keep the rows of logits that its wants name."""
         count = logit_rows(feed)
-        self.core.feed(live.sequence, feed.start, feed.count, count, feed.nodes, feed.parents)
+        self.core.feed(live.sequence, feed.start, feed.count, count, feed.nodes, feed.parents, feed.full)
         self._kept[feed.slot] = [self.core.logits(row) for row in range(count)]
 
     def answers(self) -> list[list[Any]]:
@@ -84,7 +84,7 @@ class NativeStep:
         step, rows = self.core, logit_rows(feed)
         last = rows - len(feed.nodes) - 1  # where there are any
         if feed.nodes:
-            step.feed(live.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents)
+            step.feed(live.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents, feed.full)
         else:
             step.feed(live.sequence, feed.start, feed.count, rows)
         if feed.allowed:

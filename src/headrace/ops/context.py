@@ -19,7 +19,7 @@ class Context:
 
     ids: torch.Tensor  # [n] token ids
     positions: torch.Tensor  # [n] rotary (or learned) positions; a node's is its depth below the last known token
-    masks: torch.Tensor  # [n] bits of a uint64: which of the feed's nodes a node descends from, itself included; 0: known
+    masks: torch.Tensor  # [n] bits of a uint64: which of the feed's nodes a node sees, itself included; 0: known
     row_start: torch.Tensor  # [f + 1] rows of feed i are row_start[i] .. row_start[i + 1]
     kv_start: torch.Tensor  # [f] tokens already in the pool, which is the KV index of the feed's first row
     known: torch.Tensor  # [f] how many rows are known tokens; the rest are nodes, stored behind them
@@ -39,6 +39,7 @@ class FeedRows:
     start: int = 0
     nodes: Sequence[int] = ()
     parents: Sequence[int] = ()  # index of the parent node, -1: the last known token
+    full: bool = False  # each node sees all of them, not its ancestors alone
 
 
 def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
@@ -52,10 +53,12 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
     width = max(len(feed.table) for feed in feeds)
     for feed in feeds:
         first = feed.start + len(feed.ids)
-        depths, ancestors = tree(feed.parents)
+        depths, seen = tree(feed.parents)
+        if feed.full:
+            seen = [(1 << len(seen)) - 1] * len(seen)
         ids += [*feed.ids, *feed.nodes]
         positions += [*range(feed.start, first), *(first + depth for depth in depths)]
-        masks += [0] * len(feed.ids) + [signed(mask) for mask in ancestors]
+        masks += [0] * len(feed.ids) + [signed(mask) for mask in seen]
         indices = range(feed.start, first + len(feed.nodes))
         slots += [feed.table[i // pool.block_size] * pool.block_size + i % pool.block_size for i in indices]
         row_start.append(len(ids))

@@ -63,11 +63,14 @@ def _tiles(ctx: Context, window: int | None, causal: bool) -> Iterator[_Tile]:
     size = ctx.pool.block_size
     row_start, kv_start = ctx.row_start.tolist(), ctx.kv_start.tolist()
     positions = ctx.positions.tolist() if window is not None else []
+    known, masks = ctx.known.tolist(), ctx.masks.tolist()
     for feed, (start, end) in enumerate(pairwise(row_start)):
         kv_end = kv_start[feed] + end - start
         for first in range(start, end, TILE):
             last = min(first + TILE, end)
-            stop = kv_start[feed] + last - start if causal else kv_end  # ancestors come before their nodes
+            nodes = range(max(first, start + known[feed]), last)
+            ahead = any(masks[row] % (1 << 64) >> row - start - known[feed] + 1 for row in nodes)
+            stop = kv_end if ahead or not causal else kv_start[feed] + last - start  # ancestors come before their nodes
             lowest = 0
             if window is not None:
                 offset = positions[start] - kv_start[feed]

@@ -28,7 +28,8 @@ QUARANTINED = "request_quarantined"
 TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
 RETRIED = (408, 409, 429)  # statuses after which clients ask again, beside those of servers
 MODEL_UNUSABLE = "model_unusable"  # which does not pass
-OTHER_NAMES = {name: flat for flat, name in BEAM_NAMES.items()}  # words of messages for fields of requests
+# Words of messages for fields of requests.
+OTHER_NAMES = {"refine": "refine_block", **{name: flat for flat, name in BEAM_NAMES.items()}}
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_origin
 from msgspec import Meta, Struct, defstruct
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
-from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams
 from headrace.server.bounds import (
     Choices,
     Deadline,
@@ -98,7 +98,7 @@ def made_of(name: str, fields: dict[str, Any], base: type[Strict]) -> Any:
     return defstruct(name, [(field, kind, None) for field, kind in fields.items()], bases=(base,), kw_only=True)
 
 
-DRAWING = http_fields(SamplingParams, BeamSearchParams)
+DRAWING = http_fields(SamplingParams, BeamSearchParams, RefineParams)
 Drawing: Any = made_of("Drawing", DRAWING, Meaningless)
 # Those of /v1/responses.
 BRIEFLY = "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty priority".split()

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from headrace.data.late import late
 from headrace.data.plan import AMATEUR, DRAFT, TARGET
+from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
 from headrace.startup.opening import Opened, is_heads, open_companion, open_files, open_model
-from headrace.startup.recipe import HEADS, SELF, Role
+from headrace.startup.recipe import BLOCKS, HEADS, SELF, Role
 from headrace.weights.progress import Progress
 
 __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]
@@ -15,18 +16,24 @@ GPUS = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, of Windows
 
 
 def open_roles(
-    target: Opened, draft: str | Path | None, amateur: str | Path | None, by_itself: bool, progress: Progress | None
+    target: Opened, draft: str | Path | None, amateur: str | Path | None, by_itself: str, progress: Progress | None
 ) -> tuple[Role, ...]:
     """The target, and what works beside it: `draft` is a model or a folder of trained heads; without one the target may draft
-    `by_itself`. Raises ValueError besides what opening does."""
+    `by_itself`: a part of it (self), or all of it (blocks). Raises ValueError besides what opening does."""
     roles = [Role(TARGET.name, target)]
     if draft is not None and is_heads(draft):
         heads = late("headrace.startup.heads", "load")(draft, target)
         roles.append(Role(HEADS, span=heads.span, heads=heads))
     elif draft is not None:
         roles.append(Role(DRAFT, open_companion(draft, target, DRAFT, progress)))
-    elif by_itself:
+    elif by_itself == SELF:
         roles.append(Role(SELF, span=selfdraft.load(target.path)))
+    elif by_itself == BLOCKS:
+        if target.config.mask_id is None:
+            raise ValueError(
+                f"{target.name} has no mask token to draft blocks with; choose another drafter, or a model with one"
+            )
+        roles.append(Role(BLOCKS, span=WHOLE))
     if amateur is not None:
         roles.append(Role(AMATEUR, open_companion(amateur, target, AMATEUR, progress)))
     return tuple(roles)

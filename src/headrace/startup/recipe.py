@@ -20,7 +20,7 @@ from headrace.weights.progress import Progress, Silent
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
-HEADS, SELF = "heads", "self"  # names of roles, beside those of groups
+HEADS, SELF, BLOCKS = "heads", "self", "blocks"  # names of roles, beside those of groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Settings:
 @dataclass(frozen=True, slots=True)
 class Role:
     """The target (`target`), or what works beside it: a model that drafts (`draft`) or that the target is contrasted with
-    (`amateur`), a `span` of the target (`self`), trained `heads` (`runner.heads.Heads`; those of exits after a `span`)."""
+    (`amateur`), a `span` of the target (`self`; `blocks`: all of it), trained `heads` (`runner.heads.Heads`; those of exits
+    after a `span`)."""
 
     name: str
     opened: Opened | None = None
@@ -101,10 +102,11 @@ class Recipe:
         """What drafts beside the target."""
         groups = self.groups()
         for number, role in enumerate(self.roles):
-            if role.name in (DRAFT, HEADS, SELF):
+            if role.name in (DRAFT, HEADS, SELF, BLOCKS):
                 group = next((g for g, each in enumerate(groups) if each.model == number), None)
                 kind, count = ("", 0) if role.heads is None else (role.heads.kind, role.heads.count)
-                return Companion(role.name, number, group, kind, count)
+                mask = self.target.config.mask_id
+                return Companion(role.name, number, group, kind, count, -1 if mask is None else mask)
         return None
 
     def head_ids(self) -> dict[str, np.ndarray]:

@@ -1,0 +1,57 @@
+"""train-masked: a small model that fills in blocks."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.files import writable_folder
+from headrace.cli.help import short_help
+from headrace.cli.options import with_groups
+from headrace.cli.output import say
+from headrace.cli.status import status
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "out block steps seed threads",
+        ("headrace train-masked numbers -o numbers", "A model that says numbers in words, in a minute."),
+        ("headrace bench refine numbers -i numbers/prompts.jsonl", "What its passes bring."),
+    )
+    app.command("train-masked", cls=short)(with_groups(train_masked))
+
+
+def train_masked(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="reverse, numbers, or a text file to learn from.")],
+    out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the model.", callback=writable_folder)],
+    block: Annotated[int, typer.Option(min=1, max=64, help="Tokens of a block.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Layers.")] = 4,
+    width: Annotated[int, typer.Option(min=8, max=4096, help="Numbers of a row.")] = 96,
+    heads: Annotated[int, typer.Option(min=1, max=64, help="Heads of attention.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the training.")] = 600,
+    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 64,
+    rate: Annotated[float, typer.Option(min=1e-6, help="The highest rate of learning.")] = 3e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and texts.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Train a small model that fills in blocks of masked tokens, to try out non-autoregressive decoding.
+
+    OUT is a folder as any model's; OUT/prompts.jsonl has prompts that it can answer.
+    """
+    from headrace.training.masked import Recipe, make
+    from headrace.training.tasks import task_named
+
+    recipe = Recipe(block, layers, width, heads, steps, batch, rate, seed, threads)
+    before = 0
+
+    def tell(done: int, total: int, remark: str) -> None:
+        nonlocal before
+        if not before:
+            status().start("training", total, 0, "steps")
+        status().advance(done - before, remark)
+        before = done
+
+    seconds = make(task_named(task), recipe, out, tell)
+    status().finish()
+    say(f"trained for {seconds:.0f} s; the model is in {out}; use it with --refine-block {block}")

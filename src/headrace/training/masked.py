@@ -1,0 +1,238 @@
+"""Training a small decoder that fills in blocks of masked tokens, and that also writes token by token.
+
+Known tokens are seen causally. Behind them stand copies of the answer's blocks with some tokens masked, at a rate drawn from
+U(0, 1) for each (as masked diffusion models have it: Sahoo et al. 2024); a block sees the known tokens before it and all of
+itself (block diffusion: Arriola et al. 2025). What is learnt is the masked tokens, and, at known tokens, the next one.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
+from headrace.eager.play import play
+from headrace.models.base import Model
+from headrace.models.registry import describe
+from headrace.ops.attention import rotate
+from headrace.runner.record import Segment, record
+from headrace.training.tasks import END, MASK, Task
+from headrace.weights.loader import Allocator, write_parts
+from headrace.weights.parts import stored_as
+
+CONTEXT = 256
+WARM_UP = 20  # steps
+SPREAD = 0.05  # of weights to begin with
+DECAY, CLIP = 0.01, 1.0
+
+Tell = Callable[[int, int, str], None]  # steps done, of how many, and a remark
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is trained, and for how many steps."""
+
+    block: int = 8
+    layers: int = 4
+    width: int = 96
+    heads: int = 4
+    steps: int = 600
+    batch: int = 64
+    rate: float = 3e-3
+    seed: int = 0
+    threads: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Texts of one length as the rows of one step: `texts` of them, one after the other, whose rows see each other by `seen`.
+    `wanted`: the token that each row is to give, -1: none."""
+
+    ids: torch.Tensor  # [texts * rows]
+    positions: torch.Tensor  # [texts * rows]
+    wanted: torch.Tensor  # [texts * rows]
+    texts: int
+    seen: torch.Tensor  # [rows, rows] bool
+    taps: dict[str, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+
+def make_batch(task: Task, recipe: Recipe, rng: random.Random, generator: torch.Generator) -> Batch:
+    """Prompts of one length with their answers, known, and a masked copy of each of the answers' blocks."""
+    mask, end = task.id_of(MASK), task.id_of(END)
+    size, block = rng.choice(task.sizes), recipe.block
+    answers = -(-(task.longest + 1) // block) * block
+    lines = []
+    for _ in range(recipe.batch):
+        prompt, answer = task.pair(rng, size)
+        lines.append([*prompt, *answer, *[end] * (answers - len(answer))])
+    known = torch.tensor(lines)
+    copy = known[:, size:].reshape(recipe.batch, -1, block)
+    rate = torch.rand(copy.shape[:2], generator=generator)[..., None]
+    noise = torch.rand(copy.shape, generator=generator)
+    masked = (noise < rate) | (noise == noise.amin(-1, keepdim=True))  # one of each block at least
+    guessed = torch.where(masked, copy, -1).flatten(1)
+    following = torch.cat((torch.full((recipe.batch, size - 1), -1), known[:, size:], torch.full((recipe.batch, 1), -1)), 1)
+    places = torch.arange(size + answers)
+    return Batch(
+        ids=torch.cat((known, torch.where(masked, mask, copy).flatten(1)), 1).flatten(),
+        positions=torch.cat((places, places[size:])).repeat(recipe.batch),
+        wanted=torch.cat((following, guessed), 1).flatten(),
+        texts=recipe.batch,
+        seen=block_causal(size, answers, block),
+    )
+
+
+def block_causal(prompt: int, answers: int, block: int) -> torch.Tensor:
+    """[rows, rows] bool: who sees whom among prompt and answers, known, and the masked copies of the answers' blocks."""
+    known = prompt + answers
+    place = torch.cat((torch.arange(known), prompt + torch.arange(answers) // block * block))  # of a copy: its block's begin
+    copy = torch.arange(known + answers) >= known
+    causal = ~copy[None, :] & (place[None, :] <= place[:, None] - copy[:, None].long())
+    same = copy[None, :] & copy[:, None] & (place[None, :] == place[:, None])
+    return causal | same
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ctx: Batch,
+    layer: int,
+    rope: Any = None,
+    causal: bool = True,
+    **more: Any,
+) -> torch.Tensor:
+    """The op of that name over whole texts, with gradients: for models of one head of K and V for each of Q, without windows,
+    caps, sinks and norms of heads."""
+    if any(value is not None for value in more.values()):
+        raise ValueError(
+            f"a model with {', '.join(name for name, value in more.items() if value is not None)} is not trained here"
+        )
+    dim = 2 * len(rope.inv_freq)
+    rows = len(q) // ctx.texts
+
+    def heads(x: torch.Tensor, turned: bool) -> torch.Tensor:
+        x = x.view(len(x), -1, dim)
+        x = rotate(x, rope, ctx) if turned else x  # type: ignore[arg-type]  # of the step it reads positions alone
+        return x.view(ctx.texts, rows, -1, dim).transpose(1, 2)
+
+    mixed = scaled_dot_product_attention(heads(q, True), heads(k, True), heads(v, False), attn_mask=ctx.seen)
+    return mixed.transpose(1, 2).reshape(len(q), -1)
+
+
+def new_model(task: Task, recipe: Recipe) -> Model:
+    """A llama with random weights that has the task's vocabulary."""
+    head_dim = recipe.width // recipe.heads
+    layer = LayerConfig(recipe.heads, recipe.heads, head_dim, 2 * recipe.width, rope=RopeConfig())
+    sizes = task.tokenizer.get_vocab_size(), recipe.width
+    model = describe(ModelConfig("llama", *sizes, (layer,) * recipe.layers, CONTEXT, mask_id=task.id_of(MASK)))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for _, holder in model.holders():
+        holder.create(Allocator(torch.float32))
+        for name in holder.params():
+            weight = getattr(holder, name)
+            weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=SPREAD, generator=generator)
+        holder.finish()
+    return model
+
+
+def logits(model: Model, layers: tuple[Segment, ...], batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+    """Logits [r, vocabulary] of some rows of a batch, with gradients."""
+    x = model.embed(batch)
+    for segment in layers:
+        ctx: Any = batch
+        x = play(segment, [0] * len(segment.nodes), 0, x, ctx, {"attention": attention})
+    made: torch.Tensor = model.head(x[rows])
+    return made
+
+
+def train(task: Task, recipe: Recipe, tell: Tell) -> Model:
+    """A trained model: the same for the same recipe on the same machine and threads."""
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    if recipe.width % (2 * recipe.heads):
+        raise ValueError(
+            f"a width of {recipe.width} cannot be cut into {recipe.heads} heads of an even size; choose a multiple"
+        )
+    model = new_model(task, recipe)
+    layers = record(model, embeds=False).layers
+    weights = list(model.parameters())
+    for weight in weights:
+        weight.requires_grad_()
+    learner = torch.optim.AdamW(weights, lr=recipe.rate, weight_decay=DECAY, betas=(0.9, 0.98))
+    rng, generator = random.Random(recipe.seed), torch.Generator().manual_seed(recipe.seed + 1)
+    for step in range(recipe.steps):
+        for group in learner.param_groups:
+            group["lr"] = recipe.rate * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / recipe.steps)) / 2
+        batch = make_batch(task, recipe, rng, generator)
+        rows = (batch.wanted >= 0).nonzero()[:, 0]
+        loss = cross_entropy(logits(model, layers, batch, rows), batch.wanted[rows])
+        learner.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, CLIP)
+        learner.step()
+        tell(step + 1, recipe.steps, f"loss {loss.item():.3f}")
+    for weight in weights:
+        weight.requires_grad_(False)
+    return model
+
+
+def save(folder: Path, model: Model, task: Task, recipe: Recipe) -> None:
+    """A folder as any model's: config.json, model.safetensors, tokenizer.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, (layer, *_) = model.config, model.config.layers
+    end = task.id_of(END)
+    numbers = {
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": layer.ffn,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": layer.heads,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        "mask_token_id": config.mask_id,
+        "eos_token_id": end,
+        "block": recipe.block,
+    }
+    pieces = {}
+    for path, holder in model.holders():
+        for name, spec in holder.params().items():
+            split = getattr(holder, name).split([rows for _, rows in spec.parts])
+            for (part, _), piece in zip(spec.parts, split, strict=True):
+                pieces[".".join(filter(None, (path, part, name)))] = piece
+    stored = stored_as(model, "safetensors")
+    tensors = {name: write_parts(parts, pieces.__getitem__).contiguous() for name, parts in stored.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    task.tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "mask_token": MASK}, indent=2) + "\n", "utf-8")
+    (folder / "config.json").write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
+
+
+def write_prompts(path: Path, task: Task, count: int, seed: int) -> None:
+    """Fresh prompts as JSON lines, with their answers where these are known."""
+    rng, lines = random.Random(seed), []
+    for _ in range(count):
+        ids, _answer = task.pair(rng, rng.choice(task.sizes))
+        prompt = task.tokenizer.decode(ids)
+        lines.append(json.dumps({"prompt": prompt, "answers": task.answers(prompt)}, ensure_ascii=False))
+    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+
+def make(task: Task, recipe: Recipe, out: Path, tell: Tell) -> float:
+    """Train a model into a folder, with prompts to try it on; the seconds it took."""
+    began = time.perf_counter()
+    model = train(task, recipe, tell)
+    save(out, model, task, recipe)
+    write_prompts(out / "prompts.jsonl", task, 200, recipe.seed + 7)
+    return time.perf_counter() - began

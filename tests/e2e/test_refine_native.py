@@ -1,0 +1,111 @@
+"""Blocks filled in on the native core: as the reference in its own arithmetic, and to the bit as known tokens in the pool."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from headrace import native
+from headrace.data.params import RefineParams, SamplingParams
+from headrace.data.types import Request
+from headrace.engine.engine import Engine
+from headrace.models.base import Model
+from tests.e2e.test_refine import MASK, TOKENS, FromTheOpenPass, outputs, params_of, prompts, with_masks
+from tests.native_reference import bfloat16_attention, reference_of
+from tests.refine_reference import paged, refined
+
+if not native.available():
+    pytest.skip(native.reason(), allow_module_level=True)
+
+from tests.tiny_native import BLOCK, Feeder, native_engine, native_model, native_program, packed
+
+ONE = RefineParams(block=6, passes=3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return native_model("llama")
+
+
+@pytest.fixture
+def reference(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    with bfloat16_attention(monkeypatch):
+        yield reference_of(model, packed(model))
+
+
+@pytest.mark.parametrize("budget", [64, 9])
+def test_it_equals_the_reference(model: Model, reference: Model, budget: int) -> None:
+    each = [ONE, RefineParams(block=1, passes=1), RefineParams(block=8, passes=2, remask="masked")]
+    jobs = [(prompt, params_of(one)) for prompt, one in zip(prompts(5, 9, 20), each, strict=True)]
+    expected = [refined(paged(reference), prompt, one, MASK, TOKENS) for (prompt, _), one in zip(jobs, each, strict=True)]
+    engine = with_masks(native_engine(model, budget=budget))
+    assert outputs(engine, jobs) == expected
+    assert outputs(engine, jobs) == expected  # from the prefix cache
+
+
+def kept(engine: Engine, request: Request, tokens: int) -> list[np.ndarray]:
+    """K and V of a request's first tokens in each layer, as the pool has them."""
+    program = engine.executor.runner.programs[0]  # type: ignore[attr-defined]
+    (table,) = request.seqs[0].kv.tables
+    places = np.array([table[at // BLOCK] * BLOCK + at % BLOCK for at in range(tokens)], np.int32)
+    layer = program.config.layers[0]
+    found = []
+    for number in range(program.config.num_layers):
+        k, v = (np.zeros((tokens, layer.kv_heads, layer.head_dim), np.float32) for _ in "kv")
+        program.kv.read(number, places, k, v)
+        found += [k, v]
+    return found
+
+
+def after_two_blocks(model: Model, prompt: list[int], right: bool) -> tuple[list[int], list[np.ndarray]]:
+    """The tokens then, and what the pool has of them."""
+    engine = with_masks(native_engine(model))
+    strategy = None if right else FromTheOpenPass(ONE, MASK, 256)
+    request = engine.add(prompt, SamplingParams(refine=ONE, max_tokens=40), strategy=strategy)
+    while len(request.seqs[0].output) < 12:
+        engine.step()
+    (seq,) = request.seqs
+    assert seq.kv.computed[0] == len(seq.tokens)
+    return list(seq.tokens), kept(engine, request, len(seq.tokens))
+
+
+def test_the_pool_has_what_a_fresh_prefill_has(model: Model) -> None:
+    """Bit for bit; the control has not."""
+    (prompt,) = prompts(11)
+    for right in (True, False):
+        tokens, found = after_two_blocks(model, prompt, right)
+        engine = native_engine(model)
+        request = engine.add(tokens, SamplingParams(temperature=0.0, max_tokens=2))
+        engine.step()
+        fresh = kept(engine, request, len(tokens))
+        assert all(np.array_equal(a, b) for a, b in zip(found, fresh, strict=True)) == right
+
+
+def test_who_is_beside_a_block_changes_no_bit(model: Model) -> None:
+    """Logits of an open block alone, and between others; a causal one has others."""
+    one, two, three = prompts(5, 20, 9)
+    block, chain = [MASK] * 6, list(range(-1, 5))
+    feeder = Feeder(native_program(model), [one, two, three])
+    feeder.whole()
+    (alone,) = feeder.feed((1, 20, 0), nodes=block, parents=chain, full=True)
+    *_, among = feeder.feed((0, 4, 1), (2, 0, 9), (1, 20, 0), nodes=block, parents=chain, full=True)
+    assert np.array_equal(alone, among)
+    (causal,) = feeder.feed((1, 20, 0), nodes=block, parents=chain)
+    assert not np.array_equal(alone, causal)
+
+
+@pytest.mark.parametrize("count", [3, 48])
+def test_windows_are_as_in_torch(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open block that is longer than the window of the layers that slide, in one tile and in several."""
+    model = native_model("gemma3_text", slides=(True, True))
+    (prompt,) = prompts(30)
+    block = prompts(count)[0]
+    with bfloat16_attention(monkeypatch):
+        expected = paged(reference_of(model, packed(model)))(prompt, block)
+    feeder = Feeder(native_program(model), [prompt])
+    feeder.whole()
+    chain = list(range(-1, count - 1))
+    (found,) = feeder.feed((0, 30, 0), nodes=block, parents=chain, full=True)
+    assert np.abs(found - expected.numpy()).max() < 0.05 * np.abs(expected.numpy()).max()
+    (causal,) = feeder.feed((0, 30, 0), nodes=block, parents=chain)
+    assert np.abs(causal - expected.numpy()).max() > 0.05 * np.abs(expected.numpy()).max()

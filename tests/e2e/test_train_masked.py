@@ -1,0 +1,156 @@
+"""Training models that fill in blocks, what their passes bring, and the same weights drafting for themselves."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.bench.refine import measure, read_questions
+from headrace.data.params import RefineParams, SamplingParams
+from headrace.llm import LLM
+from headrace.training.masked import Recipe, block_causal, make, make_batch, train
+from headrace.training.tasks import TASKS, Numbers, Reverse, Text, task_named
+from tests.cli_shell import Shell
+
+SMALL = Recipe(block=4, layers=2, width=64, steps=300, batch=32, threads=1)
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masked") / "numbers"
+    make(Numbers(2), SMALL, folder, lambda *told: None)
+    return folder
+
+
+def test_more_passes_give_more_right_answers(numbers: Path) -> None:
+    """Tokens that are guessed without each other are of different answers."""
+    questions = read_questions(numbers / "prompts.jsonl", 80)
+    with LLM(numbers, threads=1, speculate=None) as llm:
+        assert llm.model_config.mask_id == 0
+        plain, once, four = measure(llm, questions, 4, (1, 4), 8, rounds=1)
+    assert once.right is not None
+    assert four.right is not None
+    assert four.right > once.right + 0.15
+    assert four.agree > once.agree
+    assert once.tokens_per_step > 1.5 * four.tokens_per_step
+    assert once.passes == 1
+    assert plain.tokens_per_step == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}])
+def test_it_drafts_for_itself(numbers: Path, params: dict[str, float]) -> None:
+    prompts = [question.prompt for question in read_questions(numbers / "prompts.jsonl", 12)]
+    found = []
+    for speculate in (None, "blocks"):
+        with LLM(
+            numbers, threads=1, backend="native", speculate=speculate, draft_tokens=None if speculate is None else 3
+        ) as llm:
+            found.append(llm.generate(prompts, SamplingParams(max_tokens=12, **params)))  # type: ignore[arg-type]
+    plain, drafted = ([output.outputs[0].token_ids for output in outputs] for outputs in found)
+    assert drafted == plain
+    assert 0 < sum(output.metrics.accepted for output in found[1]) < sum(output.metrics.drafted for output in found[1])
+
+
+def test_an_answer_cut_short_is_the_beginning_of_the_answer(numbers: Path) -> None:
+    with LLM(numbers, threads=1, speculate=None) as llm:
+        refine = RefineParams(block=4, passes=3)
+        whole, cut = (llm.generate("7 4 =", refine=refine, max_tokens=most)[0].outputs[0] for most in (8, 2))
+    assert whole.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[:2]
+
+
+def test_a_model_without_a_mask_drafts_no_blocks(tmp_path: Path, numbers: Path) -> None:
+    for file in numbers.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mask_token_id": None}))
+    with pytest.raises(ValueError, match="has no mask token to draft blocks with"):
+        LLM(tmp_path, speculate="blocks")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mask_token_id": 4000}))
+    with pytest.raises(ValueError, match="names mask_token_id 4000, and the vocabulary's ids are 0 to"):
+        LLM(tmp_path)
+    for name in ("llada", "Dream"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": name}))
+        with pytest.raises(ValueError, match=f"{name} reads its whole text in both directions, so it has no cache to keep"):
+            LLM(tmp_path)
+
+
+def test_who_sees_whom_in_training() -> None:
+    """Two known tokens, an answer of two blocks of two, and the blocks' copies."""
+    assert block_causal(2, 4, 2).long().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0, 1, 1],
+        [1, 1, 1, 1, 0, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_what_a_batch_wants() -> None:
+    """At known tokens the next one of the answer; in copies what is masked, one of a block at least, and nothing else."""
+    task, recipe = Reverse(), Recipe(block=4, batch=16)
+    batch = make_batch(task, recipe, random.Random(1), torch.Generator().manual_seed(1))
+    ids, wanted = batch.ids.view(16, -1), batch.wanted.view(16, -1)
+    rows, answers = len(batch.seen), 8
+    size = rows - 2 * answers
+    known, copy = ids[:, : size + answers], ids[:, size + answers :]
+    assert (wanted[:, : size - 1] == -1).all()
+    assert torch.equal(wanted[:, size - 1 : size + answers - 1], known[:, size:])
+    masked = copy == 0
+    assert torch.equal(torch.where(masked, wanted[:, size + answers :], copy), known[:, size:])
+    assert (wanted[:, size + answers :][~masked] == -1).all()
+    assert masked.view(16, 2, 4).any(-1).all()
+    assert not masked.all()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_know_their_answers(name: str) -> None:
+    task, rng = task_named(name), random.Random(2)
+    for _ in range(50):
+        prompt, answer = task.pair(rng, rng.choice(task.sizes))
+        assert len(prompt) in task.sizes
+        assert len(answer) <= task.longest
+        assert task.tokenizer.decode(answer) in task.answers(task.tokenizer.decode(prompt))
+    assert Numbers().answers("3 4 7 =") == ["three hundred forty seven", "three hundred seven and forty"]
+    assert Numbers().answers("2 0 0 =") == ["two hundred"]
+    assert Reverse().answers("a c b =") == ["b c a"]
+
+
+def test_a_training_is_the_same_twice() -> None:
+    recipe = Recipe(layers=1, width=16, heads=2, steps=3, batch=4, threads=1)
+    twins = [list(train(Reverse(), recipe, lambda *told: None).parameters()) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*twins, strict=True))
+
+
+def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
+    text, out, figures = tmp_path / "story.txt", tmp_path / "story", tmp_path / "figures.json"
+    rng = random.Random(4)
+    words = "the mill stands by a stream and its wheel turns when water comes down from hills".split()
+    text.write_text("".join(f"{' '.join(rng.choices(words, k=9))}.\n" for _ in range(300)))
+    small = ("--steps", "3", "--layers", "1", "--width", "16", "--batch", "2", "--threads", "1")
+    code, _, err = shell("train-masked", text, "-o", out, *small)
+    assert code == 0, err
+    assert isinstance(task_named(str(text)), Text)
+    arguments = ("-i", out / "prompts.jsonl", "--most", "3", "--passes", "1,8", "--rounds", "1", "--threads", "1", "-m", "8")
+    code, printed, err = shell("bench", "refine", out, *arguments, "--json", figures)
+    assert code == 0, err
+    assert "tokens a step" in printed
+    found = json.loads(figures.read_text())
+    assert [one["passes"] for one in found] == [0, 1, 8]
+    assert found[2]["agree"] == 1.0
+    assert all(one["right"] is None for one in found)
+    code, printed, err = shell(
+        "run", out, "the mill", "--refine-block", "8", "--refine-passes", "2", "-m", "8", "--threads", "1"
+    )
+    assert code == 0, err
+    assert "neither a task (reverse, numbers) nor a text file" in shell("train-masked", "poems", "-o", tmp_path / "no")[2]
+    assert "--passes takes numbers" in shell("bench", "refine", out, "-i", out / "prompts.jsonl", "--passes", "all")[2]
+    code, _, err = shell("run", out, "the mill", "--refine-passes", "2")
+    assert "--refine-passes goes with --refine-block" in err
