@@ -303,6 +303,7 @@ class LLM:
             eos_ids=self.opened.eos_ids,
             groups=recipe.groups(),
             speculation=drafts,
+            start=None if config.source is None else config.start,
         )
 
     def _run(

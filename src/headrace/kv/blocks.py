@@ -19,7 +19,11 @@ Span = tuple[Sequence, int, int]  # a sequence and the token range [start, end) 
 
 
 class BlockManager:
-    """The block tables of sequences, over one pool of blocks. Table 0 grows with the sequence's tokens."""
+    """The block tables of sequences, over one pool of blocks.
+
+    Table 0 grows with a sequence's tokens. Table 1 is there where a sequence has a source: it is written whole, once, found by
+    others as a whole (the last block too, which may not be full), shared by forks and never copied.
+    """
 
     def __init__(self, config: CacheConfig, groups: tuple[KVGroup, ...] = (TARGET,)) -> None:
         self.num_blocks = config.num_blocks
@@ -61,7 +65,7 @@ class BlockManager:
         dropped: dict[int, int] = {}
         for seq, start, end in spans:
             table = seq.kv.tables[0]
-            total += max(0, self._count(end) - len(table))
+            total += max(0, self._count(end) - len(table)) + self._lacking_source(seq)
             for index in self._written(seq, start, end):
                 block = table[index]
                 if self.pool.refs[block] - dropped.get(block, 0) > 1:
@@ -90,6 +94,8 @@ class BlockManager:
                 kv.published = min(kv.published, index)
         while len(table) < self._count(end):
             table.append(self.pool.take())
+        for _ in range(self._lacking_source(seq)):
+            kv.tables[1].append(self.pool.take())
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -112,6 +118,7 @@ class BlockManager:
             self._shorten(seq, table, 0)
         kv.moves = []
         kv.computed = [0] * len(kv.computed)
+        kv.encoded = False
 
     def _shorten(self, seq: Sequence, number: int, keep: int) -> None:
         table = seq.kv.tables[number]
@@ -173,6 +180,37 @@ class BlockManager:
         for index in range(start // self.block_size, seq.kv.computed[group] // self.block_size):
             self.pool.filled[seq.kv.tables[0][index]] |= 1 << group
 
+    # -- sources -------------------------------------------------------------------------------------------------------
+    def match_source(self, seq: Sequence) -> bool:
+        """Take a sequence's source from the cache; returns whether all of it was there."""
+        kv = seq.kv
+        assert not kv.tables[1], "a source that is not encoded has no blocks yet"
+        found = [self.pool.find(key, 0) for key in self._source_keys(seq)]
+        kv.encoded = None not in found
+        if kv.encoded:
+            kv.tables[1] = [block for block in found if block is not None]
+            for block in kv.tables[1]:
+                self.pool.share(block)
+        return kv.encoded
+
+    def source_key(self, seq: Sequence) -> bytes:
+        """By what a sequence's source is known: whose it is, and its tokens, which the root has."""
+        return sha256(b"source of " + seq.kv.root).digest()
+
+    def publish_source(self, seq: Sequence) -> None:
+        """A sequence's source has been encoded: offer its blocks to others."""
+        seq.kv.encoded = True
+        for block, key in zip(seq.kv.tables[1], self._source_keys(seq), strict=True):
+            self.pool.publish(block, key)
+
+    def _source_keys(self, seq: Sequence) -> list[bytes]:
+        whole = self.source_key(seq)
+        return [sha256(whole + index.to_bytes(4, "little")).digest() for index in range(self._count(seq.kv.source))]
+
+    def _lacking_source(self, seq: Sequence) -> int:
+        kv = seq.kv
+        return self._count(kv.source) - len(kv.tables[1]) if kv.source else 0
+
     # -- self-check ----------------------------------------------------------------------------------------------------
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Raise AssertionError unless counts, tables, free lists and the cache agree. `seqs`: all that hold blocks."""
@@ -181,6 +219,7 @@ class BlockManager:
         for seq in seqs:
             room = len(seq.kv.tables[0]) * self.block_size
             assert max(seq.kv.computed) <= min(room, len(seq.tokens)), f"sequence {seq.id} computed more than it holds"
+            assert not seq.kv.encoded or not self._lacking_source(seq), f"sequence {seq.id} has not all of its source"
 
     def _count(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
