@@ -13,6 +13,7 @@ from headrace.decoding.processors import LengthNudge
 from headrace.llm import LLM
 from tests.pages import write
 from tests.tiny_files import write_tiny_gguf
+from tests.tiny_sources import write_tiny_marian
 
 PART = "composition"
 MASK = 3
@@ -55,8 +56,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def table(llm: LLM) -> str:
-    """The table and the reasons under it, in Markdown."""
+def table(llm: LLM, sources: LLM) -> str:
+    """The table and the reasons under it, in Markdown. `sources`: an encoder-decoder."""
     reasons: dict[str, int] = {}
 
     def cell(feature: dict[str, Any], answer: str) -> str:
@@ -69,6 +70,7 @@ def table(llm: LLM) -> str:
     lines.append(_row("optional drafts", [_yes(strategy_for(params_of(one)).speculates) for one in METHODS.values()]))
     for name, feature in FEATURES.items():
         lines.append(_row(name, [cell(feature, refusal(llm, method, feature)) for method in METHODS.values()]))
+    lines.append(_row("from a source", [cell({"": 0}, refusal(sources, method, {})) for method in METHODS.values()]))
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([*lines, "", *notes])
 
@@ -94,10 +96,16 @@ def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
 
 
+def opened(folder: Path) -> tuple[LLM, LLM]:
+    """A decoder with an amateur, and an encoder-decoder."""
+    path = write_tiny_gguf(folder / "tiny.gguf", mask=MASK)
+    llm = LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu")
+    return llm, LLM(write_tiny_marian(folder / "marian"), dtype="float64", threads=1, device="cpu")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = write_tiny_gguf(Path(folder) / "tiny.gguf", mask=MASK)
-        write(PART, table(LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu")))
+        write(PART, table(*opened(Path(folder))))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from headrace.native.weights import PackedWeights
 from headrace.ops.attention import rotate
 from headrace.ops.context import Context
 from headrace.ops.elementwise import normalise
-from headrace.ops.paging import groups
+from headrace.ops.paging import Sight, groups
 from headrace.ops.registry import OPS
 from headrace.weights.loader import Allocator
 
@@ -118,7 +118,7 @@ def attention(q: Any, k: Any, v: Any, ctx: Context, layer: int, **settings: Any)
     ctx.pool.write(layer, ctx.slots[0], rounded(keys), rounded(v.view(n, kv_heads, dim)))
     scale = dim**-0.5 if settings["scale"] is None else settings["scale"]
     out = torch.zeros(n, heads, dim, dtype=q.dtype)
-    for group in groups(ctx, 0, heads, settings["window"], True):
+    for group in groups(ctx, Sight(heads, settings["window"])):
         keys = key_pool[group.blocks].flatten(1, 2).to(q.dtype).repeat_interleave(share, 2)
         values = value_pool[group.blocks].flatten(1, 2).to(q.dtype).repeat_interleave(share, 2)
         values = values.masked_fill(~group.reached[:, :, None, None], 0.0)  # what was never written

@@ -77,7 +77,8 @@ def tiny_engine(
     dtype = next(model.parameters()).dtype
     pool = KVPool(model.config, blocks, block_size, dtype)
     executor = InProcess(Runner(EagerProgram(model, pool)))
-    return Engine(executor, config, vocab_size=model.config.vocab_size, speculation=speculation)
+    start = None if model.config.source is None else model.config.start
+    return Engine(executor, config, vocab_size=model.config.vocab_size, speculation=speculation, start=start)
 
 
 def finish(engine: Engine) -> None:

@@ -303,6 +303,7 @@ class LLM:
             groups=recipe.groups(),
             speculation=drafts,
             mask_id=config.mask_id,
+            start=None if config.source is None else config.start,
         )
 
     def _run(

@@ -340,12 +340,12 @@ def test_an_op_without_a_phase_cannot_be_recorded() -> None:
     class Crossed(type(native_model("llama"))):  # type: ignore[misc]
         def layer(self, i: int, x: Any, ctx: Any) -> Any:
             block = self.layers[i]
-            q, k, v = linear(norm(x, block.attn_norm), block.qkv, ctx)
-            return linear(attention(q, k, v, ctx, i, source="encoder"), block.out, ctx)
+            q, _, _ = linear(norm(x, block.attn_norm), block.qkv, ctx)
+            return linear(attention(q, None, None, ctx, i, source=True), block.out, ctx)
 
     model = native_model("llama")
     crossed = Crossed(model.config)
-    with pytest.raises(RecordError, match="another group"):
+    with pytest.raises(RecordError, match="no attention to a source"):
         NativeProgram(crossed, source_of(model), num_blocks=4, block_size=16, max_positions=64, threads=1)
 
 

@@ -11,6 +11,7 @@ from headrace.kv.pool import KVPool
 from headrace.ops import paging
 from headrace.ops.attention import attend
 from headrace.ops.context import Context, FeedRows, build, signed, tree
+from headrace.ops.relative import buckets
 from headrace.ops.vocabulary import attention
 from tests.ops.naive import Stored, attend_one, turned
 
@@ -254,7 +255,33 @@ def test_against_torch_sdpa() -> None:
     torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
-def test_cross_groups_are_refused() -> None:
-    world = World(2, 2, [8])
-    with pytest.raises(ValueError, match="cross groups are not built yet"):
-        world.step([(0, 1, [])], source="encoder")
+def test_rows_of_every_feed_read_the_whole_source() -> None:
+    """Against dense attention; blocks in disorder, the last of them part garbage, feeds of several rows and a tree."""
+    world = World(4, 2, [8, 12, 9, 5])
+    k, v = world.draw(17, 2), world.draw(17, 2)
+    lengths, tables = (6, 11), world.tables[:2]
+    at = [table[i // BLOCK] * BLOCK + i % BLOCK for length, table in zip(lengths, tables, strict=True) for i in range(length)]
+    world.pool.write(0, torch.tensor(at), k, v)
+    rows = [
+        FeedRows([1, 2], world.tables[2], source=6, source_table=tables[0]),
+        FeedRows([3], world.tables[3], 1, [1, 2], [-1, -1], source=11, source_table=tables[1]),
+    ]
+    ctx, q = build(world.pool, rows), world.draw(5, 4)
+    got = attention(q.flatten(1), None, None, ctx, 0, source=True).view(5, 4, DIM)
+    seen = [(0, 6), (0, 6), (6, 17), (6, 17), (6, 17)]
+    for row, (start, end) in enumerate(seen):
+        dense = torch.ones(1, 1, end - start, dtype=torch.bool)
+        expected = attend(q[None, row : row + 1] * DIM**-0.5, k[None, start:end], v[None, start:end], dense)
+        torch.testing.assert_close(got[row], expected[0, 0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="only rows that read a source"):
+        attention(q.flatten(1), None, None, ctx, 0)
+    with pytest.raises(ValueError, match="has no source"):
+        attention(q.flatten(1), None, None, build(world.pool, [FeedRows([0] * 5, world.tables[1])]), 0, source=True)
+
+
+def test_buckets_of_distances_are_those_of_the_paper() -> None:
+    """By hand for 8 buckets up to 16: single distances, then logarithms, then one for all that is farther."""
+    back = torch.tensor([5, 0, -1, -2, -3, -4, -5, -6, -8, -12, -15, -16, -400])
+    assert buckets(back, 8, 16, False).tolist() == [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 7, 7, 7]
+    both = torch.tensor([-400, -2, -1, 0, 1, 2, 3, 4, 9, 400])
+    assert buckets(both, 8, 16, True).tolist() == [3, 2, 1, 0, 5, 6, 6, 6, 7, 7]

@@ -74,7 +74,7 @@ def make_load(seed: int, make: type[Job] = Job) -> tuple[list[Job], EngineConfig
 def forbid_reuse(engine: Engine) -> None:
     """Fail when a block given up while a plan is made is handed out in that plan: its copies have no order."""
     blocks = engine.blocks
-    begin, end, retire, take = blocks.begin, blocks.end, blocks._retire, blocks._take
+    begin, end, retire, take = blocks.begin, blocks.end, blocks.pool._retire, blocks.pool.take
     given: set[int] = set()
     making = [False]
 
@@ -98,7 +98,7 @@ def forbid_reuse(engine: Engine) -> None:
         return block
 
     blocks.begin, blocks.end = watched_begin, watched_end  # type: ignore[method-assign]
-    blocks._retire, blocks._take = watched_retire, watched_take  # type: ignore[method-assign]
+    blocks.pool._retire, blocks.pool.take = watched_retire, watched_take  # type: ignore[method-assign]
 
 
 def run(
@@ -259,7 +259,7 @@ def reuse_within_a_plan(engine: Engine) -> None:
 
     def at_once() -> None:
         begin()
-        blocks._scheduling = False
+        blocks.pool._scheduling = False
 
     blocks.begin = at_once  # type: ignore[method-assign]
 

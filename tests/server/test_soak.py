@@ -86,7 +86,7 @@ def test_books_that_are_out_of_order_are_told(offline: LLM) -> None:
 
     loop = EngineLoop(offline, channel=None, beat=1.0)  # type: ignore[arg-type]
     assert loop._problem() == ""
-    free = offline.engine.blocks._free
+    free = offline.engine.blocks.pool._free
     lost = free.pop()
     assert loop._problem() == "idle and held blocks do not add up"
     free.append(lost)

@@ -240,7 +240,7 @@ def test_check_sees_a_leak_and_a_stolen_block(blocks: BlockManager) -> None:
     blocks.grow(seq, 0, 5)
     with pytest.raises(AssertionError, match="references"):
         blocks.check([])
-    blocks._free.append(seq.kv.tables[0][0])
+    blocks.pool._free.append(seq.kv.tables[0][0])
     with pytest.raises(AssertionError, match="do not add up"):
         blocks.check([seq])
 

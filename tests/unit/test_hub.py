@@ -508,6 +508,7 @@ FOLDER = {
     "tokenizer.json": b"[]",
     "tokenizer.model": b"spm",
     "merges.txt": b"a b",
+    "source.spm": b"pieces",
     "chat_template.jinja": b"{{ messages }}",
     "pytorch_model.bin": b"pickle",
     "model.pt": b"pickle",
@@ -525,6 +526,7 @@ SAFE = [
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
     "model.safetensors.index.json",
+    "source.spm",
     "tokenizer.json",
     "tokenizer.model",
 ]

@@ -25,7 +25,8 @@ ROOMS = {
     "quant": "weights kv.layout data",
     "kv.layout": "data",
     "kv.pool": "kv.layout data",
-    "kv.blocks": "data",
+    "kv.block_pool": "data",
+    "kv.blocks": "kv.block_pool data",
     "ops": "kv.pool data",
     "layers": "data",
     "models": "layers ops weights data",
@@ -90,7 +91,7 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data host bench.workers",
-    "kv.layout kv.pool kv.blocks weights native confined quant",
+    "kv.layout kv.pool kv.blocks kv.block_pool weights native confined quant",
     "ops layers models",
     "weights.loader weights.parts text",
     "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "

@@ -20,6 +20,7 @@ COMMANDS = {
         "embed": 'Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.',
         "classify": 'Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", '
         '"layers"}.',
+        "translate": "Write what an encoder-decoder (Marian, T5) makes of each text: one line each.",
         "serve": "Serve a model to OpenAI clients; it is downloaded where it is missing.",
     },
     "Models": {

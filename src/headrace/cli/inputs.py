@@ -20,14 +20,14 @@ def join_prompt(prompt: str | None, files: list[Path]) -> str:
     return text
 
 
-def texts_of(texts: list[str] | None, file: Path | None) -> list[str]:
-    """Arguments, or the lines of a file or of stdin. Raises typer.BadParameter, ValueError."""
+def texts_of(texts: list[str] | None, file: Path | None, blank: bool = False) -> list[str]:
+    """Arguments, or the lines of a file or of stdin; some may be `blank`. Raises typer.BadParameter, ValueError."""
     if texts and file:
         raise typer.BadParameter("give texts or --file, not both")
     given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
     if not given:
         raise ValueError("there is no text; give some as arguments, with --file, or pipe them in")
-    if not all(given):
+    if not blank and not all(given):
         raise ValueError("a text is empty; remove its line")
     return given
 

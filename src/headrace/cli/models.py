@@ -168,6 +168,8 @@ def _running(name: str) -> list[tuple[str, str]]:
     opened = open_files(name)
     if opened.config.encoder:
         return [*fields, ("kind", "an encoder: headrace embed, and classify with what train-classifier made of it")]
+    if opened.config.source is not None:
+        fields.append(("kind", "an encoder-decoder: headrace translate"))
     return [*fields, ("settings", summary(opened.defaults))]
 
 

@@ -73,6 +73,7 @@ def run(
         from headrace.cli.origins import Origins
 
         origins = Origins(llm.tokenizer)
+    raw = raw or llm.model_config.source is not None  # an encoder-decoder reads the text as it is
     return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, origins)
 
 

@@ -70,6 +70,14 @@ class ModelConfig:
     encoder: bool = False  # every token sees every other: prompts are fed whole, and nothing is generated
     token_types: int = 0  # rows of bert's table of token types
     mask_id: int | None = None  # the token that stands for one to be guessed, of models that were trained to fill it in
+    source: "ModelConfig | None" = None  # of an encoder-decoder: the encoder, which reads what the decoder writes from
+    head_scale: float = 1.0
+    start: int = 0  # the token that an output from a source begins with
+    never: int | None = None  # a token that is never written (Marian's padding)
+    activation: str = ""  # of the MLP, where a family has several
+    gated: bool = False  # the MLP has a gate beside it
+    buckets: int = 0  # of relative positions (T5)
+    bucket_distance: int = 0  # from which on all distances share the last bucket
 
     @property
     def num_layers(self) -> int:

@@ -134,6 +134,7 @@ class NewSlot(msgspec.Struct, array_like=True):
     tokens: list[int] = []
     params: SamplingParams | None = None
     stop_ids: list[int] = []  # what min_tokens masks
+    reads: int = 0  # tokens of its source, whose K and V table 1 has
 
 
 class TableDelta(msgspec.Struct, array_like=True):
@@ -153,6 +154,8 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     what may be drawn where the output is held to a grammar: a bit per token id (little-endian words of 32), one row for the
     last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn. With
     `full` each node sees all nodes, and not its ancestors alone; positions are as the tree has them.
+    last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn.
+    `source`: tokens to be encoded before this, whole, into the slot's table 1.
     """
 
     slot: int
@@ -165,6 +168,7 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     allowed: bytes = b""
     q: tuple[bytes, ...] = ()
     full: bool = False
+    source: tuple[int, ...] = ()
 
 
 class StepPlan(msgspec.Struct):
@@ -184,7 +188,7 @@ class StepPlan(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        return sum(feed.count + len(feed.nodes) for feed in self.feeds)
+        return sum(feed.count + len(feed.nodes) + len(feed.source) for feed in self.feeds)
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):

@@ -46,7 +46,7 @@ class Child(msgspec.Struct, gc=False):
 class Holding:
     """What a sequence has in the KV cache: BlockManager's. `computed[g]` counts the tokens whose K/V group g holds."""
 
-    root: bytes = b""  # of the prefix hash chain: tenant, adapter, media
+    root: bytes = b""  # of the prefix hash chain: tenant, adapter, media, source
     groups: int = 1  # bits of the KV groups that the target's feeds fill, and that a prefix hit must have
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # block ids, one list per block table
     computed: list[int] = field(default_factory=lambda: [0])  # one count per KV group
@@ -54,12 +54,16 @@ class Holding:
     moves: list[tuple[int, int]] = field(default_factory=list)  # accepted K/V off its place: KV indices (from, to)
     hashes: list[bytes] = field(default_factory=list)  # hash of each full block of `tokens`, as far as asked for
     published: int = 0  # full blocks offered to the prefix cache
+    source: int = 0  # tokens of its source; table 1 has their K and V, written once and shared by all
+    encoded: bool = False  # whether they are there
 
     def fork(self) -> "Holding":
         """The same blocks, in lists of their own; the block manager counts who shares them."""
         tables = [list(table) for table in self.tables]
         hashes = list(self.hashes)
-        return Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
+        made = Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
+        made.source, made.encoded = self.source, self.encoded
+        return made
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +152,7 @@ class Request:
     """The unit of scheduling: a prompt, its parameters, and the sequences a strategy grew from it."""
 
     id: str
-    prompt: list[int]
+    prompt: list[int]  # what the caller gave; an encoder-decoder reads it as its source
     params: SamplingParams
     seed: int
     strategy: Any

@@ -19,7 +19,7 @@ class Stopping:
         if self.tokenizer is None:
             return
         params = request.params
-        seq.text.words = IncrementalDetokenizer(self.tokenizer, request.prompt, params.skip_special_tokens)
+        seq.text.words = IncrementalDetokenizer(self.tokenizer, seq.tokens, params.skip_special_tokens)
         if params.stop:
             seq.text.stops = StopMatcher(params.stop, params.include_stop_str_in_output)
 

@@ -50,9 +50,10 @@ class PromptLookup:
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
         known = seq.decode.memory.setdefault(self.name, Ngrams(self.longest))
-        self._room -= known.read(seq.tokens, max(self._room, SHORT))
-        at, length = known.find(seq.tokens)
+        text = request.prompt + seq.tokens if seq.kv.source else seq.tokens  # what is written is often copied from a source
+        self._room -= known.read(text, max(self._room, SHORT))
+        at, length = known.find(text)
         if length < self.shortest or length == 0:
             return None
-        tokens = seq.tokens[at : at + most]
+        tokens = text[at : at + most]
         return Draft(tokens, list(range(-1, len(tokens) - 1)), drafter=self.name, confidence=length)

@@ -9,20 +9,25 @@ from headrace.ops.penalties import TokenCounts
 
 @dataclass(slots=True)
 class EagerLive:
-    """A live sequence: known tokens, block table, how to sample."""
+    """A live sequence: known tokens, block tables, how to sample."""
 
     tokens: list[int]
     prompt_len: int
     seed: int
     params: SamplingParams
     stop_ids: list[int]
-    table: list[int] = field(default_factory=list)
+    tables: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of its tokens, of its source
+    reads: int = 0  # tokens of its source
     counts: TokenCounts | None = None  # what the penalties need, kept as the output grows
 
     @classmethod
     def of(cls, new: NewSlot) -> "EagerLive":
         assert new.params is not None
-        return cls(new.tokens, new.prompt_len, new.seed, new.params, new.stop_ids)
+        return cls(new.tokens, new.prompt_len, new.seed, new.params, new.stop_ids, reads=new.reads)
+
+    @property
+    def table(self) -> list[int]:
+        return self.tables[0]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -30,9 +35,11 @@ class EagerLive:
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.tokens += tokens
 
-    def set_table(self, start: int, blocks: list[int]) -> None:
-        self.table[start:] = blocks
+    def set_table(self, table: int, start: int, blocks: list[int]) -> None:
+        self.tables[table][start:] = blocks
 
     def fork(self) -> "EagerLive":
         counts = None if self.counts is None else self.counts.copy()
-        return EagerLive(list(self.tokens), self.prompt_len, self.seed, self.params, self.stop_ids, list(self.table), counts)
+        tables = list(self.tables[0]), list(self.tables[1])
+        drawn = self.seed, self.params, self.stop_ids
+        return EagerLive(list(self.tokens), self.prompt_len, *drawn, tables, self.reads, counts)

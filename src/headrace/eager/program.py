@@ -1,5 +1,6 @@
 """The torch back end: a model made ready on any device torch knows. The reference for every other back end."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -51,9 +52,14 @@ class EagerProgram:
                 nodes=fed.feed.nodes,
                 parents=fed.feed.parents,
                 full=fed.feed.full,
+                source=fed.live.reads,
+                source_table=fed.live.tables[1],
             )
             for fed in step.fed
         ]
+        for fed in step.fed:
+            if fed.feed.source:
+                self.encode(fed.feed.source, fed.live.tables[1])
         ctx = build(self.pool, feeds)
         x = rows if span.first and rows is not None else self.enter(ctx, rows)
         for layer in range(span.first, span.layers or self.config.num_layers):
@@ -62,6 +68,21 @@ class EagerProgram:
         index = torch.tensor(step.index, dtype=torch.int64, device=x.device)
         step.logits = self.head(x[index]) if step.index else x[:0]
         return x
+
+    def encode(self, source: Sequence[int], table: Sequence[int]) -> None:
+        """Encode a source and store its K and V of every decoder layer in the blocks of a table. One source at a time, so that
+        they depend on nothing else."""
+        encoder = self.model.encoder
+        assert encoder is not None, "only an encoder-decoder has sources"
+        size, numbers = self.pool.block_size, (self._weight.dtype, self._weight.device)
+        blocks = -(-len(source) // size)
+        ctx = build(KVPool(encoder.config, blocks, size, *numbers), [FeedRows(source, range(blocks))])
+        x = encoder.embed(ctx)
+        for layer in range(encoder.config.num_layers):
+            x = encoder.layer(layer, x, ctx)
+        memory, ctx = encoder.final(x), build(self.pool, [FeedRows(source, table)])
+        for layer in range(self.config.num_layers):
+            self.model.cross(layer, memory, ctx)
 
     def enter(self, ctx: Context, rows: torch.Tensor | None) -> torch.Tensor:
         """The rows that the layers take."""

@@ -16,14 +16,24 @@ class AdmissionError(ValueError):
 
 
 class Limits:
-    """The bounds of one engine: context, vocabulary, slots, token budget, blocks, what its model can fill in."""
+    """The bounds of one engine: context, vocabulary, slots, token budget, blocks, what its model can fill in. `start`: what an
+    output begins with where prompts are sources."""
 
-    def __init__(self, config: EngineConfig, vocab_size: int, *, has_tokenizer: bool, mask_id: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        *,
+        has_tokenizer: bool,
+        mask_id: int | None = None,
+        start: int | None = None,
+    ) -> None:
         self.scheduler = config.scheduler
         self.cache = config.cache
         self.vocab_size = vocab_size
         self.has_tokenizer = has_tokenizer
         self.mask_id = mask_id
+        self.start = start
 
 
 def admit(request: Request, limits: Limits) -> None:
@@ -47,8 +57,11 @@ def admit(request: Request, limits: Limits) -> None:
 def _check_prompt(request: Request, limits: Limits) -> None:
     length, context = len(request.prompt), limits.scheduler.max_model_len
     if length == 0:
-        raise AdmissionError("the prompt is empty; give at least one token")
-    if isinstance(request.strategy, Pooling):
+        what = "the prompt is empty" if limits.start is None else "the source is empty, and an encoder-decoder writes from one"
+        raise AdmissionError(f"{what}; give at least one token")
+    if limits.start is not None:
+        _check_source(request, limits)
+    elif isinstance(request.strategy, Pooling):
         _check_pool(request, request.strategy.pool, limits)
     elif isinstance(request.strategy, Classifying):
         if not limits.scheduler.whole:
@@ -61,6 +74,17 @@ def _check_prompt(request: Request, limits: Limits) -> None:
             f"the prompt has {length} tokens and the context holds {context}, the answer included; shorten the prompt"
             + (f", or raise {limits.scheduler.longer}" if limits.scheduler.longer else "")
         )
+    _check_vocabulary(request, limits)
+
+
+def _check_source(request: Request, limits: Limits) -> None:
+    """What an encoder-decoder reads and what it is asked for."""
+    if not _least_answer(request) or request.params.prompt_logprobs is not None:
+        raise AdmissionError("this model writes from a source, which it neither scores nor embeds; ask it for its output alone")
+    _check_length(request, limits)
+
+
+def _check_vocabulary(request: Request, limits: Limits) -> None:
     for token in request.prompt:
         if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
             raise AdmissionError(f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
@@ -139,15 +163,15 @@ def _check_width(request: Request, limits: Limits) -> None:
         )
 
 
-def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int) -> int:
-    """The most blocks a request can hold: full prompt blocks are shared, everything after them is not."""
+def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int, source: int = 0) -> int:
+    """The most blocks a request can hold: full prompt blocks and its source's are shared, everything else is not."""
     shared = prompt_len // block_size
     each = -(-(prompt_len + output_len - 1) // block_size) - shared
-    return shared + width * max(each, 0)
+    return shared + width * max(each, 0) + -(-source // block_size)
 
 
 def _check_blocks(request: Request, limits: Limits) -> None:
-    prompt = len(request.prompt)
+    prompt, source = (len(request.prompt), 0) if limits.start is None else (1, len(request.prompt))
     room = limits.scheduler.max_model_len - prompt
     output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
     output = output if _least_answer(request) else 1
@@ -160,7 +184,7 @@ def _check_blocks(request: Request, limits: Limits) -> None:
         raise AdmissionError(
             f"the request feeds {nodes} tokens of its own a step; lower top_k or refine_block, or raise max_num_batched_tokens"
         )
-    need = blocks_needed(prompt, output + nodes, request.width, limits.cache.block_size)
+    need = blocks_needed(prompt, output + nodes, request.width, limits.cache.block_size, source)
     if need > limits.cache.num_blocks:
         raise AdmissionError(
             f"the request may need {need} KV blocks of {limits.cache.block_size} tokens and the pool has "

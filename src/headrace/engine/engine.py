@@ -6,12 +6,15 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from typing import Any
+
+import numpy as np
 
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import HIDDEN, TARGET, Answers, Failed, Feed, KVGroup, Sample, StepOutput, StepPlan, Where, wanted
-from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status
+from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status, Wire
 from headrace.decoding.base import Outputs, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.methods import strategy_for
@@ -37,7 +40,8 @@ class Engine:
     """Requests in, deltas out. One thread calls it; it knows neither prefill nor decode, neither beam nor speculation.
 
     `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them. `speculation` proposes drafts for
-    the requests that take them; `groups` are the KV groups, the target's first. `mask_id`: of models that fill in masks.
+    the requests that take them; `groups` are the KV groups, the target's first. `mask_id`: of models that fill in masks. `start`:
+    what an encoder-decoder's output begins with; a prompt is its source.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Engine:
         speculation: Speculation | None = None,
         groups: tuple[KVGroup, ...] = (TARGET,),
         mask_id: int | None = None,
+        start: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -63,7 +68,7 @@ class Engine:
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
         self._ids = itertools.count()
         self.children = Children(self.scheduler, self.stopping, vocab_size, self._ids)
-        self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None, mask_id=mask_id)
+        self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None, mask_id=mask_id, start=start)
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
         self.requests: dict[str, Request] = {}
@@ -123,8 +128,13 @@ class Engine:
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError(why)
         groups = self.blocks.groups
-        kv = Holding(root, groups_filled(params, groups), computed=[0] * len(groups))
-        seq = Sequence(next(self._ids), list(prompt), len(prompt), kv)
+        kv, tokens = Holding(root, groups_filled(params, groups), computed=[0] * len(groups)), list(prompt)
+        wire = Wire()
+        if self.limits.start is not None:
+            tokens = [self.limits.start]
+            kv.source, kv.tables, wire.synced = len(prompt), [[], []], [0, 0]
+            kv.root += sha256(np.array(prompt, dtype="<i4").tobytes()).digest()
+        seq = Sequence(next(self._ids), tokens, len(tokens), kv, wire)
         self._reserve(params)
         self.stopping.begin(request, seq)
         seq.decode.constraint = constraint or self._constraint(params)

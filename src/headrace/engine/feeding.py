@@ -27,7 +27,7 @@ class Flight:
     plan: StepPlan
     room: int  # tokens the budget still allows
     works: list[Work] = field(default_factory=list)
-    promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks this step computes
+    promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks and of the sources this step computes
     ticket: Any = None  # None: not submitted yet
     retry: bool = False  # one request has it to itself, as the step failed that it was in
 
@@ -60,14 +60,27 @@ class Feeding:
 
         What a sequence has are its known tokens and the draft it must have. A request is caught up when all its sequences
         catch up in one step; until then each holds back its last token.
-        A sequence whose next block another feed is computing right now waits for it and then matches it.
+        A sequence whose next block or source another feed is computing right now waits for it and then matches it. A source is
+        encoded whole, with the first feed that needs it: one that begins within the budget may exceed it.
         """
-        room = flight.room
+        room = max(flight.room, 0)
         shares = request.shares and not self.config.whole
         promises = set(flight.promises)
         held = False
         spans: list[Span] = []
         for seq in request.seqs:
+            lacks = seq.kv.source and not seq.kv.encoded
+            if lacks and self.blocks.match_source(seq):
+                lacks = False
+                if not request.metrics.preemptions:
+                    request.metrics.cached_tokens += seq.kv.source
+            if lacks:
+                key = self.blocks.source_key(seq)
+                if not room or self._under_way(key, promises):
+                    held = True
+                    continue
+                promises.add(key)
+                room = max(room - seq.kv.source, 1)
             if shares:
                 saved = self.blocks.match(seq)
                 if not request.metrics.preemptions:  # what a preempted request finds again it has computed itself
@@ -90,7 +103,9 @@ class Feeding:
         index, offset = divmod(seq.kv.computed[0], self.blocks.block_size)
         if offset or (index + 1) * self.blocks.block_size >= len(seq.tokens):
             return False
-        key = self.blocks.hash(seq, index)
+        return self._under_way(self.blocks.hash(seq, index), promises)
+
+    def _under_way(self, key: bytes, promises: set[bytes]) -> bool:
         return key in promises or any(key in flight.promises for flight in self._flights)
 
     def _completed(self, seq: Sequence, start: int, end: int) -> list[bytes]:
@@ -109,6 +124,10 @@ class Feeding:
         length, wire = len(seq.tokens), seq.wire
         known = min(end, length)
         feed = Feed(wire.slot, start, known - start, tuple(seq.tokens[wire.sent :]))
+        if seq.kv.source and not seq.kv.encoded:
+            feed.source = tuple(request.prompt)
+            flight.room -= len(feed.source)
+            flight.promises.add(self.blocks.source_key(seq))
         if end > length:
             draft = seq.decode.draft
             assert draft is not None

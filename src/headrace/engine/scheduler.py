@@ -142,6 +142,8 @@ class Scheduler:
         """The step went well: what it fed is computed, and full blocks are offered to others."""
         for work in flight.works:
             self._computed(work.seq, work.feed.start + work.feed.count)
+            if work.feed.source:
+                self.blocks.publish_source(work.seq)
         if flight.retry and flight.works[0].last:
             self.retries.remove(flight.works[0].request)
 
@@ -294,6 +296,7 @@ class Scheduler:
                     tokens=list(seq.tokens),
                     params=request.params,
                     stop_ids=stop_ids,
+                    reads=seq.kv.source,
                 )
             )
 

@@ -4,7 +4,7 @@ Paging and copy-on-write follow PagedAttention (Kwon et al., SOSP'23); a full bl
 tokens up to its end, rooted in `Holding.root`, so two sequences with one prefix find the same blocks.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Iterable
 from hashlib import sha256
 
@@ -13,52 +13,41 @@ import numpy as np
 from headrace.data.config import CacheConfig
 from headrace.data.plan import TARGET, KVGroup
 from headrace.data.types import Sequence
+from headrace.kv.block_pool import BlockPool
 
 Span = tuple[Sequence, int, int]  # a sequence and the token range [start, end) about to be written
 
 
 class BlockManager:
-    """Owns block ids, reference counts and, per block, which KV groups are filled.
+    """The block tables of sequences, over one pool of blocks.
 
-    Blocks given up between `begin` and `end` (while a step is being scheduled) are reused from the next step on, because
-    the copies of one plan run in no particular order.
+    Table 0 grows with a sequence's tokens. Table 1 is there where a sequence has a source: it is written whole, once, found by
+    others as a whole (the last block too, which may not be full), shared by forks and never copied.
     """
 
     def __init__(self, config: CacheConfig, groups: tuple[KVGroup, ...] = (TARGET,)) -> None:
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
         self.groups = groups
-        self._keeps = config.prefix_caching  # what nobody holds any more
-        self._refs = [0] * config.num_blocks
-        self._hash: list[bytes | None] = [None] * config.num_blocks
-        self._filled = [0] * config.num_blocks  # bit g: group g's K/V is in the block
-        self._cached: dict[bytes, int] = {}  # published hash -> block
-        self._free: deque[int] = deque(range(config.num_blocks))
-        self._lru: OrderedDict[int, None] = OrderedDict()  # published blocks nobody holds, oldest first
-        self._freed: dict[int, None] = {}  # given up during this scheduling: reusable from the next step
-        self._scheduling = False
+        self.pool = BlockPool(config)
 
     # -- one scheduling pass -------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A step is being scheduled: what earlier steps gave up becomes usable."""
-        self._scheduling = False
-        for block in self._freed:
-            self._retire(block)
-        self._freed = {}
-        self._scheduling = True
+        self.pool.begin()
 
     def end(self) -> None:
-        self._scheduling = False
+        self.pool.end()
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out now (published ones nobody holds are evicted when needed)."""
-        return len(self._free) + len(self._lru)
+        """Blocks that can be handed out now."""
+        return self.pool.available
 
     @property
     def freed_this_step(self) -> int:
         """Blocks given up during this scheduling: available at the next step."""
-        return len(self._freed)
+        return self.pool.freed_this_step
 
     @property
     def used(self) -> int:
@@ -68,7 +57,7 @@ class BlockManager:
     def writable(self, seq: Sequence, position: int) -> bool:
         """Whether `grow` would have nothing to do for one position: its block is there, and the sequence's alone."""
         table, index = seq.kv.tables[0], position // self.block_size
-        return index < len(table) and self._refs[table[index]] == 1 and self._hash[table[index]] is None
+        return index < len(table) and self.pool.refs[table[index]] == 1 and not self.pool.published(table[index])
 
     def need(self, spans: Iterable[Span]) -> int:
         """Blocks that `grow` over all these spans would take, copy-on-write included; exact when spans share blocks."""
@@ -76,10 +65,10 @@ class BlockManager:
         dropped: dict[int, int] = {}
         for seq, start, end in spans:
             table = seq.kv.tables[0]
-            total += max(0, self._count(end) - len(table))
+            total += max(0, self._count(end) - len(table)) + self._lacking_source(seq)
             for index in self._written(seq, start, end):
                 block = table[index]
-                if self._refs[block] - dropped.get(block, 0) > 1:
+                if self.pool.refs[block] - dropped.get(block, 0) > 1:
                     total += 1
                     dropped[block] = dropped.get(block, 0) + 1
         return total
@@ -94,42 +83,49 @@ class BlockManager:
         copies = []
         for index in self._written(seq, start, end):
             block = table[index]
-            if self._refs[block] > 1:
-                table[index] = self._take()
+            if self.pool.refs[block] > 1:
+                table[index] = self.pool.take()
                 copies.append((0, block, table[index]))
-                self._unref(block)
+                self.pool.drop(block)
                 seq.wire.synced[0] = min(seq.wire.synced[0], index)
                 kv.published = min(kv.published, index)
-            elif self._hash[block] is not None:
-                self._withdraw(block)
+            elif self.pool.published(block):
+                self.pool.withdraw(block)
                 kv.published = min(kv.published, index)
         while len(table) < self._count(end):
-            table.append(self._take())
+            table.append(self.pool.take())
+        for _ in range(self._lacking_source(seq)):
+            kv.tables[1].append(self.pool.take())
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` shares every block of `parent`; the first to write a shared block copies it."""
         child.kv = parent.kv.fork()
-        for block in child.kv.tables[0]:
-            self._refs[block] += 1
+        for table in child.kv.tables:
+            for block in table:
+                self.pool.share(block)
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Give up the blocks beyond `length` tokens: what a rejected draft had."""
-        kv = seq.kv
-        table = kv.tables[0]
-        keep = self._count(length)
-        for block in reversed(table[keep:]):
-            self._unref(block)
-        del table[keep:]
-        seq.wire.synced[0] = min(seq.wire.synced[0], keep)
-        kv.published = min(kv.published, length // self.block_size)
+        self._shorten(seq, 0, self._count(length))
+        seq.kv.published = min(seq.kv.published, length // self.block_size)
 
     def release(self, seq: Sequence) -> None:
         """Give up every block of `seq`; what was published stays findable until it is evicted, deepest first."""
         kv = seq.kv
         self.truncate(seq, 0)
+        for table in range(1, len(kv.tables)):
+            self._shorten(seq, table, 0)
         kv.moves = []
         kv.computed = [0] * len(kv.computed)
+        kv.encoded = False
+
+    def _shorten(self, seq: Sequence, number: int, keep: int) -> None:
+        table = seq.kv.tables[number]
+        for block in reversed(table[keep:]):
+            self.pool.drop(block)
+        del table[keep:]
+        seq.wire.synced[number] = min(seq.wire.synced[number], keep)
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
     def match(self, seq: Sequence, need: int | None = None) -> int:
@@ -146,15 +142,12 @@ class BlockManager:
         if computed % size or len(table) * size > computed:
             return 0
         for index in range(len(table), (len(seq.tokens) - 1) // size):
-            block = self._cached.get(self.hash(seq, index))
-            if block is None or self._filled[block] & need != need:
+            block = self.pool.find(self.hash(seq, index), need)
+            if block is None:
                 break
-            if self._refs[block] == 0:
-                self._lru.pop(block, None)
-                self._freed.pop(block, None)
-            self._refs[block] += 1
+            self.pool.share(block)
             table.append(block)
-            held = self._filled[block]
+            held = self.pool.filled[block]
             kv.computed = [
                 done + size if done == index * size and held >> g & 1 else done for g, done in enumerate(kv.computed)
             ]
@@ -177,89 +170,59 @@ class BlockManager:
         kv = seq.kv
         done = kv.computed[0] if kv.exact_until is None else min(kv.computed[0], kv.exact_until)
         for index in range(kv.published, done // self.block_size):
-            block, key = kv.tables[0][index], self.hash(seq, index)
-            end = (index + 1) * self.block_size
-            self._filled[block] |= sum(1 << g for g, count in enumerate(kv.computed) if count >= end)
-            if self._hash[block] is None and self._offers_more(block, self._cached.get(key)):
-                self._cached[key] = block
-                self._hash[block] = key
+            block, end = kv.tables[0][index], (index + 1) * self.block_size
+            self.pool.filled[block] |= sum(1 << g for g, count in enumerate(kv.computed) if count >= end)
+            self.pool.publish(block, self.hash(seq, index))
         kv.published = max(kv.published, done // self.block_size)
-
-    def _offers_more(self, block: int, other: int | None) -> bool:
-        """Whether a block should be the one that is found; another with the same tokens and fewer groups is withdrawn."""
-        if other is None:
-            return True
-        mine, its = self._filled[block], self._filled[other]
-        if mine == its or mine & its != its:
-            return False
-        self._withdraw(other)
-        if other in self._lru:
-            del self._lru[other]
-            self._free.append(other)
-        return True
 
     def fill(self, seq: Sequence, group: int, start: int) -> None:
         """A companion's group now reaches from `start` to `seq.computed[group]`: so say the blocks that this completes."""
         for index in range(start // self.block_size, seq.kv.computed[group] // self.block_size):
-            self._filled[seq.kv.tables[0][index]] |= 1 << group
+            self.pool.filled[seq.kv.tables[0][index]] |= 1 << group
+
+    # -- sources -------------------------------------------------------------------------------------------------------
+    def match_source(self, seq: Sequence) -> bool:
+        """Take a sequence's source from the cache; returns whether all of it was there."""
+        kv = seq.kv
+        assert not kv.tables[1], "a source that is not encoded has no blocks yet"
+        found = [self.pool.find(key, 0) for key in self._source_keys(seq)]
+        kv.encoded = None not in found
+        if kv.encoded:
+            kv.tables[1] = [block for block in found if block is not None]
+            for block in kv.tables[1]:
+                self.pool.share(block)
+        return kv.encoded
+
+    def source_key(self, seq: Sequence) -> bytes:
+        """By what a sequence's source is known: whose it is, and its tokens, which the root has."""
+        return sha256(b"source of " + seq.kv.root).digest()
+
+    def publish_source(self, seq: Sequence) -> None:
+        """A sequence's source has been encoded: offer its blocks to others."""
+        seq.kv.encoded = True
+        for block, key in zip(seq.kv.tables[1], self._source_keys(seq), strict=True):
+            self.pool.publish(block, key)
+
+    def _source_keys(self, seq: Sequence) -> list[bytes]:
+        whole = self.source_key(seq)
+        return [sha256(whole + index.to_bytes(4, "little")).digest() for index in range(self._count(seq.kv.source))]
+
+    def _lacking_source(self, seq: Sequence) -> int:
+        kv = seq.kv
+        return self._count(kv.source) - len(kv.tables[1]) if kv.source else 0
 
     # -- self-check ----------------------------------------------------------------------------------------------------
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Raise AssertionError unless counts, tables, free lists and the cache agree. `seqs`: all that hold blocks."""
         seqs = list(seqs)
-        held: Counter[int] = Counter(block for seq in seqs for block in seq.kv.tables[0])
-        for block in range(self.num_blocks):
-            assert self._refs[block] == held[block], f"block {block}: {self._refs[block]} references, {held[block]} holders"
-            key = self._hash[block]
-            assert key is None or self._cached.get(key) == block, f"block {block} is published under another block"
-        idle = [*self._free, *self._lru, *self._freed]
-        assert len(idle) == len(set(idle)), "a block is idle twice"
-        assert set(idle) == {b for b in range(self.num_blocks) if not held[b]}, "idle and held blocks do not add up"
-        assert all(self._hash[block] is None for block in self._free), "a published block is in the free list"
-        assert all(self._hash[block] is not None for block in self._lru), "an unpublished block is in the LRU list"
-        assert len(self._cached) == sum(key is not None for key in self._hash), "the cache lists a block twice"
+        self.pool.check(Counter(block for seq in seqs for table in seq.kv.tables for block in table))
         for seq in seqs:
             room = len(seq.kv.tables[0]) * self.block_size
             assert max(seq.kv.computed) <= min(room, len(seq.tokens)), f"sequence {seq.id} computed more than it holds"
+            assert not seq.kv.encoded or not self._lacking_source(seq), f"sequence {seq.id} has not all of its source"
 
-    # -- single blocks -------------------------------------------------------------------------------------------------
     def _count(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def _written(self, seq: Sequence, start: int, end: int) -> range:
         return range(start // self.block_size, min(len(seq.kv.tables[0]), self._count(end)))
-
-    def _take(self) -> int:
-        block = self._free.popleft() if self._free else self._evict()
-        self._refs[block] = 1
-        self._filled[block] = 0
-        return block
-
-    def _evict(self) -> int:
-        block = next(iter(self._lru))
-        del self._lru[block]
-        self._withdraw(block)
-        return block
-
-    def _withdraw(self, block: int) -> None:
-        key = self._hash[block]
-        assert key is not None
-        del self._cached[key]
-        self._hash[block] = None
-
-    def _unref(self, block: int) -> None:
-        self._refs[block] -= 1
-        assert self._refs[block] >= 0, f"block {block} was given up twice"
-        if self._refs[block] == 0:
-            self._retire(block)
-
-    def _retire(self, block: int) -> None:
-        if self._scheduling:
-            self._freed[block] = None
-            return
-        if self._hash[block] is not None and not self._keeps:
-            self._withdraw(block)
-        if self._hash[block] is None:
-            self._free.appendleft(block)  # taken again first, while it is still in the caches
-        else:
-            self._lru[block] = None

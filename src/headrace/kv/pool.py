@@ -36,10 +36,6 @@ class KVPool:
         """Bytes of the pool: num_blocks * KVShape.block_bytes."""
         return self.data.nbytes
 
-    def table(self, layer: int) -> int:
-        """Which of a sequence's block tables serves a layer; one serves all of them now."""
-        return 0
-
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, each [num_blocks, block_size, kv_heads, head_dim]; views, not copies."""
         return self.data[layer, 0], self.data[layer, 1]

@@ -17,6 +17,7 @@ class Model(Group):
 
     layers: Any  # a list of the file's own Block
     norm: Any = None  # the Norm before the head; an encoder, which has no head, has none
+    encoder: "Model | None" = None  # of an encoder-decoder: what reads the source
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -27,6 +28,10 @@ class Model(Group):
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         """Layer i: hidden rows [n, hidden] -> [n, hidden]; writes the rows' K and V into ctx.pool."""
+        raise NotImplementedError
+
+    def cross(self, i: int, memory: Value, ctx: Any) -> Value:
+        """Of an encoder-decoder: what layer i attends to of the encoder's rows `memory`, stored in ctx.pool."""
         raise NotImplementedError
 
     def head(self, x: Value) -> Value:

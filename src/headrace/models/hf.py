@@ -88,6 +88,14 @@ def even_layers(read: Reader, hidden: str, heads: str, layers: str, ffn: int) ->
     return (LayerConfig(count, count, width // count, ffn),) * read.size(layers, most=MAX_LAYERS)
 
 
+def token(read: Reader, key: str, vocab_size: int, default: int | None = None) -> int:
+    """A token id that the file names. Raises WeightError."""
+    value = read.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        raise read.error(f"must have {key} as a token id below {vocab_size}, not {value!r:.40}")
+    return value
+
+
 def windows(read: Reader, slides: Callable[[int], bool]) -> list[int | None]:
     """The window of each layer, in those that the file names (layer_types) or else in those of which `slides` says so."""
     layers = read.size("num_hidden_layers", most=MAX_LAYERS)

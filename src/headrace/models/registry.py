@@ -8,11 +8,13 @@ from headrace.models.families import FAMILIES
 from headrace.models.gemma3 import Gemma3
 from headrace.models.gpt2 import GPT2
 from headrace.models.llama import Llama
+from headrace.models.marian import Marian
+from headrace.models.t5 import T5
 from headrace.weights.source import WeightError
 
 __all__ = ["MODELS", "describe", "read_config"]
 
-MODELS: dict[str, type[Model]] = {"bert": Bert, "gemma3": Gemma3, "gpt2": GPT2, "llama": Llama}
+MODELS: dict[str, type[Model]] = {"bert": Bert, "gemma3": Gemma3, "gpt2": GPT2, "llama": Llama, "marian": Marian, "t5": T5}
 
 
 def describe(config: ModelConfig) -> Model:

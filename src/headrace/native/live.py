@@ -46,7 +46,8 @@ class NativeLive:
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.sequence.extend(tokens)
 
-    def set_table(self, start: int, blocks: list[int]) -> None:
+    def set_table(self, table: int, start: int, blocks: list[int]) -> None:
+        assert table == 0, "the native core knows no other table"
         self.sequence.set_table(start, blocks)
 
     def fork(self) -> "NativeLive":

@@ -186,12 +186,12 @@ class Lowering:
 
     def _attention(self, index: int, node: Node) -> None:
         settings, head_dim = node.settings, self.config.layers[node.settings["layer"]].head_dim
+        if settings["source"] or settings["bias"] is not None:
+            raise RecordError("the native core has no attention to a source, nor relative positions")
         q, k, v = self._side_by_side(index, node)
         q_norm, k_norm = (self._head_norm(settings[name]) for name in ("q_norm", "k_norm"))
         if settings["q_norm"] and settings["k_norm"] and settings["q_norm"].eps != settings["k_norm"].eps:
             raise RecordError("the native core takes one eps for the norms of q and k")
-        if settings["source"] is not None:
-            raise RecordError("the native core has no attention to another group's K and V")
         scale = head_dim**-0.5 if settings["scale"] is None else settings["scale"]
         out = self._result(node.outputs[0], q.width, "attention_linear", head_dim % 32 == 0)
         self.program.attention(

@@ -3,19 +3,20 @@
 import torch
 
 from headrace.ops import vocabulary
-from headrace.ops.cases import attention_cases
+from headrace.ops.cases import attention_cases, store_cases
 from headrace.ops.context import Context
 from headrace.ops.dtypes import TOLERANCE, accumulator
 from headrace.ops.elementwise import normalise
-from headrace.ops.paging import groups
-from headrace.ops.weights import EmbeddingWeights, NormWeights, RopeWeights
+from headrace.ops.paging import Sight, groups
+from headrace.ops.relative import bias_of
+from headrace.ops.weights import EmbeddingWeights, NormWeights, RelativeWeights, RopeWeights
 
 
 @vocabulary.attention.body(attention_cases, TOLERANCE)
 def attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     ctx: Context,
     layer: int,
     rope: RopeWeights | None = None,
@@ -26,7 +27,8 @@ def attention(
     softcap: float | None = None,
     sinks: EmbeddingWeights | None = None,
     causal: bool = True,
-    source: str | None = None,
+    source: bool = False,
+    bias: RelativeWeights | None = None,
 ) -> torch.Tensor:
     """softmax(q kᵀ · scale) v of q [n, heads * head_dim] and k, v [n, kv_heads * head_dim] -> [n, heads * head_dim].
 
@@ -34,28 +36,38 @@ def attention(
     the pool holds is read. Query head i uses KV head i * kv_heads // heads: MHA, GQA and MQA are one path. `window`: a row sees
     the last `window` positions, its own included. `scale`: default head_dim ** -0.5. `softcap` c: scores become
     c * tanh(score / c). `sinks` (weight [heads]): a logit per head that takes part in the softmax and has no value.
-    `causal=False`: every row of a feed sees the whole feed (encoders; feeds must then be whole). `source`: the cross group
-    whose K and V, filled once from an encoder, are read instead; there are no cross groups yet, so None is the only value.
-    Scores and sums are float32, or float64 of float64. A row that sees nothing gives 0.
+    `causal=False`: every row of a feed sees the whole feed (encoders; feeds must then be whole). `source`: every row sees the
+    whole source of its feed, whose K and V `store` has put into table 1; then k and v are None. `bias`: a number per head is
+    added to the scaled scores, by how far the key is from the row (T5). Scores and sums are float32, or float64 of float64. A
+    row that sees nothing gives 0.
     """
-    if source is not None:
-        raise ValueError(f"attention: cross groups are not built yet, so source must be None, not {source!r}")
     key_pool, value_pool = ctx.pool.kv(layer)
     kv_heads, dim = key_pool.shape[2:]
     n, heads = q.shape[0], q.shape[1] // dim
     acc = accumulator(q.dtype)
     query = _prepare(q.view(n, heads, dim), q_norm, rope, ctx) * (dim**-0.5 if scale is None else scale)
-    table = ctx.pool.table(layer)
-    ctx.pool.write(layer, ctx.slots[table], _prepare(k.view(n, kv_heads, dim), k_norm, rope, ctx), v.view(n, kv_heads, dim))
+    if k is not None and v is not None:
+        ctx.pool.write(layer, ctx.slots[0], _prepare(k.view(n, kv_heads, dim), k_norm, rope, ctx), v.view(n, kv_heads, dim))
+    elif not source:
+        raise ValueError("attention: only rows that read a source come without K and V")
     out = torch.empty(n, heads, dim, dtype=acc, device=q.device)
     sink = None if sinks is None else sinks.weight.to(acc)
-    for group in groups(ctx, table, heads, window, causal):
+    for group in groups(ctx, Sight(heads, window, causal, source, bias is not None)):
         keys = key_pool[group.blocks].flatten(1, 2).to(acc)
         values = value_pool[group.blocks].flatten(1, 2).to(acc)
         values = values.masked_fill(~group.reached[:, :, None, None], 0.0)  # 0 * NaN: another request's must not leak in
-        attended = attend(query[group.rows], keys, values, group.visible, softcap, sink)
+        attended = attend(query[group.rows], keys, values, group.visible, softcap, sink, bias_of(ctx, group, bias, acc))
         out.index_copy_(0, group.target, attended.flatten(0, 1)[group.meant])
     return out.view(n, heads * dim).to(q.dtype)
+
+
+@vocabulary.store.body(store_cases, TOLERANCE)
+def store(k: torch.Tensor, v: torch.Tensor, ctx: Context, layer: int) -> torch.Tensor:
+    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, as they are: what an encoder's rows are to a layer
+    of the decoder. Returns k, unchanged."""
+    heads, dim = ctx.pool.kv(layer)[0].shape[2:]
+    ctx.pool.write(layer, ctx.slots[0], k.view(-1, heads, dim), v.view(-1, heads, dim))
+    return k
 
 
 def attend(
@@ -65,8 +77,10 @@ def attend(
     visible: torch.Tensor,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [b, c, heads, d] (scaled) over k, v [b, t, kv_heads, d] where visible [b, c, t] -> [b, c, heads, d]."""
+    """q [b, c, heads, d] (scaled) over k, v [b, t, kv_heads, d] where visible [b, c, t] -> [b, c, heads, d]. `bias`
+    [b, heads, c, t] is added to the scores."""
     b, c, heads, d = q.shape
     kv_heads = k.shape[2]
     share = heads // kv_heads  # query heads of one KV head: they are rows of one product, K and V are never repeated
@@ -74,6 +88,8 @@ def attend(
     scores = (rows @ k.permute(0, 2, 3, 1)).view(b, kv_heads, share, c, -1)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.view(b, kv_heads, share, c, -1)
     scores.masked_fill_(~visible[:, None, None], -torch.inf)  # in place from here: scores are the one big thing
     top = scores.amax(-1, keepdim=True)
     sink = None if sinks is None else sinks.view(1, kv_heads, share, 1, 1)

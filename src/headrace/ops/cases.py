@@ -118,6 +118,8 @@ def attention_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         "scale and softcap": {"scale": 0.125, "softcap": 2.0},
         "sinks": {"sinks": SimpleNamespace(weight=draw.normal(6))},
         "bidirectional": {"causal": False},
+        "relative": {"bias": SimpleNamespace(weight=draw.normal(8, 6), distance=6, both=False)},
+        "relative, both ways": {"bias": SimpleNamespace(weight=draw.normal(8, 6), distance=6, both=True), "causal": False},
         "everything": {
             "rope": draw.rope(16),
             "q_norm": draw.norm(16),
@@ -134,6 +136,15 @@ def attention_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
             n = len(ctx.ids)
             q, k, v = draw.normal(n, 96), draw.normal(n, kv_heads * 16), draw.normal(n, kv_heads * 16)
             yield Case(f"{name}, {kv_heads} KV heads", (q, k, v, ctx, 1), kwargs)
+        ctx = _context(draw, _config(6, kv_heads, 16))
+        yield Case(f"source, {kv_heads} KV heads", (draw.normal(len(ctx.ids), 96), None, None, ctx, 1), {"source": True})
+
+
+def store_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    draw = Draw(dtype, device)
+    ctx = _context(draw, _config(6, 2, 16))
+    n = len(ctx.ids)
+    yield Case("store", (draw.normal(n, 32), draw.normal(n, 32), ctx, 1))
 
 
 def _config(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
@@ -151,9 +162,9 @@ def _context(draw: Draw, config: ModelConfig) -> Context:
     pool.data.copy_(draw.normal(*pool.data.shape))
     order = draw.permutation(16)
     feeds = [
-        FeedRows([1], order[:3], start=9),
-        FeedRows([1, 2, 3, 4, 5, 6], order[3:6], start=3),
-        FeedRows([7, 8, 9], order[6:7]),
-        FeedRows([4], order[7:11], start=8, nodes=[1, 2, 3, 4, 5], parents=[-1, 0, 0, 1, -1]),
+        FeedRows([1], order[:3], start=9, source=5, source_table=order[11:13]),
+        FeedRows([1, 2, 3, 4, 5, 6], order[3:6], start=3, source=8, source_table=order[13:15]),
+        FeedRows([7, 8, 9], order[6:7], source=1, source_table=order[15:]),
+        FeedRows([4], order[7:11], 8, [1, 2, 3, 4, 5], [-1, 0, 0, 1, -1], source=5, source_table=order[11:13]),
     ]
     return build(pool, feeds)

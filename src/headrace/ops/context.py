@@ -24,8 +24,9 @@ class Context:
     kv_start: torch.Tensor  # [f] tokens already in the pool, which is the KV index of the feed's first row
     known: torch.Tensor  # [f] how many rows are known tokens; the rest are nodes, stored behind them
     tables: list[torch.Tensor]  # per block table [f, w] block ids; what is beyond a sequence's blocks is never read
-    slots: list[torch.Tensor]  # per block table [n] flat position (block * block_size + offset) of each row's K and V
+    slots: list[torch.Tensor]  # [n] flat position (block * block_size + offset) of each row's K and V, of table 0
     pool: KVPool
+    source: torch.Tensor | None = None  # [f] tokens of each feed's source, whose K and V table 1 has; None: there is none
     taps: dict[str, torch.Tensor | None] = field(default_factory=dict)  # names wanted; filled by the op `tap`
     memo: dict[Any, Any] = field(default_factory=dict)  # what the layers of one step share: angles, masks, gathers
 
@@ -40,17 +41,19 @@ class FeedRows:
     nodes: Sequence[int] = ()
     parents: Sequence[int] = ()  # index of the parent node, -1: the last known token
     full: bool = False  # each node sees all of them, not its ancestors alone
+    source: int = 0  # tokens of its source, of an encoder-decoder
+    source_table: Sequence[int] = ()
 
 
 def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
-    """A Context from plain lists: one step of whole sequences, chunks, single tokens or draft trees over one block table."""
+    """A Context from plain lists: one step of whole sequences, chunks, single tokens or draft trees over a block table, and
+    over that of their sources."""
     device = pool.data.device
     ids: list[int] = []
     positions: list[int] = []
     masks: list[int] = []
     slots: list[int] = []
     row_start = [0]
-    width = max(len(feed.table) for feed in feeds)
     for feed in feeds:
         first = feed.start + len(feed.ids)
         depths, seen = tree(feed.parents)
@@ -66,6 +69,11 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
     def tensor(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    def padded(tables: list[Sequence[int]]) -> torch.Tensor:
+        width = max(map(len, tables))
+        return tensor([[*table, *[0] * (width - len(table))] for table in tables])
+
+    sources = any(feed.source for feed in feeds)
     return Context(
         ids=tensor(ids),
         positions=tensor(positions),
@@ -73,9 +81,10 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
         row_start=tensor(row_start),
         kv_start=tensor([feed.start for feed in feeds]),
         known=tensor([len(feed.ids) for feed in feeds]),
-        tables=[tensor([[*feed.table, *[0] * (width - len(feed.table))] for feed in feeds])],
+        tables=[padded([feed.table for feed in feeds]), *([padded([f.source_table for f in feeds])] if sources else [])],
         slots=[tensor(slots)],
         pool=pool,
+        source=tensor([feed.source for feed in feeds]) if sources else None,
     )
 
 

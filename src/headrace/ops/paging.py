@@ -23,6 +23,7 @@ class Group:
     blocks: torch.Tensor  # [b, w] block ids; padding repeats a block of the tile
     visible: torch.Tensor  # [b, c, t] which keys a row sees
     reached: torch.Tensor  # [b, t] keys that any row of the tile sees
+    distance: torch.Tensor | None = None  # [b, c, t] positions from a row to a key, where that was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,47 +41,65 @@ class _Tile:
         return rows, -(-self.blocks // step) * step
 
 
-def groups(ctx: Context, table: int, heads: int, window: int | None, causal: bool) -> list[Group]:
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What rows see, and where it lies: the known tokens before them and the ancestors of a node; not `causal`: the whole
+    feed; of a `source` all of it, in table 1. `relative`: how far each key is from the row is wanted too."""
+
+    heads: int
+    window: int | None = None
+    causal: bool = True
+    source: bool = False
+    relative: bool = False
+
+
+def groups(ctx: Context, sight: Sight) -> list[Group]:
     """The step's rows as groups that attend together; made once per step and kind of layer."""
-    key = ("groups", table, heads, window, causal)
+    key = ("groups", sight)
     if key not in ctx.memo:
-        ctx.memo[key] = list(_groups(ctx, table, heads, window, causal))
+        ctx.memo[key] = list(_groups(ctx, sight))
     made: list[Group] = ctx.memo[key]
     return made
 
 
-def _groups(ctx: Context, table: int, heads: int, window: int | None, causal: bool) -> Iterator[Group]:
+def _groups(ctx: Context, sight: Sight) -> Iterator[Group]:
     by_shape: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
-    for tile in _tiles(ctx, window, causal):
+    for tile in _tiles(ctx, sight):
         by_shape[tile.shape()].append(tile)
     for (rows, blocks), tiles in by_shape.items():
-        most = max(1, MAX_SCORES // (rows * blocks * ctx.pool.block_size * heads))
+        most = max(1, MAX_SCORES // (rows * blocks * ctx.pool.block_size * sight.heads))
         for i in range(0, len(tiles), most):
-            yield _group(ctx, tiles[i : i + most], rows, blocks, ctx.tables[table], window, causal)
+            yield _group(ctx, tiles[i : i + most], rows, blocks, sight)
 
 
-def _tiles(ctx: Context, window: int | None, causal: bool) -> Iterator[_Tile]:
-    size = ctx.pool.block_size
+def _tiles(ctx: Context, sight: Sight) -> Iterator[_Tile]:
+    size, window = ctx.pool.block_size, sight.window
     row_start, kv_start = ctx.row_start.tolist(), ctx.kv_start.tolist()
     positions = ctx.positions.tolist() if window is not None else []
     known, masks = ctx.known.tolist(), ctx.masks.tolist()
+    sources = _sources(ctx).tolist() if sight.source else []
     for feed, (start, end) in enumerate(pairwise(row_start)):
         kv_end = kv_start[feed] + end - start
         for first in range(start, end, TILE):
             last = min(first + TILE, end)
             nodes = range(max(first, start + known[feed]), last)
             ahead = any(masks[row] % (1 << 64) >> row - start - known[feed] + 1 for row in nodes)
-            stop = kv_end if ahead or not causal else kv_start[feed] + last - start  # ancestors come before their nodes
+            stop = kv_end if ahead or not sight.causal else kv_start[feed] + last - start  # ancestors come before their nodes
             lowest = 0
             if window is not None:
                 offset = positions[start] - kv_start[feed]
                 lowest = max(0, min(positions[first:last]) - offset - window + 1)
+            stop = sources[feed] if sight.source else stop
             yield _Tile(feed, first, last, lowest // size, -(-stop // size) - lowest // size)
 
 
-def _group(
-    ctx: Context, tiles: list[_Tile], rows: int, blocks: int, table: torch.Tensor, window: int | None, causal: bool
-) -> Group:
+def _sources(ctx: Context) -> torch.Tensor:
+    if ctx.source is None:
+        raise ValueError("attention: this step has no source whose K and V could be read")
+    return ctx.source
+
+
+def _group(ctx: Context, tiles: list[_Tile], rows: int, blocks: int, sight: Sight) -> Group:
     device = ctx.ids.device
     feed, first, count, block, held = torch.tensor(
         [(t.feed, t.first, t.last - t.first, t.block, t.blocks) for t in tiles], device=device
@@ -89,18 +108,19 @@ def _group(
     valid = lane < count[:, None]
     row = torch.where(valid, first[:, None] + lane, 0)
     column = torch.minimum(torch.arange(blocks, device=device), held[:, None] - 1)
-    gathered = table[feed[:, None], block[:, None] + column]
+    gathered = ctx.tables[int(sight.source)][feed[:, None], block[:, None] + column]
     size = ctx.pool.block_size
     key = block[:, None] * size + torch.arange(blocks * size, device=device)  # KV indices [b, t]
-    visible = _visible(ctx, feed, row, key, window, causal) & valid[:, :, None]
+    visible = _visible(ctx, feed, row, key, sight) & valid[:, :, None]
     meant = valid.flatten().nonzero()[:, 0]
-    return Group(row, meant, row.flatten()[meant], gathered, visible, visible.any(1))
+    distance = _key_positions(ctx, feed, key)[:, None, :] - ctx.positions[row][:, :, None] if sight.relative else None
+    return Group(row, meant, row.flatten()[meant], gathered, visible, visible.any(1), distance)
 
 
-def _visible(
-    ctx: Context, feed: torch.Tensor, row: torch.Tensor, key: torch.Tensor, window: int | None, causal: bool
-) -> torch.Tensor:
+def _visible(ctx: Context, feed: torch.Tensor, row: torch.Tensor, key: torch.Tensor, sight: Sight) -> torch.Tensor:
     """[b, c, t]: whether `row` [b, c] of `feed` [b] sees KV index `key` [b, t]."""
+    if sight.source:
+        return (key < _sources(ctx)[feed][:, None])[:, None, :].expand(-1, row.shape[1], -1)
     start = ctx.row_start[feed]
     index = ctx.kv_start[feed, None] + row - start[:, None]  # KV index of each row
     node0 = ctx.kv_start[feed] + ctx.known[feed]  # KV index of the feed's first node
@@ -108,14 +128,21 @@ def _visible(
     node = key - node0[:, None]  # [b, t], below 0: a known token
     is_node = (node >= 0) & (key < end[:, None])
     ancestor = ctx.masks[row][:, :, None] >> node.clamp(0, 63)[:, None, :] & 1 == 1
-    if causal:
+    if sight.causal:
         upto = torch.where(index < node0[:, None], index, node0[:, None] - 1)
         seen = (key[:, None, :] <= upto[:, :, None]) | (ancestor & is_node[:, None, :])
     else:
         seen = (key < end[:, None])[:, None, :].expand(-1, row.shape[1], -1)
-    if window is None:
+    if sight.window is None:
         return seen
+    return seen & ((ctx.positions[row][:, :, None] - _key_positions(ctx, feed, key)[:, None, :]).abs() < sight.window)
+
+
+def _key_positions(ctx: Context, feed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """[b, t]: the position of KV index `key` [b, t] of `feed` [b]; that of a node is its depth's."""
+    start = ctx.row_start[feed]
+    node = key - (ctx.kv_start[feed] + ctx.known[feed])[:, None]
+    is_node = (node >= 0) & (key < (ctx.kv_start[feed] + ctx.row_start[feed + 1] - start)[:, None])
     offset = ctx.positions[start] - ctx.kv_start[feed]
     node_row = torch.where(is_node, start[:, None] + ctx.known[feed, None] + node, 0)
-    key_position = torch.where(is_node, ctx.positions[node_row], key + offset[:, None])
-    return seen & ((ctx.positions[row][:, :, None] - key_position[:, None, :]).abs() < window)
+    return torch.where(is_node, ctx.positions[node_row], key + offset[:, None])

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.ops.registry import declare
 
-__all__ = ["act", "act_mul", "attention", "embed", "head", "linear", "norm", "residual", "tap"]
+__all__ = ["act", "act_mul", "attention", "embed", "head", "linear", "norm", "residual", "store", "tap"]
 
 
 @declare("headrace.ops.elementwise")
@@ -66,6 +66,12 @@ def attention(
     softcap: float | None = None,
     sinks: Any = None,
     causal: bool = True,
-    source: str | None = None,
+    source: bool = False,
+    bias: Any = None,
 ) -> Any:
     """softmax(q kᵀ · scale) v over the paged pool, of q [n, heads * head_dim] and k, v [n, kv_heads * head_dim]."""
+
+
+@declare("headrace.ops.attention")
+def store(k: Any, v: Any, ctx: Any, layer: int) -> Any:
+    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, nothing read: K and V of a source. Gives k."""

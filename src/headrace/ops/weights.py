@@ -80,3 +80,20 @@ class RopeWeights(Protocol):
     def inv_freq(self) -> torch.Tensor:
         """[dim / 2] float64, radians per position"""
         ...
+
+
+class RelativeWeights(Protocol):
+    @property
+    def weight(self) -> torch.Tensor:
+        """[buckets, heads]: what is added to a head's scores"""
+        ...
+
+    @property
+    def distance(self) -> int:
+        """From here on all distances are alike."""
+        ...
+
+    @property
+    def both(self) -> bool:
+        """Whether keys ahead have buckets of their own."""
+        ...

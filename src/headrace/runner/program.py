@@ -16,7 +16,8 @@ from headrace.runner.span import Span
 
 
 class Live(Protocol):
-    """A live sequence: its known tokens, whose number is its length, its block table, and how it is sampled."""
+    """A live sequence: its known tokens, whose number is its length, its block tables (`table`: that of its tokens), and how it
+    is sampled."""
 
     params: SamplingParams
 
@@ -27,7 +28,7 @@ class Live(Protocol):
 
     def extend(self, tokens: tuple[int, ...]) -> None: ...
 
-    def set_table(self, start: int, blocks: list[int]) -> None: ...
+    def set_table(self, table: int, start: int, blocks: list[int]) -> None: ...
 
     def fork(self) -> "Live": ...
 

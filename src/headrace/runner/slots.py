@@ -19,7 +19,7 @@ class Slots(dict[int, AnyLive]):
         for new in plan.new:
             self[new.slot] = self[new.source].fork() if new.source >= 0 else self._live(new)
         for delta in plan.tables:
-            self[delta.slot].set_table(delta.start, delta.blocks)
+            self[delta.slot].set_table(delta.table, delta.start, delta.blocks)
         for feed in plan.feeds:
             if feed.new:
                 self[feed.slot].extend(feed.new)

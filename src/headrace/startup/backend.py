@@ -69,6 +69,8 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(f"unknown kv_dtype {settings.kv_dtype!r}; use one of {', '.join(sorted(known))}")
     if settings.quantize not in (None, "int8", "int4"):
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
+    if len(recipe.models) > 1 and any(each.config.source is not None for each in recipe.models.values()):
+        raise ValueError("no other model works beside an encoder-decoder; leave out draft and amateur")
     if settings.draft_vocab is not None and (settings.draft_vocab < 0 or DRAFT not in recipe.models):
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
 

@@ -54,16 +54,17 @@ def plan(
         raise DoesNotFit(
             f"max_model_len {max_model_len} is beyond the {config.max_position} positions the model knows; lower it"
         )
-    whole = -(-context // block_size)  # blocks of one sequence of full length
+    sides = 1 if config.source is None else 2  # what a sequence has blocks of: its tokens, and its source's
+    whole = sides * -(-context // block_size)  # blocks of one sequence of full length
     if kv_cache_memory is None:
-        budget = min(int(free * SHARE), usual_blocks(context, block_size, max_num_seqs) * block_bytes)
+        budget = min(int(free * SHARE), sides * usual_blocks(context, block_size, max_num_seqs) * block_bytes)
     else:
         budget = parse_bytes(kv_cache_memory)
         if budget > free:
             raise DoesNotFit(f"kv_cache_memory is {gib(budget)} and {gib(free)} are free; lower it to {gib(int(free * 0.9))}")
     blocks = budget // block_bytes
     if blocks < whole:
-        fits = blocks * block_size
+        fits = blocks // sides * block_size
         if max_model_len is not None or fits < min(256, context):
             raise DoesNotFit(
                 f"a context of {context} tokens needs {gib(whole * block_bytes)} of KV cache and {gib(budget)} are set aside; "

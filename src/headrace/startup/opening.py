@@ -121,6 +121,8 @@ def _defaults(
         own, said = gguf_settings(source.metadata), [source.metadata.get(f"general.{key}") for key in ("basename", "name")]
     else:
         own, said = own_settings(generation), [source.config.get("_name_or_path")]
+        if config.source is not None:  # such a file that says nothing of sampling means none
+            own = {"temperature": 0.0, **own}
     called = [path.name, *(name for name in said if isinstance(name, str))]
     found = defaults_of(entry, model, own, family_of(catalog.families(), config.architecture, called))
     return found if named is None else {**found, **from_name(named.sampling)}

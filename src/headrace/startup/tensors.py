@@ -31,7 +31,8 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     settings, device = recipe.settings, torch.device(recipe.settings.device)
     if settings.quantize:
         raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
-    exact = recipe.target.config.encoder and settings.dtype == "auto" and device.type == "cpu"
+    target = recipe.target.config
+    exact = (target.encoder or target.source is not None) and settings.dtype == "auto" and device.type == "cpu"
     dtype = pick_dtype("float32" if exact else settings.dtype, device)
     if settings.kv_dtype not in {"auto", *DTYPES}:
         raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")

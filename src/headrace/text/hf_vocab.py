@@ -1,4 +1,5 @@
-"""The vocabulary of a Hugging Face folder: tokenizer.json, and what its companions say about special tokens.
+"""The vocabulary of a Hugging Face folder: tokenizer.json, and what its companions say about special tokens; of a Marian
+model source.spm and vocab.json (`text.marian`).
 
 Read are tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and chat_template.jinja,
 where they exist. Nothing in the folder is executed.
@@ -10,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from headrace.text.marian import is_marian, read_marian
 from headrace.text.vocabulary import END_OF_TURN, TokenizerError, Vocabulary, clear_errors
 
 MAX_BYTES = 256 << 20
@@ -19,6 +21,8 @@ PROBE = "a"
 def read_folder(folder: Path) -> Vocabulary:
     """The vocabulary of a folder. Raises TokenizerError."""
     path = folder / "tokenizer.json"
+    if not path.is_file() and is_marian(folder):
+        return read_marian(folder)
     if not path.is_file():
         raise TokenizerError(
             f"{folder} has no tokenizer.json; save the tokenizer in that form (save_pretrained) beside the model"

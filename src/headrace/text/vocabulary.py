@@ -4,8 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import tokenizers
+from typing import Any
 
 SPACE = "▁"  # SentencePiece's visible space
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,8 +29,8 @@ class TokenizerError(ValueError):
 class Vocabulary:
     """A tokenizer's parts. `backend` finds control tokens in text, `plain` (made on demand) reads them as plain text."""
 
-    backend: tokenizers.Tokenizer
-    plain: Callable[[], tokenizers.Tokenizer]
+    backend: Any  # a tokenizers.Tokenizer, or what does the same
+    plain: Callable[[], Any]
     size: int  # ids are 0..size-1
     spelling: str  # how tokens spell text: bytes (byte-level BPE) | spm (▁ and <0xXX>) | wordpiece
     literal_ids: frozenset[int]  # tokens whose spelling is their text: control tokens and user-defined ones

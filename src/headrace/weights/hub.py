@@ -29,7 +29,7 @@ from headrace.weights.wheels import fetch_wheels
 
 # Of a repository's folder only these are fetched: nothing in them is ever run.
 SAFE_ENDINGS = (".safetensors", ".json", ".jinja")
-SAFE_NAMES = frozenset({"tokenizer.model", "vocab.txt", "merges.txt"})
+SAFE_NAMES = frozenset({"tokenizer.model", "vocab.txt", "merges.txt", "source.spm", "target.spm"})
 
 
 class HubError(ValueError):

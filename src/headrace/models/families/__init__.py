@@ -1,8 +1,8 @@
 """Which architectures there are: one file each, which says all that sets it apart where its order of ops is another's."""
 
-from headrace.models.families import bert, gemma3, gpt2, llama, mistral, qwen2, qwen3
+from headrace.models.families import bert, gemma3, gpt2, llama, marian, mistral, qwen2, qwen3, t5
 from headrace.models.family import Family
 
 FAMILIES: dict[str, Family] = {
-    each.FAMILY.architecture: each.FAMILY for each in (bert, gemma3, gpt2, llama, mistral, qwen2, qwen3)
+    each.FAMILY.architecture: each.FAMILY for each in (bert, gemma3, gpt2, llama, marian, mistral, qwen2, qwen3, t5)
 }

@@ -1,0 +1,148 @@
+"""SentencePiece files (`source.spm`, `spiece.model`): pieces, scores and the normaliser's table, as they were trained.
+
+The file is a protobuf message (sentencepiece_model.proto) and comes from a stranger: every length is checked before it is used,
+and whatever is wrong is one TokenizerError. Only unigram models are read (Kudo 2018).
+"""
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+
+from headrace.text.vocabulary import SPACE, TokenizerError, clear_errors
+
+MAX_BYTES = 64 << 20
+MAX_PIECES = 1 << 20
+MAX_PIECE = 256  # characters: a text is cut by trying all pieces that begin at a place
+PIECES, TRAINER, NORMALIZER = 1, 2, 3  # fields of the file
+UNIGRAM = 1  # TrainerSpec.model_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # SentencePiece.type
+CHARSMAP, DUMMY_PREFIX, EXTRA_SPACES = 2, 3, 4  # of NormalizerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a file says. `pieces`: text, score and type of each; `charsmap`: how characters are replaced first, empty: not at
+    all. `dummy_prefix`: a text begins with a space; `trims`: spaces at its ends go, and of several one is left."""
+
+    pieces: list[tuple[str, float, int]]
+    charsmap: bytes
+    dummy_prefix: bool
+    trims: bool
+
+
+def read(path: Path) -> Pieces:
+    """A SentencePiece file. Raises TokenizerError."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise TokenizerError(f"{path} is larger than {MAX_BYTES >> 20} MiB; the file is damaged")
+        data = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read ({error.strerror or error})") from None
+    try:
+        return parse(data)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path} is no SentencePiece file that can be read: {error}") from None
+
+
+def parse(data: bytes) -> Pieces:
+    """The same of a file's bytes."""
+    pieces: list[tuple[str, float, int]] = []
+    charsmap, dummy_prefix, trims = b"", True, True
+    for field, value in _fields(data):
+        if field == PIECES:
+            if len(pieces) == MAX_PIECES:
+                raise TokenizerError(f"it has more than {MAX_PIECES} pieces")
+            pieces.append(_piece(_message(value)))
+        elif field == TRAINER:
+            said = dict(_fields(_message(value)))
+            if said.get(3, UNIGRAM) != UNIGRAM:
+                raise TokenizerError("it is no unigram model")
+        elif field == NORMALIZER:
+            told = dict(_fields(_message(value)))
+            charsmap = bytes(_message(told.get(CHARSMAP, b"")))
+            dummy_prefix, trims = bool(told.get(DUMMY_PREFIX, 1)), bool(told.get(EXTRA_SPACES, 1))
+    if sum(kind == UNKNOWN for _, _, kind in pieces) != 1:
+        raise TokenizerError("it must have one piece for what is unknown")
+    return Pieces(pieces, charsmap, dummy_prefix, trims)
+
+
+def cutter(found: Pieces) -> tokenizers.Tokenizer:
+    """What cuts texts into these pieces. Control tokens are no pieces of any text. Raises TokenizerError."""
+    top = max((score for _, score, kind in found.pieces if kind == NORMAL), default=0.0)
+    vocabulary: dict[str, float] = {}
+    unknown = next(text for text, _, kind in found.pieces if kind == UNKNOWN)
+    for text, score, kind in found.pieces:
+        if kind in (NORMAL, USER_DEFINED, UNKNOWN) and text not in vocabulary:
+            vocabulary[text] = len(text) * top - 0.1 if kind == USER_DEFINED else score
+    with clear_errors("the pieces cannot be used"):
+        backend = tokenizers.Tokenizer(models.Unigram(list(vocabulary.items()), list(vocabulary).index(unknown)))
+        steps: list[normalizers.Normalizer] = [normalizers.Precompiled(found.charsmap)] if found.charsmap else []
+        if found.trims:
+            steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        backend.normalizer = normalizers.Sequence(steps)
+        scheme = "always" if found.dummy_prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
+    return backend
+
+
+def _piece(data: bytes) -> tuple[str, float, int]:
+    said = dict(_fields(data))
+    raw, score, kind = said.get(1, b""), said.get(2, 0.0), said.get(3, NORMAL)
+    try:
+        text = _message(raw).decode()
+    except UnicodeDecodeError:
+        raise TokenizerError("a piece is not UTF-8") from None
+    if not 0 < len(text) <= MAX_PIECE:
+        raise TokenizerError(f"a piece has {len(text)} characters, and 1 to {MAX_PIECE} are allowed")
+    if not isinstance(score, float) or not math.isfinite(score):
+        raise TokenizerError(f"piece {text!r:.40} has a score that is no finite number")
+    if not isinstance(kind, int) or not NORMAL <= kind <= BYTE:
+        raise TokenizerError(f"piece {text!r:.40} is of an unknown type")
+    return text, score, kind
+
+
+def _message(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise TokenizerError("a number stands where a text or a message must be")
+    return value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
+    """Number and value of each field of a message: an int, the float32 of 4 bytes, or bytes."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind, size = key & 7, 0
+        if kind == 0:
+            number, at = _varint(data, at)
+            yield key >> 3, number
+            continue
+        if kind == 2:
+            size, at = _varint(data, at)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise TokenizerError(f"a field has the unknown wire type {kind}")
+        if size > len(data) - at:
+            raise TokenizerError("a field ends beyond the file")
+        value = data[at : at + size]
+        yield key >> 3, struct.unpack("<f", value)[0] if kind == 5 else value
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    number = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise TokenizerError("a number ends beyond the file")
+        byte = data[at]
+        at += 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number, at
+    raise TokenizerError("a number has more than ten bytes")
