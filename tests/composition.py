@@ -5,12 +5,15 @@ PYTHONPATH=src python -m tests.composition
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from headrace.data.params import params_of
+from headrace.data.params import SamplingParams, params_of
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import LengthNudge
+from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
+from tests.leaving import write_exits
 from tests.pages import write
 from tests.tiny_files import write_tiny_gguf
 
@@ -26,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
     "contrastive decoding": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4, "temperature": 0.0},
     "speculative cascade": {"defer_rule": "opt", "seed": 1},
+    "early exit": {"exit_threshold": 0.02, "temperature": 0.0},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "several answers": {"n": 2},
@@ -49,6 +53,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mirostat": {"mirostat_tau": 5.0},
     "an amateur's contrast": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4},
     "an amateur's cascade": {"defer_rule": "chow"},
+    "early exit": {"exit_threshold": 0.5},
     "logit processors": {"processors": (LengthNudge(end_id=0, start=1),)},
 }
 
@@ -64,11 +69,17 @@ def table(llm: LLM) -> str:
 
     lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
     lines.append(_row("streamed", [_yes(strategy_for(params_of(one)).streams) for one in METHODS.values()]))
-    lines.append(_row("optional drafts", [_yes(strategy_for(params_of(one)).speculates) for one in METHODS.values()]))
+    lines.append(_row("optional drafts", [_yes(speculates(params_of(one))) for one in METHODS.values()]))
     for name, feature in FEATURES.items():
         lines.append(_row(name, [cell(feature, refusal(llm, method, feature)) for method in METHODS.values()]))
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([*lines, "", *notes])
+
+
+def speculates(params: SamplingParams) -> bool:
+    """Whether a request's sequences may carry drafts."""
+    request: Any = SimpleNamespace(strategy=strategy_for(params), params=params, processors=())
+    return Speculation([], 256).serves(request)
 
 
 def refusal(llm: LLM, method: dict[str, Any], feature: dict[str, Any]) -> str:
@@ -95,7 +106,8 @@ def _yes(answer: bool) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_gguf(Path(folder) / "tiny.gguf")
-        write(PART, table(LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu")))
+        exits = write_exits(Path(folder) / "exits", path)
+        write(PART, table(LLM(path, amateur=path, exits=exits, backend="torch", dtype="float64", threads=1, device="cpu")))
 
 
 if __name__ == "__main__":

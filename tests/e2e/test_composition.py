@@ -6,6 +6,7 @@ import pytest
 
 from headrace.llm import LLM
 from tests.composition import PART, refusal, table
+from tests.leaving import write_exits
 from tests.pages import written
 from tests.tiny_files import write_tiny_gguf
 
@@ -14,7 +15,8 @@ from tests.tiny_files import write_tiny_gguf
 def test_the_table_is_not_stale(backend: str, tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     more = {"dtype": "float64"} if backend == "torch" else {}
-    llm = LLM(path, amateur=path, backend=backend, threads=1, device="cpu", **more)
+    exits = write_exits(tmp_path / "exits", path)
+    llm = LLM(path, amateur=path, exits=exits, backend=backend, threads=1, device="cpu", **more)
     found = table(llm)
     assert found == written(PART), "docs/decoding.md is stale: python -m tests.composition"
     assert "no 1" in found

@@ -19,6 +19,7 @@ class Live(Protocol):
     """A live sequence: its known tokens, whose number is its length, its block table, and how it is sampled."""
 
     params: SamplingParams
+    prompt_len: int
 
     @property
     def table(self) -> list[int]: ...
