@@ -59,10 +59,11 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
+    "startup.rules": "",
     "startup.runnable": "startup.opening startup.memory native weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
-    "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
-    "models layers text data",
+    "training": "llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner weights.loader "
+    "weights.parts models layers text data",
     "compress": "quant startup.opening text models weights.loader weights.parts weights data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
@@ -77,10 +78,10 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "workflows.surety llm engine startup.encoding startup.exits startup.opening decoding text weights native "
-    "confined data",
+    "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
+    "native confined data",
     "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm "
-    "startup startup.opening startup.runnable decoding text weights native data",
+    "startup startup.opening startup.rules startup.runnable decoding text weights native data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -93,7 +94,7 @@ STOREYS = (
     "decoding drafting runner runner.executor runner.heads eager eager.heads native.weights native.centring native.lowering "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
-    "startup startup.memory startup.opening startup.exits startup.encoding startup.runnable",
+    "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
     "server bench bench.profile bench.linears bench.tools bench.cascade bench.exits bench.workers.ours bench.workers.ours_beam "
