@@ -5,12 +5,15 @@ PYTHONPATH=src python -m tests.composition
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from headrace.data.params import params_of
+from headrace.data.params import SamplingParams, params_of
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import LengthNudge
+from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
+from tests.leaving import write_exits
 from tests.pages import write
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian
@@ -29,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "contrastive decoding": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4, "temperature": 0.0},
     "speculative cascade": {"defer_rule": "opt", "seed": 1},
     "blocks filled in": {"refine_block": 4},
+    "early exit": {"exit_threshold": 0.02, "temperature": 0.0},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "several answers": {"n": 2},
@@ -52,6 +56,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mirostat": {"mirostat_tau": 5.0},
     "an amateur's contrast": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4},
     "an amateur's cascade": {"defer_rule": "chow"},
+    "early exit": {"exit_threshold": 0.5},
     "logit processors": {"processors": (LengthNudge(end_id=0, start=1),)},
 }
 
@@ -67,12 +72,18 @@ def table(llm: LLM, sources: LLM) -> str:
 
     lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
     lines.append(_row("streamed", [_yes(strategy_for(params_of(one)).streams) for one in METHODS.values()]))
-    lines.append(_row("optional drafts", [_yes(strategy_for(params_of(one)).speculates) for one in METHODS.values()]))
+    lines.append(_row("optional drafts", [_yes(speculates(params_of(one))) for one in METHODS.values()]))
     for name, feature in FEATURES.items():
         lines.append(_row(name, [cell(feature, refusal(llm, method, feature)) for method in METHODS.values()]))
     lines.append(_row("from a source", [cell({"": 0}, refusal(sources, method, {})) for method in METHODS.values()]))
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([*lines, "", *notes])
+
+
+def speculates(params: SamplingParams) -> bool:
+    """Whether a request's sequences may carry drafts."""
+    request: Any = SimpleNamespace(strategy=strategy_for(params), params=params, processors=())
+    return Speculation([], 256).serves(request)
 
 
 def refusal(llm: LLM, method: dict[str, Any], feature: dict[str, Any]) -> str:
@@ -99,7 +110,8 @@ def _yes(answer: bool) -> str:
 def opened(folder: Path) -> tuple[LLM, LLM]:
     """A decoder with an amateur, and an encoder-decoder."""
     path = write_tiny_gguf(folder / "tiny.gguf", mask=MASK)
-    llm = LLM(path, amateur=path, backend="torch", dtype="float64", threads=1, device="cpu")
+    exits = write_exits(folder / "exits", path)
+    llm = LLM(path, amateur=path, exits=exits, backend="torch", dtype="float64", threads=1, device="cpu")
     return llm, LLM(write_tiny_marian(folder / "marian"), dtype="float64", threads=1, device="cpu")
 
 

@@ -24,7 +24,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
 from headrace.engine.turns import Turns
 from headrace.runner.executor import InProcess
-from headrace.startup import exits
+from headrace.startup import exits as leave
 from headrace.startup.backend import start
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
@@ -52,7 +52,8 @@ class LLM:
     native core. Outputs depend on the request and its seed alone, not on drafts, batch or chunks: bitwise on the native core,
     near-tie-exact in torch, whose sums depend on how many rows there are (`verification` rejection and block draw other samples
     by design). `draft_tokens` fixes how many at once; by default what was measured decides. `draft_vocab`: so many of the most
-    frequent tokens it chooses from (0: all). `classifier`: a folder of exits trained for this model. Raises ValueError.
+    frequent tokens it chooses from (0: all). Folders of what was trained for this model: `classifier`, for `classify`; `exits`,
+    by which tokens leave early. Raises ValueError.
     """
 
     def __init__(
@@ -79,14 +80,15 @@ class LLM:
         draft_tokens: int | None = None,
         draft_vocab: int | None = None,
         classifier: str | Path | None = None,
+        exits: str | Path | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.progress = on_terminal() if progress is None else progress
         with waiting(self.progress, f"loading {Path(model).name}"):
             self.device, self.opened = pick_device(device), open_files(model, progress)
-            self.classifier = None if classifier is None else exits.load(classifier, self.opened)
+            self.classifier = None if classifier is None else leave.load(classifier, self.opened)
             recipe = Recipe(
-                open_roles(self.opened, draft, amateur, speculate or "", progress),
+                open_roles(self.opened, draft, amateur, speculate or "", progress, exits),
                 Settings(
                     str(self.device),
                     backend=backend,
@@ -238,20 +240,19 @@ class LLM:
     ) -> list[Embedding]:
         """A vector of length 1 for each text. `pooling`: mean, last or (encoders) first; default: the model's own, `last` of
         a decoder. `dimensions` keeps that many leading numbers, of models trained for it. Raises ValueError."""
-        size = self.model_config.hidden_size
-        if dimensions is not None and not 1 <= dimensions <= size:
-            raise ValueError(f"dimensions must be 1 to {size} of this model, not {dimensions}")
+        if dimensions is not None and not 1 <= dimensions <= self.model_config.hidden_size:
+            raise ValueError(f"dimensions must be 1 to {self.model_config.hidden_size} of this model, not {dimensions}")
         outputs = self._asked(texts, Pooling(pooling or self.opened.pooling))
         return [Embedding(output.prompt_token_ids, unit(output.pooled, dimensions)) for output in outputs]
 
     def classify(
-        self, texts: Prompt | Sequence[Prompt | exits.Pair], *, criterion: str | None = None, threshold: float | None = None
+        self, texts: Prompt | Sequence[Prompt | leave.Pair], *, criterion: str | None = None, threshold: float | None = None
     ) -> list[Classification]:
         """The class of each text, or pair of texts (a tuple), said by the first exit that is sure enough: `criterion` max_prob,
         margin, entropy, kl or patience with its `threshold`, or what was calibrated for it; by default the calibrated rule that
         computes least. "off" is the whole model. Raises ValueError."""
-        known = exits.opened(self.classifier)
-        ids = exits.encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
+        known = leave.opened(self.classifier)
+        ids = leave.encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
         outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
         return [known.said(output.prompt_token_ids, output.classified) for output in outputs]
 

@@ -62,10 +62,11 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
+    "startup.rules": "",
     "startup.runnable": "host startup.opening startup.memory native weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
-    "training": "llm startup.opening startup.exits startup decoding drafting runner.heads runner weights.loader weights.parts "
-    "models layers eager ops text data",
+    "training": "llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner weights.loader "
+    "weights.parts models layers eager ops text data",
     "compress": "quant llm startup.opening runner.streamed runner text models layers ops weights.loader weights.parts weights "
     "native data",
     "workflows": "workflows.surety llm data",
@@ -81,10 +82,10 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "workflows.surety llm engine startup.encoding startup.exits startup.opening decoding text weights native "
-    "confined host data",
+    "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
+    "native confined host data",
     "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm "
-    "startup startup.opening startup.runnable decoding text weights native host data",
+    "startup startup.opening startup.rules startup.runnable decoding text weights native host data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -98,7 +99,7 @@ STOREYS = (
     "native.lowering "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
-    "startup startup.memory startup.opening startup.exits startup.encoding startup.runnable",
+    "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
     "server bench bench.profile bench.linears bench.tools bench.cascade bench.exits bench.workers.ours bench.workers.ours_beam "

@@ -37,6 +37,8 @@ COMMANDS = {
         "train-masked": "Train a small model that fills in blocks of masked tokens, to try out non-autoregressive decoding.",
         "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights "
         "stay as they are.",
+        "calibrate": "Find the lowest threshold for tokens that leave early with which little is lost for sure (Learn then "
+        "Test).",
         "doctor": "Show what a bug report should say of this installation, and what is wrong with it (exit code 1).",
     },
     "Measure": {

@@ -161,6 +161,10 @@ class ModelOptions(WeightOptions):
         int | None, _model("The draft chooses among so many of the most frequent tokens (default: 49152; 0: all).")
     ] = None
 
+    exits: Annotated[
+        str | None, _model("A folder that train-heads --kind exit wrote for MODEL: tokens leave by them with --exit-threshold.")
+    ] = None
+
     def companions(self) -> list[str]:
         """The other models that are opened with it."""
         return [name for name in (self.draft, self.amateur) if name is not None]
@@ -295,6 +299,8 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
     for name, method in (("beam_width", "beam search"), ("refine_block", "refine")):
         if given.get(name) is not None and sampling.preset is not None:
             raise typer.BadParameter(f"--preset says how tokens are drawn, and {method} draws none; leave it out")
+    if given.get("exit_threshold") is not None and options.exits is None:
+        raise typer.BadParameter("--exit-threshold needs exits of the model: --exits FOLDER (headrace train-heads --kind exit)")
     # Only the model knows the tokens of texts; that there are some is enough here.
     stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}
     given |= {name: tokens for name, tokens in stand_in.items() if name in given}

@@ -1,5 +1,5 @@
-"""Where each token came from, in colours: drafted and accepted, put in a rejected draft's place, a bonus after a draft that
-was right to its end, or decoded plainly."""
+"""Tokens in colours. Where each came from: drafted and accepted, put in a rejected draft's place, a bonus after a draft that
+was right to its end, or decoded plainly. Or after how many layers it was written."""
 
 from typing import Any
 
@@ -17,16 +17,29 @@ COLOURS = {
     "lookahead": "yellow",
     "jacobi": "yellow",
 }
-CORRECTED = "red"
+CORRECTED, EARLY = "red", "green"
 
 
-class Origins:
-    """Writes tokens as they come, each in the colour of whoever proposed it."""
+class Coloured:
+    """Writes tokens as they come, each in a colour."""
 
     def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
         self._tokenizer = tokenizer
         self._console = console or Console(highlight=False)
         self._held = b""  # bytes of a character that is not complete
+
+    def _print(self, token: int, style: str) -> None:
+        if token in self._tokenizer.special_ids:
+            return
+        text, self._held = _whole(self._held + self._tokenizer.token_bytes(token))
+        self._console.print(Text(text, style=style), end="")
+
+
+class Origins(Coloured):
+    """Each in the colour of whoever proposed it."""
+
+    def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
+        super().__init__(tokenizer, console)
         self._seen: dict[str, int] = {}
         self._drafted: dict[str, int] = {}
 
@@ -39,11 +52,7 @@ class Origins:
             accepted = place < delta.accepted
             origin = delta.drafter if accepted else after if delta.drafter else "plain"
             self._seen[origin] = self._seen.get(origin, 0) + 1
-            if token in self._tokenizer.special_ids:
-                continue
-            text, self._held = _whole(self._held + self._tokenizer.token_bytes(token))
-            style = COLOURS.get(origin, CORRECTED if origin == "corrected" else "")
-            self._console.print(Text(text, style=style), end="")
+            self._print(token, COLOURS.get(origin, CORRECTED if origin == "corrected" else ""))
 
     def close(self) -> None:
         """The legend: what the colours mean, and how many tokens each has."""
@@ -56,6 +65,39 @@ class Origins:
             self._console.print(Text(f"{origin}: {counted(count, 'tokens')}{drafted}", style=style))
         if not self._drafted:
             self._console.print("nothing was drafted: speculation is off, found nothing to propose, or would not have paid")
+
+
+class Depths(Coloured):
+    """Those that left early in green, the whole model's plain."""
+
+    def __init__(self, tokenizer: Any, layers: int, console: Console | None = None) -> None:
+        super().__init__(tokenizer, console)
+        self._layers = layers
+        self._exits: list[Any] = []
+
+    def write(self, delta: Any) -> None:
+        """The tokens of one delta."""
+        self._exits += delta.exits
+        for token, exited in zip(delta.token_ids, delta.exits, strict=True):
+            self._print(token, EARLY if exited.layers < self._layers else "")
+
+    def close(self) -> None:
+        """The legend: how many tokens were written after how many layers, and what an audit found."""
+        self._console.print()
+        depths = [exited.layers for exited in self._exits]
+        for layers in sorted(set(depths)):
+            style = EARLY if layers < self._layers else ""
+            self._console.print(
+                Text(f"after {layers} of {self._layers} layers: {counted(depths.count(layers), 'tokens')}", style)
+            )
+        if depths:
+            early = sum(layers < self._layers for layers in depths)
+            self._console.print(f"{sum(depths) / len(depths):.1f} layers on average, {early / len(depths):.0%} left early")
+        audited = [exited for exited in self._exits if len(exited.votes) == 2]
+        for what, some in (("all", audited), ("those that left", [one for one in audited if one.layers < self._layers])):
+            if some:
+                same = sum(one.votes[0] == one.votes[1] for one in some)
+                self._console.print(f"audit: the exit says what the whole model does at {same / len(some):.0%} of {what}")
 
 
 def _whole(data: bytes) -> tuple[str, bytes]:

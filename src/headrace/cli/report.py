@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.data.outputs import CompletionOutput, RequestOutput
-from headrace.data.plan import TokenLogprob
+from headrace.data.plan import Exited, TokenLogprob
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.progress import counted
 
@@ -47,7 +47,7 @@ def speeds(output: RequestOutput) -> dict[str, float | None]:
 
 
 def figures(output: RequestOutput) -> str:
-    """One line: prompt tokens, TTFT, tokens/s."""
+    """One line: prompt tokens, TTFT, tokens/s, and how deep they were written where they may leave early."""
     prompt, cached = len(output.prompt_token_ids), output.metrics.cached_tokens
     found = speeds(output)
     parts = [counted(prompt, "prompt tokens") + (f" ({cached} cached)" if cached else "")]
@@ -55,6 +55,8 @@ def figures(output: RequestOutput) -> str:
         parts.append(f"TTFT {found['ttft_s']:.2f} s")
     speed = found["tokens_per_s"]
     parts.append(counted(_tokens(output), "tokens") + (f" at {speed:.1f} tokens/s" if speed is not None else ""))
+    if exits := [one.layers for each in output.outputs for one in each.exits or []]:
+        parts.append(f"{sum(exits) / len(exits):.1f} layers a token")
     return ", ".join(parts)
 
 
@@ -74,7 +76,15 @@ def _choice(output: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
         choice["cumulative_logprob"] = output.cumulative_logprob
     if output.score is not None:
         choice |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
+    if output.exits is not None:
+        choice["exits"] = [_exit(one, tokenizer) for one in output.exits]
     return choice
+
+
+def _exit(entry: Exited, tokenizer: Tokenizer) -> dict[str, Any]:
+    """`votes`, under an audit: the exit's token and the whole model's."""
+    found: dict[str, Any] = {"layers": entry.layers, "confidence": entry.confidence}
+    return found | ({"votes": [tokenizer.decode([token], skip_special=False) for token in entry.votes]} if entry.votes else {})
 
 
 def _logprob(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def run(
     show_speculation: Annotated[
         bool, typer.Option("--show-speculation", help="Colour each token by where it came from.")
     ] = False,
+    show_exits: Annotated[bool, typer.Option("--show-exits", help="Colour each token that has left early.")] = False,
 ) -> int:
     """Answer a prompt; the answer goes to stdout as it comes, figures to stderr.
 
@@ -62,17 +63,21 @@ def run(
         raise typer.BadParameter("--logprobs goes with --json")
     if show_speculation and (as_json or n > 1):
         raise typer.BadParameter("--show-speculation shows one answer as text; leave out --json and -n")
+    if show_exits and (as_json or n > 1 or show_speculation):
+        raise typer.BadParameter("--show-exits shows one answer as text; leave out --json, -n and --show-speculation")
+    if show_exits and sampling.exit_threshold is None:
+        raise typer.BadParameter("--show-exits goes with --exit-threshold")
     check(options, sampling, choice, n=n, logprobs=logprobs)
     more = {**choice.changes(), "n": n, "logprobs": logprobs}
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
     llm = open_llm(model, options, quiet=quiet, sampling=sampling, given=choice.changes(), max_num_seqs=widest, preset="online")
     params = sampling.bind(llm)(**more)
-    origins = None
-    if show_speculation:
-        from headrace.cli.origins import Origins
+    origins: Any = None
+    if show_speculation or show_exits:
+        from headrace.cli.origins import Depths, Origins
 
-        origins = Origins(llm.tokenizer)
+        origins = Depths(llm.tokenizer, llm.model_config.num_layers) if show_exits else Origins(llm.tokenizer)
     raw = raw or llm.model_config.source is not None  # an encoder-decoder reads the text as it is
     return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, origins)
 

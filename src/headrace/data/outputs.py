@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.data.plan import TokenLogprob
+from headrace.data.plan import Exited, TokenLogprob
 from headrace.data.structured import StructuredOutputs
 from headrace.data.types import Delta, Request, RequestMetrics
 
@@ -18,11 +18,11 @@ class Plain:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """By the names of its fields; log-probabilities as objects, too."""
+        """By the names of its fields; log-probabilities and exits as objects, too."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "exits"):
             entries = getattr(self, name, None)
-            if entries and isinstance(next((one for one in entries if one is not None), None), TokenLogprob):
+            if entries and isinstance(next((one for one in entries if one is not None), None), TokenLogprob | Exited):
                 found[name] = [one and msgspec.structs.asdict(one) for one in entries]
         return found
 
@@ -31,6 +31,8 @@ class Plain:
 class CompletionOutput(Plain):
     """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None.
     `tool_calls`: those of a conversation with tools, as OpenAI's protocol writes them; `text` is what stands beside them.
+
+    `exits`: after how many layers each token was written, where the request may leave early, else None.
 
     Beam search ranks its outputs by `score` (the length-normalised log-probability) and gives `cumulative_logprob`."""
 
@@ -43,6 +45,7 @@ class CompletionOutput(Plain):
     stop_reason: int | str | None = None
     score: float | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    exits: list[Exited] | None = None
 
     def __repr__(self) -> str:
         return f"CompletionOutput({self.text!r}, {_tokens(self.token_ids)}, finish_reason={self.finish_reason!r})"
@@ -142,6 +145,8 @@ class RequestOutput(Plain):
         if output.logprobs is not None:
             output.logprobs += delta.logprobs
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprob for e in delta.logprobs)
+        if output.exits is not None:
+            output.exits += delta.exits
         if delta.score is not None:
             output.cumulative_logprob, output.score = delta.cumulative_logprob, delta.score
         if delta.finish_reason is not None:
@@ -177,6 +182,7 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
                 index,
                 logprobs=[] if wants_logprobs else None,
                 cumulative_logprob=0.0 if wants_logprobs else None,
+                exits=None if params.exit_threshold is None else [],
             )
             for index in range(params.n)
         ],

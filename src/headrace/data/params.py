@@ -1,5 +1,6 @@
 """What a caller may ask of one request: `SamplingParams` and `BeamSearchParams`, checked when they are made."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -24,6 +25,7 @@ MAX_LOGPROBS = 64
 MAX_STOP = 64
 DRY_LONGEST = 64  # tokens of a repetition that are counted
 MAX_CANDIDATES = 64  # nodes of a draft tree
+MOST_SURE = 1.01  # more than any exit ever is
 LOOP, DRAW, CORE, SAMPLER, FILTER, DETAIL = Use.LOOP, Use.DRAW, Use.CORE, Use.SAMPLER, Use.FILTER, Use.DETAIL
 OFF = (0, "off")
 IDS = 16_384  # token ids that a setting names; those that are allowed may be nearly a vocabulary
@@ -147,6 +149,20 @@ class SamplingParams(
         Field("Speculative cascade: the amateur model writes where it is sure enough (chow), or as good (opt)", DRAW),
     ] = None
     defer_at: Annotated[float, Field("How readily: 1 is always, -1 never", DRAW | DETAIL, ge=-1, le=1)] = 0.3
+    exit_threshold: Annotated[
+        float | None,
+        Field("Leave after some of the layers where the exit there is so sure (0 to 1; above 1: never)", ge=0, le=MOST_SURE),
+    ] = None
+    exit_criterion: Annotated[
+        Literal["max_prob", "margin", "saturation"],
+        Field("How sure it is: the likeliest token's probability, its lead, or how little the last layer changed", DETAIL),
+    ] = "max_prob"
+    exit_decay: Annotated[
+        float, Field("Above 0: it need be less sure towards max_tokens, the faster the higher", DETAIL, ge=0, le=100)
+    ] = 0.0
+    exit_audit: Annotated[
+        bool, Field("Let the exit and the whole model both say what they would write, at every token", DETAIL)
+    ] = False
     penalty_alpha: Annotated[
         float, Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1)
     ] = 0.0
@@ -198,6 +214,7 @@ class SamplingParams(
         check_lengths(self)
         check_mirostat(self)
         check_contrast(self)
+        check_exits(self)
         if self.beam is not None:
             self._check_beam(self.beam)
 
@@ -227,6 +244,13 @@ class SamplingParams(
         if self.contrastive_beta is not None:
             return "contrast", self.contrastive_alpha, self.contrastive_beta
         return None if self.defer_rule is None else (self.defer_rule, self.defer_at, 0.0)
+
+    def sure_at(self, written: int) -> float:
+        """How sure an exit must be to write the token after `written` tokens of the output (CALM, Schuster et al. 2022)."""
+        least = MOST_SURE if self.exit_threshold is None else self.exit_threshold
+        if not self.exit_decay or least > 1 or self.max_tokens is None:
+            return least
+        return min(1.0, 0.9 * least + 0.1 * math.exp(-self.exit_decay * written / self.max_tokens))
 
     @property
     def rejects(self) -> bool:
@@ -331,6 +355,25 @@ def check_contrast(params: SamplingParams) -> None:
         raise ParamError(
             f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha"
         )
+
+
+def check_exits(params: SamplingParams) -> None:
+    """What goes with leaving early, where tokens come from different depths of the model."""
+    if params.exit_threshold is None:
+        return
+    if params.combined is not None:
+        name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
+        raise ParamError(f"an exit's logits are not combined with an amateur's; leave exit_threshold or {name} out")
+    if params.best_of is not None and params.best_of > 1:
+        raise ParamError("best_of ranks answers by one model's log-probabilities; leave exit_threshold or best_of out")
+    if params.prompt_logprobs is not None:
+        raise ParamError("prompt_logprobs are of the whole model; leave exit_threshold or prompt_logprobs out")
+    if params.logprobs_mode == "processed":
+        raise ParamError(
+            "an exit has log-probabilities of its own tokens alone; set logprobs_mode to raw, or leave exit_threshold out"
+        )
+    if params.exit_decay and params.max_tokens is None:
+        raise ParamError("exit_decay is over the length of the answer; set max_tokens, or leave exit_decay out")
 
 
 def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,9 +153,9 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it. `allowed` says
     what may be drawn where the output is held to a grammar: a bit per token id (little-endian words of 32), one row for the
     last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn. With
-    `full` each node sees all nodes, and not its ancestors alone; positions are as the tree has them.
-    last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn.
-    `source`: tokens to be encoded before this, whole, into the slot's table 1.
+    `full` each node sees all nodes, and not its ancestors alone; positions are as the tree has them. `source`: tokens to be
+    encoded before this, whole, into the slot's table 1. `lag`: so many tokens before `start` have no K and V yet in the layers
+    above the target's exit.
     """
 
     slot: int
@@ -169,6 +169,7 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     q: tuple[bytes, ...] = ()
     full: bool = False
     source: tuple[int, ...] = ()
+    lag: int = 0
 
 
 class StepPlan(msgspec.Struct):
@@ -261,12 +262,24 @@ Answer = Drawn | Ranked | Scores | Pooled | LogitRow | Classified | Each | Faile
 Answers = tuple[Answer, ...]  # of a feed, in the order of its wants
 
 
+class Exited(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """After how many layers a token was written, and how sure the exit was that was asked (None: none was). `votes`: under
+    an audit, what the exit would write and what the whole model would."""
+
+    layers: int
+    confidence: float | None = None
+    votes: tuple[int, ...] = ()
+
+
 class StepOutput(msgspec.Struct):
-    """The answers of each feed of the plan, in its order. `seconds`: what the step took where it ran; 0: nobody measured it."""
+    """The answers of each feed of the plan, in its order. `seconds`: what the step took where it ran; 0: nobody measured it.
+    `exited`: by number of the feed, of those that may leave early; `unfilled`: those that did, and have no K and V above."""
 
     step: int
     feeds: list[Answers] = []
     seconds: float = 0.0
+    exited: dict[int, Exited] = {}
+    unfilled: tuple[int, ...] = ()
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -281,3 +294,4 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 TARGET = KVGroup("target")
 DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"  # names of groups
+UPPER = "upper"  # the target's K and V above its exit

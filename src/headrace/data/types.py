@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import TokenLogprob
+from headrace.data.plan import Exited, TokenLogprob
 
 
 class Draft(msgspec.Struct):
@@ -99,6 +99,7 @@ class Decode:
     score: float = 0.0
     state: Any = None  # the strategy's
     constraint: Any = None  # where it stands in its grammar; None where its output is free
+    exited: Exited | None = None  # how the last step wrote, of a request that may leave early
     draft: Draft | None = None  # to be verified by the next step that reaches the last known token
     memory: dict[str, Any] = field(default_factory=dict)  # what each drafter remembers
 
@@ -225,4 +226,5 @@ class Delta(msgspec.Struct, gc=False):
     drafter: str = ""  # who proposed the first `accepted` of these tokens; "": nothing was drafted
     accepted: int = 0
     drafted: int = 0  # tokens the drafter proposed
+    exits: tuple[Exited, ...] = ()  # of each of these tokens, where the request may leave early
     finished: bool = False  # the whole request

@@ -87,9 +87,13 @@ class Speculation:
         self._reads = [drafter for drafter in drafters if isinstance(drafter, Reads)]
 
     def serves(self, request: Request) -> bool:
-        """Whether a request's sequences may carry drafts: its strategy can verify them, and no processor must see every
-        token in order."""
-        return bool(request.strategy.speculates) and all(processor.scope != "stateful" for processor in request.processors)
+        """Whether a request's sequences may carry drafts: its strategy can verify them, no processor must see every token in
+        order, and the whole model writes all of them."""
+        return (
+            bool(request.strategy.speculates)
+            and request.params.exit_threshold is None
+            and all(processor.scope != "stateful" for processor in request.processors)
+        )
 
     def refusal(self, request: Request) -> str:
         """Why drafts here cannot be verified as the request wants it; empty where they can."""

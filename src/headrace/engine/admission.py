@@ -3,7 +3,7 @@
 from headrace.data.config import EngineConfig
 from headrace.data.fields import unheeded
 from headrace.data.params import ParamError, SamplingParams
-from headrace.data.plan import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, KVGroup
+from headrace.data.plan import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, UPPER, KVGroup
 from headrace.data.types import Request
 from headrace.decoding.base import Strategy
 from headrace.decoding.processors import ProcessorError, check_processors
@@ -135,13 +135,18 @@ def _check_processors(request: Request) -> None:
         check_processors(request.processors)
     except ProcessorError as error:
         raise AdmissionError(str(error)) from None
-    if request.width > 1 and any(processor.scope == "stateful" for processor in request.processors):
+    stateful = any(processor.scope == "stateful" for processor in request.processors)
+    if stateful and request.params.exit_threshold is not None:
+        raise AdmissionError("a stateful logit processor sees every token's logits once; leave exit_threshold out")
+    if request.width > 1 and stateful:
         raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 
 
 def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
     """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group."""
-    needed = {TARGET.name, FEATURES}  # heads may draft for any request, if there are any
+    needed = {TARGET.name, FEATURES, UPPER}  # if there are any: heads may draft for any request, any may find its prefix
+    if params.exit_threshold is not None:
+        _check_exits(params, groups)
     if params.combined is not None:
         needed.add(AMATEUR)
     if params.penalty_alpha:
@@ -152,6 +157,14 @@ def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
     if HIDDEN in needed and all(group.name != HIDDEN for group in groups):
         raise AdmissionError("this engine keeps no hidden states for contrastive search; leave penalty_alpha out")
     return sum(1 << g for g, group in enumerate(groups) if group.name in needed)
+
+
+def _check_exits(params: SamplingParams, groups: tuple[KVGroup, ...]) -> None:
+    upper = next((group for group in groups if group.name == UPPER), None)
+    if upper is None:
+        raise AdmissionError("exit_threshold needs exits; open the model with exits=FOLDER, or leave it out")
+    if params.exit_criterion == "saturation" and upper.layers[0] < 2:
+        raise AdmissionError("saturation compares two layers, and this exit stands after the first; use max_prob or margin")
 
 
 def _check_width(request: Request, limits: Limits) -> None:

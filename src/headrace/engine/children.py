@@ -54,6 +54,8 @@ class Children:
         if draft is not None:
             tokens = [draft.tokens[node] for node in child.path] + tokens
         delta = self.stopping.extend(request, seq, tokens, child.logprobs)
+        if parent.decode.exited is not None:
+            delta.exits = (parent.decode.exited,) * len(delta.token_ids)
         if draft is not None and not draft.required:
             delta.drafter, delta.drafted = draft.drafter, len(draft.tokens)
             delta.accepted = min(len(child.path), len(delta.token_ids))

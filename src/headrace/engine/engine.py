@@ -40,8 +40,8 @@ class Engine:
     """Requests in, deltas out. One thread calls it; it knows neither prefill nor decode, neither beam nor speculation.
 
     `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them. `speculation` proposes drafts for
-    the requests that take them; `groups` are the KV groups, the target's first. `mask_id`: of models that fill in masks. `start`:
-    what an encoder-decoder's output begins with; a prompt is its source.
+    the requests that take them; `groups` are the KV groups, the target's first. `mask_id`: of models that fill in masks.
+    `start`: what an encoder-decoder's output begins with; a prompt is its source.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Engine:
             self.fed = flight.plan.num_tokens
             output = self._land(flight)
             if output is not None:
-                self.scheduler.advance(flight)
+                self.scheduler.advance(flight, output)
                 now = self._clock()
                 for request, outputs in self._caught_up(flight, output):
                     self._ask(request, self._commit, request, outputs, now)
@@ -318,12 +318,14 @@ class Engine:
             )
             self.scheduler.fail(flight)
         self.scheduler.land(flight)
-        if self.speculation is not None and output is not None and output.seconds:
+        if self.speculation is not None and output is not None and output.seconds and not output.exited:
             self.speculation.record_step(flight.plan, output.seconds)
         return output
 
     def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, Outputs]]:
         """The requests whose sequences all have logits now, with them; strategies see every feed on the way."""
+        for number, exited in output.exited.items():
+            flight.works[number].seq.decode.exited = exited
         pairs = zip(flight.works, output.feeds, strict=True)
         for request, fed in itertools.groupby(pairs, lambda pair: pair[0].request):  # a request's works come together
             outputs = []

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace.data.config import SchedulerConfig
-from headrace.data.plan import Feed, StepPlan, TableDelta
+from headrace.data.plan import UPPER, Feed, StepPlan, TableDelta
 from headrace.data.types import Request, Sequence
 from headrace.kv.blocks import BlockManager, Span
 
@@ -33,11 +33,13 @@ class Flight:
 
 
 class Feeding:
-    """Puts feeds into a plan. `flights`: the plans that are under way, whose blocks nobody computes again."""
+    """Puts feeds into a plan. `flights`: the plans that are under way, whose blocks nobody computes again. `upper`: the number
+    of the group that lags where tokens leave early."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, flights: list[Flight]) -> None:
         self.config = config
         self.blocks = blocks
+        self.upper = next((g for g, group in enumerate(blocks.groups) if group.name == UPPER), None)
         self._flights = flights
 
     def feed_token(self, request: Request, flight: Flight) -> bool:
@@ -132,6 +134,8 @@ class Feeding:
             draft = seq.decode.draft
             assert draft is not None
             feed.nodes, feed.parents, feed.full = tuple(draft.tokens), tuple(draft.parents), draft.full
+        if self.upper is not None:
+            feed.lag = start - seq.kv.computed[self.upper]
         wire.sent = length
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)

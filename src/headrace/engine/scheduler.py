@@ -7,7 +7,7 @@ preemption recomputes.
 from bisect import insort
 
 from headrace.data.config import SchedulerConfig
-from headrace.data.plan import NewSlot, StepPlan
+from headrace.data.plan import NewSlot, StepOutput, StepPlan
 from headrace.data.types import Holding, Request, Sequence, Status, Wire
 from headrace.engine.feeding import Feeding, Flight, Work
 from headrace.kv.blocks import BlockManager
@@ -138,10 +138,15 @@ class Scheduler:
                 self._preempt(request)
                 self.retries.append(request)
 
-    def advance(self, flight: Flight) -> None:
-        """The step went well: what it fed is computed, and full blocks are offered to others."""
-        for work in flight.works:
-            self._computed(work.seq, work.feed.start + work.feed.count)
+    def advance(self, flight: Flight, output: StepOutput) -> None:
+        """The step went well: what it fed is computed, and full blocks are offered to others. Above the exit K and V are there
+        as far as a feed has reached; one that had lagged has filled blocks that were offered without them."""
+        for number, work in enumerate(flight.works):
+            reached = number not in output.unfilled
+            self._computed(work.seq, work.feed.start + work.feed.count, reached)
+            if work.feed.lag and reached:
+                assert self.feeding.upper is not None
+                self.blocks.fill(work.seq, self.feeding.upper, work.feed.start - work.feed.lag)
             if work.feed.source:
                 self.blocks.publish_source(work.seq)
         if flight.retry and flight.works[0].last:
@@ -169,11 +174,11 @@ class Scheduler:
         for g in self._companions:
             work.seq.kv.computed[g] = 0
 
-    def _computed(self, seq: Sequence, end: int) -> None:
-        """The target's groups now reach `end`; full blocks are offered to others."""
+    def _computed(self, seq: Sequence, end: int, reached: bool = True) -> None:
+        """The target's groups now reach `end`, those above an exit if it was `reached`; full blocks are offered to others."""
         kv = seq.kv
         for g in self._own:
-            if kv.groups >> g & 1 and kv.computed[g] < end:
+            if kv.groups >> g & 1 and kv.computed[g] < end and (reached or g != self.feeding.upper):
                 kv.computed[g] = end
         if end // self.blocks.block_size > kv.published:
             self.blocks.publish(seq)

@@ -28,6 +28,7 @@ class PackedInputs(HeadInputs):
         super().__init__(heads)
         self.target = target
         self._pool, self._arena = pool, core().Arena()
+        self._ones = np.ones(target.config.hidden_size, np.float32)
         self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
 
     def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> np.ndarray:
@@ -36,9 +37,10 @@ class PackedInputs(HeadInputs):
         return rows
 
     def at_exit(self, exit: int, hidden: Any) -> np.ndarray:
-        """As the core takes them."""
-        rows: np.ndarray = super().at_exit(exit, hidden).numpy()
-        return rows
+        """As the core takes them, and computed by it: a row's do not depend on those beside it."""
+        scaled = core().norm(np.ascontiguousarray(hidden), "rms", self._ones, None, UNIT_EPS)
+        rows: np.ndarray = core().linear(self._packed[f"exits.{exit}.weight"], scaled, self._pool)
+        return rows + self.tensors[f"exits.{exit}.bias"].numpy()
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(core().linear(self._packed[name], x.contiguous().numpy(), self._pool))

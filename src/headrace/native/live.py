@@ -22,6 +22,7 @@ class NativeLive:
     stop_ids: list[int]
     keys: dict[int, Key] = field(default_factory=dict)  # by child
     child: int = -1  # whose key the core has
+    prompt_len: int = 0
     plain: bool = field(init=False)  # nothing but tokens comes of its draws
     live: bytes = b""  # the tokens that end no output, a bit for each; made when they are asked for
 
@@ -33,7 +34,7 @@ class NativeLive:
         assert new.params is not None
         sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids))
         sequence.extend(new.tokens[new.prompt_len :])
-        return cls(sequence, new.seed, new.params, new.stop_ids)
+        return cls(sequence, new.seed, new.params, new.stop_ids, prompt_len=new.prompt_len)
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -51,7 +52,8 @@ class NativeLive:
         self.sequence.set_table(start, blocks)
 
     def fork(self) -> "NativeLive":
-        return NativeLive(self.sequence.copy(), self.seed, self.params, self.stop_ids, self.keys, live=self.live)
+        copied = self.sequence.copy()
+        return NativeLive(copied, self.seed, self.params, self.stop_ids, self.keys, prompt_len=self.prompt_len, live=self.live)
 
     def key(self, child: int) -> Key:
         if child not in self.keys:

@@ -20,6 +20,7 @@ class Live(Protocol):
     is sampled."""
 
     params: SamplingParams
+    prompt_len: int
 
     @property
     def table(self) -> list[int]: ...

@@ -6,12 +6,14 @@ pools; a companion's plan carries feeds only.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
-from headrace.data.plan import FEATURES, HIDDEN, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
+from headrace.data.plan import FEATURES, HIDDEN, UPPER, Answers, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
 from headrace.runner.exits import Exits, Staged, asked
 from headrace.runner.kept import Rows
+from headrace.runner.leaving import Leaving
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
 from headrace.runner.span import WHOLE, Span
@@ -24,10 +26,17 @@ class Runner:
 
     A companion is a program, a span of the target, or one that ends in an exit. `amateur` is the number of the companion whose
     logits are combined with the target's: a plan for the target feeds it the same rows wherever a request is decoded so, so
-    its K and V are always there as far as the target's are. `kept` are hidden rows of the target by the name of their KV group.
+    its K and V are always there as far as the target's are. By the exit `leaves` tokens may leave the target early. `kept` are
+    hidden rows of the target by the name of their KV group.
     """
 
-    def __init__(self, target: Program, companions: Sequence[Program | Span | Exit] = (), amateur: int = 0) -> None:
+    def __init__(
+        self,
+        target: Program,
+        companions: Sequence[Program | Span | Exit] = (),
+        amateur: int = 0,
+        leaves: Exit | None = None,
+    ) -> None:
         self._exits = {number: each for number, each in enumerate(companions, 1) if isinstance(each, Exit)}
         headed = [each.head if isinstance(each, Exit) else each for each in companions]
         self.programs = [target, *(each for each in headed if not isinstance(each, Span))]
@@ -37,6 +46,11 @@ class Runner:
         self.slots = Slots(target.live)
         self.kept = {HIDDEN: target.kept(), FEATURES: target.kept()}
         self.exits: Exits | None = None  # of the target
+        self.leaving: Leaving | None = None
+        if leaves is not None:
+            self.kept[UPPER] = target.kept()
+            self.programs.append(leaves.head)
+            self.leaving = Leaving(target, leaves, self.kept[UPPER])
         self._chains: dict[tuple[int, int], AnyLive] = {}  # by model and slot: a scratch copy
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -60,14 +74,37 @@ class Runner:
         amateur = self._amateur_rows(plan) if self._amateur is not None and not plan.model else None
         if self.exits is not None and asked(feeds):
             return StepOutput(plan.step, Staged(self.exits, feeds, lives).run(program))
+        if self.leaving is not None and keeps and self.leaving.asked(feeds, lives):
+            return self.leaving.run(plan.step, feeds, lives, partial(self._after, amateur))
         step = program.step()
         if amateur is None and not features and program.inputs is None and step.draw_each(feeds, lives):
             program.run(step, span)
             return StepOutput(plan.step, step.drawn())
+        rows = None if program.inputs is None else program.inputs.rows(feeds, self.slots, self.kept[FEATURES])
+        return StepOutput(plan.step, self._answers((program, step, span), amateur, feeds, lives, rows, keeps))
+
+    def _after(
+        self, amateur: Step | None, feeds: Sequence[Feed], lives: Sequence[AnyLive], span: Span, rows: Rows
+    ) -> list[Answers]:
+        """The target's answers after a span to its end, which begins with these rows."""
+        program = self.programs[0]
+        return self._answers((program, program.step(), span), amateur, feeds, lives, rows, keeps=True)
+
+    def _answers(
+        self,
+        ran: tuple[Program, Step, Span],
+        amateur: Step | None,
+        feeds: Sequence[Feed],
+        lives: Sequence[AnyLive],
+        rows: Rows,
+        keeps: bool,
+    ) -> list[Answers]:
+        """The answers of every feed to a step of a program by a span; `keeps`: they are the target's, after its last layer."""
+        program, step, span = ran
+        features = keeps and self.kept[FEATURES].reserved
         for feed, live in zip(feeds, lives, strict=True):
             step.feed(feed, live, None if live.params.combined is None else amateur)
         searched = keeps and any(live.params.penalty_alpha for live in lives)
-        rows = None if program.inputs is None else program.inputs.rows(feeds, self.slots, self.kept[FEATURES])
         chained = program.inputs is not None and program.inputs.chains
         keep = features or searched or chained or any(True for _ in pools(feeds))
         hidden = program.run(step, span, rows, keep)
@@ -80,7 +117,7 @@ class Runner:
             self._search(program, feeds, lives, hidden, outputs)
         for number, at, which, want in pools(feeds):
             outputs[number][at] = Pooled(add_rows(want.before, program.on_host(program.final(hidden[which]))))
-        return StepOutput(plan.step, [tuple(answers) for answers in outputs])
+        return [tuple(answers) for answers in outputs]
 
     def reserve(self, group: str) -> None:
         """Take the memory of kept rows, before the first of them. Raises ValueError where it does not fit."""

@@ -32,12 +32,24 @@ class Usage(msgspec.Struct):
     tiers: list[TierUsage] | msgspec.UnsetType = msgspec.UNSET
 
 
+class TokenExit(msgspec.Struct, omit_defaults=True):
+    """After how many layers a token was written, and how sure the exit was. `votes`: its and the whole model's, in an audit."""
+
+    layers: int
+    confidence: float | None = None
+    votes: list[str] = []
+
+
+Exits = list[TokenExit] | msgspec.UnsetType  # one a token; UNSET: not asked for
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    exits: Exits = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, omit_defaults=False):
@@ -78,6 +90,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    exits: Exits = msgspec.UNSET
 
 
 class Chat(msgspec.Struct):
@@ -103,6 +116,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    exits: Exits = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -123,6 +137,7 @@ class Model(msgspec.Struct):
     status: str  # the state of its engine
     defaults: dict[str, Any] | msgspec.UnsetType = {}  # by name the settings in force where a request says nothing
     tiers: list[str] | msgspec.UnsetType = msgspec.UNSET  # of a cascade: its models, who is asked first before the others
+    exit: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # after how many of its layers tokens may leave
     object: str = "model"
     owned_by: str = "headrace"
 

@@ -258,4 +258,5 @@ def _model(service: Service) -> Model:
     name, created, state = service.name, service.created, service.llm.state
     if loaded is None:
         return Model(name, created, None, state)
-    return Model(name, created, loaded.max_model_len, state, as_json(service.llm.opened.defaults))
+    exit = {"after": loaded.exit, "layers": loaded.layers} if loaded.exit else msgspec.UNSET
+    return Model(name, created, loaded.max_model_len, state, as_json(service.llm.opened.defaults), exit=exit)

@@ -20,6 +20,7 @@ from headrace.server.answers import (
     ChatChunkChoice,
     ChatDelta,
     ChatMessage,
+    Exits,
     ToolCall,
     ToolFunction,
     Trial,
@@ -31,7 +32,7 @@ from headrace.server.answers import (
 from headrace.server.async_llm import AsyncLLM
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
-from headrace.server.logprobs import chat_logprobs
+from headrace.server.logprobs import chat_logprobs, token_exits
 from headrace.server.reading import read_json
 from headrace.server.sampling import not_built, sampling_params, tried
 from headrace.server.service import Service
@@ -79,6 +80,11 @@ class Job:
         if not self.request.logprobs:
             return None
         return chat_logprobs(self.service.llm.opened.tokenizer, delta.logprobs, self.request.top_logprobs or 0)
+
+    def exits(self, delta: Delta) -> Exits:
+        if not self.request.return_exits:
+            return msgspec.UNSET
+        return token_exits(self.service.llm.opened.tokenizer, delta.exits)
 
     def chunk(self, choices: list[ChatChunkChoice], **more: Any) -> bytes:
         return event(ChatChunk(self.id, self.created, self.name, choices, **more))
@@ -308,6 +314,8 @@ async def _whole(job: Job) -> Chat:
         choice = choices.setdefault(delta.index, ChatChoice(delta.index, ChatMessage("")))
         for piece in job.pieces(delta):
             _add(choice.message, piece)
+        if found_exits := job.exits(delta):
+            choice.exits = [*(choice.exits or []), *found_exits]
         choice.finish_reason, choice.stop_reason = job.finish_reason(delta), delta.stop_reason
         if (found := job.logprobs(delta)) is not None:
             parts = scores.setdefault(delta.index, [])
@@ -331,13 +339,14 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
         if delta.index not in begun:
             begun.add(delta.index)
             yield job.chunk([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], **more)
-        logprobs = job.logprobs(delta)
+        logprobs, exits = job.logprobs(delta), job.exits(delta)
         pieces = [_said(piece) for piece in job.pieces(delta)]
-        if not pieces and ((logprobs is not None and logprobs["content"]) or delta.finish_reason is not None):
+        if not pieces and ((logprobs is not None and logprobs["content"]) or exits or delta.finish_reason is not None):
             pieces = [ChatDelta()]
         for at, said in enumerate(pieces):
             last = at == len(pieces) - 1
             reasons = (job.finish_reason(delta), delta.stop_reason) if last else (None, None)
-            yield job.chunk([ChatChunkChoice(delta.index, said, logprobs if last else None, *reasons)], **more)
+            told = (logprobs, *reasons, exits) if last else (None, *reasons)
+            yield job.chunk([ChatChunkChoice(delta.index, said, *told)], **more)
     if counted:
         yield job.chunk([], usage=job.usage)

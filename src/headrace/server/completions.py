@@ -4,16 +4,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta
-from headrace.server.answers import Completion, CompletionChoice, Trial, Usage, new_id, now, usage
+from headrace.server.answers import Completion, CompletionChoice, Exits, Trial, Usage, new_id, now, usage
 from headrace.server.errors import bad
 from headrace.server.fields import CompletionRequest
-from headrace.server.logprobs import CompletionLogprobs, Written, joined
+from headrace.server.logprobs import CompletionLogprobs, Written, joined, token_exits
 from headrace.server.sampling import not_built, sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
@@ -58,7 +59,10 @@ class Job:
             tokens = self.tickets[place].prompt + tokens
             entries = [*self.tickets[place].prompt_logprobs, *entries]
         written = await self._logprobs(index, place, tokens, entries)
-        return CompletionChoice(index, text, None, finish, delta.stop_reason), written
+        exits: Exits = msgspec.UNSET
+        if self.request.return_exits:
+            exits = token_exits(self.service.llm.opened.tokenizer, delta.exits)
+        return CompletionChoice(index, text, None, finish, delta.stop_reason, exits), written
 
     async def _logprobs(
         self, index: int, place: int, tokens: list[int], entries: Sequence[TokenLogprob | None]
@@ -167,6 +171,7 @@ async def _whole(job: Job) -> Completion:
         old = choices.setdefault(new.index, new)
         if old is not new:
             old.text += new.text
+            old.exits = [*(old.exits or []), *new.exits] if new.exits else old.exits
             old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
         for name, parts in (written or {}).items():
             scores.setdefault(new.index, {}).setdefault(name, []).extend(parts)
@@ -182,7 +187,7 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
     async for place, delta in deltas(job.tickets):
         choice, written = await job.choice(place, delta)
         choice.logprobs = None if written is None else joined(written)
-        if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
+        if choice.text or choice.logprobs is not None or choice.exits or choice.finish_reason is not None:
             yield event(job.answer([choice], **more))
     if counted:
         yield event(job.answer([], usage=job.usage))

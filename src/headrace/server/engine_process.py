@@ -44,6 +44,7 @@ from headrace.server.messages import (
     frame_length,
     read_to_engine,
 )
+from headrace.startup import rules
 
 log = logging.getLogger("headrace.engine")
 
@@ -198,6 +199,8 @@ def load(message: Load, channel: Channel) -> LLM | None:
     """The opened model, or None after saying why there is none."""
     try:
         llm = LLM(message.model, **message.settings)
+        exits = message.settings.get("exits")
+        calibrated = [] if exits is None else rules.load(exits)
     except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
         log.debug("loading failed", exc_info=True)
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
@@ -212,6 +215,9 @@ def load(message: Load, channel: Channel) -> LLM | None:
             block_size=config.cache.block_size,
             note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}",
             memory=host.anonymous_memory() + llm.memory_plan.kv_bytes,
+            exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,
+            layers=llm.model_config.num_layers,
+            usual=next(((rule.layers, rule.spread) for rule in calibrated), None),
         )
     )
     return llm

@@ -115,6 +115,7 @@ class Sampling(Drawing, kw_only=True):  # type: ignore[call-arg]
     # what other servers have as well
     use_beam_search: bool | None = None
     structured_outputs: Settings | None = None
+    return_exits: bool | None = None
     guided_json: Source | Object | bool | None = None
     guided_regex: Source | None = None
     guided_choice: Choices | None = None

@@ -1,4 +1,4 @@
-"""Log-probabilities as the two kinds of completion write them."""
+"""Log-probabilities as the two kinds of completion write them, and exits of tokens."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.data.plan import TokenLogprob
+from headrace.data.plan import Exited, TokenLogprob
+from headrace.server.answers import TokenExit
 from headrace.server.turns import pieces
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.tokenizer import Tokenizer
@@ -32,6 +33,13 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], top: in
         ],
         "refusal": None,
     }
+
+
+def token_exits(tokenizer: Tokenizer, exits: Iterable[Exited]) -> list[TokenExit]:
+    """Of each token the layers after which it was written; what was voted for as text."""
+    return [
+        TokenExit(one.layers, one.confidence, [_text(tokenizer.token_bytes(token)) for token in one.votes]) for one in exits
+    ]
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

@@ -69,6 +69,9 @@ class Loaded(msgspec.Struct, tag=True):
     block_size: int
     note: str  # one line: number format, device, memory
     memory: int = 0  # bytes that weights and KV take; 0: not known
+    exit: int = 0  # layers below the exit by which tokens may leave; 0: there is none
+    layers: int = 0
+    usual: tuple[float, float] | None = None  # layers a token of an answer, as calibrated, and their standard deviation
 
 
 class NotLoaded(msgspec.Struct, tag=True):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -12,6 +13,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from headrace.data.types import Delta
 from headrace.server.logs import request_ended
 from headrace.server.messages import Deltas, Ended, Loaded
 from headrace.server.principals import Principal
@@ -26,7 +28,9 @@ LABELS = ("model_name",)
 LOOKS = ("fit", "unfit", "unchecked")
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BEAT = 0.25  # seconds between two looks at the clock
+ANSWERS = 32  # the last ones: how deep they were written is compared with the calibration
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEPTHS = (*range(2, 33, 2), 36, 40, 48, 56, 64, 80, 96, 128)  # layers
 
 
 class Tally:
@@ -131,6 +135,9 @@ class Metrics:
         self._preemptions = 0
         self._last: dict[tuple[str, int], float] = {}  # when each answer's last token came
         self._reasons: dict[str, str] = {}  # how each open request's last answer ended
+        self._depths: dict[tuple[str, int], Tally] = {}  # of each open answer whose tokens may leave, in layers
+        self._means: deque[float] = deque(maxlen=ANSWERS)
+        self._usual: tuple[float, float] | None = None
         self._gauges()
         self._counters()
         self._histograms()
@@ -144,6 +151,8 @@ class Metrics:
         why = "How often the engine process ended without being asked to, by what ended it."
         self.ends = self._figures.gauge("engine_ends", why, (*LABELS, "reason"))
         self.banned = self._gauge("requests_quarantined", "Requests not tried again, as the engine ended under them twice.")
+        deeper = f"How much deeper the last {ANSWERS} answers were written than calibrated, in standard deviations of one."
+        self.above = self._gauge("exit_layers_above_calibration", deeper)
         self.failing = self._gauge("engine_failing_steps", "Steps that failed since the last that went well.")
 
     def _counters(self) -> None:
@@ -169,6 +178,9 @@ class Metrics:
         self.between = self._figures.often("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN).of(
             self._model
         )
+        self.exit_layer = self._figures.often(
+            "exit_layer", "Layers after which a token was written that might leave.", DEPTHS
+        ).of(self._model)
         self.per_token = self._histogram("request_time_per_output_token_seconds", "Mean over an answer's tokens.", BETWEEN)
         self.whole = self._histogram("e2e_request_latency_seconds", "From submission to the end.", WHOLE)
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", WHOLE)
@@ -212,13 +224,30 @@ class Metrics:
                 elif delta.index == 0 and (ticket := tickets.get(delta.request_id)) is not None:
                     self.first_token.observe(now - ticket.submitted)
                 self._last[key] = now
+            if delta.exits:
+                self._left(key, delta)
             if delta.finish_reason is not None:
                 self._last.pop(key, None)
+                self._written(key)
                 self._reasons[delta.request_id] = delta.finish_reason
         for last, count in gaps.items():
             self.between.observe(now - last, count)
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta in message.deltas))
         self.generated_chars.inc(sum(len(delta.text) for delta in message.deltas))
+
+    def _left(self, key: tuple[str, int], delta: Delta) -> None:
+        depth = self._depths.setdefault(key, Tally(()))
+        for exited in delta.exits:
+            self.exit_layer.observe(exited.layers)
+            depth.observe(exited.layers)
+
+    def _written(self, key: tuple[str, int]) -> None:
+        """An answer has ended: how much deeper the last ones are than those of the calibration, in standard deviations."""
+        if (depth := self._depths.pop(key, None)) is None or self._usual is None:
+            return
+        self._means.append(depth.sum / depth.counts[0])
+        usual, spread = self._usual
+        self.above.set((sum(self._means) / len(self._means) - usual) / max(spread, 1e-3))
 
     def _end(self, ended: Ended, ticket: Ticket | None, now: float) -> None:
         reason = self._reasons.pop(ended.request_id, "abort")
@@ -269,10 +298,11 @@ class Metrics:
     def begin(self, loaded: Loaded) -> None:
         """An engine process is ready."""
         self._num_blocks = max(loaded.num_blocks, 1)
+        self._usual = loaded.usual
 
     def end(self) -> None:
         """It ended: nothing runs, and its counts begin anew."""
-        self._last, self._reasons, self._preemptions = {}, {}, 0
+        self._last, self._reasons, self._depths, self._preemptions = {}, {}, {}, 0
         for gauge in (self.running, self.waiting, self.kv_usage, self.failing):
             gauge.set(0)
 

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN
+from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
@@ -13,7 +13,7 @@ from headrace.startup import memory
 from headrace.startup.eager import Eager
 from headrace.startup.native import Native
 from headrace.startup.offer import Loaded, Offer
-from headrace.startup.recipe import Recipe, Role
+from headrace.startup.recipe import EXITS, Recipe, Role
 
 log = logging.getLogger("headrace")
 
@@ -80,11 +80,14 @@ def _started(offer: Offer, recipe: Recipe) -> Started:
     needed."""
     loaded = offer.load(recipe)
     target, *beside = recipe.roles
-    companions = [_companion(role, loaded) for role in beside]
-    runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR))
+    companions = [_companion(role, loaded) for role in beside if role.name != EXITS]
+    leaves = next((_exit(role, loaded) for role in beside if role.name == EXITS), None)
+    runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR), leaves)
     runner.kept[HIDDEN].afford = lambda need: memory.check_hidden_fits(loaded.plan, need, offer.free_memory(recipe))
     if recipe.features:
         runner.reserve(FEATURES)
+    if leaves is not None:
+        runner.reserve(UPPER)
     return Started(offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
 
 
@@ -92,4 +95,9 @@ def _companion(role: Role, loaded: Loaded) -> Program | Span | Exit:
     """A program, a span of the target, or one that ends in an exit."""
     if role.span is None:
         return loaded.programs[role.name]
-    return role.span if role.heads is None else Exit(role.span, loaded.programs[role.name], role.heads.exit)
+    return role.span if role.heads is None else _exit(role, loaded)
+
+
+def _exit(role: Role, loaded: Loaded) -> Exit:
+    assert role.span is not None
+    return Exit(role.span, loaded.programs[role.name], role.heads.exit)

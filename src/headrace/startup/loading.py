@@ -7,7 +7,7 @@ from headrace.data.plan import AMATEUR, DRAFT, TARGET
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
 from headrace.startup.opening import Opened, is_heads, open_companion, open_files, open_model
-from headrace.startup.recipe import BLOCKS, HEADS, SELF, Role
+from headrace.startup.recipe import BLOCKS, EXITS, HEADS, SELF, Role
 from headrace.weights.progress import Progress
 
 __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]
@@ -16,10 +16,16 @@ GPUS = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, of Windows
 
 
 def open_roles(
-    target: Opened, draft: str | Path | None, amateur: str | Path | None, by_itself: str, progress: Progress | None
+    target: Opened,
+    draft: str | Path | None,
+    amateur: str | Path | None,
+    by_itself: str,
+    progress: Progress | None,
+    exits: str | Path | None = None,
 ) -> tuple[Role, ...]:
     """The target, and what works beside it: `draft` is a model or a folder of trained heads; without one the target may draft
-    `by_itself`: a part of it (self), or all of it (blocks). Raises ValueError besides what opening does."""
+    `by_itself`: a part of it (self), or all of it (blocks). `exits`: the folder of those by which tokens may leave. Raises
+    ValueError besides what opening does."""
     roles = [Role(TARGET.name, target)]
     if draft is not None and is_heads(draft):
         heads = late("headrace.startup.heads", "load")(draft, target)
@@ -36,6 +42,15 @@ def open_roles(
         roles.append(Role(BLOCKS, span=WHOLE))
     if amateur is not None:
         roles.append(Role(AMATEUR, open_companion(amateur, target, AMATEUR, progress)))
+    if exits is not None:
+        if draft is not None and is_heads(draft):
+            raise ValueError(
+                "exits by which tokens leave, and trained heads that draft, are not opened together; leave one out"
+            )
+        heads = late("headrace.startup.heads", "load")(exits, target)
+        if heads.span is None:
+            raise ValueError(f"{exits}: these heads are no exits; train some: headrace train-heads {target.name} --kind exit")
+        roles.append(Role(EXITS, span=heads.span, heads=heads))
     return tuple(roles)
 
 

@@ -11,7 +11,7 @@ from headrace.native.weights import packed_bytes
 from headrace.runner.record import RecordError
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
-from headrace.startup.recipe import BLOCK_SIZE, HEADS, Recipe
+from headrace.startup.recipe import BLOCK_SIZE, Recipe
 
 
 class Native:
@@ -59,7 +59,7 @@ class Native:
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
         for program in programs.values():
             program.weights.pack(recipe.progress)
-        if recipe.heads is not None:
+        for role in recipe.headed:
             heads_of = late("headrace.native.heads", "NativeHeads")  # torch: it makes their first products
-            programs[HEADS] = heads_of(recipe.heads, programs[TARGET.name], recipe.target.source, **shared)
+            programs[role.name] = heads_of(role.heads, programs[TARGET.name], recipe.target.source, **shared)
         return Loaded(programs, plan, "bfloat16")

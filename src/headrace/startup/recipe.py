@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.config import ModelConfig
-from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, TARGET, KVGroup
+from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, TARGET, UPPER, KVGroup
 from headrace.drafting.companion import Companion
 from headrace.runner.span import Span
 from headrace.startup import memory
@@ -20,7 +20,7 @@ from headrace.weights.progress import Progress, Silent
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
-HEADS, SELF, BLOCKS = "heads", "self", "blocks"  # names of roles, beside those of groups
+HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Settings:
 class Role:
     """The target (`target`), or what works beside it: a model that drafts (`draft`) or that the target is contrasted with
     (`amateur`), a `span` of the target (`self`; `blocks`: all of it), trained `heads` (`runner.heads.Heads`; those of exits
-    after a `span`)."""
+    after a `span`), or an exit by which tokens leave early (`exits`): nobody is fed by it, so it comes last."""
 
     name: str
     opened: Opened | None = None
@@ -78,8 +78,19 @@ class Recipe:
         return {role.name: role.opened for role in self.roles if role.opened is not None}
 
     @property
+    def headed(self) -> list[Role]:
+        """The roles with trained heads."""
+        return [role for role in self.roles if role.heads is not None]
+
+    @property
     def heads(self) -> Any:
-        return next((role.heads for role in self.roles if role.heads is not None), None)
+        """Those that draft."""
+        return next((role.heads for role in self.headed if role.name == HEADS), None)
+
+    @property
+    def leaves(self) -> Span | None:
+        """The target's layers below the exit by which tokens leave."""
+        return next((role.span for role in self.roles if role.name == EXITS), None)
 
     @property
     def features(self) -> bool:
@@ -96,6 +107,8 @@ class Recipe:
         if AMATEUR in self.models:
             groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded together with it
         groups.append(KVGroup(HIDDEN, "hidden"))
+        if self.leaves is not None:
+            groups.append(KVGroup(UPPER, layers=tuple(range(self.leaves.layers, self.target.config.num_layers))))
         return (*groups, KVGroup(FEATURES, "hidden")) if self.features else tuple(groups)
 
     def drafter(self) -> Companion | None:
@@ -125,6 +138,8 @@ class Recipe:
         if self.features:  # the target's rows, and K and V of the heads' own
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
             block_bytes += kv_bytes(replace(config, layers=config.layers[:1])) if self.heads.chains else 0
+        if self.leaves is not None:  # the rows at the exit
+            block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
         return memory.plan(
             replace(config, max_position=min(model.config.max_position for model in self.models.values())),
             block_bytes=block_bytes,

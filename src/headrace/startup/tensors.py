@@ -15,7 +15,7 @@ from headrace.models.base import Model
 from headrace.startup.memory import check_weights_fit
 from headrace.startup.offer import Loaded
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import BLOCK_SIZE, HEADS, Recipe
+from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.weights.loader import load_model
 
 DTYPES = {
@@ -48,8 +48,8 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     for role, model in models.items():
         pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device)
         programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
-    if recipe.heads is not None:
-        programs[HEADS] = EagerHeads(recipe.heads, programs[TARGET.name], recipe.target.source)
+    for each in recipe.headed:
+        programs[each.name] = EagerHeads(each.heads, programs[TARGET.name], recipe.target.source)
     return Loaded(programs, plan, str(dtype).removeprefix("torch."))
 
 

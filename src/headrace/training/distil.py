@@ -123,7 +123,7 @@ def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
         size, seed = min(SHARD, recipe.texts - number * SHARD), recipe.seed + 100_003 * (number + 1)
         if recipe.prompts:
             order = random.Random(recipe.seed).sample(recipe.prompts, len(recipe.prompts))
-            prompts = [_tokens(llm, order[at % len(order)]) for at in range(number * SHARD, number * SHARD + size)]
+            prompts = [asked_tokens(llm, order[at % len(order)]) for at in range(number * SHARD, number * SHARD + size)]
         else:
             prompts = own_prompts(llm, size, seed)
         shards.write(number, write_texts(llm, prompts, recipe.max_tokens, seed, recipe.exits))
@@ -131,7 +131,7 @@ def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
     llm.close()
 
 
-def _tokens(llm: LLM, prompt: Prompt) -> list[int]:
+def asked_tokens(llm: LLM, prompt: Prompt) -> list[int]:
     """Through the chat template, where there is one."""
     try:
         return llm.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

@@ -183,7 +183,7 @@ export class Chat {
   // -- an answer ------------------------------------------------------------------------------------------------------
   /** A new answer at the end of a conversation, or more of its last message. */
   answer(conversation, message = null) {
-    const body = asked(conversation.messages, this.hooks.model(), !!message);
+    const body = asked(conversation.messages, this.hooks.model(), !!message, this.hooks.leaves());
     if (!message) {
       message = { role: "assistant", content: "", figures: null, model: this.hooks.model() };
       if (settings.tokens) message.tokens = [];
@@ -241,7 +241,7 @@ export class Chat {
         }
         message.content += content ?? "";
         if (thought) message.thought = (message.thought ?? "") + thought;
-        message.tokens?.push(...recorded.map(slim));
+        message.tokens?.push(...recorded.map((token, at) => slim(token, choice.exits?.[at])));
         if (choice.finish_reason) message.finish = choice.finish_reason;
         this.views.get(message)?.update();
         if (last - saved > SAVE) {
@@ -297,7 +297,7 @@ export class Chat {
   }
 }
 
-/** A token without its bytes, which the page does not show. */
-function slim({ token, logprob, top_logprobs: best = [] }) {
-  return { token, logprob, top_logprobs: best.map((one) => ({ token: one.token, logprob: one.logprob })) };
+/** A token without its bytes, which the page does not show, and after how many layers it was written. */
+function slim({ token, logprob, top_logprobs: best = [] }, exit) {
+  return { token, logprob, exit, top_logprobs: best.map((one) => ({ token: one.token, logprob: one.logprob })) };
 }

@@ -28,6 +28,7 @@ const chat = new Chat({
   key: (wrong) => askKey(wrong),
   look: () => watch.ask(),
   model: () => model,
+  leaves: () => !!models.find((one) => one.id === model)?.exit,
 });
 const list = new Conversations(chat, address);
 
@@ -76,7 +77,7 @@ function side(open) {
 function panel(open) {
   $("#panel").hidden = !open;
   $("#open-panel").setAttribute("aria-expanded", String(open));
-  if (open) drawPanel(models.find((one) => one.id === model)?.defaults, () => { keepPanel(false); $("#open-panel").focus(); });
+  if (open) drawPanel(models.find((one) => one.id === model), () => { keepPanel(false); $("#open-panel").focus(); });
 }
 
 function keepPanel(open) {

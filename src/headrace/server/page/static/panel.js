@@ -12,15 +12,17 @@ const NUMBERS = [
 
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1 };
 
-/** `defaults`: {name: {value, origin, of}} of what is in force where nothing is set; undefined where the server does not tell. */
-export function drawPanel(defaults, close) {
+/** `model`: as /v1/models has it; its `defaults`, {name: {value, origin, of}}, are in force where nothing is set. */
+export function drawPanel(model, close) {
+  const defaults = model?.defaults;
   const panel = $("#panel");
-  const reset = h("button", { type: "button", onclick: () => { Object.assign(settings, DEFAULTS); saveSettings(); drawPanel(defaults, close); } }, t("reset"));
+  const reset = h("button", { type: "button", onclick: () => { Object.assign(settings, DEFAULTS); saveSettings(); drawPanel(model, close); } }, t("reset"));
   panel.replaceChildren(
     h("div", { className: "head" }, h("h2", {}, t("settings")), button("close", "close", close)),
     text("system", t("system"), t("systemHint"), 4),
     ...NUMBERS.map(([name, ...row]) => numeric(name, inForce(defaults, name), ...row)),
     seed(),
+    ...(model?.exit ? [numeric("exit_threshold", undefined, 0, 1, 0.01)] : []),
     text("stop", t("stopAt"), t("stopAtHint"), 2),
     check("tokens", t("askTokens"), t("askTokensHint")),
     reset,
@@ -40,7 +42,7 @@ function set(name, value) {
 
 function numeric(name, usual, min, max, step, end = max) {
   const origin = usual && (has(`origin_${usual.origin}`) ? t(`origin_${usual.origin}`) : usual.origin);
-  const placeholder = usual ? t("inForce", { value: usual.value, origin }) : t("own");
+  const placeholder = usual ? t("inForce", { value: usual.value, origin }) : t(name === "exit_threshold" ? "none" : "own");
   const field = h("input", { type: "number", id: `set-${name}`, min, max, step, value: settings[name] ?? "", placeholder, inputMode: "decimal", title: usual?.of });
   const slider = h("input", { type: "range", min, max: end, step, "aria-label": t(name) });
   const range = wrong(max === null ? t("rangeLeast", { min }) : t("rangeBoth", { min, max }));

@@ -12,14 +12,16 @@ function said(messages) {
   return list;
 }
 
-/** The body of a request: the conversation so far, with the settings that were made. `goesOn`: its last message is continued. */
-export function asked(messages, model, goesOn) {
+/** The body of a request: the conversation so far, with the settings that were made. `goesOn`: its last message is continued;
+ * `leaves`: the model has an exit, by which tokens may leave. */
+export function asked(messages, model, goesOn, leaves) {
   const body = { model, messages: said(messages), stream: true, stream_options: { include_usage: true } };
   if (goesOn) body.continue_final_message = true;
   for (const name of SENT) if (settings[name] !== null) body[name] = settings[name];
   if (settings.max_tokens !== null) body.max_completion_tokens = settings.max_tokens;
   const stop = settings.stop.split("\n").filter((line) => line);
   if (stop.length) body.stop = stop;
+  if (leaves && settings.exit_threshold !== null) Object.assign(body, { exit_threshold: settings.exit_threshold, return_exits: true });
   if (settings.tokens) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
   return body;
 }

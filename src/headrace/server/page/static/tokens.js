@@ -15,12 +15,15 @@ const spelled = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").re
 /** The tokens as buttons in a flow of text. */
 export function tokenView(tokens) {
   const node = h("div", { className: "tokens", role: "group", "aria-label": t("tokens") });
+  const exits = tokens.filter((token) => token.exit).map((token) => token.exit.layers);
+  const deepest = Math.max(...exits); // the first token of an answer is always the whole model's
   tokens.forEach((token, index) => {
     const step = Math.min(9, Math.floor(Math.exp(token.logprob) * 10));
     const text = token.token.startsWith("bytes:") ? token.token.slice(6) : token.token;
-    const one = h("span", { className: `token p${step}`, tabIndex: index ? -1 : 0 }, text.replaceAll("\n", "⏎\n"));
+    const left = token.exit && token.exit.layers < deepest ? " left" : "";
+    const one = h("span", { className: `token p${step}${left}`, tabIndex: index ? -1 : 0 }, text.replaceAll("\n", "⏎\n"));
     one.setAttribute("role", "button"); // it shows the alternatives
-    one.setAttribute("aria-label", `${spelled(text)} ${percent(token.logprob)}`);
+    one.setAttribute("aria-label", `${spelled(text)} ${percent(token.logprob)}${left && ` ${layers(token.exit)}`}`);
     node.append(one);
   });
   const at = (target) => {
@@ -37,7 +40,10 @@ export function tokenView(tokens) {
   node.addEventListener("pointerleave", hideTip);
   node.addEventListener("focusout", hideTip);
   node.addEventListener("keydown", (event) => walk(event, at(event.target)));
-  return h("div", {}, node, scale);
+  const early = exits.filter((depth) => depth < deepest).length;
+  const mean = exits.reduce((sum, depth) => sum + depth, 0) / exits.length;
+  const said = t("exits", { mean: number(mean, 1), deepest, early: number((100 * early) / exits.length) });
+  return h("div", {}, node, scale, exits.length > 0 && h("p", { className: "exits faint" }, h("span", { className: "token left" }, t("left")), said));
 }
 
 function walk(event, one) {
@@ -48,6 +54,11 @@ function walk(event, one) {
   one.tabIndex = -1;
   next.tabIndex = 0;
   next.focus();
+}
+
+/** After how many layers a token was written, and how sure the exit was. */
+function layers({ layers: depth, confidence }) {
+  return t(confidence == null ? "layers" : "layersSure", { n: depth, sure: number((confidence ?? 0) * 100, 1) });
 }
 
 function showTip(one, token) {
@@ -63,6 +74,7 @@ function showTip(one, token) {
     rows.push(row(token, true));
     if (best.length) rows.push(h("tr", {}, h("td", { colSpan: 3, className: "faint" }, t("among", { n: best.length }))));
   }
+  if (token.exit) rows.push(h("tr", {}, h("td", { colSpan: 3, className: "faint" }, layers(token.exit))));
   tip.replaceChildren(h("table", {}, h("tbody", {}, ...rows)));
   tip.hidden = false;
   const box = one.getClientRects()[0];

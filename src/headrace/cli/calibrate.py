@@ -1,0 +1,92 @@
+"""calibrate: a threshold for tokens that leave early, with a guarantee."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.help import short_help
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, ModelOptions, with_groups
+from headrace.cli.output import print_table, say
+
+
+class Criterion(StrEnum):
+    """By what an exit is sure."""
+
+    MAX_PROB = "max_prob"
+    MARGIN = "margin"
+    SATURATION = "saturation"
+
+
+class Loss(StrEnum):
+    """What is lost against the whole model."""
+
+    TEXT = "text"
+    TOKEN = "token"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "exits source criterion loss delta epsilon max_tokens",
+        ("headrace calibrate MODEL --exits exits -i prompts.txt", "The lowest threshold that loses at most a tenth."),
+        ("headrace run MODEL --exits exits --exit-threshold 0.9 --show-exits 'Why?'", "Use one."),
+    )
+    app.command(cls=short)(with_groups(calibrate))
+
+
+def calibrate(
+    model: ModelName,
+    options: ModelOptions,
+    source: Annotated[
+        Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts that trained nothing, one a line.")
+    ],
+    criterion: Annotated[Criterion, typer.Option(help="max_prob, margin or saturation.")] = Criterion.MAX_PROB,
+    decay: Annotated[float, typer.Option(min=0.0, max=100.0, help="As --exit-decay.")] = 0.0,
+    loss: Annotated[
+        Loss,
+        typer.Option(help="text: 1 - ROUGE-L with the whole model's answer; token: tokens that left and are not its own."),
+    ] = Loss.TEXT,
+    delta: Annotated[float, typer.Option(help="How much may be lost on average.")] = 0.1,
+    epsilon: Annotated[float, typer.Option(help="How often that may not hold.")] = 0.05,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer at most.")] = 64,
+) -> None:
+    """Find the lowest threshold for tokens that leave early with which little is lost for sure (Learn then Test).
+
+    Each threshold is tried by writing answers with it, the safest first, until one cannot be shown to be good enough. The last
+    that could is written to calibration.json in the folder of --exits. The promise is for prompts like these.
+    """
+    if options.exits is None:
+        raise typer.BadParameter("calibrate needs exits of the model: --exits FOLDER (headrace train-heads --kind exit)")
+    if not 0 < delta < 1 or not 0 < epsilon < 1:
+        raise typer.BadParameter("--delta and --epsilon lie between 0 and 1")
+    options.check()
+
+    from headrace.bench.prompts import read_prompts
+    from headrace.startup.rules import save
+    from headrace.training.calibration import minimum_n
+    from headrace.training.distil import asked_tokens
+    from headrace.training.leaving import Task, calibrated
+
+    prompts = read_prompts(source)
+    if len(prompts) < (least := minimum_n(delta, epsilon)):
+        raise ValueError(
+            f"{source} has {len(prompts)} prompts, and fewer than {least} can show nothing at this delta; add some"
+        )
+    llm = open_llm(model, options)
+    task = Task(str(criterion), decay, max_tokens, "text" if loss is Loss.TEXT else "token", delta, epsilon)
+    rule, found = calibrated(
+        llm,
+        [asked_tokens(llm, prompt) for prompt in prompts],
+        task,
+        lambda threshold, lost: say(f"{criterion} {threshold:g}: {lost:.4f} lost"),
+    )
+    rows = [(f"{one.threshold:g}", f"{one.risk:.4f}", f"{one.p_value:.2g}") for one in found.tried]
+    print_table(("threshold", "lost", "p-value"), rows)
+    if rule is None:
+        say(f"no threshold loses at most {delta:g} for sure on {found.n} prompts: none is set, and the whole model writes")
+        return
+    save(Path(options.exits), rule)
+    say(rule.said())

@@ -1,0 +1,174 @@
+"""Tokens that leave a decoder early, unverified: an exit after some of the layers writes them where it is sure enough (CALM,
+Schuster et al. 2022). Lossy, but no K or V is approximated: the layers above lag, and read what they have not seen from the
+rows that were kept where they begin, when they are needed next.
+
+Who writes a token depends on the tokens before it and on the request's parameters; prompts are answered by the whole model.
+What runs beside that (how far the layers above lag, chunks, what is computed again) decides nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from headrace.data.plan import Answer, Answers, Drawn, Exited, Failed, Feed, Ranked, StepOutput, Top
+from headrace.runner.kept import Kept, Rows
+from headrace.runner.program import AnyLive, Program
+from headrace.runner.span import Span
+from headrace.runner.stages import Exit
+
+MOST_BEHIND = 7  # tokens; the next one catches up: a step of eight rows takes little longer than one of one
+
+Rest = Callable[[list[Feed], list[AnyLive], Span, Rows], list[Answers]]  # the answers after a span that begins with rows
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an exit would write, how sure it is, and whether that is enough."""
+
+    answers: Answers
+    confidence: float
+    sure: bool
+
+
+class Leaving:
+    """A target with one exit. `kept` has the rows that stand there, of tokens which the layers above have not seen."""
+
+    def __init__(self, target: Program, exit: Exit, kept: Kept) -> None:
+        self.target = target
+        self.exit = exit
+        self.kept = kept
+        self.depth = exit.span.layers
+
+    def asked(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> bool:
+        """Whether a token of any feed may leave, or one before it has left."""
+        return any(feed.lag or _may_leave(feed, live) for feed, live in zip(feeds, lives, strict=True))
+
+    def run(self, number: int, feeds: Sequence[Feed], lives: Sequence[AnyLive], rest: Rest) -> StepOutput:
+        """The step of a number: the layers below the exit for all feeds, then `rest`, those above, for as few as can be."""
+        rows, before = self._below(feeds, lives)
+        said = self._judge(feeds, lives, rows, before)
+        unfilled = tuple(at for at, one in said.items() if one.sure and _stays(feeds[at], lives[at]))
+        for at, place in enumerate(_places(feeds)):
+            if at in unfilled:
+                self.kept.store(feeds[at], lives[at].table, rows[place])
+        above = self._above(feeds, lives, rows, said, unfilled, rest)
+        output = StepOutput(number, unfilled=unfilled)
+        for at, (feed, live) in enumerate(zip(feeds, lives, strict=True)):
+            here = said.get(at)
+            sure = here is not None and here.sure
+            output.feeds.append(here.answers if here is not None and sure else above[at])
+            if _may_leave(feed, live):
+                layers = self.depth if sure else self.target.config.num_layers
+                both = here is not None and live.params.exit_audit
+                votes = (*_tokens(here.answers), *_tokens(above[at])) if here is not None and both else ()
+                output.exited[at] = Exited(layers, None if here is None else here.confidence, votes)
+        return output
+
+    def _below(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> tuple[Rows, Rows]:
+        """The rows [n, hidden] at the exit, and those a layer below it, where that is asked for."""
+        if not any(_may_leave(feed, live) and _saturates(live) for feed, live in zip(feeds, lives, strict=True)):
+            return self._run(feeds, lives, Span(self.depth), None), None
+        before = self._run(feeds, lives, Span(self.depth - 1), None)
+        return self._run(feeds, lives, Span(self.depth, first=self.depth - 1), before), before
+
+    def _run(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], span: Span, rows: Rows) -> Rows:
+        step = self.target.step()
+        for feed, live in zip(feeds, lives, strict=True):
+            step.feed(_unasked(feed), live)
+        return self.target.run(step, span, rows, keep=True)
+
+    def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Said]:
+        """What the exit says of each feed that may leave and is past its prompt, by number: of its last row."""
+        places = list(_places(feeds))
+        past = [at for at, feed in enumerate(feeds) if _may_leave(feed, lives[at]) and len(lives[at]) > lives[at].prompt_len]
+        if not past:
+            return {}
+        tips = [places[at].stop - 1 for at in past]
+        found = self.exit.judge([_last(feeds[at]) for at in past], [lives[at] for at in past], rows[tips])
+        said = {}
+        for at, tip, (top, *answers) in zip(past, tips, found, strict=True):
+            live = lives[at]
+            if _saturates(live):
+                pair = self.target.on_host(before[tip : tip + 1])[0], self.target.on_host(rows[tip : tip + 1])[0]
+                confidence = float((pair[0] * pair[1]).sum() / math.sqrt((pair[0] ** 2).sum() * (pair[1] ** 2).sum()))
+            else:
+                confidence = _lead(top, live.params.exit_criterion == "margin")
+            may = not any(isinstance(answer, Failed) for answer in answers)  # of its few tokens none may come: the model's can
+            sure = may and confidence >= live.params.sure_at(len(live) - live.prompt_len)
+            said[at] = Said(tuple(answers), confidence, sure)
+        return said
+
+    def _above(
+        self,
+        feeds: Sequence[Feed],
+        lives: Sequence[AnyLive],
+        rows: Rows,
+        said: dict[int, Said],
+        unfilled: tuple[int, ...],
+        rest: Rest,
+    ) -> dict[int, Answers]:
+        """What the whole model says, by number of the feed: of those that nobody has answered, or that are audited. Others go
+        along so that the layers above have their K and V."""
+        going: list[Feed] = []
+        numbers: list[int] = []
+        parts: list[Rows] = []
+        for at, (feed, place) in enumerate(zip(feeds, _places(feeds), strict=True)):
+            if at in unfilled:
+                continue
+            if feed.lag:
+                parts.append(self.kept.read(lives[at].table, feed.start - feed.lag, feed.start))
+            parts.append(rows[place])
+            numbers.append(at)
+            asks = at not in said or not said[at].sure or lives[at].params.exit_audit
+            start, count = feed.start - feed.lag, feed.count + feed.lag
+            going.append(msgspec.structs.replace(feed if asks else _unasked(feed), start=start, count=count, lag=0))
+        if not going:
+            return {}
+        answers = rest(going, [lives[at] for at in numbers], Span(first=self.depth), self.kept.join(parts))
+        return dict(zip(numbers, answers, strict=True))
+
+
+def _may_leave(feed: Feed, live: AnyLive) -> bool:
+    return live.params.exit_threshold is not None and bool(feed.wants)
+
+
+def _stays(feed: Feed, live: AnyLive) -> bool:
+    """Whether a feed whose token leaves is left behind by the layers above."""
+    return feed.count == 1 and feed.lag < MOST_BEHIND and not live.params.exit_audit
+
+
+def _saturates(live: AnyLive) -> bool:
+    return bool(live.params.exit_criterion == "saturation")
+
+
+def _lead(top: Answer, margin: bool) -> float:
+    """The likeliest token's probability, or how far it is ahead of the next one's; 0 where none can come."""
+    if not isinstance(top, Ranked):
+        return 0.0
+    best, *others = np.exp(np.array(top.logprobs[:2]))
+    return float(best - sum(others)) if margin else float(best)
+
+
+def _unasked(feed: Feed) -> Feed:
+    return msgspec.structs.replace(feed, wants=(), allowed=b"")
+
+
+def _last(feed: Feed) -> Feed:
+    """A feed's last known token alone, with the two best besides what it wants."""
+    return msgspec.structs.replace(feed, start=feed.start + feed.count - 1, count=1, wants=(Top(2), *feed.wants))
+
+
+def _places(feeds: Sequence[Feed]) -> Iterator[slice]:
+    """Where each feed's rows are among those of a step."""
+    start = 0
+    for feed in feeds:
+        end = start + feed.count + len(feed.nodes)
+        yield slice(start, end)
+        start = end
+
+
+def _tokens(answers: Answers) -> tuple[int, ...]:
+    return tuple(answer.tokens[0] for answer in answers[:1] if isinstance(answer, Drawn))

@@ -1,0 +1,51 @@
+"""Thresholds that were calibrated for the exits of a decoder, in calibration.json beside them. Needs no torch."""
+
+from pathlib import Path
+
+import msgspec
+
+CALIBRATION = "calibration.json"
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A threshold for which it was shown, on `n` prompts, that with probability 1 - epsilon answers to prompts like them lose
+    at most `delta` on average against the whole model's. `loss` is text (1 - ROUGE-L of the tokens) or token (the share of
+    tokens that left and are not what the whole model says there), `risk` its mean over the n. An answer's tokens were written
+    after `layers` layers on average, with a standard deviation of `spread` between answers. `data`: SHA-256 of the prompts."""
+
+    criterion: str
+    threshold: float
+    decay: float
+    max_tokens: int
+    loss: str
+    delta: float
+    epsilon: float
+    n: int
+    risk: float
+    layers: float
+    spread: float
+    data: str
+
+    def said(self) -> str:
+        """In one line, for people."""
+        decay = f", decay {self.decay:g}" if self.decay else ""
+        return (
+            f"{self.criterion} {self.threshold:g}{decay}: {self.loss} loss at most {self.delta:g} with probability "
+            f"{1 - self.epsilon:g}, for prompts like the {self.n} it was calibrated on; {self.layers:.1f} layers a token"
+        )
+
+
+def save(folder: Path, rule: Rule) -> None:
+    """Write a rule beside those of other criteria, decays and losses; an older one of the same is replaced."""
+    others = [one for one in load(folder) if (one.criterion, one.decay, one.loss) != (rule.criterion, rule.decay, rule.loss)]
+    made = msgspec.json.encode([rule, *others])
+    (folder / CALIBRATION).write_bytes(msgspec.json.format(made, indent=2) + b"\n")
+
+
+def load(folder: str | Path) -> tuple[Rule, ...]:
+    """The newest first; none where nothing was calibrated. Raises ValueError where the file cannot be read."""
+    place = Path(folder) / CALIBRATION
+    try:
+        return msgspec.json.decode(place.read_bytes(), type=tuple[Rule, ...]) if place.is_file() else ()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None

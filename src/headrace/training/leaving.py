@@ -1,0 +1,84 @@
+"""A threshold with a guarantee for tokens that leave a decoder early (CALM, Schuster et al. 2022). The loop is closed: every
+threshold is tried by writing answers with it, as a token that leaves changes all that come after it."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from headrace.data.outputs import CompletionOutput
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.startup.rules import Rule
+from headrace.training.calibration import Calibration, calibrate
+
+GRID = (0.999, 0.99, 0.98, 0.97, 0.95, 0.93, *(round(0.9 - 0.05 * step, 2) for step in range(18)))  # from the safest on
+Tell = Callable[[float, float], None]  # a threshold that was tried, and its mean loss
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is calibrated, and how well: answers of `max_tokens` at most, none of them drawn."""
+
+    criterion: str = "max_prob"
+    decay: float = 0.0
+    max_tokens: int = 64
+    loss: Literal["text", "token"] = "text"
+    delta: float = 0.1
+    epsilon: float = 0.05
+
+
+def calibrated(
+    llm: LLM, prompts: Sequence[list[int]], task: Task, tell: Tell, grid: Sequence[float] = GRID
+) -> tuple[Rule | None, Calibration]:
+    """The lowest threshold that can be shown to be good enough, None where there is none, and all that were tried. Raises
+    ValueError, AdmissionError."""
+    plain = SamplingParams(temperature=0.0, max_tokens=task.max_tokens)
+    whole = [output.outputs[0].token_ids for output in llm.generate(list(prompts), plain)]
+    depths: dict[float, list[float]] = {}
+
+    def losses(threshold: float) -> np.ndarray:
+        params = plain.replace(
+            exit_threshold=threshold,
+            exit_criterion=task.criterion,
+            exit_decay=task.decay,
+            exit_audit=task.loss == "token",
+        )
+        answers = [output.outputs[0] for output in llm.generate(list(prompts), params)]
+        lost = [_lost(task.loss, answer, best) for answer, best in zip(answers, whole, strict=True)]
+        depths[threshold] = [float(np.mean([one.layers for one in answer.exits or ()])) for answer in answers]
+        tell(threshold, float(np.mean(lost)))
+        return np.array(lost)
+
+    found = calibrate(losses, grid, delta=task.delta, epsilon=task.epsilon)
+    if found.threshold is None or found.risk is None:
+        return None, found
+    layers = depths[found.threshold]
+    data = hashlib.sha256(msgspec.json.encode(list(prompts))).hexdigest()
+    numbers = float(np.mean(layers)), float(np.std(layers))
+    asked = task.criterion, found.threshold, task.decay, task.max_tokens, task.loss, task.delta, task.epsilon
+    return Rule(*asked, found.n, found.risk, *numbers, data), found
+
+
+def _lost(loss: str, answer: CompletionOutput, whole: list[int]) -> float:
+    if loss == "text":
+        return 1 - likeness(answer.token_ids, whole)
+    exits = answer.exits or []
+    deepest = max((one.layers for one in exits), default=0)
+    wrong = sum(one.layers < deepest and len(set(one.votes)) == 2 for one in exits)
+    return wrong / max(1, len(exits))
+
+
+def likeness(one: Sequence[int], other: Sequence[int]) -> float:
+    """ROUGE-L: the longest common subsequence as a share of both lengths' mean; 1 for two empty ones."""
+    if not one and not other:
+        return 1.0
+    row = [0] * (len(other) + 1)
+    for token in one:
+        before = 0
+        for at, its in enumerate(other, 1):
+            before, row[at] = row[at], before + 1 if token == its else max(row[at], row[at - 1])
+    return 2 * row[-1] / (len(one) + len(other))

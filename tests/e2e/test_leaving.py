@@ -1,0 +1,391 @@
+"""Tokens that leave early, unverified: who writes them is a pure function of the tokens before, on either back end."""
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.data.params import ParamError, SamplingParams
+from headrace.data.plan import Feed
+from headrace.data.types import Request
+from headrace.decoding.processors import LengthNudge
+from headrace.engine.engine import AdmissionError, Engine
+from headrace.kv.blocks import BlockManager
+from headrace.llm import LLM
+from headrace.runner import leaving
+from headrace.runner.leaving import MOST_BEHIND, Leaving, Said
+from headrace.startup import rules
+from headrace.training.leaving import Task, calibrated, likeness
+from tests.cli_shell import Shell
+from tests.e2e.test_draft_model import Native, Torch
+from tests.leaving import AFTER, LAYERS, Job, Reference, engine_of, expected, jobs_of, played, side_of, write_exits
+from tests.tiny import finish
+from tests.tiny_files import write_tiny_gguf
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+KINDS = {"torch": Torch, "native": Native}
+WAYS: dict[str, dict[str, Any]] = {"together": {}, "three at once": {"seqs": 3}, "chunks of seven": {"budget": 7}}
+Case = tuple[Torch, list[Job], list[list[list[int]]]]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest) -> Case:
+    return case_of(request.param)
+
+
+@lru_cache
+def case_of(kind: str) -> Case:
+    """A side, jobs, and what comes of each, alone and without a cache."""
+    side, jobs = side_of(KINDS[kind]), jobs_of(5)
+    reference = Reference(side)
+    outputs = expected(reference, jobs)
+    may = sum(len(tokens) for each, (_, one) in zip(outputs, jobs, strict=True) for tokens in each if one.exit_threshold)
+    assert 0.2 * may < reference.exited < 0.8 * may, f"the thresholds do not part the tokens: {reference.exited} of {may}"
+    return side, jobs, outputs
+
+
+def tight(side: Torch) -> int:
+    """Blocks of a pool in which requests drive each other out."""
+    return 10 if side.block == 16 else 52
+
+
+@pytest.mark.parametrize(
+    ("case", "way", "preempt"),
+    [
+        *(("native", way, preempt) for way in WAYS for preempt in (0, 3)),
+        ("torch", "together", 0),
+        ("torch", "chunks of seven", 3),
+    ],
+    indirect=["case"],
+)
+def test_every_output_equals_the_reference(case: Case, way: str, preempt: int) -> None:
+    side, jobs, outputs = case
+    engine = engine_of(side, **WAYS[way])
+    for _ in range(2):  # the second time from the prefix cache
+        assert played(engine, jobs, preempt) == outputs
+    assert engine.scheduler.preemptions > 0 or not preempt
+    assert engine.blocks.used == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "most"), [*(("native", most) for most in range(8)), ("torch", 1), ("torch", 5)], indirect=["case"]
+)
+def test_how_far_the_layers_above_lag_changes_nothing(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pool in which requests drive each other out."""
+    side, jobs, outputs = case
+    monkeypatch.setattr(leaving, "MOST_BEHIND", most)
+    engine = engine_of(side, blocks=tight(side), budget=11)
+    assert played(engine, jobs) == outputs
+    assert engine.scheduler.preemptions > 0
+
+
+def answers_continued(side: Torch) -> list[Job]:
+    """Prompts that are what another request has written, most of it by its exit."""
+    first = list(range(5, 30)), GREEDY.replace(max_tokens=56, exit_threshold=0.0)  # it ends with a block, and lags seven tokens
+    ((answer,),) = played(engine_of(side), [first])
+    return [first, *((first[0] + answer[:count] + [3, 4], GREEDY) for count in (20, 41, 56))]
+
+
+def continued(side: Torch) -> list[Request]:
+    """Those prompts, in the engine that has written them."""
+    first, *jobs = answers_continued(side)
+    engine = engine_of(side, drafts=False)
+    played(engine, [first])
+    requests = [engine.add(prompt, params) for prompt, params in jobs]
+    finish(engine)
+    assert [[seq.output for seq in request.finished] for request in requests] == expected(Reference(side), jobs)
+    return requests
+
+
+def test_a_prefix_is_found_as_far_as_all_layers_have_seen_it(case: Case) -> None:
+    assert all(request.metrics.cached_tokens >= 32 for request in continued(case[0]))
+
+
+def test_what_each_step_computes(case: Case) -> None:
+    """Where every token leaves, the layers above run for the prompt and then once in eight tokens, for all eight."""
+    side, _, _ = case
+    engine = engine_of(side, drafts=False)
+    program: Any = engine.executor.runner.programs[0]  # type: ignore[attr-defined]
+    rows: list[tuple[int, int]] = []
+    run = program.run
+
+    def counting(step: Any, span: Any, given: Any = None, keep: bool = False) -> Any:
+        made = run(step, span, given, keep)
+        rows.append((span.first, 0 if given is None else len(given)))
+        return made
+
+    program.run = counting
+    engine.add([7] * 20, GREEDY.replace(exit_threshold=0.0, max_tokens=2 + 2 * (MOST_BEHIND + 1)))
+    finish(engine)
+    del program.run
+    assert [count for first, count in rows if first == AFTER] == [20, MOST_BEHIND + 1, MOST_BEHIND + 1]
+    assert sum(first == 0 for first, _ in rows) == 2 + 2 * (MOST_BEHIND + 1)
+
+
+def told(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    """What is said of every token of the answers: its log-probabilities, and those of the likeliest."""
+    engine.add(prompt, params)
+    entries = []
+    while engine.busy:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            entries += [(delta.index, entry) for entry in delta.logprobs]
+    return [msgspec.to_builtins(entry) for entry in sorted(entries, key=lambda entry: entry[0])]
+
+
+SAMPLED = GREEDY.replace(temperature=0.9, seed=4, n=2, exit_criterion="saturation")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_threshold_nobody_reaches_is_the_whole_model(case: Case, params: SamplingParams) -> None:
+    """Tokens and log-probabilities, bit for bit on the native core; in torch as its sums allow."""
+    side, jobs, _ = case
+    whole = params.replace(logprobs=3, max_tokens=12)
+    for prompt, _ in jobs[:2]:
+        left = told(engine_of(side), prompt, whole.replace(exit_threshold=1.01))
+        plain = told(engine_of(side, leaves=False), prompt, whole)
+        assert len(left) == params.n * 12
+        if side.block == 16:
+            assert left == plain
+        else:
+            for (_, (token, logprob, *_)), (_, (other, its, *_)) in zip(left, plain, strict=True):
+                assert token == other
+                assert logprob == pytest.approx(its, abs=1e-9)
+
+
+def test_what_is_told_of_each_token(case: Case) -> None:
+    """The layers it was written after, how sure the exit was, and under an audit what both would say."""
+    side, _, _ = case
+    engine = engine_of(side)
+    engine.add([9, 8, 7], GREEDY.replace(exit_threshold=0.17, exit_audit=True))
+    tokens, exits = [], []
+    while engine.busy:
+        for delta in engine.step():
+            assert len(delta.exits) == len(delta.token_ids)
+            tokens += delta.token_ids
+            exits += delta.exits
+    assert exits[0].layers == LAYERS
+    assert exits[0].confidence is None
+    assert not exits[0].votes
+    for token, one in zip(tokens[1:], exits[1:], strict=True):
+        assert one.layers == (AFTER if one.confidence >= 0.17 else LAYERS)
+        assert token == one.votes[one.layers == LAYERS]
+    assert {one.layers for one in exits} == {AFTER, LAYERS}
+    assert any(one.votes[0] != one.votes[1] for one in exits[1:])
+
+
+def test_w19_the_lead_is_not_the_probability(case: Case) -> None:
+    """Of one token the probability, the lead and the cosine are three numbers, and the lead is never above the probability."""
+    side, _, _ = case
+    measured = []
+    for criterion in ("max_prob", "margin", "saturation"):
+        engine = engine_of(side)
+        engine.add([9, 8, 7], GREEDY.replace(exit_threshold=1.01, exit_criterion=criterion))
+        told_of = [one for _ in range(24) for delta in engine.step() for one in delta.exits]
+        measured.append([one.confidence for one in told_of[1:]])
+    assert all(lead < best for best, lead in zip(*measured[:2], strict=True))
+    assert all(-1 <= cosine <= 1 for cosine in measured[2])
+    assert len({tuple(each) for each in measured}) == 3
+
+
+# -- negative controls: each of these must be seen -------------------------------------------------------------------------
+
+
+def no_catching_up(patch: pytest.MonkeyPatch) -> None:
+    """The layers above never see the tokens that left."""
+    above = Leaving._above
+
+    def holes(self: Leaving, feeds: list[Feed], *more: Any) -> Any:
+        return above(self, [msgspec.structs.replace(feed, lag=0) for feed in feeds], *more)
+
+    patch.setattr(Leaving, "_above", holes)
+
+
+def deciding(who: Callable[[Feed], bool]) -> Callable[[pytest.MonkeyPatch], None]:
+    def patched(patch: pytest.MonkeyPatch) -> None:
+        judge = Leaving._judge
+
+        def judged(self: Leaving, feeds: list[Feed], *more: Any) -> dict[int, Said]:
+            said = judge(self, feeds, *more)
+            return {at: Said(one.answers, one.confidence, one.sure and who(feeds[at])) for at, one in said.items()}
+
+        patch.setattr(Leaving, "_judge", judged)
+
+    return patched
+
+
+CONTROLS = {
+    "no catching up": no_catching_up,
+    "by how far the layers above lag": deciding(lambda feed: feed.lag < 2),
+    "by what is fed again": deciding(lambda feed: feed.count == 1),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_who_answers_by_anything_else_would_be_seen(case: Case, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, jobs, outputs = case
+    CONTROLS[control](monkeypatch)
+    assert played(engine_of(side), jobs, preempt=3) != outputs
+
+
+def test_a_prefix_that_some_layers_have_not_seen_would_be_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = BlockManager.publish
+
+    def rashly(self: BlockManager, seq: Any) -> None:
+        publish(self, seq)
+        for block in seq.kv.tables[0][: seq.kv.published]:
+            self._filled[block] = seq.kv.groups
+
+    monkeypatch.setattr(BlockManager, "publish", rashly)
+    with pytest.raises(AssertionError):
+        continued(case[0])
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"exit_threshold": 1.5}, "exit_threshold must be between 0 and 1.01"),
+        ({"exit_threshold": -0.1}, "exit_threshold must be between 0 and 1.01"),
+        ({"exit_threshold": 0.5, "exit_criterion": "entropy"}, "exit_criterion must be one of max_prob, margin, saturation"),
+        ({"exit_threshold": 0.5, "exit_decay": 4.0, "max_tokens": None}, "set max_tokens, or leave exit_decay out"),
+        ({"exit_threshold": 0.5, "best_of": 3}, "leave exit_threshold or best_of out"),
+        ({"exit_threshold": 0.5, "prompt_logprobs": 0}, "leave exit_threshold or prompt_logprobs out"),
+        ({"exit_threshold": 0.5, "logprobs_mode": "processed"}, "set logprobs_mode to raw"),
+        ({"exit_threshold": 0.5, "contrastive_beta": 0.5}, "leave exit_threshold or contrastive_beta out"),
+        ({"exit_threshold": 0.5, "defer_rule": "chow"}, "leave exit_threshold or defer_rule out"),
+        ({"exit_threshold": 0.5, "penalty_alpha": 0.5, "top_k": 4}, "leave out exit_threshold"),
+    ],
+)
+def test_what_does_not_go_with_it(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ParamError, match=why):
+        SamplingParams(**fields)
+
+
+def test_what_this_engine_cannot_do(case: Case) -> None:
+    side, _, _ = case
+    with pytest.raises(AdmissionError, match="exit_threshold needs exits; open the model with exits=FOLDER"):
+        engine_of(side, leaves=False).add([5], GREEDY.replace(exit_threshold=0.5))
+    with pytest.raises(AdmissionError, match="this exit stands after the first; use max_prob or margin"):
+        engine_of(side, upper=(1, 2)).add([5], GREEDY.replace(exit_threshold=0.5, exit_criterion="saturation"))
+    processor = LengthNudge(end_id=0, start=1)
+    processor.scope = "stateful"
+    with pytest.raises(AdmissionError, match="stateful logit processor sees every token's logits once"):
+        engine_of(side).add([5], GREEDY.replace(exit_threshold=0.5), processors=(processor,))
+
+
+# -- opened with a folder --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and its exits."""
+    place = tmp_path_factory.mktemp("leaving")
+    model = write_tiny_gguf(place / "tiny.gguf", layers=LAYERS)
+    return model, write_exits(place / "exits", model, AFTER)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_model_opened_with_exits(folders: tuple[Path, Path], backend: str) -> None:
+    model, exits = folders
+    settings: dict[str, Any] = {"backend": backend, "threads": 1, "device": "cpu"}
+    settings |= {"dtype": "float64"} if backend == "torch" else {}
+    with LLM(model, exits=exits, **settings) as llm, LLM(model, **settings) as plain:
+        (never,) = llm.generate("The mill", GREEDY.replace(exit_threshold=1.01))
+        (left,) = llm.generate("The mill", GREEDY.replace(exit_threshold=0.0))
+        (without,) = llm.generate("The mill", GREEDY)
+        (whole,) = plain.generate("The mill", GREEDY)
+    assert never.outputs[0].token_ids == without.outputs[0].token_ids == whole.outputs[0].token_ids
+    assert without.outputs[0].exits is None
+    assert [one.layers for one in never.outputs[0].exits or ()] == [LAYERS] * 24
+    assert [one.layers for one in left.outputs[0].exits or ()] == [LAYERS] + [AFTER] * 23
+    assert left.outputs[0].token_ids != whole.outputs[0].token_ids
+    assert left.to_dict()["outputs"][0]["exits"][1]["layers"] == AFTER
+
+
+def test_exits_that_cannot_be_opened(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    model, exits = folders
+    drafts = write_exits(tmp_path / "heads", model, kind="heads")
+    with pytest.raises(ValueError, match="these heads are no exits; train some: headrace train-heads"):
+        LLM(model, exits=drafts, threads=1, device="cpu")
+    with pytest.raises(ValueError, match="are not opened together; leave one out"):
+        LLM(model, exits=exits, draft=drafts, threads=1, device="cpu")
+    with pytest.raises(ValueError, match="these heads cannot be read"):
+        LLM(model, exits=tmp_path, threads=1, device="cpu")
+
+
+def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
+    """Answers that leave are written with each threshold; the last that can be shown to lose little enough is kept."""
+    model, exits = folders
+    prompts = [[5 + number, 9, 30 + number] for number in range(30)]
+    tried: list[tuple[float, float]] = []
+    with LLM(model, exits=exits, threads=1, device="cpu", backend="native") as llm:
+        task = Task(max_tokens=8, delta=0.5)
+        rule, found = calibrated(llm, prompts, task, lambda *one: tried.append(one), (1.01, 0.9, 0.0))
+        whole = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=8))]
+        params = GREEDY.replace(max_tokens=8, exit_threshold=tried[-1][0])
+        left = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert tried[0] == (1.01, 0.0)
+    assert tried[-1][1] == pytest.approx(sum(1 - likeness(*pair) for pair in zip(left, whole, strict=True)) / 30)
+    assert rule is not None
+    assert rule.threshold == found.threshold
+    assert AFTER <= rule.layers <= LAYERS
+    rules.save(exits, rule)
+    rules.save(exits, msgspec.structs.replace(rule, delta=0.4))
+    assert [one.delta for one in rules.load(exits)] == [0.4]
+    (exits / rules.CALIBRATION).write_text("[1]")
+    with pytest.raises(ValueError, match="cannot be read"):
+        rules.load(exits)
+    (exits / rules.CALIBRATION).unlink()
+
+
+def test_likeness_of_answers() -> None:
+    assert likeness([1, 2, 3], [1, 2, 3]) == 1
+    assert likeness([1, 2, 3], [4, 5, 6]) == 0
+    assert likeness([1, 2, 3, 4], [2, 4]) == pytest.approx(4 / 6)
+    assert likeness([], []) == 1
+
+
+def test_a_threshold_that_falls() -> None:
+    """As the paper writes it: from 0.9 of the threshold and 0.1 down to 0.9 of the threshold."""
+    params = SamplingParams(exit_threshold=0.8, exit_decay=4.0, max_tokens=100)
+    assert params.sure_at(0) == pytest.approx(0.82)
+    assert params.sure_at(50) == pytest.approx(0.72 + 0.1 * 0.1353352832)
+    assert params.sure_at(1) > params.sure_at(2)
+    assert params.replace(exit_decay=0.0).sure_at(50) == 0.8
+    assert params.replace(exit_threshold=1.01).sure_at(99) == 1.01
+    assert SamplingParams(exit_threshold=1.0, exit_decay=1.0).sure_at(0) == 1.0
+
+
+def test_the_command_line_shows_who_left(shell: Shell, folders: tuple[Path, Path]) -> None:
+    model, exits = folders
+    ask = ("run", model, "The mill", "--raw", "-m", "12", "-t", "0", "--threads", "1")
+    code, out, err = shell(*ask, "--exits", exits, "--exit-threshold", "0.0", "--exit-audit", "--show-exits")
+    assert code == 0, err
+    assert f"after {AFTER} of {LAYERS} layers: 11 tokens" in out
+    assert f"after {LAYERS} of {LAYERS} layers: 1 token" in out
+    assert "92% left early" in out
+    assert "audit: the exit says what the whole model does at" in out
+    code, out, err = shell(*ask, "--exits", exits, "--exit-threshold", "1.01", "--json")
+    assert [one["layers"] for one in json.loads(out)["outputs"][0]["exits"]] == [LAYERS] * 12
+    assert f"{LAYERS}.0 layers a token" in err
+    for more, why in (
+        (("--exit-threshold", "0.5"), "needs exits of the model: --exits FOLDER"),
+        (("--exits", exits, "--show-exits"), "--show-exits goes with --exit-threshold"),
+        (("--exits", exits, "--exit-threshold", "0.5", "--show-exits", "--json"), "leave out --json"),
+        (("--exits", exits, "--exit-threshold", "2"), "--exit-threshold must be between 0 and 1.01"),
+    ):
+        code, _, err = shell(*ask, *more)
+        assert code == 2
+        assert why in " ".join(err.split())
+    source = shell.folder / "prompts.txt"
+    source.write_text("\n".join(f"line {number}" for number in range(6)))
+    code, _, err = shell("calibrate", model, "--exits", exits, "-i", source, "-m", "4", "--threads", "1")
+    assert code == 1
+    assert "has 6 prompts, and fewer than 29 can show nothing" in err

@@ -1,0 +1,188 @@
+"""Tokens that leave a tiny model early: engines with an exit on both back ends, and what must come of them, without a cache."""
+
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.params import SamplingParams
+from headrace.data.plan import HIDDEN, TARGET, UPPER, Drawn, Feed, KVGroup, NewSlot, Sample, StepPlan, TableDelta, Top
+from headrace.data.types import Request
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import Speculation
+from headrace.eager.heads import EagerHeads
+from headrace.engine.engine import Engine
+from headrace.native.heads import NativeHeads
+from headrace.runner.executor import InProcess
+from headrace.runner.heads import EXIT, Heads
+from headrace.runner.runner import Runner
+from headrace.runner.span import Span
+from headrace.runner.stages import Exit
+from headrace.startup import heads as files
+from headrace.startup.opening import open_model
+from headrace.training.kinds import begin
+from headrace.training.teacher import Teacher, read_teacher
+from tests.e2e.test_draft_model import Torch
+from tests.tiny import VOCAB, finish, tokens_of
+from tests.tiny_native import BLOCK, MAX_LEN, native_model, source_of
+
+LAYERS, AFTER = 3, 2
+Job = tuple[list[int], SamplingParams]
+
+
+def side_of(kind: type[Torch]) -> Torch:
+    side = kind()
+    side.target = native_model(num_layers=LAYERS)
+    return side
+
+
+@lru_cache
+def exit_heads() -> Heads:
+    """An exit that says something else than the whole model often enough, and is sure of it now and then."""
+    model: Any = native_model(num_layers=LAYERS)
+    table, norm = model.tokens.weight.detach().bfloat16(), model.norm.weight.detach().float()
+    tensors = {name: x.bfloat16() for name, x in begin(EXIT, Teacher(model.config, table, norm, table), 1).items()}
+    tensors["vocab"] = torch.arange(3, VOCAB, dtype=torch.int32)
+    return Heads(EXIT, 1, tensors, (AFTER,), AFTER)
+
+
+def parts_of(side: Torch, blocks: int) -> tuple[Any, Exit]:
+    """A target, and its exit."""
+    target: Any = side.program(side.target, blocks)
+    source, sizes = source_of(side.target), {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64}
+    native = side.block == BLOCK
+    head = NativeHeads(exit_heads(), target, source, threads=1, **sizes) if native else EagerHeads(exit_heads(), target, source)
+    return target, Exit(Span(AFTER), head)
+
+
+def engine_of(
+    side: Torch,
+    *,
+    blocks: int = 60,
+    budget: int = 64,
+    seqs: int = 16,
+    drafts: bool = True,
+    leaves: bool = True,
+    upper: tuple[int, ...] = (2,),
+) -> Engine:
+    """`drafts`: for requests that do not leave; `leaves`: there is an exit at all, below the layers `upper`."""
+    target, exit = parts_of(side, blocks)
+    runner = Runner(target, leaves=exit if leaves else None)
+    if leaves:
+        runner.reserve(UPPER)
+    groups = (TARGET, KVGroup(HIDDEN, "hidden"))
+    return Engine(
+        InProcess(runner),
+        EngineConfig(SchedulerConfig(seqs, budget, MAX_LEN), CacheConfig(blocks, side.block)),
+        vocab_size=VOCAB,
+        groups=(*groups, KVGroup(UPPER, layers=upper)) if leaves else groups,
+        speculation=Speculation([PromptLookup()], MAX_LEN, 3) if drafts else None,
+    )
+
+
+class Reference:
+    """Every token from all tokens before it, computed anew: the exit is asked, then who writes is chosen."""
+
+    def __init__(self, side: Torch) -> None:
+        self.blocks = list(range(-(-MAX_LEN // side.block)))
+        target, exit = parts_of(side, len(self.blocks))
+        self.runner = Runner(target, [exit, Span(AFTER), Span(AFTER - 1)])
+        self.exited = 0
+
+    def output(self, prompt: list[int], params: SamplingParams, child: int) -> list[int]:
+        tokens = list(prompt)
+        while len(tokens) - len(prompt) < (params.max_tokens or 0):
+            tokens.append(self._next(tokens, len(prompt), params, child))
+        return tokens[len(prompt) :]
+
+    def _next(self, tokens: list[int], prompt_len: int, params: SamplingParams, child: int) -> int:
+        if params.exit_threshold is not None and len(tokens) > prompt_len:
+            top, drawn = self._ask(1, tokens, prompt_len, params, (Top(2), Sample(child)))
+            best = np.exp(top.logprobs)
+            sure = {"max_prob": best[0], "margin": best[0] - best[1]}.get(params.exit_criterion)
+            if sure is None:
+                sure = self._saturation(tokens, prompt_len, params)
+            if sure >= params.sure_at(len(tokens) - prompt_len):
+                self.exited += 1
+                return int(drawn.tokens[0])
+        (drawn,) = self._ask(0, tokens, prompt_len, params, (Sample(child),))
+        assert isinstance(drawn, Drawn)
+        return drawn.tokens[0]
+
+    def _ask(self, model: int, tokens: list[int], prompt_len: int, params: SamplingParams, wants: Any) -> Any:
+        self._set_up(tokens, prompt_len, params)
+        plan = StepPlan(0, model, feeds=[Feed(0, 0, len(tokens), wants=wants)])
+        return self.runner.run(plan).feeds[0]
+
+    def _saturation(self, tokens: list[int], prompt_len: int, params: SamplingParams) -> float:
+        self._set_up(tokens, prompt_len, params)
+        program: Any = self.runner.programs[0]
+        rows = []
+        for layers in (AFTER - 1, AFTER):
+            step = program.step()
+            step.feed(Feed(0, 0, len(tokens)), self.runner.slots[0])
+            rows.append(program.on_host(program.run(step, Span(layers), None, True))[-1])
+        return float(rows[0] @ rows[1] / np.linalg.norm(rows[0]) / np.linalg.norm(rows[1]))
+
+    def _set_up(self, tokens: list[int], prompt_len: int, params: SamplingParams) -> None:
+        new = NewSlot(0, seed=params.seed or 0, prompt_len=prompt_len, tokens=list(tokens), params=params)
+        self.runner.slots.apply(StepPlan(0, new=[new], tables=[TableDelta(0, 0, 0, self.blocks)]))
+
+
+def write_exits(folder: Path, model: Path, after: int = 1, kind: str = EXIT) -> Path:
+    """A folder of exits for a model file: one that reads the rows as they are."""
+    opened = open_model(model)
+    vocab = torch.arange(opened.config.vocab_size, dtype=torch.int32)
+    tensors = begin(kind, read_teacher(opened, vocab.long()), 1)
+    layers = (after,) if kind == EXIT else ()
+    files.save(folder, Heads(kind, 1, tensors | {"vocab": vocab}, layers, after if layers else 0), opened, {})
+    return folder
+
+
+def jobs_of(seed: int, count: int = 8) -> list[Job]:
+    """Requests that leave early by all three measures, sampled and greedy, several children, some with equal beginnings, and
+    plain ones beside them with the same prompts."""
+    rng = random.Random(seed)
+    shared = rng.choices(range(3, VOCAB), k=37)
+    ways: list[dict[str, Any]] = [
+        {"exit_threshold": 0.17, "temperature": 0.0},
+        {"exit_threshold": 0.15, "temperature": 0.8, "n": 3},
+        {"temperature": 0.0},
+        {"exit_threshold": 0.06, "exit_criterion": "margin", "temperature": 0.7, "repetition_penalty": 1.2},
+        {"exit_threshold": 0.72, "exit_criterion": "saturation", "temperature": 0.0},
+        {"exit_threshold": 0.14, "exit_decay": 4.0, "temperature": 0.6, "top_p": 0.9},
+        {"temperature": 0.8, "n": 2},
+        {"exit_threshold": 0.17, "exit_audit": True, "temperature": 0.0},
+    ]
+    made = []
+    for number in range(count):
+        prompt = (shared if number % 2 == 0 else []) + rng.choices(range(3, VOCAB), k=rng.choice([1, 5, 12, 33]))
+        params = SamplingParams(seed=rng.randrange(99), max_tokens=rng.choice([9, 17, 24]), **ways[number % len(ways)])
+        made.append((prompt, params))
+    return made
+
+
+def expected(reference: Reference, jobs: list[Job]) -> list[list[list[int]]]:
+    return [[reference.output(prompt, params, child) for child in range(params.n)] for prompt, params in jobs]
+
+
+def played(engine: Engine, jobs: list[Job], preempt: int = 0) -> list[list[list[int]]]:
+    """What comes of the jobs; `preempt`: the last running request begins again every so many steps."""
+    requests: list[Request] = [engine.add(prompt, params) for prompt, params in jobs]
+    steps = 0
+    while preempt and engine.busy:
+        engine.step()
+        engine.check()
+        steps += 1
+        running = [request for request in engine.scheduler.running if not request.in_flight]
+        if steps % preempt == 0 and running:
+            engine.scheduler._preempt(running[-1])
+        assert steps < 5000
+    finish(engine)
+    for request in requests:
+        assert request.error is None, request.error
+    return [tokens_of(request) for request in requests]

@@ -1,0 +1,136 @@
+"""Tokens that leave early over HTTP: what the engine gives, told token by token, in figures and on the model's card."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Exited
+from headrace.data.types import Delta
+from headrace.llm import LLM
+from headrace.server.messages import Deltas, Loaded, Stats
+from headrace.server.metrics import Figures, Metrics
+from headrace.server.principals import Principal
+from headrace.startup import rules
+from tests.leaving import write_exits
+from tests.server.harness import Running
+from tests.tiny_files import write_tiny_gguf
+
+AFTER, LAYERS = 1, 2
+ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "exit_threshold": 0.02, "return_exits": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("leaving")
+    model = write_tiny_gguf(place / "tiny.gguf", context=512)
+    return model, write_exits(place / "exits", model, AFTER)
+
+
+@pytest.fixture(scope="module")
+def server(folders: tuple[Path, Path]) -> Iterator[Running]:
+    model, exits = folders
+    with Running(model, exits=str(exits)) as running:
+        yield running
+
+
+def test_every_token_says_after_how_many_layers(server: Running, folders: tuple[Path, Path]) -> None:
+    model, exits = folders
+    with LLM(model, exits=exits, threads=1, device="cpu", backend="native") as llm:
+        (right,) = llm.generate("The mill", SamplingParams(max_tokens=12, temperature=0.0, exit_threshold=0.02))
+    (choice,) = server.post("/v1/completions", {**ASKED, "prompt": "The mill"}).json()["choices"]
+    assert choice["text"] == right.outputs[0].text
+    assert [one["layers"] for one in choice["exits"]] == [one.layers for one in right.outputs[0].exits or ()]
+    assert {one["layers"] for one in choice["exits"]} == {AFTER, LAYERS}
+    assert choice["exits"][0] == {"layers": LAYERS}
+    assert all(0 <= one["confidence"] <= 1 for one in choice["exits"][1:])
+    plain = {"model": "tiny", "max_tokens": 4, "prompt": "The mill"}
+    assert "exits" not in server.post("/v1/completions", plain).json()["choices"][0]
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_says_it_with_each_token(server: Running, route: str) -> None:
+    talk = {"messages": [{"role": "user", "content": "The mill"}]} if "chat" in route else {"prompt": "The mill"}
+    body = {**ASKED, **talk, "exit_audit": True}
+    (whole,) = server.post(route, body).json()["choices"]
+    lines = server.post(route, {**body, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = [one for event in events for choice in event["choices"] for one in choice.get("exits", [])]
+    assert streamed == whole["exits"]
+    assert len(streamed) == 12
+    assert all(len(one["votes"]) == 2 for one in streamed[1:])
+
+
+def test_the_page_sees_that_there_is_an_exit(server: Running) -> None:
+    assert server.http.get("/v1/models/tiny").json()["exit"] == {"after": AFTER, "layers": LAYERS}
+
+
+def test_figures_count_them(server: Running) -> None:
+    def tokens() -> tuple[float, float]:
+        text = server.http.get("/metrics").text
+        found = {name: float(re.findall(rf"headrace:exit_layer_{name}{{[^}}]*}} (\S+)", text)[0]) for name in ("count", "sum")}
+        return found["count"], found["sum"]
+
+    before = tokens()
+    (choice,) = server.post("/v1/completions", {**ASKED, "prompt": "A wheel"}).json()["choices"]
+    after = tokens()
+    assert after[0] - before[0] == 12
+    assert after[1] - before[1] == sum(one["layers"] for one in choice["exits"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"exit_threshold": None}, "return_exits goes with exit_threshold"),
+        ({"exit_threshold": 3}, "exit_threshold must be between 0 and 1.01"),
+        ({"exit_criterion": "entropy"}, "exit_criterion must be one of"),
+        ({"exit_criterion": "saturation"}, "this exit stands after the first"),
+        ({"beam_width": 2}, "exit_threshold does not go with beam search"),
+        ({"best_of": 3}, "leave exit_threshold or best_of out"),
+    ],
+)
+def test_what_cannot_be_asked(server: Running, fields: dict[str, Any], why: str) -> None:
+    answer = server.post("/v1/completions", {**ASKED, "prompt": "The mill", **fields})
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]["message"]
+
+
+def test_a_slowdown_is_seen() -> None:
+    """The alarm's figure: the last answers' layers a token less the calibrated mean, in its standard deviations."""
+    figures = Figures()
+    metrics = Metrics(figures, "m")
+    metrics.begin(Loaded(64, 4, 100, 10, 16, "", exit=4, layers=12, usual=(6.0, 0.5)))
+
+    def above() -> float:
+        text = figures.text(Principal()).decode()
+        return float(re.findall(r"headrace:exit_layers_above_calibration{[^}]*} (\S+)", text)[0])
+
+    def write(name: str, *depths: int) -> None:
+        deltas = [Delta(name, 0, [1], exits=(Exited(depth),)) for depth in depths]
+        metrics.step(Deltas([*deltas, Delta(name, 0, finish_reason="stop")], stats=Stats(1, 0, 0, 0)), {})
+
+    write("a", 4, 4, 12, 4)
+    assert above() == pytest.approx(0.0)
+    write("b", 12, 12)
+    assert above() == pytest.approx(6.0)
+    for number in range(32):
+        write(f"c{number}", 4, 8)
+    assert above() == pytest.approx(0.0)
+    metrics.end()
+    metrics.begin(Loaded(64, 4, 100, 10, 16, ""))
+    write("d", 12)
+    assert above() == pytest.approx(0.0)
+
+
+def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[Path, Path]) -> None:
+    model, exits = folders
+    rule = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64)
+    rules.save(exits, rule)
+    with Running(model, exits=str(exits)) as running:
+        assert running.llm.loaded is not None
+        assert running.llm.loaded.usual == (1.5, 0.25)
+    (exits / rules.CALIBRATION).unlink()
