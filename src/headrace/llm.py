@@ -50,10 +50,9 @@ class LLM:
     folder of heads trained for it), and one that contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix,
     lookahead, jacobi, draft, heads, self, blocks, None) drafts tokens that the model verifies; auto is prompt lookup on the
     native core. Outputs depend on the request and its seed alone, not on drafts, batch or chunks: bitwise on the native core,
-    near-tie-exact in torch, whose sums depend on how many rows there are (`verification` rejection and block draw other samples
-    by design). `draft_tokens` fixes how many at once; by default what was measured decides. `draft_vocab`: so many of the most
-    frequent tokens it chooses from (0: all). Folders of what was trained for this model: `classifier`, for `classify`; `exits`,
-    by which tokens leave early. Raises ValueError.
+    near-tie-exact in torch (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at
+    once; by default what was measured decides. `draft_vocab`: so many of the most frequent tokens it chooses from (0: all).
+    Folders trained for this model: `classifier`, for `classify`; `exits`, by which tokens leave early. Raises ValueError.
     """
 
     def __init__(
