@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_files, "FFN", 64)
-        return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", layers=3)
+        return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pipeline(book: Path, **changes: Any) -> Pipeline:
-    return Pipeline(**{"method": ("gptq",), "format": "Q4_0", "calibrate": str(book), "tokens": 2048, "threads": 1, **changes})
+    return Pipeline(**{"method": ("gptq",), "format": "Q4_0", "calibrate": str(book), "tokens": 1024, "threads": 1, **changes})
 
 
 def texts(count: int = 9, length: int = 20) -> list[list[int]]:
@@ -87,7 +87,7 @@ def test_rows_and_moments_are_those_of_the_whole_model(model: Path, tmp_path: Pa
     for text in order:
         context = build(KVPool(whole.config, 2, 16), [FeedRows(text, [0, 1])])
         x = whole.embed(context)
-        for number in range(3):
+        for number in range(2):
             x = whole.layer(number, x, context)
         outs.append(x)
     for visit in walk:
@@ -99,7 +99,7 @@ def test_rows_and_moments_are_those_of_the_whole_model(model: Path, tmp_path: Pa
             torch.testing.assert_close(matrix.inputs.mean, expected.abs().mean(0), rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(matrix.inputs.largest, expected.abs().amax(0))
             assert (matrix.inputs.count, matrix.inputs.held_count) == (160, 20)
-    found = np.fromfile(Work(tmp_path).rows(3), np.float32).reshape(-1, 32)
+    found = np.fromfile(Work(tmp_path).rows(2), np.float32).reshape(-1, 32)
     np.testing.assert_allclose(found, torch.cat(outs).numpy(), rtol=1e-4, atol=1e-4)
     assert all(holder.weight is None for path, holder in walk.model.holders() if path.startswith("layers."))
 
@@ -122,8 +122,8 @@ class Seen:
 def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_path: Path) -> None:
     """In every matrix, on the texts measured; the file runs, and says what was done."""
     out = tmp_path / "out.gguf"
-    report = compress(model, out, pipeline(book))
-    assert len(report.told) == 3 * 7
+    report = compress(model, out, pipeline(book, tokens=2048))
+    assert len(report.told) == 2 * 7
     assert all(told.error < 0.95 * told.nearest for told in report.told.values())
     assert sum(told.held for told in report.told.values()) < sum(told.held_nearest for told in report.told.values())
     assert not work_folder(out).exists()
@@ -131,7 +131,7 @@ def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_p
     assert written.metadata["headrace.compress"] == "gptq Q4_0"
     assert {written.info(name).kind for name in written.names() if "blk" in name} == {"Q4_0", "F32"}
     said = json.loads((tmp_path / "out.report.json").read_text())
-    assert said["outputs"]["layers.2.down.weight"] == asdict(report.told["layers.2.down.weight"])
+    assert said["outputs"]["layers.1.down.weight"] == asdict(report.told["layers.1.down.weight"])
     made = LLM(str(out), backend="torch", max_model_len=64).generate(["the water of"], SamplingParams(max_tokens=4))
     assert len(made[0].outputs[0].token_ids) == 4
 
@@ -141,7 +141,7 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
     out = tmp_path / "out.gguf"
     report = compress(model, out, pipeline(book))
     opened = open_files(model)
-    read = texts_of(opened, str(book), 2048, 0, Silent())
+    read = texts_of(opened, str(book), 1024, 0, Silent())
     first = next(iter(Walk(opened.source, read, Work(tmp_path / "again"), {})))
     before, after = (read_tensor(GGUFFile(path), "blk.0.ffn_up.weight") for path in (model, out))
     moments = first.matrices["gate_up"].inputs.hessian
@@ -151,7 +151,7 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
 
 KILLS = {
     "a layer is written, not renamed": "layer_0001.safetensors",
-    "rows are there, the state is not": "state.json 2",
+    "rows are there, the state is not": "state.json",
     "the file is written, not renamed": "out.gguf",
 }
 CHILD = """
@@ -169,7 +169,7 @@ def replace(old, new):
     right(old, new)
 os.replace = replace
 Path.replace = replace
-compress(model, out, Pipeline(method=("awq", "gptq"), format="Q4_0", calibrate=book, tokens=2048, threads=1))
+compress(model, out, Pipeline(method=("awq", "gptq"), format="Q4_0", calibrate=book, tokens=1024, threads=1))
 """
 
 
@@ -183,7 +183,7 @@ def test_killed_at_three_points_it_goes_on_to_the_same_bytes(model: Path, book: 
         )
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()
         assert not out.exists()
-    assert Work(work_folder(out)).done == 3
+    assert Work(work_folder(out)).done == 2
     compress(model, out, pipeline(book, method=("awq", "gptq")))
     assert out.read_bytes() == whole.read_bytes()
 
@@ -239,7 +239,7 @@ def test_a_full_disk_loses_nothing_that_was_done(
     right = os.replace
 
     def full(old: Path, new: Path) -> None:
-        if Path(new).name == "layer_0002.safetensors":
+        if Path(new).name == "layer_0001.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
         right(old, new)
 
@@ -247,7 +247,7 @@ def test_a_full_disk_loses_nothing_that_was_done(
         patch.setattr(os, "replace", full)
         with pytest.raises(WeightError, match=r"the disk is full; what is done is kept: make room"):
             compress(model, out, pipeline(book))
-    assert Work(work_folder(out)).done == 2
+    assert Work(work_folder(out)).done == 1
     assert not list(work_folder(out).glob("*.part"))
     compress(model, out, pipeline(book))
     assert out.read_bytes() == whole.read_bytes()
@@ -420,14 +420,14 @@ def test_large_inputs_are_scaled_down_where_that_pays(book: Path, tmp_path: Path
 
 def test_importance_that_was_measured_is_written_and_read(model: Path, book: Path, tmp_path: Path) -> None:
     """The mean squares of the inputs of the unchanged model; used by rtn they give what the walk gave."""
-    path, kinds = tmp_path / "i.gguf", {"tokens": 2048}
+    path, kinds = tmp_path / "i.gguf", {"tokens": 1024}
     compress(model, tmp_path / "one.gguf", pipeline(book, method=("rtn",), write_imatrix=path, **kinds))
     found = read_imatrix(path)
     assert sorted(found) == sorted(
         name for name in GGUFFile(model).names() if re.match(r"blk.*(attn_[qkvo]|ffn_[gud]).*", name) and "norm" not in name
     )
     opened = open_files(model)
-    read = texts_of(opened, str(book), 2048, 0, Silent())
+    read = texts_of(opened, str(book), 1024, 0, Silent())
     first = next(iter(Walk(opened.source, read, Work(tmp_path / "again"), {})))
     np.testing.assert_allclose(found["blk.0.attn_k.weight"], first.matrices["qkv"].inputs.hessian.diagonal().numpy(), rtol=1e-6)
     compress(model, tmp_path / "two.gguf", Pipeline(format="Q4_0", imatrix=path))
@@ -491,8 +491,8 @@ print(said, told("VmHWM:") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix of 2,048 inputs: its moments and what is made of them are nearly all of it."""
-    monkeypatch.setattr("tests.tiny_files.FFN", 2048)
+    """A matrix of 3,072 inputs: its moments and what is made of them are nearly all of it."""
+    monkeypatch.setattr("tests.tiny_files.FFN", 3072)
     wide = write_tiny_gguf(tmp_path / "wide.gguf")
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, wide, book, tmp_path / "out.gguf"],
@@ -500,9 +500,9 @@ def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path, m
         text=True,
         check=True,
         timeout=600,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"},  # what is given back is given back at once
     )
     said, taken = map(int, done.stdout.split())
-    print(said, taken)
     assert 0.7 * said < taken < 1.1 * said
 
 
