@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from headrace.data.params import SamplingParams, params_of
+from headrace.data.given import params_of
+from headrace.data.params import SamplingParams
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import LengthNudge
 from headrace.drafting.speculation import Speculation

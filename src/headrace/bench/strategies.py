@@ -9,7 +9,8 @@ from typing import Any
 
 from headrace.bench.repetition import distinct, rep
 from headrace.bench.watching import Watched, watch
-from headrace.data.params import SamplingParams, params_of
+from headrace.data.given import params_of
+from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 
 # Methods by name, as fields of a request; a number at the end of beam, best and diverse is the width.

@@ -6,7 +6,17 @@ from typing import Any
 import msgspec
 
 from headrace.data.near import did_you_mean, near
-from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, REFINE_NAMES, BeamSearchParams, SamplingParams, params_of
+from headrace.data.params import (
+    BEAM_FIELDS,
+    BEAM_NAMES,
+    COMMON,
+    FILTERS,
+    REFINE_NAMES,
+    BeamSearchParams,
+    ParamError,
+    RefineParams,
+    SamplingParams,
+)
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
@@ -14,6 +24,45 @@ Messages = Sequence[Mapping[str, Any]]
 SETTINGS = frozenset(  # names of flat fields
     {*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES}
 )
+
+
+def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model's own settings those that go with what was given: some methods choose the tokens themselves."""
+    if any(given.get(name) is not None for name in ("beam_width", "refine_block", "refine")) or given.get("penalty_alpha"):
+        return {name: value for name, value in own.items() if name in COMMON}
+    if given.get("mirostat_tau"):
+        return {name: value for name, value in own.items() if name not in FILTERS}
+    return dict(own)
+
+
+def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> SamplingParams:
+    """Parameters from flat fields, as requests and command lines have them; `own`: the model's, where nothing is given.
+
+    With `beam_width` it is beam search, to which what the model's own settings say about drawing does not apply, nor to
+    contrastive search or refine; the fields of BeamSearchParams go without their class (`beam_groups` is `groups`), those of
+    RefineParams as `refine_block` and so on. Raises ParamError.
+    """
+    fields = {BEAM_NAMES.get(name, name): value for name, value in given.items() if name not in REFINE_NAMES}
+    refine = {REFINE_NAMES[name]: value for name, value in given.items() if name in REFINE_NAMES and value is not None}
+    if refine and "block" not in refine:
+        raise ParamError(f"refine_{next(iter(refine))} goes with refine_block; give that too, or leave it out")
+    if refine:
+        try:
+            fields["refine"] = RefineParams(**refine)
+        except ParamError as error:
+            raise ParamError(f"refine_{error}") from None
+    width = fields.get("beam_width")
+    if width is None:
+        for name in BEAM_FIELDS:
+            if fields.pop(name, None) is not None:
+                raise ParamError(f"{name} goes with beam_width; give that too, or leave it out")
+        fields.pop("beam_width", None)
+        return SamplingParams(**{**heeded(own or {}, fields), **fields})
+    names = set(BeamSearchParams.__struct_fields__)
+    beam = {name: value for name, value in fields.items() if name in names and not (name == "max_tokens" and value is None)}
+    rest = {name: value for name, value in fields.items() if name not in names}
+    made = BeamSearchParams(**beam)
+    return SamplingParams(beam=made, **{**made.shared(), **rest})
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

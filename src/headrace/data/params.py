@@ -1,7 +1,6 @@
 """What a caller may ask of one request: `SamplingParams` and `BeamSearchParams`, checked when they are made."""
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -17,7 +16,6 @@ __all__ = [
     "RefineParams",
     "SamplingParams",
     "StructuredOutputs",
-    "params_of",
 ]
 
 MAX_N = 64
@@ -374,42 +372,3 @@ def check_exits(params: SamplingParams) -> None:
         )
     if params.exit_decay and params.max_tokens is None:
         raise ParamError("exit_decay is over the length of the answer; set max_tokens, or leave exit_decay out")
-
-
-def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model's own settings those that go with what was given: some methods choose the tokens themselves."""
-    if any(given.get(name) is not None for name in ("beam_width", "refine_block", "refine")) or given.get("penalty_alpha"):
-        return {name: value for name, value in own.items() if name in COMMON}
-    if given.get("mirostat_tau"):
-        return {name: value for name, value in own.items() if name not in FILTERS}
-    return dict(own)
-
-
-def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Parameters from flat fields, as requests and command lines have them; `own`: the model's, where nothing is given.
-
-    With `beam_width` it is beam search, to which what the model's own settings say about drawing does not apply, nor to
-    contrastive search or refine; the fields of BeamSearchParams go without their class (`beam_groups` is `groups`), those of
-    RefineParams as `refine_block` and so on. Raises ParamError.
-    """
-    fields = {BEAM_NAMES.get(name, name): value for name, value in given.items() if name not in REFINE_NAMES}
-    refine = {REFINE_NAMES[name]: value for name, value in given.items() if name in REFINE_NAMES and value is not None}
-    if refine and "block" not in refine:
-        raise ParamError(f"refine_{next(iter(refine))} goes with refine_block; give that too, or leave it out")
-    if refine:
-        try:
-            fields["refine"] = RefineParams(**refine)
-        except ParamError as error:
-            raise ParamError(f"refine_{error}") from None
-    width = fields.get("beam_width")
-    if width is None:
-        for name in BEAM_FIELDS:
-            if fields.pop(name, None) is not None:
-                raise ParamError(f"{name} goes with beam_width; give that too, or leave it out")
-        fields.pop("beam_width", None)
-        return SamplingParams(**{**heeded(own or {}, fields), **fields})
-    names = set(BeamSearchParams.__struct_fields__)
-    beam = {name: value for name, value in fields.items() if name in names and not (name == "max_tokens" and value is None)}
-    rest = {name: value for name, value in fields.items() if name not in names}
-    made = BeamSearchParams(**beam)
-    return SamplingParams(beam=made, **{**made.shared(), **rest})

@@ -127,14 +127,7 @@ class Engine:
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError(why)
-        groups = self.blocks.groups
-        kv, tokens = Holding(root, groups_filled(params, groups), computed=[0] * len(groups)), list(prompt)
-        wire = Wire()
-        if self.limits.start is not None:
-            tokens = [self.limits.start]
-            kv.source, kv.tables, wire.synced = len(prompt), [[], []], [0, 0]
-            kv.root += sha256(np.array(prompt, dtype="<i4").tobytes()).digest()
-        seq = Sequence(next(self._ids), tokens, len(tokens), kv, wire)
+        seq = self._sequence(request, root)
         self._reserve(params)
         self.stopping.begin(request, seq)
         seq.decode.constraint = constraint or self._constraint(params)
@@ -143,6 +136,16 @@ class Engine:
         self.requests[name] = request
         self.scheduler.add(request)
         return request
+
+    def _sequence(self, request: Request, root: bytes) -> Sequence:
+        """The first sequence of a request: its prompt, or, where that is a source, what every output begins with."""
+        groups, tokens, wire = self.blocks.groups, request.prompt, Wire()
+        kv = Holding(root, groups_filled(request.params, groups), computed=[0] * len(groups))
+        if self.limits.start is not None:
+            tokens = [self.limits.start]
+            kv.source, kv.tables, wire.synced = len(request.prompt), [[], []], [0, 0]
+            kv.root += sha256(np.array(request.prompt, dtype="<i4").tobytes()).digest()
+        return Sequence(next(self._ids), list(tokens), len(tokens), kv, wire)
 
     def _free_name(self) -> str:
         """A request id that no open request has, a caller's own ids included."""

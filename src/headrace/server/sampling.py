@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from headrace.data.params import ParamError, SamplingParams, params_of
+from headrace.data.given import params_of
+from headrace.data.params import ParamError, SamplingParams
 from headrace.server.answers import Trial
 from headrace.server.errors import ApiError, bad, blamed
 from headrace.server.fields import DRAWING, Sampling
