@@ -44,7 +44,7 @@ def test_methods_that_read_texts(shell: Shell, tmp_path: Path) -> None:
     assert "judged:          KL " in said
     assert json.loads((tmp_path / "out.report.json").read_text())["tokens"] == 1024
     code, said, _ = shell("inspect", out, "--json")
-    assert (code, json.loads(said)["types"]["Q4_0"]) == (0, 12)
+    assert (code, json.loads(said)["types"]["Q4_0"]) == (0, 13)
     assert shell("compress", model, "-o", tmp_path / "two.gguf", "-f", "q4_0", "--imatrix", tmp_path / "i.gguf")[0] == 0
 
 
