@@ -138,8 +138,8 @@ def test_the_lengths_that_pages_name_are_those_that_are_checked() -> None:
 
 # What the READMEs call each architecture.
 CALLED = {
-    "bert": "BERT", "gemma3_text": "Gemma 3", "gpt2": "GPT-2", "llama": "Llama 2", "mistral": "Mistral", "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
+    "bert": "BERT", "gemma3_text": "Gemma 3", "gpt2": "GPT-2", "llama": "Llama 2", "marian": "Marian",
+    "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "t5": "T5",
 }  # fmt: skip
 ENGINES = "LRV"  # llama.cpp, ONNX Runtime GenAI, OpenVINO GenAI: the columns of the log's tables, in this order
 CELLS = ("pp512", "pp2048", "b1", "b4", "b8", "b16", "b32", "b1 at 4k")
