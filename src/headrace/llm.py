@@ -24,8 +24,8 @@ from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
 from headrace.engine.turns import Turns
 from headrace.runner.executor import InProcess
-from headrace.startup import exits as leave
 from headrace.startup.backend import start
+from headrace.startup.exits import Pair, encoded, load, opened
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
 from headrace.text.chat import validate_messages
@@ -85,7 +85,7 @@ class LLM:
         self.progress = on_terminal() if progress is None else progress
         with waiting(self.progress, f"loading {Path(model).name}"):
             self.device, self.opened = pick_device(device), open_files(model, progress)
-            self.classifier = None if classifier is None else leave.load(classifier, self.opened)
+            self.classifier = None if classifier is None else load(classifier, self.opened)
             recipe = Recipe(
                 open_roles(self.opened, draft, amateur, speculate or "", progress, exits),
                 Settings(
@@ -245,13 +245,13 @@ class LLM:
         return [Embedding(output.prompt_token_ids, unit(output.pooled, dimensions)) for output in outputs]
 
     def classify(
-        self, texts: Prompt | Sequence[Prompt | leave.Pair], *, criterion: str | None = None, threshold: float | None = None
+        self, texts: Prompt | Sequence[Prompt | Pair], *, criterion: str | None = None, threshold: float | None = None
     ) -> list[Classification]:
         """The class of each text, or pair of texts (a tuple), said by the first exit that is sure enough: `criterion` max_prob,
         margin, entropy, kl or patience with its `threshold`, or what was calibrated for it; by default the calibrated rule that
         computes least. "off" is the whole model. Raises ValueError."""
-        known = leave.opened(self.classifier)
-        ids = leave.encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
+        known = opened(self.classifier)
+        ids = encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
         outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
         return [known.said(output.prompt_token_ids, output.classified) for output in outputs]
 

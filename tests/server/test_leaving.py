@@ -17,6 +17,7 @@ from headrace.server.metrics import Figures, Metrics
 from headrace.server.principals import Principal
 from headrace.startup import rules
 from tests.leaving import write_exits
+from tests.server.browser import opened
 from tests.server.harness import Running
 from tests.tiny_files import write_tiny_gguf
 
@@ -134,3 +135,28 @@ def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[P
         assert running.llm.loaded is not None
         assert running.llm.loaded.usual == (1.5, 0.25)
     (exits / rules.CALIBRATION).unlink()
+
+
+def test_the_page_shows_who_left(chromium: Any, server: Running) -> None:
+    """The setting is there as the model has an exit; tokens that left are marked, and their sum is told."""
+    for page in opened(chromium, server):
+        page.wait_for_selector("#status[data-state=ready]")
+        page.keyboard.press("Alt+S")
+        page.fill("#set-exit_threshold", "0.02")
+        page.fill("#set-temperature", "0")
+        page.fill("#prompt", "The mill")
+        with page.expect_request("**/v1/chat/completions") as caught:
+            page.press("#prompt", "Enter")
+        asked = caught.value.post_data_json
+        assert (asked["exit_threshold"], asked["return_exits"]) == (0.02, True)
+        page.wait_for_selector("#send:not([hidden])")
+        (choice,) = server.post("/v1/chat/completions", {**asked, "stream": False, "stream_options": None}).json()["choices"]
+        layers = [one["layers"] for one in choice["exits"]]
+        page.click("[aria-pressed]")
+        marked = page.evaluate("[...document.querySelectorAll('.tokens .token')].map((one) => one.classList.contains('left'))")
+        assert marked == [one < LAYERS for one in layers]
+        assert 0 < sum(marked) < len(marked)
+        told = f"{sum(layers) / len(layers):.1f} of {LAYERS} layers on average"
+        assert told in page.locator(".exits").inner_text()
+        page.hover(".tokens .left >> nth=0")
+        assert f"after {AFTER} layers" in page.locator("#tip").inner_text()
