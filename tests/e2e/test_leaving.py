@@ -242,7 +242,7 @@ def test_a_prefix_that_some_layers_have_not_seen_would_be_seen(native: Case, mon
     def rashly(self: BlockManager, seq: Any) -> None:
         publish(self, seq)
         for block in seq.kv.tables[0][: seq.kv.published]:
-            self._filled[block] = seq.kv.groups
+            self.pool.filled[block] = seq.kv.groups
 
     monkeypatch.setattr(BlockManager, "publish", rashly)
     with pytest.raises(AssertionError):

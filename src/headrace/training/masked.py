@@ -113,10 +113,8 @@ def attention(
 ) -> torch.Tensor:
     """The op of that name over whole texts, with gradients: for models of one head of K and V for each of Q, without windows,
     caps, sinks and norms of heads."""
-    if any(value is not None for value in more.values()):
-        raise ValueError(
-            f"a model with {', '.join(name for name, value in more.items() if value is not None)} is not trained here"
-        )
+    if other := [name for name, value in more.items() if value is not None and value is not False]:
+        raise ValueError(f"a model with {', '.join(other)} is not trained here")
     dim = 2 * len(rope.inv_freq)
     rows = len(q) // ctx.texts
 
