@@ -127,8 +127,7 @@ class Engine:
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError(why)
         groups = self.blocks.groups
-        kv, tokens = Holding(root, groups_filled(params, groups), computed=[0] * len(groups)), list(prompt)
-        wire = Wire()
+        kv, tokens, wire = Holding(root, groups_filled(params, groups), computed=[0] * len(groups)), list(prompt), Wire()
         if self.limits.start is not None:
             tokens = [self.limits.start]
             kv.source, kv.tables, wire.synced = len(prompt), [[], []], [0, 0]
