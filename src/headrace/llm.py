@@ -336,10 +336,8 @@ class LLM:
         strategy: Strategy | None,
         inbox: Inbox | None = None,
     ) -> list[RequestOutput]:
-        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits.
-
-        `inbox`, if given, receives what each step adds to them.
-        """
+        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits. `inbox`:
+        receives what each step adds to them."""
         encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: dict[int, RequestOutput] = {}
