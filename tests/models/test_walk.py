@@ -508,16 +508,15 @@ def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path, m
 
 @pytest.mark.weights
 def test_every_matrix_of_two_layers_of_a_real_model_loses_less(tmp_path: Path) -> None:
-    """SmolLM2 in 4 bits and groups of 32, on half the tokens that are taken by default; a share of rows may lose more."""
+    """SmolLM2 in 4 bits and groups of 32, of the tokens that are taken by default; a share of rows may lose more."""
     opened = open_files(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
-    read = texts_of(opened, str(data_path("wikitext2/valid.txt")), 3072, 0, Silent())
+    read = texts_of(opened, str(data_path("wikitext2/valid.txt")), 6144, 0, Silent())
     kinds = {
         f"layers.{layer}.{name}.weight": "Q4_0"
         for layer in range(2)
         for name in ("qkv.q", "qkv.k", "qkv.v", "out", "gate_up.gate", "gate_up.up", "down")
     }
-    rounding = Rounding(gptq=True)
-    seen = 0
+    rounding, seen = Rounding(gptq=True), 0
     for visit in Walk(opened.source, read, Work(tmp_path), kinds):
         rounding.visit(visit)
         assert all(told.error < 0.8 * told.nearest for told in visit.told.values())
