@@ -14,7 +14,7 @@ from headrace.training.masked import Recipe, block_causal, make, make_batch, tra
 from headrace.training.tasks import TASKS, Numbers, Reverse, Text, task_named
 from tests.cli_shell import Shell
 
-SMALL = Recipe(block=4, layers=2, width=64, steps=300, batch=32, threads=1)
+SMALL = Recipe(block=4, layers=2, width=64, steps=350, batch=32, threads=1)
 
 
 @pytest.fixture(scope="module")
