@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def compress(
     model: ModelName,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The .gguf file to write.", callback=writable)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The .gguf file to write.", callback=writable)
+    ] = None,
     number_format: Annotated[
         str,
         typer.Option(
@@ -30,6 +32,16 @@ def compress(
             "as llama.cpp names them.",
         ),
     ] = "Q4_K_M",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="rtn: each number to the nearest of its block. Before that, magnitude: the smallest weights of each layer "
+            "become 0; wanda: those of the smallest weight times input (--imatrix)."
+        ),
+    ] = "rtn",
+    sparsity: Annotated[
+        str | None, typer.Option(help="How many become 0: 2:4 (two of each four neighbours), or a share of each row as 0.5.")
+    ] = None,
     head: Annotated[str | None, typer.Option(help="Another kind for the output projection, as in Q8_0.")] = None,
     imatrix: Annotated[
         Path | None,
@@ -44,7 +56,8 @@ def compress(
     """Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block can have.
 
     MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
-    time. The result is not the same model: `headrace perplexity` on both says how much was lost.
+    time. The result is not the same
+    model: `headrace perplexity` on both says how much was lost.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
@@ -57,7 +70,7 @@ def compress(
 
     from headrace.compress import run
 
-    pipeline = run.Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads)
+    pipeline = run.Pipeline(format=number_format, method=method, sparsity=sparsity, head=head, imatrix=imatrix, threads=threads)
     if dry_run or out is None:
         report = run.predict(path, pipeline)
         for line in report.warnings:
@@ -87,7 +100,9 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         ("memory", f"{human_size(report.largest)} for the largest matrix, besides the model's mapped file"),
     ]
     if out is not None:
-        fields += [("error", f"{report.error:.3%} of the squares of what was rounded"), ("file", str(out))]
+        fields += [("error", f"{report.error:.3%} of the squares of what was rounded or left out")]
+        fields += [("zeros", f"{report.zeros:.2%} of the weights of layers")] if report.zeros is not None else []
+        fields += [("file", str(out))]
     return fields
 
 
@@ -99,8 +114,10 @@ def _record(report: Any) -> dict[str, Any]:
         "kinds": report.kinds,
         "warnings": report.warnings,
         "error": report.error,
+        "zeros": report.zeros,
         "seconds": round(report.seconds, 3),
         "matrices": {
-            name: {"kind": one.kind, "bytes": one.nbytes, "error": one.error} for name, one in report.matrices.items()
+            name: {"kind": one.kind, "bytes": one.nbytes, "error": one.error, "zeros": one.zeros}
+            for name, one in report.matrices.items()
         },
     }

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
+from headrace.compress.pruning import is_pruned, pruned, pruning, zero_kind
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.encode import encode
+from headrace.quant.keep import Sparsity
 from headrace.startup.opening import Opened, open_files
 from headrace.text.gguf_keys import tokenizer_keys
 from headrace.weights.dequant import dequantize
@@ -36,10 +38,13 @@ OURS = re.compile(r"general\.(file_type|quantization_version|alignment)|quantize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What is done to a model. `format`: a name of mixes.MIXES. `head`: a kind for the output projection alone. `imatrix`: a
-    file of importances. `threads` 0: as many as there are cores for this process."""
+    """What is done to a model. `format`: a name of mixes.MIXES. `method`, `sparsity`: as pruning.pruning takes them. `head`: a
+    kind for the output projection alone. `imatrix`: a file of importances. `threads` 0: as many as there are cores for this
+    process."""
 
     format: str = "Q4_K_M"
+    method: str = "rtn"
+    sparsity: str | None = None
     head: str | None = None
     imatrix: Path | None = None
     threads: int = 0
@@ -47,12 +52,14 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied)."""
+    """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied), and,
+    where it was pruned, the share of its numbers that are 0."""
 
     weights: int
     kind: str
     nbytes: int
     error: float | None = None  # None: not written yet
+    zeros: float | None = None
 
 
 @dataclass(slots=True)
@@ -83,6 +90,12 @@ class Report:
         return sum(error * weights for error, weights in rounded) / max(sum(weights for _, weights in rounded), 1)
 
     @property
+    def zeros(self) -> float | None:
+        """The share of zeros among the weights of pruned matrices; None where there are none."""
+        cut = [(one.zeros, one.weights) for one in self.matrices.values() if one.zeros is not None]
+        return sum(zeros * weights for zeros, weights in cut) / sum(weights for _, weights in cut) if cut else None
+
+    @property
     def kinds(self) -> dict[str, int]:
         """Tensors of each kind."""
         return dict(Counter(one.kind for one in self.matrices.values()).most_common())
@@ -100,12 +113,18 @@ class Job:
     importance: dict[str, np.ndarray]
     entries: list[bytes]
     alignment: int
+    pruning: tuple[str, Sparsity] | None = None
     report: Report = field(init=False)
+
+    def pruned(self, info: TensorInfo) -> bool:
+        """Whether some of the tensor's numbers become 0."""
+        return self.pruning is not None and is_pruned(info.name, info.shape)
 
     def copied(self, info: TensorInfo) -> bool:
         """Whether the tensor's bytes in the file read are those that are written."""
         source = self.opened.source
-        return isinstance(source, GGUFFile) and info.name in source.names() and source.info(info.name) == info
+        same = isinstance(source, GGUFFile) and info.name in source.names() and source.info(info.name) == info
+        return same and not self.pruned(info)
 
 
 def compress(
@@ -144,6 +163,7 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     """Everything but the numbers: names, kinds, metadata. Raises as `compress` does."""
     mix = mix_named(pipeline.format)
     head = kind_named(pipeline.head) if pipeline.head is not None else None
+    cut = pruning(pipeline.method, pipeline.sparsity, pipeline.imatrix is not None)
     importance = read_imatrix(pipeline.imatrix) if pipeline.imatrix is not None else {}
     opened = open_files(model)
     source, config = opened.source, opened.config
@@ -155,19 +175,21 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     given = _given(opened, set(stored), target)
     if importance and not set(importance) & set(stored):
         raise WeightError(f"{pipeline.imatrix}: has the importance of none of this model's matrices; is it another model's?")
-    tensors = [
-        _info(name, parts[0].stored, tensor_kind(mix, name, parts[0].stored[-1], target, bool(importance), head))
-        for name, parts in stored.items()
-    ]
+
+    def kind(name: str, shape: tuple[int, ...]) -> str:
+        found = tensor_kind(mix, name, shape[-1], target, bool(importance), head)
+        return zero_kind(found) if cut and is_pruned(name, shape) else found
+
+    tensors = [_info(name, parts[0].stored, kind(name, parts[0].stored)) for name, parts in stored.items()]
     tensors += [info for info, _ in given.values()]
     if isinstance(source, GGUFFile):
         places = {name: place for place, name in enumerate(source.names())}
         tensors.sort(key=lambda info: places.get(info.name, -1))
-    entries = _entries(opened, target, pipeline, mix)
+    entries = _entries(opened, target, pipeline, mix, cut)
     said = source.metadata if isinstance(source, GGUFFile) else {}
     alignment = said.get("general.alignment", DEFAULT_ALIGNMENT)
     bytes_given = {name: data for name, (_, data) in given.items()}
-    job = Job(opened, stored, read, tensors, bytes_given, importance, entries, alignment)
+    job = Job(opened, stored, read, tensors, bytes_given, importance, entries, alignment, cut)
     matrices = {info.name: Matrix(prod(info.shape), info.kind, info.nbytes) for info in tensors}
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
     job.report = Report(file_size(entries, tensors, alignment), matrices, _warnings(job, mix, config), largest)
@@ -197,10 +219,13 @@ def _given(opened: Opened, stored: set[str], target: ModelConfig) -> dict[str, t
     return {name: (_info(name, data.shape, "F32"), data.view(np.uint8)) for name, data in made.items()}
 
 
-def _entries(opened: Opened, target: ModelConfig, pipeline: Pipeline, mix: str) -> list[bytes]:
+def _entries(
+    opened: Opened, target: ModelConfig, pipeline: Pipeline, mix: str, cut: tuple[str, Sparsity] | None
+) -> list[bytes]:
     """The metadata: of a GGUF file byte for byte, but for what is said of number formats."""
     source = opened.source
-    ours = {"general.quantization_version": 2, "general.file_type": MIXES[mix][1], "headrace.compress": f"rtn {mix}"}
+    done = f"{cut[0]} {cut[1]}, rtn {mix}" if cut else f"rtn {mix}"
+    ours = {"general.quantization_version": 2, "general.file_type": MIXES[mix][1], "headrace.compress": done}
     if pipeline.imatrix is not None:
         ours |= {"quantize.imatrix.file": pipeline.imatrix.name}
     if isinstance(source, GGUFFile):
@@ -241,23 +266,24 @@ def _chunks(job: Job, pipeline: Pipeline, advance: Callable[[int], None]) -> Chu
     """The tensors' bytes in order; fills in the report what error each has."""
     threads = pipeline.threads or len(os.sched_getaffinity(0))
     for info in job.tensors:
-        error = 0.0
-        for data, lost in _encoded(job, info, threads):
-            error += lost
+        error, zeros = 0.0, 0
+        for data, lost, none in _encoded(job, info, threads):
+            error, zeros = error + lost, zeros + none
             advance(data.nbytes)
             yield info.name, data
         one = job.report.matrices[info.name]
-        job.report.matrices[info.name] = Matrix(one.weights, one.kind, one.nbytes, error)
+        share = zeros / one.weights if job.pruned(info) else None
+        job.report.matrices[info.name] = Matrix(one.weights, one.kind, one.nbytes, error, share)
 
 
-def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndarray, float]]:
-    """Bytes of some rows after others, and their part of the error."""
+def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndarray, float, int]]:
+    """Bytes of some rows after others, their part of the error, and how many numbers are 0."""
     source = job.opened.source
     if info.name in job.given:
-        yield job.given[info.name], 0.0
+        yield job.given[info.name], 0.0, 0
         return
     if job.copied(info):
-        yield source.raw(info.name), 0.0
+        yield source.raw(info.name), 0.0, 0
         source.release(info.name)
         return
     values = write_parts(job.stored[info.name], lambda target: read_part(job.read[target], source, torch.float32)).numpy()
@@ -266,11 +292,13 @@ def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndar
     step = max(1, CHUNK // rows.shape[1])
     for at in range(0, len(rows), step):
         some = rows[at : at + step]
+        weight = job.importance.get(info.name)
         try:
-            data = encode(some, info.kind, job.importance.get(info.name), threads)
+            left = pruned(some, job.pruning, weight) if job.pruning and job.pruned(info) else some
+            data = encode(left, info.kind, weight, threads)
         except ValueError as error:
             raise WeightError(f"{job.opened.path}: {info.name} {error}") from None
-        lost = float(np.square(some - dequantize(data.reshape(-1), info.kind).reshape(some.shape), dtype=np.float64).sum())
-        yield data, lost / energy
+        made = dequantize(data.reshape(-1), info.kind).reshape(some.shape)
+        yield data, float(np.square(some - made, dtype=np.float64).sum()) / energy, int((made == 0).sum())
     for part in job.stored[info.name]:
         source.release(job.read[part.target].source)
