@@ -14,7 +14,8 @@ HEADRACE_INLINE void fetch(const uint8_t* from) {
 constexpr int kTurnRows = kLanes == 16 ? kDirectRows : 4;
 constexpr int kTurnParts = kLanes == 4 ? 1 : kParts;
 // Whether more rows than a turn has read a tile that was unpacked for them. It costs 5 % of the speed of six
-// instructions a product, 30 % of that of two (VNNI), and saves half of what these kernels take to compile.
+// instructions a product, 30 % of that of two (VNNI), and saves half of what these kernels take to compile. Tiles of
+// 2:4 always are: they take longer to unpack than to read back.
 constexpr bool kUnpacks = HEADRACE_IS(avx2);
 
 // Where a tile's integers (part after part of each quad) and scales come from: packed, or unpacked before.
@@ -219,7 +220,7 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
                 fetch_tile<kind, true>(block + ahead, integers + ahead, inner == 0);
             }
             const PackedTile<kind> packed{block, integers, inner, table};
-            if constexpr (turn == rows || !kUnpacks) {
+            if constexpr (turn == rows || !(kUnpacks || layout.sparse)) {
                 add_tile<form, rows>(packed, zero_shift, row, tile, acc);
             } else {
                 UnpackedTile unpacked;

@@ -12,7 +12,7 @@ constexpr int kDirectRows = kLanes == 4 ? 2 : 8;
 using DirectKernel = void (*)(const uint8_t* data, const uint8_t* values, int64_t ahead, const Segments& segments,
                               const A8Block* x, int64_t stride, float* y);
 
-// [kernel_kind][rows - 1]
+// [kernel_index][rows - 1]
 extern const DirectKernel direct_kernels[kKernelKinds][kDirectRows];
 
 }  // namespace headrace::HEADRACE_ISA

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def compress(
     model: ModelName,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The .gguf file to write.", callback=writable)
+        Path | None, typer.Option("--out", "-o", help="The .gguf file to write, or a folder (2:4).", callback=writable)
     ] = None,
     number_format: Annotated[
         str,
@@ -29,7 +29,7 @@ def compress(
             "--format",
             "-f",
             help="F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, IQ4_NL, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, Q2_K …: "
-            "as llama.cpp names them.",
+            "as llama.cpp names them. Of a folder int4-g32-sym or int8-g32-sym.",
         ),
     ] = "Q4_K_M",
     method: Annotated[
@@ -56,7 +56,7 @@ def compress(
     """Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block can have.
 
     MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
-    time. The result is not the same
+    time. Where OUT is a folder, two of each four weights become 0, and it holds the others alone. The result is not the same
     model: `headrace perplexity` on both says how much was lost.
     """
     if out is None and not dry_run:
@@ -68,13 +68,16 @@ def compress(
 
     path = fetch(model)
 
-    from headrace.compress import run
+    from headrace.compress import folder, run
 
     pipeline = run.Pipeline(format=number_format, method=method, sparsity=sparsity, head=head, imatrix=imatrix, threads=threads)
+    as_folder = out.suffix != ".gguf" if out is not None else number_format.lower() in folder.FORMATS
     if dry_run or out is None:
-        report = run.predict(path, pipeline)
+        report = folder.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
         for line in report.warnings:
             say(line)
+    elif as_folder:
+        report = folder.compress_folder(path, out, pipeline, status())
     else:
         report = run.compress(path, out, pipeline, status(), overwrite)
     status().finish()
