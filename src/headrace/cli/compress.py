@@ -56,8 +56,7 @@ def compress(
     """Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block can have.
 
     MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
-    time. Where OUT is a folder, two of each four weights become 0, and it holds the others alone. The result is not the same
-    model: `headrace perplexity` on both says how much was lost.
+    time. A folder OUT holds two of each four weights. `headrace perplexity` on both models says how much was lost.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
@@ -68,29 +67,42 @@ def compress(
 
     path = fetch(model)
 
-    from headrace.compress import folder, run
+    from headrace.compress.run import Pipeline
 
-    pipeline = run.Pipeline(format=number_format, method=method, sparsity=sparsity, head=head, imatrix=imatrix, threads=threads)
-    as_folder = out.suffix != ".gguf" if out is not None else number_format.lower() in folder.FORMATS
-    if dry_run or out is None:
-        report = folder.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
-        for line in report.warnings:
-            say(line)
-    elif as_folder:
-        report = folder.compress_folder(path, out, pipeline, status())
-    else:
-        report = run.compress(path, out, pipeline, status(), overwrite)
+    pipeline = Pipeline(format=number_format, method=method, sparsity=sparsity, head=head, imatrix=imatrix, threads=threads)
+    report = _predicted(path, out, pipeline) if dry_run or out is None else _written(path, out, pipeline, overwrite)
     status().finish()
     if as_json:
         print(json.dumps(_record(report), indent=2))
         return
     print_fields(_fields(report, None if dry_run else out, path))
     if matrices:
-        rows = [
-            (name, one.kind, str(one.nbytes), "" if one.error is None else f"{one.error:.3e}")
-            for name, one in report.matrices.items()
-        ]
-        print_table(("TENSOR", "KIND", "BYTES", "ERROR"), rows)
+        print_table(("TENSOR", "KIND", "BYTES", "ERROR"), _rows(report))
+
+
+def _predicted(path: Path, out: Path | None, pipeline: Any) -> Any:
+    from headrace.compress import folder, run
+
+    as_folder = out.suffix != ".gguf" if out is not None else pipeline.format.lower() in folder.FORMATS
+    report = folder.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
+    for line in report.warnings:
+        say(line)
+    return report
+
+
+def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
+    from headrace.compress import folder, run
+
+    if out.suffix != ".gguf":
+        return folder.compress_folder(path, out, pipeline, status())
+    return run.compress(path, out, pipeline, status(), overwrite)
+
+
+def _rows(report: Any) -> list[tuple[str, ...]]:
+    return [
+        (name, one.kind, str(one.nbytes), "" if one.error is None else f"{one.error:.3e}")
+        for name, one in report.matrices.items()
+    ]
 
 
 def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]:
