@@ -1,12 +1,13 @@
-// Block layouts after the GGUF specification (ggml-org/ggml, docs/gguf.md), and of NF4 and FP4 (kinds.py). Plain C++:
-// the compiler vectorises it. Products and sums are rounded one by one (built with -ffp-contract=off), so every machine
-// gives the same bits.
+// Block layouts after the GGUF specification (ggml-org/ggml, docs/gguf.md), and of NF4, FP4, S4 and S8 (kinds.py).
+// Plain C++: the compiler vectorises it. Products and sums are rounded one by one (built with -ffp-contract=off), so
+// every machine gives the same bits.
 #include "dequant.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <future>
+#include <limits>
 #include <vector>
 
 namespace headrace {
@@ -209,6 +210,37 @@ void decode_half_table(const uint8_t* src, float* dst, size_t n) {
     for (; n--; src += 18, dst += 32) decode_table(values, src + 2, load_half(src), dst);
 }
 
+// 16 kept of 32: which ones, as 2-bit indices of two a quad, then the integers. Indices that do not ascend are no
+// number.
+void spread(const int* kept, const uint8_t* indices, float d, float* dst) {
+    for (int quad = 0; quad < 8; ++quad, dst += 4) {
+        const int two = indices[quad / 2] >> quad % 2 * 4 & 15, first = two & 3, second = two >> 2;
+        const float scale = first < second ? d : std::numeric_limits<float>::quiet_NaN();
+        for (int i = 0; i < 4; ++i) dst[i] = scale * 0.0f;
+        dst[first] = scale * static_cast<float>(kept[2 * quad]);
+        dst[second] = scale * static_cast<float>(kept[2 * quad + 1]);
+    }
+}
+
+void decode_s4(const uint8_t* src, float* dst, size_t n) {
+    for (; n--; src += 14, dst += 32) {
+        int kept[16];
+        for (int i = 0; i < 8; ++i) {
+            kept[i] = (src[6 + i] & 15) - 8;
+            kept[8 + i] = (src[6 + i] >> 4) - 8;
+        }
+        spread(kept, src + 2, load_half(src), dst);
+    }
+}
+
+void decode_s8(const uint8_t* src, float* dst, size_t n) {
+    for (; n--; src += 22, dst += 32) {
+        int kept[16];
+        for (int i = 0; i < 16; ++i) kept[i] = static_cast<int8_t>(src[6 + i]);
+        spread(kept, src + 2, load_half(src), dst);
+    }
+}
+
 // 2^(e - 128).
 float power_of_two(uint32_t e) { return std::bit_cast<float>(e < 2 ? 0x200000u << e : (e - 1) << 23); }
 
@@ -246,6 +278,8 @@ constexpr Format kFormats[] = {
     {"MXFP4", 32, 17, decode_mxfp4},
     {"NF4", 32, 18, decode_half_table<kNf4Values>},
     {"FP4", 32, 18, decode_half_table<kFp4Values>},
+    {"S4", 32, 14, decode_s4},
+    {"S8", 32, 22, decode_s8},
 };
 
 }  // namespace

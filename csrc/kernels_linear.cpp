@@ -46,7 +46,7 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
         }
         return;
     }
-    const DirectKernel kernel = direct_kernels.of[(int)kernel_kind(weight.kind)][rows - 1];
+    const DirectKernel kernel = direct_kernels.of[kernel_index(weight.kind)][rows - 1];
     const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
     for (int b = 0; b < blocks; ++b) {
         const uint8_t* data = weight.data + (block + b) * weight.stride;

@@ -8,7 +8,7 @@ namespace headrace::HEADRACE_ISA {
 
 template <PackedKind kind, int rows = 1>
 static constexpr void enter(DirectKernels& table) {
-    table.of[(int)kind][rows - 1] = direct<kind, rows>;
+    table.of[kernel_index(kind)][rows - 1] = direct<kind, rows>;
     if constexpr (rows < kTuning.direct_rows) enter<kind, rows + 1>(table);
 }
 

@@ -214,7 +214,8 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
                 fetch_tile<kind, true>(block + ahead, integers + ahead, inner == 0);
             }
             const PackedTile<kind> packed{block, integers, inner, table};
-            if constexpr (turn == rows || !kTuning.unpacks) {
+            // Tiles of 2:4 take longer to unpack than to read back.
+            if constexpr (turn == rows || !(kTuning.unpacks || layout.sparse)) {
                 add_tile<form, rows>(packed, zero_shift, row, tile, acc);
             } else {
                 UnpackedTile unpacked;

@@ -10,7 +10,7 @@ using DirectKernel = void (*)(const uint8_t* data, const uint8_t* values, int64_
                               const A8Block* x, int64_t stride, float* y);
 
 struct DirectKernels {
-    DirectKernel of[kKernelKinds][kTuning.direct_rows];  // [kernel_kind][rows - 1]
+    DirectKernel of[kKernelKinds][kTuning.direct_rows];  // [kernel_index][rows - 1]
 };
 extern const DirectKernels direct_kernels;
 

@@ -6,9 +6,12 @@ constexpr int kPartBytes = 4 * kLanes;
 constexpr int kSegmentLevels = 3;
 constexpr int kPrefetchBytes = 8192;  // ahead of the reading, little enough for L1
 
+#include "linear_sparse.inl"
+
 // The two planes' share of quad j, joined. `group`: the group's integers at the part.
 template <PackedKind kind, int j>
 HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v table) {
+    if constexpr (layout_of(kind).sparse) return sparse_quad<kind, j>(group);
     constexpr int low = layout_of(kind).low, high = layout_of(kind).high;
     U8v w = load_u8(group + 64 * (j % low));
     if constexpr (low < 8) w = field<low, low*(j / low), 0>(w);

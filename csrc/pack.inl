@@ -3,11 +3,29 @@
 
 #include "pack_decode.inl"
 
+// The kept integers of a 2:4 block as planes of quads, and the patterns.
+template <PackedKind kind>
+HEADRACE_INLINE void store_sparse(const Staged& from, uint8_t* integers) {
+    constexpr Layout layout = layout_of(kind);
+    constexpr int low = layout.low, vectors = low / 2;
+    for (int g = 0; g < 2; ++g, integers += layout.group_bytes()) {
+        __builtin_memset(integers, 0, layout.group_bytes());
+        for (int row = 0; row < 16; ++row) {
+            const uint8_t* q = from.q[row] + 32 * g;
+            for (int i = 0; i < 16; ++i) {
+                integers[64 * (i / 4 % vectors) + 4 * row + i % 4] |= q[i] << (low * (i / 4 / vectors));
+            }
+            for (int j = 0; j < 8; ++j) integers[64 * vectors + 4 * row + j / 2] |= q[16 + j] << (j % 2 * 4);
+        }
+    }
+}
+
 // A block's columns as quads, then as bit planes.
 template <PackedKind kind>
 HEADRACE_INLINE void store_block(const Staged& from, uint8_t* integers) {
     constexpr Layout layout = layout_of(kind);
     constexpr int low = layout.low, high = layout.high;
+    if constexpr (layout.sparse) return store_sparse<kind>(from, integers);
     for (int g = 0; g < 2 * layout.tiles(); ++g, integers += layout.group_bytes()) {
         uint8_t quad[8][64];
         for (int row = 0; row < 16; ++row) {
@@ -229,6 +247,16 @@ HEADRACE_INLINE void row_scales(const uint8_t* header, int group16, int row, flo
 template <PackedKind kind>
 HEADRACE_INLINE void row_quad(const uint8_t* group, int j, int row, uint8_t* q) {
     constexpr int low = layout_of(kind).low, high = layout_of(kind).high;
+    if constexpr (layout_of(kind).sparse) {
+        constexpr int vectors = low / 2, zero = layout_of(kind).zero;
+        const int pattern = group[64 * vectors + 4 * row + j / 2] >> (j % 2 * 4) & 7;
+        for (int i = 0; i < 4; ++i) q[i] = zero;
+        for (int i = 0; i < 2; ++i) {
+            const uint8_t kept = group[64 * (j / 2 % vectors) + 4 * row + j % 2 * 2 + i] >> (low * (j / 2 / vectors));
+            q[kPatterns[pattern][i]] = (kept & ((1 << low) - 1)) ^ zero;
+        }
+        return;
+    }
     for (int i = 0; i < 4; ++i) {
         const int byte = 4 * row + i;
         q[i] = group[64 * (j % low) + byte] >> (low * (j / low)) & ((1 << low) - 1);

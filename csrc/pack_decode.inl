@@ -1,5 +1,6 @@
 // Stored rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs), but for NF4 and
-// FP4: half d, then nibbles as IQ4_NL has them. A block's columns go to q[column], its scales into the header at `row`.
+// FP4 (half d, then nibbles as IQ4_NL has them), S4 and S8 (half d, 2-bit indices, kept integers). A block's columns go
+// to q[column], its scales into the header at `row`.
 #pragma once
 
 struct Staged {
@@ -69,6 +70,27 @@ HEADRACE_INLINE void decode_mxfp4(const uint8_t* src, int row, int groups, Stage
         const uint16_t d = any ? half_power(src[0]) : 0;
         put16(to.header, g * 16 + row, (const uint8_t*)&d);
         decode_nibbles(src + 1, to.q[row] + 32 * g);
+    }
+}
+
+// Two of every quad: their integers into q[0..16) of a group, signed, and the pattern of quad j into q[16 + j]. Indices
+// that do not ascend make the scale a NaN, which is refused.
+template <PackedKind kind>
+HEADRACE_INLINE void decode_sparse(const uint8_t* src, int row, int groups, Staged& to) {
+    constexpr int kept = layout_of(kind).low * 2;
+    for (int g = 0; g < groups; ++g, src += 6 + kept) {
+        uint8_t* q = to.q[row] + 32 * g;
+        uint16_t d;
+        __builtin_memcpy(&d, src, 2);
+        for (int j = 0; j < 8; ++j) {
+            const int pattern = pattern_of(src[2 + j / 2] >> (j % 2 * 4) & 15);
+            if (pattern < 0) d = 0x7e00;
+            q[16 + j] = pattern < 0 ? 0 : pattern;
+        }
+        put16(to.header, g * 16 + row, (const uint8_t*)&d);
+        for (int i = 0; i < 16; ++i) {
+            q[i] = kind == PackedKind::kS8 ? src[6 + i] : (src[6 + i % 8] >> (i / 8 * 4) & 15) ^ 8;
+        }
     }
 }
 
@@ -175,6 +197,10 @@ static constexpr int source_block_bytes(PackedKind kind) {
             return 210;
         case PackedKind::kIq4Xs:
             return 136;
+        case PackedKind::kS4:
+            return 28;
+        case PackedKind::kS8:
+            return 44;
         default:
             return 0;
     }
@@ -197,6 +223,8 @@ HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Stage
         decode_iq4xs(src, row, to);
     } else if constexpr (kind == PackedKind::kMxfp4) {
         decode_mxfp4(src, row, groups < 2 ? groups : 2, to);
+    } else if constexpr (layout_of(kind).sparse) {
+        decode_sparse<kind>(src, row, groups < 2 ? groups : 2, to);
     } else {
         decode_legacy<kind>(src, row, groups < 2 ? groups : 2, to);
     }

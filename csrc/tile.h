@@ -6,6 +6,11 @@
 // 4n + i of a vector belongs to row n and column 4j + i of the group, and quad j = 0..7 sits in vector j % b at bits
 // [b * (j / b), b * (j / b) + b). A format's integer is low plane | high plane << low bits.
 //
+// 2:4 formats keep two of the four columns of every quad. A group has 16 kept integers (signed ones, of b bits), in b /
+// 2 vectors: byte 4n + i belongs to row n and kept column 4p + i, and kept quad p = 0..3, of the columns' quads 2p and
+// 2p + 1, sits in vector p % (b / 2) at bits [b * (p / (b / 2)), ...). Then one vector says which: bits [4j, 4j + 4) of
+// row n's 32 are those of kPatterns for quad j.
+//
 // Headers (each [16] is one value per row, f16 unless said):
 //   kZero32     d[2][16]                              w = d * (q - zero)
 //   kMin32      d[2][16] m[2][16]                     w = d * q + m
@@ -37,13 +42,16 @@ enum class PackedKind : int32_t {
     kBf16,
     kMxfp4 = 15,  // 13 and 14 are floats of a source
     kNf4,
-    kFp4
+    kFp4,
+    kS4,
+    kS8
 };
 
 // Those with kernels of their own.
-#define HEADRACE_KERNEL_KINDS(X) \
+#define HEADRACE_DENSE_KINDS(X) \
     X(kQ4_0) X(kQ4_1) X(kQ5_0) X(kQ5_1) X(kQ8_0) X(kQ2K) X(kQ3K) X(kQ4K) X(kQ5K) X(kQ6K) X(kIq4Nl) X(kIq4Xs)
-constexpr int kKernelKinds = 12;
+#define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8)
+constexpr int kKernelKinds = 14;
 // All but kBf16.
 #define HEADRACE_INTEGER_KINDS(X) HEADRACE_KERNEL_KINDS(X) X(kMxfp4) X(kNf4) X(kFp4)
 
@@ -53,7 +61,8 @@ struct Layout {
     int low, high;  // bits of the two planes
     bool table;     // the integer is an index into a table (table_of), whose entries are what is multiplied
     Scales scales;
-    int zero;  // a power of two; 0 exactly where the format has minima
+    int zero;             // a power of two; 0 exactly where the format has minima
+    bool sparse = false;  // 2:4
 
     constexpr bool super() const {
         return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone;
@@ -79,7 +88,9 @@ struct Layout {
                 return 320;
         }
     }
-    constexpr int group_bytes() const { return (low + high) * 64; }  // integers of 32 columns
+    constexpr int group_bytes() const {  // integers of 32 columns, and where those of 2:4 stand
+        return sparse ? low * 32 + 64 : (low + high) * 64;
+    }
     constexpr int tile_bytes() const { return scales == Scales::kNone ? 2048 : 2 * group_bytes(); }
     constexpr int block_bytes() const { return header_bytes() + tiles() * tile_bytes(); }
 };
@@ -113,9 +124,24 @@ static constexpr Layout layout_of(PackedKind kind) {
             return {4, 0, true, Scales::kZero32, 128};
         case PackedKind::kIq4Xs:
             return {4, 0, true, Scales::kSuperI8, 128};
+        case PackedKind::kS4:
+            return {4, 0, false, Scales::kZero32, 8, true};
+        case PackedKind::kS8:
+            return {8, 0, false, Scales::kZero32, 128, true};
         default:
             return {0, 0, false, Scales::kNone, 0};
     }
+}
+
+// The two columns of a quad that 2:4 keeps, by pattern.
+static constexpr int kPatterns[6][2] = {{0, 1}, {0, 2}, {0, 3}, {1, 2}, {1, 3}, {2, 3}};
+
+// The pattern of 2-bit indices, the first one in the low bits; -1 unless they ascend.
+static constexpr int pattern_of(int indices) {
+    for (int p = 0; p < 6; ++p) {
+        if (indices == (kPatterns[p][0] | kPatterns[p][1] << 2)) return p;
+    }
+    return -1;
 }
 
 // The sixteen values of a table format, offset by 128: of IQ4_NL and IQ4_XS; of E2M1 times 2; of bitsandbytes' NF4
@@ -133,9 +159,11 @@ static constexpr const uint8_t* table_of(PackedKind kind) {
                                       : kIq4Table;
 }
 
-// The kind whose direct kernels multiply this one: those of one layout differ in their table alone.
-static constexpr PackedKind kernel_kind(PackedKind kind) {
-    return kind > PackedKind::kBf16 ? PackedKind::kIq4Nl : kind;
+// The place in HEADRACE_KERNEL_KINDS of the kind whose direct kernels multiply this one: those of one layout differ in
+// their table alone.
+static constexpr int kernel_index(PackedKind kind) {
+    if (layout_of(kind).sparse) return kKernelKinds - (kind == PackedKind::kS4 ? 2 : 1);
+    return static_cast<int>(kind > PackedKind::kBf16 ? PackedKind::kIq4Nl : kind);
 }
 
 // n rows of k columns. Rows past n and columns past k are stored as zeros.

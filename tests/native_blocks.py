@@ -22,7 +22,11 @@ SCALES = {
     "MXFP4": (),
     "NF4": (0,),
     "FP4": (0,),
+    "S4": (0,),
+    "S8": (0,),
 }
+SPARSE = {"S4": "Q4_0", "S8": "Q8_0"}  # and dense kinds of the same integers
+
 INTEGER_KINDS = tuple(SCALES)
 FLOAT_KINDS = ("BF16", "F16", "F32")
 
@@ -42,6 +46,9 @@ def random_rows(kind: str, n: int, k: int, seed: int = 0, scales: np.ndarray | N
     if kind == "MXFP4":  # powers of two that halves hold
         powers = np.array([2.0**-6, 2.0**-5, 2.0**-20, 0.25]) if scales is None else np.abs(scales[scales != 0])
         rows[:, :, 0] = 128 + np.log2(rng.choice(powers, (n, k // block)))
+    if kind in SPARSE:  # indices of two that ascend
+        low, high = rng.choice([0x4, 0x8, 0xC, 0x9, 0xD, 0xE], (2, n, k // block, 4)).astype(np.uint8)
+        rows[:, :, 2:6] = low | high << 4
     return rows.reshape(n, -1)
 
 

@@ -13,7 +13,8 @@
 //   shift_left(x, n)              x << n, by a vector instruction even where x is one value repeated
 //   fma(a, b, c) = a * b + c rounded once; max, min, max_i32, sum_i32, to_f32, round_i32 (nearest even), as_f32, as_i32
 //   field<bits, from, to>(x)      bits [from, from + bits) of every byte, moved to bit `to`
-//   lookup(table, index)          table[index] per byte, 16-byte table repeated in the vector
+//   lookup(table, index)          table[index] per byte, among the same sixteen bytes of the vector; 0 from 128 on
+//   pick(eight, index)            eight[index % 8] per lane
 //   DotSum                        products of bytes on their way into int32 lanes:
 //     dot_begin(acc)              a sum to which products are added; of acc where that costs nothing
 //     dot_add<wide>(sum, w, a)    + sum over i of w[4n + i] * a[i]; a: 4 int8 in [-127, 127]; w unsigned, below 128

@@ -102,6 +102,10 @@ HEADRACE_INLINE U8v load_table(const uint8_t* p) {
 }
 HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return (U8v)_mm256_shuffle_epi8(raw(table), raw(index)); }
 
+HEADRACE_INLINE I32v pick(const int32_t* eight, I32v index) {
+    return (I32v)_mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i*)eight), raw(index));
+}
+
 HEADRACE_INLINE __m256i load_quads(const int8_t* a) {
     int32_t quad;
     __builtin_memcpy(&quad, a, 4);

@@ -96,6 +96,10 @@ HEADRACE_INLINE U8v load_table(const uint8_t* p) {
     return (U8v)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
 }
 HEADRACE_INLINE U8v lookup(U8v table, U8v index) { return (U8v)_mm512_shuffle_epi8(raw(table), raw(index)); }
+HEADRACE_INLINE I32v pick(const int32_t* eight, I32v index) {
+    const __m512i twice = _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i*)eight));
+    return (I32v)_mm512_permutexvar_epi32(raw(index), twice);
+}
 
 constexpr int kWideZero = 0;
 typedef I32v DotSum;

@@ -101,6 +101,10 @@ HEADRACE_INLINE U8v field(U8v x) {
     return (from > to ? x >> (from > to ? from - to : 0) : x << (to > from ? to - from : 0)) & mask;
 }
 
+HEADRACE_INLINE I32v pick(const int32_t* eight, I32v index) {
+    return I32v{eight[index[0] & 7], eight[index[1] & 7], eight[index[2] & 7], eight[index[3] & 7]};
+}
+
 // Products of bytes are added to their int32 lanes at once.
 typedef I32v DotSum;
 static constexpr int dot_room(int) { return 1 << 20; }

@@ -34,10 +34,11 @@ __attribute__((noinline, unused)) static F32v fma(F32v a, F32v b, F32v c) {
 
 HEADRACE_INLINE U8v lookup(U8v table, U8v index) {
 #if defined(__clang__)
-    return __builtin_shufflevector(table, index);
+    const U8v found = __builtin_shufflevector(table, index);
 #else
-    return __builtin_shuffle(table, index);
+    const U8v found = __builtin_shuffle(table, index);
 #endif
+    return found & (U8v)(index < 128);
 }
 
 constexpr int kWideZero = 0;

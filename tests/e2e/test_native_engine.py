@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace import native
-from headrace.bench.export import write_folder
+from headrace.compress.export import write_folder
 from headrace.data.params import SamplingParams
 from headrace.eager.program import EagerProgram
 from headrace.llm import LLM

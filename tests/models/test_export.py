@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from headrace.bench.export import hf_config, tensors, write_folder
+from headrace.compress.export import hf_config, tensors, write_folder
 from headrace.models.base import Model
 from headrace.models.registry import read_config
 from headrace.text.tokenizer import Tokenizer

@@ -45,7 +45,7 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "gptq int2": (lambda: gptq(2, sym=False), {"Q4_0"}, "GPTQ, 2 bits, groups of 32"),
     "awq": (awq, {"Q5_0"}, "AWQ, 4 bits, groups of 32"),
     "awq without zeros": (lambda: awq(zeros=False), {"Q4_0"}, "AWQ, 4 bits, groups of 32"),
-    "2:4": (sparse, {"Q8_0"}, "compressed-tensors, 2:4 (zeros are written out), 8 bits, a scale a row"),
+    "2:4": (sparse, {"S8"}, "compressed-tensors, 2:4, 8 bits, a scale a row"),
     "mxfp4": (mxfp4, {"MXFP4"}, "MXFP4"),
     "fp8": (fp8_blocks, {"F32"}, "FP8, E4M3 as bfloat16"),
 }  # fmt: skip
@@ -257,7 +257,11 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "mxfp4 of fewer scales": (mxfp4, changed("weight_scales", lambda x: x[1:]), "lacks scales or has odd blocks"),
     "mxfp4 of experts": (mxfp4, changed("weight_blocks", lambda x: x[None]), "is one of experts, which are not built"),
     "mxfp4 of a power beyond": (mxfp4, changed("weight_scales", lambda x: x * 0 + 255), "NaN or infinite in float32"),
-    "2:4 of three in four": (sparse, changed("bitmask", lambda x: x | 1), "has a bitmask that keeps another number than half"),
+    "2:4 of three in four": (
+        sparse,
+        changed("bitmask", lambda x: x | 1),
+        "has a bitmask that keeps another number than two of four",
+    ),
     "2:4 of fewer numbers": (sparse, changed("compressed", lambda x: x[1:]), "compressed of I8 95 x 32 and needs I8 96 x 32"),
     "nf4 of other blocks": (
         lambda: kept("bnb-nf4-nested"),

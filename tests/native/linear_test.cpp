@@ -45,6 +45,13 @@ std::vector<uint8_t> some_rows(const Case& which, std::mt19937& rng) {
     if (which.kind == static_cast<SourceKind>(PackedKind::kMxfp4)) {
         for (size_t at = 0; at < rows.size(); at += 17) rows[at] |= 0x68;  // halves hold 2^(e - 128)
     }
+    const size_t kept = which.kind == static_cast<SourceKind>(PackedKind::kS4)   ? 8
+                        : which.kind == static_cast<SourceKind>(PackedKind::kS8) ? 16
+                                                                                 : 0;
+    for (size_t at = 2; kept && at < rows.size(); at += 6 + kept) {  // 2-bit indices ascend
+        constexpr uint8_t kTwo[6] = {4, 8, 12, 9, 13, 14};
+        for (size_t i = 0; i < 4; ++i) rows[at + i] = static_cast<uint8_t>(kTwo[rng() % 6] | kTwo[rng() % 6] << 4);
+    }
     return rows;
 }
 

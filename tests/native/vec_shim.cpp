@@ -189,6 +189,11 @@ static constexpr VecShim kFunctions = {
         [](const uint8_t* table, const uint8_t* index, uint8_t* out) {
             for (int i = 0; i < 64; i += 4 * kLanes) store_u8(out + i, lookup(load_table(table), load_u8(index + i)));
         },
+    .pick =
+        [](const int32_t* eight, const int32_t* index, int32_t* out) {
+            EACH(16)
+            store_u8(out + i, (U8v)pick(eight, load_i32(index + i)));
+        },
     .dot = [](bool wide, int count, const int32_t* acc, const uint8_t* w, const int8_t* a,
               int32_t* out) { wide ? dots<true>(count, acc, w, a, out) : dots<false>(count, acc, w, a, out); },
     .dot_bf16 =

@@ -45,6 +45,7 @@ struct VecShim {
     void (*copy_bytes)(const uint8_t* x, uint8_t* out);
     void (*field)(int bits, int from, int to, const uint8_t* x, uint8_t* out);
     void (*lookup)(const uint8_t* table, const uint8_t* index, uint8_t* out);
+    void (*pick)(const int32_t* eight, const int32_t* index, int32_t* out);  // 16
     // 16 sums; `count` products in one of the shim's sums, w 64 bytes of each, a 4 of each
     void (*dot)(bool wide, int count, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out);
     void (*dot_bf16)(const float* acc, const uint16_t* w, const uint16_t* x, float* out);  // 16 sums, 32 of w

@@ -219,9 +219,13 @@ void check_bytes(const VecShim& v, std::mt19937& rng) {
         }
         const std::vector<uint8_t> table = random_ints<uint8_t>(rng, 16, {0, 255});
         std::vector<uint8_t> index(64);
-        for (uint8_t& each : index) each = static_cast<uint8_t>(rng() % 16);
+        for (uint8_t& each : index) each = static_cast<uint8_t>(rng() % 16 | (rng() % 4 ? 0 : 128));
         v.lookup(table.data(), index.data(), out.data());
-        equal(out, [&](size_t i) { return table[index[i]]; }, "lookup");
+        equal(out, [&](size_t i) { return index[i] < 16 ? table[index[i]] : 0; }, "lookup");
+        const std::vector<int32_t> eight = random_words(rng, 8), places = random_words(rng, 16);
+        std::vector<int32_t> picked(16);
+        v.pick(eight.data(), places.data(), picked.data());
+        equal(picked, [&](size_t i) { return eight[places[i] & 7]; }, "pick");
     }
     v.prefetch(nullptr);  // of an address that is not there: nothing
 }

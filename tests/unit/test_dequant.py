@@ -61,7 +61,7 @@ def test_native_equals_numpy(kind: str) -> None:
     assert_same_bits(out, dequantize_numpy(data, kind))
 
 
-@pytest.mark.parametrize("kind", NOT_GGUF)
+@pytest.mark.parametrize("kind", TABLES)
 def test_tables_are_those_of_bitsandbytes_but_for_a_little(kind: str) -> None:
     """Codes in the order of a block: low nibbles, then high ones. The halves are powers of two."""
     table, largest, most = TABLES[kind]

@@ -71,8 +71,7 @@ ROOMS = {
     "native data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
-    "bench": "llm engine startup decoding drafting eager runner weights.loader weights.parts kv.layout text models ops "
-    "weights host data",
+    "bench": "compress llm engine startup decoding drafting eager runner kv.layout text ops weights host data",
     "bench.profile": "bench llm native.program native data",  # of the native core alone
     "bench.linears": "bench bench.profile native weights",  # so too
     "bench.tools": "bench server decoding llm data",  # asks as the server asks

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.export import write_folder
+from headrace.compress.export import write_folder
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.store import home
 

@@ -15,9 +15,10 @@ from headrace.cli.status import status
 def register(bench: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
-        "types rows repeats threads json_file",
+        "types rows mebibytes repeats threads json_file",
         ("headrace bench linears", "Every format at 1, 8, 16, 32 and 256 rows."),
         ("headrace bench linears --types Q4_K,Q8_0 --rows 1,8", "Two of them, at few rows."),
+        ("headrace bench linears --types Q4_0,S4,Q8_0,S8 --mebibytes 0", "2:4 beside dense, from the cache."),
     )
     bench.command("linears", cls=short)(linears)
 
@@ -25,6 +26,9 @@ def register(bench: typer.Typer) -> None:
 def linears(
     types: Annotated[str, typer.Option(help="Formats of weights, as Q4_K,BF16; every one where not given.")] = "",
     rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,8,16,32,256",
+    mebibytes: Annotated[
+        int, typer.Option(min=0, help="Packed weights of each format, at least: more than the caches hold, or 0: one layer.")
+    ] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, after one to warm up.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; every core where not given.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
@@ -44,7 +48,9 @@ def linears(
     except ValueError:
         raise ValueError(f"--rows takes numbers, as 1,8,16; not {rows!r}") from None
     status().start("measuring", len(kinds), unit="formats")
-    result = measure_linears(types=kinds, rows=counts, repeats=repeats, threads=threads, say=say, done=done)
+    result = measure_linears(
+        types=kinds, rows=counts, mebibytes=mebibytes, repeats=repeats, threads=threads, say=say, done=done
+    )
     lines = [(kind, *map(_cell, by_rows.values())) for kind, by_rows in result["types"].items()]
     print_table(("type", *(f"{count} rows" for count in counts)), lines)
     print()

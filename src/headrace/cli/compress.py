@@ -44,9 +44,13 @@ class MethodOptions:
         str,
         _method(
             "rtn: to nearest; gptq: each column's error made good by the next; awq, smoothquant: inputs scaled first, for the "
-            "weights' sake or their own; awq,gptq: both. All but rtn read texts."
+            "weights' sake or their own; awq,gptq: both; these read texts. magnitude, wanda: weights are left out first "
+            "(--sparsity)."
         ),
     ] = "rtn"
+    sparsity: Annotated[
+        str | None, _method("How many weights become 0: 2:4 (two of each four neighbours), or a share of each row, as 0.5.")
+    ] = None
     budget: Annotated[
         str | None, _method("Bytes of all tensors, as in 100MB: more bits where they count most, fewer elsewhere.")
     ] = None
@@ -69,7 +73,7 @@ class MethodOptions:
             raise typer.BadParameter(f"--tokens is a number or auto, not {self.tokens}")
         return {
             **asdict(self),
-            "method": tuple(self.method.split(",")),
+            "method": tuple(name.strip() for name in self.method.lower().split(",")),
             "budget": None if self.budget is None else parse_bytes(self.budget),
             "tokens": None if self.tokens == "auto" else int(self.tokens),
             "judge": None if self.judge == "none" else self.judge,
@@ -79,14 +83,16 @@ class MethodOptions:
 def compress(
     model: ModelName,
     methods: MethodOptions,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The .gguf file to write.", callback=writable)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The .gguf file to write, or a folder (2:4).", callback=writable)
+    ] = None,
     number_format: Annotated[
         str,
         typer.Option(
             "--format",
             "-f",
             help="F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, IQ4_NL, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, Q2_K …: "
-            "as llama.cpp names them.",
+            "as llama.cpp names them. Of a folder int4-g32-sym or int8-g32-sym.",
         ),
     ] = "Q4_K_M",
     head: Annotated[str | None, typer.Option(help="Another kind for the output projection, as in Q8_0.")] = None,
@@ -104,8 +110,8 @@ def compress(
     the layers' outputs on texts change least (--method).
 
     MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
-    time, or one layer where texts are read; stopped, the same command goes on. The result is not the same model: --judge, or
-    `headrace perplexity` on both, says how much was lost.
+    time, or one layer where texts are read; stopped, the same command goes on. A folder OUT holds two of each four weights. The
+    result is not the same model: --judge, or `headrace perplexity` on both, says how much was lost.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
@@ -116,16 +122,11 @@ def compress(
 
     path = fetch(model)
 
-    from headrace.compress import run
+    from headrace.compress.run import Pipeline
 
-    pipeline = run.Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads, **methods.values())
+    pipeline = Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads, **methods.values())
     pipeline.check()
-    if dry_run or out is None:
-        report = run.predict(path, pipeline)
-        for line in report.warnings:
-            say(line)
-    else:
-        report = _written(path, out, pipeline, overwrite)
+    report = _predicted(path, out, pipeline) if dry_run or out is None else _written(path, out, pipeline, overwrite)
     status().finish()
     if as_json:
         print(json.dumps(report.record(), indent=2))
@@ -135,11 +136,23 @@ def compress(
         print_table(("TENSOR", "KIND", "BYTES", "ERROR"), _rows(report))
 
 
-def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
-    from headrace.compress.run import compress
+def _predicted(path: Path, out: Path | None, pipeline: Any) -> Any:
+    from headrace.compress import folder, run
 
+    as_folder = out.suffix != ".gguf" if out is not None else pipeline.format.lower() in folder.FORMATS
+    report = folder.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
+    for line in report.warnings:
+        say(line)
+    return report
+
+
+def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
+    from headrace.compress import folder, run
+
+    if out.suffix != ".gguf":
+        return folder.compress_folder(path, out, pipeline, status())
     try:
-        return compress(path, out, pipeline, status(), overwrite)
+        return run.compress(path, out, pipeline, status(), overwrite)
     except KeyboardInterrupt:
         if pipeline.walks:
             say(f"{out}: stopped; the same command goes on where it was")
@@ -163,7 +176,9 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         ("memory", f"{human_size(report.largest)} at the most, besides the model's mapped file and the program itself"),
     ]
     if out is not None:
-        fields.append(("error", f"{report.error:.3%} of the squares of what was rounded"))
+        fields.append(("error", f"{report.error:.3%} of the squares of what was rounded or left out"))
+        if report.zeros is not None:
+            fields.append(("zeros", f"{report.zeros:.2%} of the weights of layers"))
         if report.told:
             fields.append(("outputs", _outputs(list(report.told.values()))))
         if (judged := report.judged) is not None:

@@ -7,9 +7,11 @@ from typing import Any
 
 from headrace.compress.base import Told
 from headrace.compress.judge import Judgement
+from headrace.compress.pruning import PRUNES, pruning
 from headrace.compress.texts import SELF
+from headrace.quant.keep import Sparsity
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant")
+METHODS = ("rtn", "gptq", "awq", "smoothquant", *PRUNES)
 ORDERS = (
     ("rtn",),
     ("gptq",),
@@ -17,15 +19,19 @@ ORDERS = (
     ("awq", "gptq"),
     ("smoothquant",),
     ("smoothquant", "gptq"),
+    *((name,) for name in PRUNES),
+    *((name, "rtn") for name in PRUNES),
 )  # of methods that go together
 FOLDS = ("awq", "smoothquant")
+READ = ("gptq", *FOLDS)  # by texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """What is done to a model. `method`: some of METHODS in order (awq or smoothquant alone: then to nearest). `format`: a name
     of mixes.MIXES. `head`: a kind for the output projection alone. `imatrix`: a file of importances, for rtn. `budget`: bytes
-    of all tensors; kinds are then chosen matrix by matrix, and `format` is where the choice begins.
+    of all tensors; kinds are then chosen matrix by matrix, and `format` is where the choice begins. `sparsity`: what methods
+    that prune make 0, as quant.keep.parse_sparsity reads it.
 
     `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
     column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
@@ -33,6 +39,7 @@ class Pipeline:
 
     method: tuple[str, ...] = ("rtn",)
     format: str = "Q4_K_M"
+    sparsity: str | None = None
     head: str | None = None
     imatrix: Path | None = None
     budget: int | None = None
@@ -53,7 +60,12 @@ class Pipeline:
     @property
     def walks(self) -> bool:
         """Whether texts are read."""
-        return self.method != ("rtn",) or self.write_imatrix is not None or self.budget is not None
+        return bool(set(self.method) & set(READ)) or self.write_imatrix is not None or self.budget is not None
+
+    @property
+    def prunes(self) -> tuple[str, Sparsity] | None:
+        """The method that prunes and what is to go; None where nothing is pruned. Raises ValueError as pruning.pruning does."""
+        return pruning(",".join(self.method), self.sparsity, self.imatrix is not None)
 
     def check(self) -> None:
         """Raise ValueError for methods that are not known or cannot follow one another."""
@@ -61,21 +73,29 @@ class Pipeline:
             raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
         if self.method not in ORDERS:
             known = ", ".join(",".join(order) for order in ORDERS)
-            late = [name for name in self.method[1:] if name in FOLDS]
-            why = f"{late[0]} scales what is neither scaled nor rounded yet" if late else "what is rounded is not rounded again"
+            late = [name for name in self.method[1:] if name in (*FOLDS, *PRUNES)]
+            why = f"{late[0]} comes first" if late else "what is rounded or pruned is not rounded by another method again"
             raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
         if self.imatrix is not None and self.walks:
             raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
+        if not set(self.method) & set(READ) and self.prunes and self.walks:
+            raise ValueError(f"{self.method[0]} reads no texts: leave out --budget and --write-imatrix")
+        if self.sparsity is not None and set(self.method) & set(READ):
+            raise ValueError(
+                f"{','.join(self.method)} leaves no weights out; leave out --sparsity, or choose {' or '.join(PRUNES)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied)."""
+    """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied), and,
+    where it was pruned, the share of its numbers that are 0."""
 
     weights: int
     kind: str
     nbytes: int
     error: float | None = None  # None: not written yet
+    zeros: float | None = None
 
 
 @dataclass(slots=True)
@@ -111,6 +131,12 @@ class Report:
         return sum(error * weights for error, weights in rounded) / max(sum(weights for _, weights in rounded), 1)
 
     @property
+    def zeros(self) -> float | None:
+        """The share of zeros among the weights of pruned matrices; None where there are none."""
+        cut = [(one.zeros, one.weights) for one in self.matrices.values() if one.zeros is not None]
+        return sum(zeros * weights for zeros, weights in cut) / sum(weights for _, weights in cut) if cut else None
+
+    @property
     def kinds(self) -> dict[str, int]:
         """Tensors of each kind."""
         return dict(Counter(one.kind for one in self.matrices.values()).most_common())
@@ -125,9 +151,11 @@ class Report:
             "warnings": self.warnings,
             "memory": self.largest,
             "error": self.error,
+            "zeros": self.zeros,
             "seconds": round(self.seconds, 3),
             "matrices": {
-                name: {"kind": one.kind, "bytes": one.nbytes, "error": one.error} for name, one in self.matrices.items()
+                name: {"kind": one.kind, "bytes": one.nbytes, "error": one.error, "zeros": one.zeros}
+                for name, one in self.matrices.items()
             },
         }
         if self.told:

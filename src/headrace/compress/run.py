@@ -17,6 +17,7 @@ from headrace.compress.budget import chosen
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.measured import Made, begun, few, sensitivities, threads_of, tokens_wanted, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
+from headrace.compress.pruning import is_pruned, pruned, zero_kind
 from headrace.compress.report import Matrix, Pipeline, Report
 from headrace.compress.texts import WINDOW, Texts, texts_of
 from headrace.compress.walk import layer_width, peak_bytes
@@ -24,6 +25,7 @@ from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.encode import encode
+from headrace.quant.keep import Sparsity
 from headrace.startup.opening import Opened, open_files
 from headrace.text.gguf_keys import tokenizer_keys
 from headrace.weights.dequant import dequantize
@@ -55,6 +57,7 @@ class Job:
     importance: dict[str, np.ndarray]
     entries: list[bytes]
     alignment: int
+    pruning: tuple[str, Sparsity] | None = None
     report: Report = field(init=False)
     made: Made | None = None  # what reading texts left
 
@@ -64,10 +67,16 @@ class Job:
         self.report.matrices = {info.name: Matrix(prod(info.shape), info.kind, info.nbytes) for info in tensors}
         self.report.bytes = file_size(self.entries, tensors, self.alignment)
 
+    def pruned(self, info: TensorInfo) -> bool:
+        """Whether some of the tensor's numbers become 0."""
+        return self.pruning is not None and is_pruned(info.name, info.shape)
+
     def copied(self, info: TensorInfo) -> bool:
         """Whether the tensor's bytes in the file read are those that are written."""
         source = self.opened.source
-        if self.made is not None and any(self.made.changed(part.target) for part in self.stored.get(info.name, ())):
+        if self.pruned(info) or (
+            self.made is not None and any(self.made.changed(part.target) for part in self.stored.get(info.name, ()))
+        ):
             return False
         return isinstance(source, GGUFFile) and info.name in source.names() and source.info(info.name) == info
 
@@ -180,10 +189,12 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     given = _given(opened, set(stored), target)
     if importance and not set(importance) & set(stored):
         raise WeightError(f"{pipeline.imatrix}: has the importance of none of this model's matrices; is it another model's?")
-    tensors = [
-        _info(name, parts[0].stored, tensor_kind(mix, name, parts[0].stored[-1], target, bool(importance), head))
-        for name, parts in stored.items()
-    ]
+
+    def kind(name: str, shape: tuple[int, ...]) -> str:
+        found = tensor_kind(mix, name, shape[-1], target, bool(importance), head)
+        return zero_kind(found) if pipeline.prunes and is_pruned(name, shape) else found
+
+    tensors = [_info(name, parts[0].stored, kind(name, parts[0].stored)) for name, parts in stored.items()]
     tensors += [info for info, _ in given.values()]
     if isinstance(source, GGUFFile):
         places = {name: place for place, name in enumerate(source.names())}
@@ -192,7 +203,7 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     said = source.metadata if isinstance(source, GGUFFile) else {}
     alignment = said.get("general.alignment", DEFAULT_ALIGNMENT)
     bytes_given = {name: data for name, (_, data) in given.items()}
-    job = Job(opened, stored, read, tensors, bytes_given, importance, entries, alignment)
+    job = Job(opened, stored, read, tensors, bytes_given, importance, entries, alignment, pipeline.prunes)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
     if pipeline.walks:
         decoder = describe(config)
@@ -234,10 +245,11 @@ def _given(opened: Opened, stored: set[str], target: ModelConfig) -> dict[str, t
 def _entries(opened: Opened, target: ModelConfig, pipeline: Pipeline, mix: str) -> list[bytes]:
     """The metadata: of a GGUF file byte for byte, but for what is said of number formats."""
     source = opened.source
+    cut = f" {pipeline.prunes[1]}" if pipeline.prunes else ""
     ours = {
         "general.quantization_version": 2,
         "general.file_type": MIXES[mix][1],
-        "headrace.compress": f"{','.join(pipeline.method)} {mix}",
+        "headrace.compress": f"{','.join(pipeline.method)}{cut} {mix}",
     }
     if pipeline.imatrix is not None:
         ours |= {"quantize.imatrix.file": pipeline.imatrix.name}
@@ -279,23 +291,24 @@ def _chunks(job: Job, pipeline: Pipeline, advance: Callable[[int], None]) -> Chu
     """The tensors' bytes in order; fills in the report what error each has."""
     threads = threads_of(pipeline)
     for info in job.tensors:
-        error = 0.0
-        for data, lost in _encoded(job, info, threads):
-            error += lost
+        error, zeros = 0.0, 0
+        for data, lost, none in _encoded(job, info, threads):
+            error, zeros = error + lost, zeros + none
             advance(data.nbytes)
             yield info.name, data
         one = job.report.matrices[info.name]
-        job.report.matrices[info.name] = Matrix(one.weights, one.kind, one.nbytes, error)
+        share = zeros / one.weights if job.pruned(info) else None
+        job.report.matrices[info.name] = Matrix(one.weights, one.kind, one.nbytes, error, share)
 
 
-def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndarray, float]]:
-    """Bytes of some rows after others, and their part of the error."""
+def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndarray, float, int]]:
+    """Bytes of some rows after others, their part of the error, and how many numbers are 0."""
     source = job.opened.source
     if info.name in job.given:
-        yield job.given[info.name], 0.0
+        yield job.given[info.name], 0.0, 0
         return
     if job.copied(info):
-        yield source.raw(info.name), 0.0
+        yield source.raw(info.name), 0.0, 0
         source.release(info.name)
         return
     parts, made = job.stored[info.name], job.made
@@ -314,18 +327,20 @@ def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndar
     step = max(1, CHUNK // rows.shape[1])
     for at in range(0, len(rows), step):
         some = rows[at : at + step]
+        weight = job.importance.get(info.name)
         try:
-            data = encode(some, info.kind, job.importance.get(info.name), threads)
+            left = pruned(some, job.pruning, weight) if job.pruning and job.pruned(info) else some
+            data = encode(left, info.kind, weight, threads)
         except ValueError as error:
             raise WeightError(f"{job.opened.path}: {info.name} {error}") from None
-        lost = float(np.square(some - dequantize(data.reshape(-1), info.kind).reshape(some.shape), dtype=np.float64).sum())
-        yield data, lost / energy
+        values_made = dequantize(data.reshape(-1), info.kind).reshape(some.shape)
+        yield data, float(np.square(some - values_made, dtype=np.float64).sum()) / energy, int((values_made == 0).sum())
     for part in parts:
         source.release(job.read[part.target].source)
 
 
-def _coded(job: Job, made: Made, parts: list[WeightPart]) -> Iterator[tuple[np.ndarray, float]]:
+def _coded(job: Job, made: Made, parts: list[WeightPart]) -> Iterator[tuple[np.ndarray, float, int]]:
     """What the walk left of a tensor."""
     told = [job.report.told[part.target] for part in parts]
     lost = sum(one.lost for one in told) / (sum(one.energy for one in told) or 1.0)
-    yield write_parts(parts, made.rows).numpy(), lost
+    yield write_parts(parts, made.rows).numpy(), lost, 0

@@ -1,7 +1,7 @@
 """What a model costs a token: bytes, operations, and the ceilings they set. Pure numbers, in bytes and seconds."""
 
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf, log2
 
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
@@ -16,6 +16,11 @@ def kv_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> float:
     shape = kv_shape(config)
     number, scale = KV_BITS[kv_dtype]
     return shape.block_bytes(1, 1) * (number + scale / shape.head_dim) / 8
+
+
+def sparse_bytes(bits: float, kept: int = 2, of: int = 4) -> float:
+    """What numbers of so many bits take where `kept` of each `of` are stored, with the places of these, of what all would."""
+    return kept * (bits + ceil(log2(of))) / (of * bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Stored blocks to numbers in numpy alone: what runs without the native core, and the oracle of its tests.
 
-Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but for NF4 and FP4
-(`weights.kinds`).
+Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but for NF4, FP4, S4
+and S8 (`weights.kinds`).
 """
 
 from collections.abc import Callable
@@ -149,6 +149,25 @@ def _mxfp4(blocks: Blocks) -> np.ndarray:
     return power.astype(np.float32) * MXFP4_VALUES[_nibbles(blocks, 1)]
 
 
+def _s4(blocks: Blocks) -> np.ndarray:
+    nibbles = blocks[:, 6:]
+    return _two_of_four(blocks, _signed(np.concatenate([nibbles & 15, nibbles >> 4], axis=1), 8))
+
+
+def _s8(blocks: Blocks) -> np.ndarray:
+    return _two_of_four(blocks, blocks[:, 6:].view(np.int8).astype(np.float32))
+
+
+def _two_of_four(blocks: Blocks, kept: np.ndarray) -> np.ndarray:
+    """kept: float32 [n, 16], two of every four. Where indices do not ascend numbers are NaN."""
+    n = len(blocks)
+    indices = _fields(blocks[:, 2:6, None], 2, 4).reshape(n, 8, 2)
+    values = np.zeros((n, 8, 4), np.float32)
+    np.put_along_axis(values, indices.astype(np.int64), kept.reshape(n, 8, 2), 2)
+    values[indices[:, :, 0] >= indices[:, :, 1]] = np.nan
+    return _half(blocks, 0) * values.reshape(n, 32)
+
+
 def _iq4_xs(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
     low = _fields(blocks[:, 4:8, None], 4, 2).reshape(n, 8)
@@ -177,4 +196,6 @@ DECODERS: dict[str, Callable[[Blocks], np.ndarray]] = {
     "MXFP4": _mxfp4,
     "NF4": _nf4,
     "FP4": _fp4,
+    "S4": _s4,
+    "S8": _s8,
 }

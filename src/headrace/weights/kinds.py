@@ -1,7 +1,9 @@
-"""The number formats a stored tensor may have: exactly these eighteen, each a row of equal blocks.
+"""The number formats a stored tensor may have: exactly these twenty, each a row of equal blocks.
 
-All but NF4 and FP4 are GGUF's. Those two, of bitsandbytes, have blocks like IQ4_NL's (a half, then nibbles) and tables of their
-own, whose values times the half are those of bitsandbytes but for 1/350 (NF4) and 1/190 (FP4) of the largest of a block."""
+All but the last four are GGUF's. NF4 and FP4, of bitsandbytes, have blocks like IQ4_NL's (a half, then nibbles) and tables of
+their own, whose values times the half are those of bitsandbytes but for 1/350 (NF4) and 1/190 (FP4) of the largest of a block.
+S4 and S8 are 2:4 (`weights.sparse`): a half, 2-bit indices of the two numbers that each four neighbours keep, and these numbers
+as Q4_0 and Q8_0 store theirs."""
 
 from typing import NamedTuple
 
@@ -32,6 +34,8 @@ KINDS: dict[str, Kind] = {
     "MXFP4": Kind(32, 17),
     "NF4": Kind(32, 18),
     "FP4": Kind(32, 18),
+    "S4": Kind(32, 14),
+    "S8": Kind(32, 22),
 }
-NOT_GGUF = ("NF4", "FP4")
+NOT_GGUF = ("NF4", "FP4", "S4", "S8")
 FLOATS = ("F32", "F16", "BF16")  # numbers one by one; the others are integers and scales

@@ -7,7 +7,8 @@ How a matrix [n, k] is stored is read off its tensors:
     weight int8 [n, k]    integers
     weight float8 [n, k]    numbers
     weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32]    MXFP4, the low half of a byte first
-    compressed [n, k / 2], bitmask uint8 [n, k / 8]    2:4: the kept numbers of weight, and which they are, lowest bit first
+    compressed [n, k / 2], bitmask uint8 [n, k / 8]    2:4: the kept numbers of weight, and which they are, lowest bit first;
+        of int8 only these are packed, of other numbers the zeros are written out
     weight_scale [n, groups], [n, 1], [1], of float8 also [n / block, k / block]
 
 w = weight_scale * (q - weight_zero_point). Scales of activations are left out: they are rounded to int8 as those of all
@@ -25,7 +26,8 @@ from headrace.weights.quantized import float8
 from headrace.weights.quantized.rows import BLOCK, by_turns, kind_of, mxfp4_rows, rows_of, unpacked
 from headrace.weights.quantized.scheme import SCALES, Coded, Stored
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.source import TensorInfo
+from headrace.weights.source import TensorInfo, WeightError
+from headrace.weights.sparse import indices_of, sparse_rows
 
 LEFT_OUT = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale")
 FIELDS = ("weight_packed", "weight", "compressed", "bitmask", "shape", "weight_shape", "weight_scale", "weight_zero_point")
@@ -36,6 +38,10 @@ class CompressedTensors:
     """See the module. Raises WeightError, in one line, for what is not read and for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
+        if settings.get("format") == "marlin-24":
+            raise WeightError(
+                f"{folder.path}: is in the layout of one kernel (marlin-24), which is not read; take one that is pack-quantized"
+            )
         self._stored = Stored(folder, "compressed-tensors")
         self.matrices: dict[str, Coded] = {}
         self._bits: dict[str, int] = {}
@@ -67,6 +73,9 @@ class CompressedTensors:
         zeros = self._zeros(matrix, n, scales.shape[1])
 
         def make(first: int, last: int) -> np.ndarray:
+            if info.kind == "S8":
+                kept, chosen = self._chosen(matrix, first, last)
+                return sparse_rows("S8", kept, indices_of(chosen), scales[first:last, group])
             q = self._integers(matrix, first, last, k)
             if zeros is not None:
                 z = zeros[first:last, group]
@@ -134,6 +143,8 @@ class CompressedTensors:
         stored.shape(matrix, "bitmask", ("U8",), (n, k // 8))
         if stored.has(matrix, "weight_scale"):
             found = self._measure_plain(matrix, kind, (n, k))
+            if found[0] == "Q8_0":
+                return "S8", found[1], f"2:4, {found[2]}"
         elif kind in SCALES:
             found = "F32", (n, k), kind
         else:
@@ -184,24 +195,29 @@ class CompressedTensors:
             bits = self._bits[matrix]
             words = np.ascontiguousarray(self._stored.array(matrix, "weight_packed")[first:last])
             return (unpacked(words, bits)[:, :k] - np.uint8(1 << bits - 1)).view(np.int8)
-        return self._kept(matrix, "weight", first, last).view(np.int8)
+        return self._stored.array(matrix, "weight")[first:last].view(np.int8)
 
     def _floats(self, matrix: str, n: int, k: int) -> np.ndarray:
-        kept = self._kept(matrix, "weight", 0, n)
+        kept = self._kept(matrix, n)
         if not self._stored.has(matrix, "weight_scale"):
             return dequantize(kept.reshape(-1).view(np.uint8), self._stored.info(matrix, "compressed").kind).reshape(n, k)
         field = "compressed" if self._stored.has(matrix, "bitmask") else "weight"
         values = float8.VALUES[self._stored.info(matrix, field).kind][kept]
         return values * float8.scales(self._stored, matrix, "weight_scale", n, k)
 
-    def _kept(self, matrix: str, field: str, first: int, last: int) -> np.ndarray:
-        """Rows of a field, or of what 2:4 kept of it among zeros."""
+    def _kept(self, matrix: str, n: int) -> np.ndarray:
+        """The weight, or what 2:4 kept of it among zeros."""
         if not self._stored.has(matrix, "bitmask"):
-            return self._stored.array(matrix, field)[first:last]
-        values, mask = (self._stored.array(matrix, name)[first:last] for name in ("compressed", "bitmask"))
-        chosen = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
-        if not (chosen.sum(1) == values.shape[1]).all():
-            raise self._stored.error(matrix, "has a bitmask that keeps another number than half; the file is damaged")
+            return self._stored.array(matrix, "weight")
+        values, chosen = self._chosen(matrix, 0, n)
         made = np.zeros(chosen.shape, values.dtype)
         made[chosen] = values.reshape(-1)
         return made
+
+    def _chosen(self, matrix: str, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """What 2:4 kept [rows, k / 2], and where it stands: bool [rows, k]."""
+        values, mask = (self._stored.array(matrix, name)[first:last] for name in ("compressed", "bitmask"))
+        chosen = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
+        if (chosen.reshape(last - first, -1, 4).sum(2) != 2).any():
+            raise self._stored.error(matrix, "has a bitmask that keeps another number than two of four; the file is damaged")
+        return values, chosen

@@ -13,6 +13,7 @@ from headrace.weights.quantized.fp8 import Fp8
 from headrace.weights.quantized.gptq import Gptq
 from headrace.weights.quantized.mxfp4 import Mxfp4
 from headrace.weights.quantized.scheme import Scheme
+from headrace.weights.quantized.two_four import METHOD, TwoFour
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo
 
@@ -24,6 +25,7 @@ SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {
     "fbgemm_fp8": Fp8,
     "fp8": Fp8,
     "gptq": Gptq,
+    METHOD: TwoFour,
     "mxfp4": Mxfp4,
 }
 

@@ -29,14 +29,24 @@ def write_folder(source: GGUFFile, folder: Path) -> None:
 
     Raises ValueError for an architecture or a rotary scaling that this does not translate.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_settings(source, folder)
+    save_file(tensors(source, read_config(source)), folder / "model.safetensors", {"format": "pt"})
+
+
+def write_settings(source: GGUFFile, folder: Path) -> None:
+    """What such a folder has besides weights. Raises ValueError as `write_folder` does."""
     config = read_config(source)
     vocabulary = read_gguf(source.metadata)
-    folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", hf_config(config, vocabulary.bos_id, vocabulary.eos_id))
     vocabulary.backend.decoder = _decoder(vocabulary)
     vocabulary.backend.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    save_file(tensors(source, config), folder / "model.safetensors", {"format": "pt"})
+    names = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
+    said: dict[str, Any] = {key: vocabulary.backend.id_to_token(token) for key, token in names.items() if token is not None}
+    said |= {"add_bos_token": bool(vocabulary.prefix), "add_eos_token": bool(vocabulary.suffix)}
+    if vocabulary.chat_template is not None:
+        said["chat_template"] = vocabulary.chat_template
+    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **said})
 
 
 def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:

@@ -1,0 +1,69 @@
+"""Pruning without texts: which weights of a model's layers become 0 before the others are rounded."""
+
+import re
+
+import numpy as np
+
+from headrace.quant.keep import EXAMPLES, Sparsity, kept, magnitude, parse_sparsity, wanda
+from headrace.weights.kinds import FLOATS
+
+PRUNES = ("magnitude", "wanda")
+METHODS = (*PRUNES, "rtn")
+HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K")  # kinds in which 0 stays 0
+WITHOUT_MINIMUM = {"Q4_1": "Q4_0", "Q5_1": "Q5_0"}
+_MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
+
+
+def pruning(method: str, sparsity: str | None, importance: bool) -> tuple[str, Sparsity] | None:
+    """The method that prunes and what is to go; None where nothing is pruned. `method`: "magnitude,rtn": in this order.
+
+    Raises ValueError, in one line, for what cannot be.
+    """
+    names = [name.strip() for name in method.lower().split(",")]
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
+    found = [name for name in names if name in PRUNES]
+    if len(found) > 1 or len(set(names)) < len(names) or (found and names[0] != found[0]):
+        raise ValueError(f"method {method!r}: one of {', '.join(PRUNES)} comes first, then rtn")
+    if not found:
+        if sparsity is not None:
+            raise ValueError(f"sparsity needs a method that prunes: {' or '.join(PRUNES)}")
+        return None
+    if sparsity is None:
+        raise ValueError(f"{found[0]} needs a sparsity: {EXAMPLES}")
+    if found[0] == "wanda" and not importance:
+        raise ValueError(
+            "wanda needs to know how large inputs are: give a file of llama-imatrix (imatrix), or prune by magnitude"
+        )
+    return found[0], parse_sparsity(sparsity)
+
+
+def is_pruned(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of a GGUF file is a matrix of a layer: tables of tokens, the head, norms and biases stay whole."""
+    return len(shape) == 2 and _MATRIX.fullmatch(name) is not None
+
+
+def zero_kind(kind: str) -> str:
+    """The kind that a pruned matrix gets. Raises ValueError where 0 would not stay 0 in it."""
+    kind = WITHOUT_MINIMUM.get(kind, kind)
+    if kind not in HOLDS_ZERO:
+        raise ValueError(
+            f"0 does not stay 0 in {kind}: pruned models are written as Q4_0, Q5_0, Q8_0, Q6_K, Q3_K_S, F16 or BF16"
+        )
+    return kind
+
+
+def pruned(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
+    """Rows float32 [n, k] with zeros; a row's depend on that row alone. importance [k]: mean squares of the inputs.
+
+    Raises ValueError where rows are no whole neighbours, or Wanda lacks the importance of this matrix.
+    """
+    method, sparsity = how
+    if method == "magnitude":
+        scores = magnitude(rows)
+    elif importance is None:
+        raise ValueError("has no importance in the imatrix, which wanda needs; is it another model's?")
+    else:
+        scores = wanda(rows, np.sqrt(importance.astype(np.float32)))
+    return np.where(kept(scores, sparsity), rows, np.float32(0))

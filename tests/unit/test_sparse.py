@@ -1,0 +1,62 @@
+"""2:4: two of each four numbers with 2-bit indices, there and back; what it takes."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from headrace.quant.arithmetic import sparse_bytes
+from headrace.quant.encode import encode
+from headrace.quant.keep import kept, parse_sparsity
+from headrace.weights.kinds import KINDS
+from headrace.weights.sparse import DENSE, INDICES, compacted, from_dense, indices_of, sparse_parts, sparse_rows, spread
+from tests.native_blocks import dense, random_rows
+
+
+def test_two_of_four_and_back() -> None:
+    """All six patterns, and rows with more zeros than two of four; three of four are refused."""
+    rng = np.random.default_rng(4)
+    w = rng.integers(-8, 8, (10, 64)).astype(np.int8)
+    w[~kept(np.abs(w.astype(np.int32)), parse_sparsity("2:4"))] = 0
+    w[3] = 0
+    packed, indices = compacted(w)
+    assert np.array_equal(spread(packed, indices), w)
+    assert {*(indices & 15).ravel().tolist(), *(indices >> 4).ravel().tolist()} == set(INDICES.tolist())
+    assert set(INDICES.tolist()) == {first | second << 2 for first, second in combinations(range(4), 2)}
+    assert not np.array_equal(spread(packed, np.roll(indices, 1, axis=1)), w), "the control: other places"
+    with pytest.raises(ValueError, match="more than two of four"):
+        compacted(np.ones((1, 8)))
+    with pytest.raises(ValueError, match="do not ascend"):
+        spread(packed, np.zeros_like(indices))
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_rows_of_sparse_kinds_and_back(kind: str) -> None:
+    rows = random_rows(kind, 5, 96)
+    numbers, indices, scales = sparse_parts(kind, rows)
+    assert np.array_equal(sparse_rows(kind, numbers, indices, scales), rows)
+    values = spread(numbers, indices).astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=1)
+    assert np.array_equal(values, dense(rows, kind, 96))
+
+
+@pytest.mark.parametrize(("kind", "other"), DENSE.items())
+def test_dense_rows_that_are_two_of_four(kind: str, other: str) -> None:
+    """The same numbers; rows that are not 2:4 are refused, and masks that are not."""
+    w = np.random.default_rng(5).standard_normal((6, 64)).astype(np.float32)
+    mask = kept(np.abs(w), parse_sparsity("2:4"))
+    rows = encode(np.where(mask, w, np.float32(0)), other)
+    made = from_dense(kind, rows)
+    assert np.array_equal(dense(made, kind, 64), dense(rows, other, 64))
+    assert np.array_equal(spread(np.ones((6, 32), np.uint8), indices_of(mask)), mask)
+    with pytest.raises(ValueError, match="more than two of four"):
+        from_dense(kind, encode(w, other))
+    mask[3, 5] = not mask[3, 5]
+    with pytest.raises(ValueError, match="another number than two of four"):
+        indices_of(mask)
+
+
+def test_sizes_of_two_of_four() -> None:
+    """Of dense numbers, scales aside: 16 bits 0.5625, 8 bits 0.625, 4 bits 0.75; and that is what the kinds store."""
+    assert [sparse_bytes(bits) for bits in (16, 8, 4)] == [0.5625, 0.625, 0.75]
+    for sparse, whole, bits in (("S4", "Q4_0", 4), ("S8", "Q8_0", 8)):
+        assert (KINDS[sparse].nbytes - 2) / (KINDS[whole].nbytes - 2) == sparse_bytes(bits)
