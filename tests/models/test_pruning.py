@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.compress.pruning import METHODS
+from headrace.compress.report import METHODS
 from headrace.compress.run import Pipeline, compress, predict
 from headrace.quant.keep import kept, magnitude, parse_sparsity, wanda
 from headrace.weights.gguf import GGUFFile
@@ -86,7 +86,10 @@ def test_wanda_by_an_imatrix(tmp_path: Path) -> None:
         (Pipeline(method=("magnitude",)), "magnitude needs a sparsity: 2:4, or a share"),
         (Pipeline(method=("magnitude",), sparsity="4:2"), "sparsity '4:2' keeps 4 of 2"),
         (Pipeline(method=("wanda",), sparsity="2:4"), "wanda needs to know how large inputs are"),
-        (Pipeline(method=("rtn", "magnitude"), sparsity="2:4"), "rtn,magnitude cannot be: magnitude comes first"),
+        (
+            Pipeline(method=("rtn", "magnitude"), sparsity="2:4"),
+            "rtn,magnitude cannot be: weights are left out before any are rounded",
+        ),
         (Pipeline(method=("taylor",), sparsity="2:4"), f"unknown method 'taylor'; known are {', '.join(METHODS)}"),
         (
             Pipeline(format="F32", method=("magnitude",), sparsity="3:7"),

@@ -73,8 +73,10 @@ class Pipeline:
             raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
         if self.method not in ORDERS:
             known = ", ".join(",".join(order) for order in ORDERS)
-            late = [name for name in self.method[1:] if name in (*FOLDS, *PRUNES)]
-            why = f"{late[0]} comes first" if late else "what is rounded or pruned is not rounded by another method again"
+            late = [name for name in self.method[1:] if name in FOLDS]
+            why = f"{late[0]} scales what is neither scaled nor rounded yet" if late else "what is rounded is not rounded again"
+            if set(self.method) & set(PRUNES):
+                why = "weights are left out before any are rounded, and then to nearest"
             raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
         if self.imatrix is not None and self.walks:
             raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
