@@ -100,7 +100,9 @@ def test_an_overflow_of_the_sum_alone_is_no_error(source: MemorySource) -> None:
 def test_an_unknown_architecture_is_refused_with_the_known_ones(source: MemorySource) -> None:
     source.config["model_type"] = "mamba"
     message = refusal(source)
-    assert "unknown architecture 'mamba'; known are bert, gemma3_text, gpt2, llama, mistral, qwen2, qwen3" in message
+    assert (
+        "unknown architecture 'mamba'; known are bert, gemma3_text, gpt2, llama, marian, mistral, qwen2, qwen3, t5" in message
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)

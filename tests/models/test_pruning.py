@@ -30,7 +30,7 @@ def test_magnitude_leaves_out_the_smallest_of_each_row(sparsity: str, tmp_path: 
         np.testing.assert_array_equal(new, np.where(mask, old, 0))
         assert report.matrices[name].zeros == (pytest.approx(1 - mask.mean()) if name in matrices else None)
     assert report.zeros == pytest.approx(float(sparsity) if sparsity != "2:4" else 0.5, abs=0.02)
-    assert after.metadata["headrace.compress"] == f"magnitude {sparsity}, rtn F32"
+    assert after.metadata["headrace.compress"] == f"magnitude {sparsity} F32"
 
 
 def test_zeros_stay_zeros_when_the_others_are_rounded(tmp_path: Path) -> None:

@@ -498,10 +498,11 @@ def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path, m
         [sys.executable, "-c", MEASURED, wide, book, tmp_path / "out.gguf"],
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         timeout=600,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"},  # what is given back is given back at once
     )
+    assert done.returncode == 0, done.stderr
     said, taken = map(int, done.stdout.split())
     assert 0.7 * said < taken < 1.1 * said
 

@@ -1,6 +1,7 @@
 """Pruning without texts: which weights of a model's layers become 0 before the others are rounded."""
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,24 +9,14 @@ from headrace.quant.keep import EXAMPLES, Sparsity, kept, magnitude, parse_spars
 from headrace.weights.kinds import FLOATS
 
 PRUNES = ("magnitude", "wanda")
-METHODS = (*PRUNES, "rtn")
 HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K")  # kinds in which 0 stays 0
 WITHOUT_MINIMUM = {"Q4_1": "Q4_0", "Q5_1": "Q5_0"}
 _MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
 
 
-def pruning(method: str, sparsity: str | None, importance: bool) -> tuple[str, Sparsity] | None:
-    """The method that prunes and what is to go; None where nothing is pruned. `method`: "magnitude,rtn": in this order.
-
-    Raises ValueError, in one line, for what cannot be.
-    """
-    names = [name.strip() for name in method.lower().split(",")]
-    for name in names:
-        if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}; known are {', '.join(METHODS)}")
-    found = [name for name in names if name in PRUNES]
-    if len(found) > 1 or len(set(names)) < len(names) or (found and names[0] != found[0]):
-        raise ValueError(f"method {method!r}: one of {', '.join(PRUNES)} comes first, then rtn")
+def pruning(methods: Sequence[str], sparsity: str | None, importance: bool) -> tuple[str, Sparsity] | None:
+    """Which of the methods prunes, and what is to go; None where none does. Raises ValueError for what cannot be."""
+    found = [name for name in methods if name in PRUNES]
     if not found:
         if sparsity is not None:
             raise ValueError(f"sparsity needs a method that prunes: {' or '.join(PRUNES)}")

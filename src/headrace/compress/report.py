@@ -65,7 +65,7 @@ class Pipeline:
     @property
     def prunes(self) -> tuple[str, Sparsity] | None:
         """The method that prunes and what is to go; None where nothing is pruned. Raises ValueError as pruning.pruning does."""
-        return pruning(",".join(self.method), self.sparsity, self.imatrix is not None)
+        return pruning(self.method, self.sparsity, self.imatrix is not None)
 
     def check(self) -> None:
         """Raise ValueError for methods that are not known or cannot follow one another."""
