@@ -28,6 +28,12 @@ HANDED = """([at, kind, files]) => {
 }"""
 
 
+def ready(page: Any) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    # Choosers are caught from here on: turned on with each choice, that may come after the keys.
+    page.on("filechooser", lambda _: None)
+
+
 def choose(page: Any, *files: dict[str, Any], keys: str = "") -> None:
     with page.expect_file_chooser() as caught:
         page.keyboard.press(keys) if keys else page.click("#attach")
@@ -45,7 +51,7 @@ def written(page: Any, text: str) -> None:
 
 
 def test_a_file_is_text_of_the_message(page: Any) -> None:
-    page.wait_for_selector("#status[data-state=ready]")
+    ready(page)
     page.fill("#prompt", "What is this?")
     choose(page, NOTES, {**NOTES, "name": "more.md", "buffer": b"````\na ```` fence"})
     both = f"What is this?\n\n{QUOTED}\n\nmore.md:\n`````\n````\na ```` fence\n`````\n\n"
@@ -62,7 +68,7 @@ def test_a_file_is_text_of_the_message(page: Any) -> None:
 
 
 def test_files_are_dropped_and_pasted(page: Any) -> None:
-    page.wait_for_selector("#status[data-state=ready]")
+    ready(page)
     note = ("notes.txt", "The mill\r\n水轮\n\n")
     assert hand(page, "#messages", "dragover", note)
     assert page.locator("#chat.dropping").count() == 1
@@ -83,7 +89,7 @@ def test_files_are_dropped_and_pasted(page: Any) -> None:
 @pytest.mark.parametrize("locale", ["en-GB", "zh-CN"])
 def test_what_is_no_text_or_too_long_is_refused_in_one_line(chromium: Any, server: Running, locale: str) -> None:
     for page in opened(chromium, server, locale=locale):
-        page.wait_for_selector("#status[data-state=ready]")
+        ready(page)
         for name, data, english, chinese in REFUSED:
             choose(page, {"name": name, "mimeType": "application/octet-stream", "buffer": data})
             page.wait_for_selector(f"#toast:has-text('{english if locale == 'en-GB' else chinese}')")
