@@ -44,8 +44,8 @@ class MethodOptions:
         str,
         _method(
             "rtn: to nearest; gptq: each column's error made good by the next; awq, smoothquant: inputs scaled first, for the "
-            "weights' sake or their own; awq,gptq: both; these read texts. magnitude, wanda: weights are left out first "
-            "(--sparsity)."
+            "weights' sake or their own; awq,gptq: both. magnitude, wanda: weights are left out first (--sparsity); "
+            "sparsegpt: and the others make up for them. All but rtn, magnitude and wanda with --imatrix read texts."
         ),
     ] = "rtn"
     sparsity: Annotated[

@@ -111,7 +111,7 @@ def walked(opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: W
     threads = threads_of(pipeline)
     folds: dict[str, Compressor] = {"awq": Awq(threads), "smoothquant": SmoothQuant()}
     steps = [folds[name] for name in pipeline.method if name in folds]
-    steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads))
+    steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads, pipeline.prunes))
     go(Walk(opened.source, texts, work, kinds), steps, work, tell, threads)
     return made_of(work, opened.config.num_layers, pipeline.folds)
 
@@ -174,6 +174,7 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "model": _sha256(_files(opened)),
         "method": ",".join(pipeline.method),
         "format": mix if pipeline.budget is None else f"{mix} in {human_size(pipeline.budget)}",
+        "sparsity": pipeline.sparsity or "none",
         "act-order": pipeline.act_order,
         "calibrate": calibrate,
         "tokens": pipeline.tokens or "auto",

@@ -1,4 +1,4 @@
-"""Pruning without texts: which weights of a model's layers become 0 before the others are rounded."""
+"""Pruning: which weights of a model's layers become 0 before the others are rounded, or while they are."""
 
 import re
 from collections.abc import Sequence
@@ -8,13 +8,14 @@ import numpy as np
 from headrace.quant.keep import EXAMPLES, Sparsity, kept, magnitude, parse_sparsity, wanda
 from headrace.weights.kinds import FLOATS
 
-PRUNES = ("magnitude", "wanda")
+SPARSEGPT = "sparsegpt"
+PRUNES = ("magnitude", "wanda", SPARSEGPT)
 HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K")  # kinds in which 0 stays 0
 WITHOUT_MINIMUM = {"Q4_1": "Q4_0", "Q5_1": "Q5_0"}
 _MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
 
 
-def pruning(methods: Sequence[str], sparsity: str | None, importance: bool) -> tuple[str, Sparsity] | None:
+def pruning(methods: Sequence[str], sparsity: str | None) -> tuple[str, Sparsity] | None:
     """Which of the methods prunes, and what is to go; None where none does. Raises ValueError for what cannot be."""
     found = [name for name in methods if name in PRUNES]
     if not found:
@@ -23,10 +24,6 @@ def pruning(methods: Sequence[str], sparsity: str | None, importance: bool) -> t
         return None
     if sparsity is None:
         raise ValueError(f"{found[0]} needs a sparsity: {EXAMPLES}")
-    if found[0] == "wanda" and not importance:
-        raise ValueError(
-            "wanda needs to know how large inputs are: give a file of llama-imatrix (imatrix), or prune by magnitude"
-        )
     return found[0], parse_sparsity(sparsity)
 
 
@@ -45,8 +42,9 @@ def zero_kind(kind: str) -> str:
     return kind
 
 
-def pruned(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
-    """Rows float32 [n, k] with zeros; a row's depend on that row alone. importance [k]: mean squares of the inputs.
+def kept_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
+    """What stays of rows float32 [n, k], bool [n, k], each row by itself; of SparseGPT, which chooses as it goes, what Wanda
+    would keep. importance [k]: mean squares of the inputs.
 
     Raises ValueError where rows are no whole neighbours, or Wanda lacks the importance of this matrix.
     """
@@ -57,4 +55,9 @@ def pruned(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray |
         raise ValueError("has no importance in the imatrix, which wanda needs; is it another model's?")
     else:
         scores = wanda(rows, np.sqrt(importance.astype(np.float32)))
-    return np.where(kept(scores, sparsity), rows, np.float32(0))
+    return kept(scores, sparsity)
+
+
+def pruned(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
+    """Rows [n, k] with zeros. Raises ValueError as `kept_mask` does."""
+    return np.where(kept_mask(rows, how, importance), rows, np.float32(0))

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.compress.base import Told
 from headrace.compress.judge import Judgement
-from headrace.compress.pruning import PRUNES, pruning
+from headrace.compress.pruning import PRUNES, SPARSEGPT, pruning
 from headrace.compress.texts import SELF
 from headrace.quant.keep import Sparsity
 
@@ -20,10 +20,10 @@ ORDERS = (
     ("smoothquant",),
     ("smoothquant", "gptq"),
     *((name,) for name in PRUNES),
-    *((name, "rtn") for name in PRUNES),
+    *((name, step) for name in ("magnitude", "wanda") for step in ("rtn", "gptq")),
 )  # of methods that go together
 FOLDS = ("awq", "smoothquant")
-READ = ("gptq", *FOLDS)  # by texts
+READ = ("gptq", *FOLDS, SPARSEGPT)  # by texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,13 @@ class Pipeline:
     @property
     def walks(self) -> bool:
         """Whether texts are read."""
-        return bool(set(self.method) & set(READ)) or self.write_imatrix is not None or self.budget is not None
+        reads = bool(set(self.method) & set(READ)) or ("wanda" in self.method and self.imatrix is None)
+        return reads or self.write_imatrix is not None or self.budget is not None
 
     @property
     def prunes(self) -> tuple[str, Sparsity] | None:
         """The method that prunes and what is to go; None where nothing is pruned. Raises ValueError as pruning.pruning does."""
-        return pruning(self.method, self.sparsity, self.imatrix is not None)
+        return pruning(self.method, self.sparsity)
 
     def check(self) -> None:
         """Raise ValueError for methods that are not known or cannot follow one another."""
@@ -76,16 +77,12 @@ class Pipeline:
             late = [name for name in self.method[1:] if name in FOLDS]
             why = f"{late[0]} scales what is neither scaled nor rounded yet" if late else "what is rounded is not rounded again"
             if set(self.method) & set(PRUNES):
-                why = "weights are left out before any are rounded, and then to nearest"
+                why = "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both"
             raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
         if self.imatrix is not None and self.walks:
             raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
-        if not set(self.method) & set(READ) and self.prunes and self.walks:
-            raise ValueError(f"{self.method[0]} reads no texts: leave out --budget and --write-imatrix")
-        if self.sparsity is not None and set(self.method) & set(READ):
-            raise ValueError(
-                f"{','.join(self.method)} leaves no weights out; leave out --sparsity, or choose {' or '.join(PRUNES)}"
-            )
+        if self.prunes and self.budget is not None:
+            raise ValueError("--budget may choose kinds in which 0 does not stay 0; leave it out, or --sparsity")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,17 @@
-"""Rounding within the walk: to nearest, or by the column loop (GPTQ), in the kind that each matrix is to have."""
+"""Rounding within the walk: to nearest, or by the column loop (GPTQ), in the kind that each matrix is to have.
+
+Pruning goes before it, or is done in the loop (SparseGPT)."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.compress.base import Coded, Inputs, Matrix, Told, Visit
+from headrace.compress.pruning import SPARSEGPT, kept_mask
 from headrace.quant.encode import encode
 from headrace.quant.hessian import DAMPING, output_error, upper
-from headrace.quant.loop import StoredGrids, reconstruct
+from headrace.quant.keep import KeptBlocks, KeptMask, Sparsity
+from headrace.quant.loop import BLOCK, Keep, StoredGrids, reconstruct
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS
 
@@ -16,10 +20,13 @@ DEAD = 0.05  # the share of inputs that are always 0 from which it is said
 
 class Rounding:
     """`gptq`: by the column loop; else to nearest. `ordered`: the loop takes columns by falling importance, with scales that
-    are fixed beforehand (act-order with static groups); nothing of it is left in the file."""
+    are fixed beforehand (act-order with static groups); nothing of it is left in the file. `prune`: a method and what is to go;
+    SparseGPT chooses in the loop, which then takes columns as they stand."""
 
-    def __init__(self, gptq: bool, ordered: bool = True, threads: int = 1) -> None:
-        self._gptq, self._ordered, self._threads = gptq, ordered, threads
+    def __init__(self, gptq: bool, ordered: bool = True, threads: int = 1, prune: tuple[str, Sparsity] | None = None) -> None:
+        self._prune, self._threads = prune, threads
+        self._chooses = prune is not None and prune[0] == SPARSEGPT
+        self._gptq, self._ordered = gptq or self._chooses, ordered and not self._chooses
 
     def visit(self, visit: Visit) -> None:
         for matrix in visit.matrices.values():
@@ -40,17 +47,38 @@ class Rounding:
             visit.notes.append(f"{matrix.path}: {dead} of {len(diagonal)} inputs are 0 in all texts; other texts may use them")
         for part, kind in wanted.items():
             w = matrix.parts[part]
-            nearest, plain = _nearest(w, kind, importance, self._threads)
+            mask = self._mask(w, importance)
+            left = w if mask is None else torch.where(torch.from_numpy(mask), w, 0.0)
+            nearest, plain = _nearest(left, kind, importance, self._threads)
             rows, values, damping = nearest, plain, 0.0
             if made is not None:
                 known = nearest if self._ordered else None
                 grids = StoredGrids((w.shape[0], w.shape[1]), kind, importance, rows=known, order=order, threads=self._threads)
-                result = reconstruct(w, made.factor, grids=grids, keep=None, order=order)
+                keep = self._keep(mask, order)
+                result = reconstruct(w, made.factor, grids=grids, keep=keep, order=order, block=self._block())
                 rows, values = grids.rows(result)
                 damping = made.damping
             visit.told[matrix.target(part)] = tell(w, values, plain, kind, inputs, dead, damping)
             matrix.coded[part] = Coded(kind, rows)
             w.copy_(values)
+
+    def _mask(self, w: Tensor, importance: np.ndarray | None) -> np.ndarray | None:
+        """What stays before the loop; of sizes alone where the inputs are not known."""
+        if self._prune is None:
+            return None
+        method, sparsity = self._prune
+        return kept_mask(w.numpy(), (method if importance is not None else "magnitude", sparsity), importance)
+
+    def _keep(self, mask: np.ndarray | None, order: Tensor | None) -> Keep | None:
+        """What chooses in the loop."""
+        if self._prune is not None and self._chooses:
+            return KeptBlocks(self._prune[1])
+        return None if mask is None else KeptMask(mask, order)
+
+    def _block(self) -> int:
+        """Columns of the loop whose errors are spread at once: whole groups of neighbours."""
+        of = self._prune[1].of if self._prune is not None else 0
+        return max(of, BLOCK - BLOCK % of) if of else BLOCK
 
 
 def importance_of(inputs: Inputs) -> np.ndarray | None:

@@ -192,7 +192,11 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
 
     def kind(name: str, shape: tuple[int, ...]) -> str:
         found = tensor_kind(mix, name, shape[-1], target, bool(importance), head)
-        return zero_kind(found) if pipeline.prunes and is_pruned(name, shape) else found
+        if not pipeline.prunes or not is_pruned(name, shape):
+            return found
+        if pipeline.walks and found in FLOATS:
+            raise ValueError(f"{','.join(pipeline.method)} prunes what it rounds: choose a format of integers, as Q4_0 or Q8_0")
+        return zero_kind(found)
 
     tensors = [_info(name, parts[0].stored, kind(name, parts[0].stored)) for name, parts in stored.items()]
     tensors += [info for info, _ in given.values()]
@@ -343,4 +347,6 @@ def _coded(job: Job, made: Made, parts: list[WeightPart]) -> Iterator[tuple[np.n
     """What the walk left of a tensor."""
     told = [job.report.told[part.target] for part in parts]
     lost = sum(one.lost for one in told) / (sum(one.energy for one in told) or 1.0)
-    yield write_parts(parts, made.rows).numpy(), lost, 0
+    rows = write_parts(parts, made.rows).numpy()
+    zeros = int((dequantize(rows.reshape(-1), made.kinds[parts[0].target]) == 0).sum()) if job.pruning else 0
+    yield rows, lost, zeros

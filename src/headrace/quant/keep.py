@@ -96,6 +96,18 @@ def _largest(scores: np.ndarray, gone: int) -> np.ndarray:
     return above | (ties & (ties.cumsum(1) <= room))
 
 
+@dataclass(frozen=True, slots=True)
+class KeptMask:
+    """A mask [n, k] that was made beforehand, for a column loop that takes columns in `order` (None: as they stand)."""
+
+    mask: np.ndarray
+    order: Tensor | None = None
+
+    def at(self, j: int, w: Tensor, upper: Tensor) -> Tensor:
+        """bool [n]: as KeptBlocks."""
+        return torch.from_numpy(self.mask[:, j if self.order is None else int(self.order[j])])
+
+
 @dataclass(slots=True)
 class KeptBlocks:
     """Chooses for the column loop (quant.loop), which changes the weights as it goes: at the first column of `block` neighbours

@@ -14,6 +14,7 @@ from headrace.quant.encode import encode
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 
+BLOCK = 128  # columns whose errors are spread over those behind them at once
 Round = Callable[[Tensor], Tensor]  # numbers of a column [n] -> the nearest allowed values
 
 
@@ -34,7 +35,7 @@ class Keep(Protocol):
 
 
 def reconstruct(
-    w: Tensor, upper: Tensor, *, grids: Grids | None, keep: Keep | None, order: Tensor | None = None, block: int = 128
+    w: Tensor, upper: Tensor, *, grids: Grids | None, keep: Keep | None, order: Tensor | None = None, block: int = BLOCK
 ) -> Tensor:
     """A matrix [n, k] with rounded or pruned columns, so chosen that its outputs change little; rows do not know each other.
 
