@@ -99,7 +99,7 @@ def test_what_was_exported_is_imported(page: Any, server: Running, tmp_path: Pat
         page.click("#menu button:has-text('Export as JSON')")
     exported = Path(caught.value.path()).read_text("utf-8")
     load(page, tmp_path / "talk.json", exported)
-    page.wait_for_function("document.querySelectorAll('#conversations .title').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('#conversations .title').length === 2")
     one, two = sorted(kept(page), key=lambda found: found["made"])
     assert page.url == f"{server.base}/#chat/{two['id']}" != f"{server.base}/#chat/{one['id']}"
     assert (one["title"], one["messages"]) == (before["title"], before["messages"])
