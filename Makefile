@@ -108,7 +108,7 @@ format: $(VENV)/.dev
 
 native: $(VENV)/.run
 	$(VENV)/bin/python -m pip install -v --no-deps --no-build-isolation --editable .
-	@$(VENV)/bin/python -c "import sys, headrace.native as native; sys.exit(native.reason())"
+	@$(VENV)/bin/python -c "import sys, headrace.native as native; sys.exit(native.reason() or 0)"
 
 clean:
 	rm -rf $(VENV) build src/headrace/native/*.so
