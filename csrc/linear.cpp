@@ -32,6 +32,7 @@ struct WorkSplit {
         unit_blocks = kind == EpilogueKind::kLogits ? 4 : kind == EpilogueKind::kGated || panels ? 2 : 1;
         units = 0;
         for (int p = 0; p < parts(work); ++p) units += units_of(work, p);
+        if (!work.units.empty()) units = static_cast<int>(work.units.size());
         // Few units and many rows: shorter stretches, though every one unpacks its panels anew.
         const int wanted = work.threads > 1 ? (4 * work.threads + units - 1) / units : 1;
         const int needed = (work.rows + kStretchRows - 1) / kStretchRows, possible = std::max(1, work.rows / 48);
@@ -62,6 +63,15 @@ void run_units(const LinearWork& work, const WorkSplit& split, int first, int la
                     split.panels,
                     scratch,
                     work.fetch};
+    if (!work.units.empty()) {  // neighbours in one call
+        task.weight = &linear.parts()[0];
+        for (int i = first, end; i < last; i = end) {
+            const int unit = work.units[static_cast<size_t>(i)];
+            for (end = i + 1; end < last && work.units[static_cast<size_t>(end)] == unit + end - i;) ++end;
+            work.kernels->linear->run(task, unit, unit + end - i, row0, row1);
+        }
+        return;
+    }
     int start = 0;  // the part's first unit
     for (int p = 0; p < WorkSplit::parts(work); ++p) {
         task.weight = &linear.parts()[p];

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "arena.h"
@@ -43,6 +44,8 @@ struct LinearWork {
     // Rows above which panels are used: 0: as measured best (LinearKernels::direct_rows).
     int direct_rows = 0;
     FetchList* fetch = nullptr;  // of the calling thread: what to fetch besides weights
+    // Of a head: the units (kVocabBlock outputs each) that are wanted, ascending. Empty: all.
+    std::span<const int32_t> units{};
 };
 
 // Called by every thread with the same work, its own scratch (kLinearScratchBytes, 64-byte aligned) and the

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 namespace headrace {
@@ -193,6 +194,7 @@ void Program::plan_head(Step& step) {
             last_row = std::max(last_row, ask.last_row());
         }
         first = chunk.last;
+        if (step.combined().empty()) chunk.units = wanted_units(asks, chunk.first, chunk.last, vocab_size_);
         chunks_.push_back(std::move(chunk));
     }
 }
@@ -262,6 +264,7 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     worker.rows = chunk.last - chunk.first;
     visit({"head rows", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
           [&] { gather_chunk(chunk, worker, step); });
+    worker.units = chunk.units;
     run_segment(head_, SegmentKind::kHead, 0, worker);
     visit({"answers", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
           [&] { answer_chunk(chunk, worker, step); });
@@ -270,11 +273,15 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
 // The rows of a chunk into the head's buffer.
 void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step) {
     const Buffer &from = buffers_[kHidden], &to = buffers_[kHeadRows];
+    const Buffer* maxima = chunk.units.empty() ? nullptr : &buffers_[static_cast<size_t>(maxima_)];
     worker.share(worker.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
             const int row = step.head_rows()[static_cast<size_t>(chunk.first + r)];
             std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(),
                         sizeof(float) * static_cast<size_t>(hidden_));
+            if (!maxima) continue;
+            float* row_maxima = maxima->floats() + r * maxima->stride();  // units that are left out stay at -inf
+            std::fill(row_maxima, row_maxima + maxima->stride(), -std::numeric_limits<float>::infinity());
         }
     });
 }

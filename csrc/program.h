@@ -72,6 +72,7 @@ private:
     struct Chunk {
         int first, last;
         std::vector<std::vector<int>> items;  // asks that share rows, one after the other
+        std::vector<int32_t> units{};         // of the head that some mask allows, where all rows have one; or none
     };
 
     Exclusive building() const;

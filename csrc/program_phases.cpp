@@ -134,7 +134,8 @@ void run(const LinearPhase& phase, Worker& w) {
                           w.run.threads,
                           epilogue,
                           0,
-                          &w.fetch};
+                          &w.fetch,
+                          phase.maxima >= 0 ? w.units : std::span<const int32_t>{}};
     const QuantizePhase*& pending_input = w.pending_input[static_cast<size_t>(phase.in)];
     w.share(
         linear_items(work),

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <optional>
+#include <span>
 #include <string>
 #include <variant>
 #include <vector>
@@ -155,8 +156,9 @@ struct Worker {
         pending_input;  // [buffers] inputs to be made by this thread before it uses them, or null
     int rows = 0;       // of the segment at hand
     int turn = 0;
-    FetchList fetch{};       // for linear layers to fetch
-    double* busy = nullptr;  // where a profile wants the seconds in which this thread had work
+    FetchList fetch{};                 // for linear layers to fetch
+    std::span<const int32_t> units{};  // of the head that are wanted, where not all are
+    double* busy = nullptr;            // where a profile wants the seconds in which this thread had work
 
     // f(first, last) for this thread's share of `items`. What was shared before is done.
     template <class F>

@@ -292,6 +292,36 @@ void answer_ask(Sampler& sampler, const Ask& ask, Answer& out, const Logits& log
 
 }  // namespace
 
+std::vector<int32_t> wanted_units(std::span<const Ask> asks, int first, int last, int vocab_size) {
+    const size_t words = (static_cast<size_t>(vocab_size) + 31) / 32;
+    constexpr size_t kWords = kVocabBlock / 32;
+    std::vector<bool> limited(static_cast<size_t>(last - first)), wanted((words + kWords - 1) / kWords);
+    for (const Ask& ask : asks) {
+        if (ask.row < first || ask.row >= last) continue;
+        const bool draws = ask.kind == Ask::Kind::kDraw || ask.kind == Ask::Kind::kVerify;
+        const bool whole = ask.report.k >= 0 && !ask.report.processed;  // log-probabilities of what the model said
+        const size_t rows = 1 + ask.nodes.size(), place = static_cast<size_t>(ask.place);
+        const SampleParams& params = ask.sequence->params;
+        const bool masked = ask.place >= 0 && ask.allowed && ask.allowed->size() >= words * (place + rows);
+        if (!draws || whole || !(masked || params.only_allowed)) return {};
+        for (size_t row = 0; row < rows; ++row) {
+            limited[static_cast<size_t>(ask.row - first) + row] = true;
+            for (size_t word = 0; masked && word < words; ++word) {
+                if (ask.allowed->data()[words * (place + row) + word]) wanted[word / kWords] = true;
+            }
+        }
+        for (const int32_t id : masked ? std::vector<int32_t>{} : params.allowed) {
+            if (id >= 0 && id < vocab_size) wanted[static_cast<size_t>(id) / kVocabBlock] = true;
+        }
+    }
+    if (std::find(limited.begin(), limited.end(), false) != limited.end()) return {};
+    std::vector<int32_t> units;
+    for (size_t unit = 0; unit < wanted.size(); ++unit) {
+        if (wanted[unit]) units.push_back(static_cast<int32_t>(unit));
+    }
+    return units.size() < wanted.size() ? units : std::vector<int32_t>{};
+}
+
 std::string Answer::problem() const {
     if (!failure) return error;
     try {

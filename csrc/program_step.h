@@ -163,6 +163,11 @@ struct Logits {
     std::span<const Combine> combined{};  // rows that were
 };
 
+// The blocks of kVocabBlock tokens in which a mask or the allowed ids let a token come, ascending, for head rows
+// [first, last): no other is read. Empty, which stands for all of them, where a row is not limited or its whole row is
+// wanted.
+std::vector<int32_t> wanted_units(std::span<const Ask> asks, int first, int last, int vocab_size);
+
 // Changes a row of logits and its block maxima; where that cannot be done, asks about the row fail.
 void combine(Combine& pair, const Logits& logits, const SampleKernels& kernels) noexcept;
 

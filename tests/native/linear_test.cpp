@@ -115,6 +115,24 @@ void run(LinearWork work, ThreadPool& pool) {
     });
 }
 
+// The first and the last unit of a head alone: their results are those of the whole head, and others stay untouched.
+void some_units(LinearWork work, const std::vector<float>& logits, const std::vector<float>& maxima, ThreadPool& pool) {
+    const int n = work.linear->n(), units = (n + 63) / 64;
+    std::vector<float> part(logits.size(), -7.0f), tops(maxima.size(), -7.0f);
+    const int32_t wanted[2] = {0, units - 1};
+    work.units = wanted;
+    work.epilogue.out = part.data(), work.epilogue.block_max = tops.data();
+    run(work, pool);
+    const auto asked = [&](size_t unit) { return unit == 0 || unit == static_cast<size_t>(units) - 1; };
+    for (size_t i = 0; i < part.size(); ++i) {
+        require(part[i] == (asked(i % static_cast<size_t>(n) / 64) ? logits[i] : -7.0f),
+                "a unit is not as it should be");
+    }
+    for (size_t i = 0; i < tops.size(); ++i) {
+        require(tops[i] == (asked(i % static_cast<size_t>(units)) ? maxima[i] : -7.0f), "nor is its maximum");
+    }
+}
+
 Results results(const Layer& layer, const float* x, int m, int direct_rows, const Kernels& kernels, ThreadPool& pool) {
     const int n = layer.plain.n(), k = layer.plain.k(), tiles = tiles_of(k), out_tiles = tiles_of(n),
               units = (n + 63) / 64;
@@ -150,6 +168,7 @@ Results results(const Layer& layer, const float* x, int m, int direct_rows, cons
     work.epilogue.scale = 0.5f, work.epilogue.softcap = 20.0f;
     work.epilogue.block_max = got.maxima.data(), work.epilogue.max_stride = units;
     run(work, pool);
+    if (units > 2) some_units(work, got.logits, got.maxima, pool);
     work.linear = &layer.gated;
     work.epilogue.kind = EpilogueKind::kGated, work.epilogue.out = got.gated.data();
     work.epilogue.a8 = {made.data(), out_tiles}, work.epilogue.bf16 = {narrow.data(), out_tiles * 64};

@@ -227,6 +227,67 @@ void parts(Program& program) {
     require(throws([&] { program.run(bad); }), "an id outside the vocabulary runs");
 }
 
+using Units = std::vector<int32_t>;
+constexpr int kWords = (kVocab + 31) / 32;
+
+std::vector<uint32_t> mask_of(const std::vector<std::vector<int32_t>>& rows) {
+    std::vector<uint32_t> words(rows.size() * kWords);
+    for (size_t row = 0; row < rows.size(); ++row) {
+        for (const int32_t id : rows[row]) words[row * kWords + static_cast<size_t>(id) / 32] |= 1u << (id % 32);
+    }
+    return words;
+}
+
+// Draws that masks or allowed ids limit: which blocks of the vocabulary are wanted, and the tokens of the whole head.
+void limited(Program& program) {
+    const auto tokens = sequence({1, 2, 3, 4, 5}, 0), few = sequence({1, 2, 3, 4, 5}, 0);
+    few->params.only_allowed = true, few->params.allowed = {300, 65, 70};
+    const std::vector<int32_t> all = [] {
+        std::vector<int32_t> ids(kVocab);
+        std::iota(ids.begin(), ids.end(), 0);
+        return ids;
+    }();
+    const auto units = [&](const std::shared_ptr<Sequence>& of, const std::vector<std::vector<int32_t>>& masks,
+                           Report report, bool whole, int32_t& drawn) {
+        Step step;
+        step.feed(of, 0, 5, {}, {}, 1);
+        if (!masks.empty()) step.mask(mask_of(masks));
+        step.draw(0, {{1, 2}}, report, std::nullopt);
+        if (whole) step.logits(0);
+        const Units wanted = wanted_units(step.asks(), 0, 1, kVocab);
+        program.run(step);
+        require(step.answers()[0].error.empty(), "a limited draw fails");
+        drawn = step.answers()[0].reports.front().id;
+        return wanted;
+    };
+    int32_t one, other;
+    require(units(tokens, {{130, 131, 200}}, {}, false, one) == Units{2, 3}, "blocks 2 and 3 are wanted");
+    require(units(tokens, {{130, 131, 200}}, {}, true, other).empty(), "a row of logits needs the whole head");
+    require(one == other, "a part of the head draws another token");
+    require(units(tokens, {{130, 131, 200}}, {1, false}, false, other).empty(), "so do log-probabilities");
+    require(units(tokens, {{130, 131, 200}}, {1, true}, false, other) == Units{2, 3}, "those of what was drawn do not");
+    require(one == other, "what is told changes what is drawn");
+    require(units(few, {}, {}, false, one) == Units{1, 4}, "the blocks of the allowed ids");
+    require(units(few, {}, {}, true, other).empty() && one == other, "allowed ids draw another token");
+    require(units(tokens, {}, {}, false, one).empty(), "nothing limits this row");
+    require(units(tokens, {all}, {}, false, one).empty(), "everything is allowed");
+    // Two rows in one step: what either wants; with one that nothing limits, all.
+    for (const bool free : {false, true}) {
+        Step step;
+        step.feed(tokens, 0, 5, {}, {}, 1);
+        step.mask(mask_of({{130}}));
+        step.draw(0, {{1, 2}}, {}, std::nullopt);
+        step.feed(sequence({7, 8}, kBlocks / 3), 0, 1, std::vector<int32_t>{8}, std::vector<int32_t>{-1}, 2);
+        if (!free) step.mask(mask_of({{8}, {9, 290}}));
+        step.verify(0, {5, 6}, {}, std::nullopt);
+        const Units wanted = wanted_units(step.asks(), 0, 3, kVocab);
+        require(wanted == (free ? Units{} : Units{0, 2, 4}), "what either row wants");
+        program.run(step);
+        require(step.answers()[0].reports.front().id == 130, "the only token that may come");
+        if (!free) require(step.answers()[1].reports.front().id == 8, "the only token that may come next");
+    }
+}
+
 // A step with asks of every kind, in which each allocation fails in its turn: an error of the step or of some answers,
 // the other answers as ever, and what follows as if nothing had been.
 void without_memory(Program& program) {
@@ -331,6 +392,7 @@ int main() {
             Model two(pool, kernels_for(isa), type);
             check(one.program, 1);
             parts(one.program);
+            limited(one.program);
             without_memory(one.program);
             busy(one.program);
             std::thread other([&] { check(two.program, 2); });
