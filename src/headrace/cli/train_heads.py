@@ -76,7 +76,7 @@ def train_heads(
     path = fetch(model)
 
     from headrace.bench.prompts import read_prompts
-    from headrace.training.distil import Recipe, distil
+    from headrace.training.heads import Recipe, distil
     from headrace.training.exits import distil_exits
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
