@@ -20,6 +20,7 @@ from headrace.training.train import Training, agreement
 
 HELD = 16  # of so many texts one is held out
 JUDGED = 16  # held-out prompts that are answered again with the heads
+ANSWER = 96  # tokens of these answers
 Prompt = str | list[dict[str, Any]]
 Tell = Callable[[str, float, float, str], None]  # what is done, how much of it, of how much, a remark
 
@@ -152,11 +153,26 @@ def frequent(texts: Sequence[Text], vocab_size: int, count: int, always: frozens
 
 def judge(opened: Opened, out: Path, held: Sequence[Text], recipe: Recipe, temperature: float = 0.0) -> tuple[float, float]:
     """Answer held-out prompts with the heads: accepted of drafted tokens, and tokens of an output for each step."""
-    settings: dict[str, Any] = {"max_model_len": context_of(opened), "threads": recipe.threads}
-    llm = LLM(opened.path, draft=out, speculate="heads", draft_tokens=recipe.count, **settings)
     prompts = [text.tokens[: text.answer].tolist() for text in held]
-    limit = min(96, llm.memory_plan.max_model_len // 2)
-    outputs = llm.generate(prompts, SamplingParams(temperature=temperature, seed=recipe.seed, max_tokens=limit))
+    how = SamplingParams(temperature=temperature, seed=recipe.seed, max_tokens=ANSWER)
+    return acceptance(opened, out, "heads", prompts, recipe.count, how, recipe.threads)
+
+
+def acceptance(
+    opened: Opened,
+    draft: Path,
+    method: str,
+    prompts: Sequence[list[int]],
+    count: int,
+    params: SamplingParams,
+    threads: int | None = None,
+) -> tuple[float, float]:
+    """Answer prompts with a draft (method draft or heads) of `count` tokens in each step: accepted of drafted tokens, and
+    tokens of an output for each step."""
+    settings: dict[str, Any] = {"max_model_len": context_of(opened), "threads": threads}
+    llm = LLM(opened.path, draft=draft, speculate=method, draft_tokens=count, **settings)
+    limit = min(params.max_tokens or ANSWER, llm.memory_plan.max_model_len // 2)
+    outputs = llm.generate(list(prompts), params.replace(max_tokens=limit))
     llm.close()
     metrics = [output.metrics for output in outputs]
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
