@@ -107,7 +107,7 @@ def train(opened: Opened, out: Path, recipe: Recipe, tell: Tell) -> Trained:
     )
     tensors = {**training.tensors, "vocab": vocab.to(torch.int32)}
     heads = Heads(recipe.kind, recipe.places, tensors, recipe.exits, recipe.exits[-1] if recipe.exits else 0)
-    about: dict[str, float | str] = {"texts": len(texts), "minutes": training.spent / 60, "steps": training.steps}
+    about: dict[str, float | str] = {"texts": len(texts), "minutes": training.state.spent / 60, "steps": training.state.steps}
     return Trained(heads, opened, teacher, about, learned, held)
 
 
