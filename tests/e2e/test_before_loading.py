@@ -145,6 +145,7 @@ def test_an_output_that_cannot_be_written(shell: Shell, tiny_gguf: Path, tmp_pat
     for command in (
         ("compress", tiny_gguf, "-o", "/proc/out.gguf"),
         ("train-heads", tiny_gguf, "-o", nowhere),
+        ("distil", tiny_gguf, "-o", nowhere, "--student", "depth=1"),
         ("train-classifier", tiny_gguf, "-d", source, "-o", nowhere),
         ("bench", "serve", url, "--plots", nowhere),
         ("bench", "serve", url, "--report", "/proc/x.html"),

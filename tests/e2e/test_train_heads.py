@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headrace.data.params import SamplingParams
@@ -34,6 +35,12 @@ def kind(request: pytest.FixtureRequest) -> str:
     return name
 
 
+def reached(out: Path) -> dict[str, str]:
+    """How far a training has come."""
+    with safe_open(out / "work/checkpoint.safetensors", "pt") as file:
+        return dict(file.metadata())
+
+
 def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     code, table, said = shell.watched("train-heads", model, "--out", out, "--kind", kind, "--minutes", "0.01", *QUICK)
@@ -41,7 +48,7 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
     check_bar(said, "loading tiny.gguf", "of 34 texts", "generating", "training")
     assert "all as the model has it" in table
     assert "of drafted tokens accepted" in said
-    state = json.loads((out / "work/checkpoint.json").read_text())
+    state = reached(out)
     info = json.loads((out / "heads.json").read_text())
     assert (info["kind"], info["count"], info["hidden_size"]) == (kind, 2, 32)
     assert 1 <= info["trained"]["tokens_per_step"] <= 3
@@ -55,11 +62,11 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
     code, _, said = shell("train-heads", model, "--out", out, "--kind", kind, *longer, *QUICK)
     assert code == 0, said
     assert Shards(out / "work/texts").path(0).stat().st_mtime_ns == written
-    assert int(json.loads((out / "work/checkpoint.json").read_text())["steps"]) > int(state["steps"])
+    assert int(reached(out)["steps"]) > int(state["steps"])
     other = "heads" if kind == "feature" else "feature"
     code, _, said = shell("train-heads", model, "--out", out, "--kind", other, *longer, *QUICK)
     assert code == 1
-    assert "holds a training of other heads" in said
+    assert f"holds another training (heads: {kind} then, {other} now)" in said
     plain = LLM(model, speculate=None).generate(["A wheel", "Hello"], GREEDY)
     for method in ("heads", "auto"):
         made = LLM(model, draft=out, speculate=method, draft_tokens=2).generate(["A wheel", "Hello"], GREEDY)

@@ -18,7 +18,7 @@ from headrace.data.params import SamplingParams
 from tests.cli_shell import Shell
 
 LONG = (
-    "run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare", "train-heads",
+    "run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare", "distil", "train-heads",
     "bench local", "bench peers", "bench peers-speculate", "bench serve", "bench speculate", "bench cascade", "bench tools",
 )  # fmt: skip
 # What costs a help more than all else of it.

@@ -65,8 +65,8 @@ ROOMS = {
     "startup.rules": "",
     "startup.runnable": "host startup.opening startup.memory native weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
-    "training": "llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner weights.loader "
-    "weights.parts models layers eager ops text data",
+    "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
+    "weights.loader weights.parts weights models layers eager ops kv.pool text data",
     "compress": "quant llm startup.opening runner.streamed runner text models layers ops weights.loader weights.parts weights "
     "native data",
     "workflows": "workflows.surety llm data",
@@ -114,6 +114,7 @@ ARROWS = {
     *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "step", "program", "heads")),
     ("eager", "runner"),
     *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
+    ("training", "compress"),  # texts, judgements and folders are made there
     ("bench.linears", "bench.profile"),
     ("bench.tools", "server"),
 }

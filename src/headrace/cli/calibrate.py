@@ -67,7 +67,7 @@ def calibrate(
     from headrace.bench.prompts import read_prompts
     from headrace.startup.rules import save
     from headrace.training.calibration import minimum_n
-    from headrace.training.distil import asked_tokens
+    from headrace.training.heads import asked_tokens
     from headrace.training.leaving import Task, calibrated
 
     prompts = read_prompts(source)

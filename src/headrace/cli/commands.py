@@ -33,6 +33,8 @@ COMMANDS = {
         "inspect": "Show a model's architecture, tensors, number formats, KV bytes per token, tokenizer and chat template.",
         "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "
         "can have, or so that the layers' outputs on texts change least (--method).",
+        "distil": "Train a smaller model to do as MODEL does, or heal one that was pruned or rounded; OUT is a folder as any "
+        "model's.",
         "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",
         "train-masked": "Train a small model that fills in blocks of masked tokens, to try out non-autoregressive decoding.",
         "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights "

@@ -10,7 +10,7 @@ STARTING = "starting"
 # Commands that open a model, or wait long for something else.
 LONG = {
     *("run", "chat", "ask", "generate", "embed", "classify", "serve", "perplexity", "arithmetic", "compare", "compress"),
-    *("translate", "train-heads", "train-classifier", "bench"),
+    *("translate", "distil", "train-heads", "train-classifier", "bench"),
 }
 QUIET = {"-q", "--quiet", "-h", "--help", "--help-all"}
 READ_ALOUD = 512  # tokens of a prompt below which its reading is not counted

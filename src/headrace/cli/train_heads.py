@@ -76,8 +76,8 @@ def train_heads(
     path = fetch(model)
 
     from headrace.bench.prompts import read_prompts
-    from headrace.training.distil import Recipe, distil
     from headrace.training.exits import distil_exits
+    from headrace.training.heads import Recipe, distil
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
     recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts, places)

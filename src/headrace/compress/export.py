@@ -1,6 +1,8 @@
-"""A GGUF model as a Hugging Face folder of bfloat16 weights, for engines that read nothing else."""
+"""Models as Hugging Face folders: a GGUF file's as one of bfloat16 weights, and what a folder has besides weights."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,23 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders
 
-from headrace.data.config import ModelConfig
+from headrace.data.config import ModelConfig, RopeConfig
 from headrace.models.registry import describe, read_config
+from headrace.startup.opening import Opened
 from headrace.text.gguf_vocab import read_gguf
+from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocabulary import Vocabulary
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import plan, stored_as
+from headrace.weights.source import WeightError
 
+CONFIG = "config.json"
+COPIED = (".json", ".jinja", ".txt", ".model")  # of a folder, what is not weights
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "tie_word_embeddings", "torch_dtype"),
+)  # of a config.json, what changes with the shape of a model
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -30,15 +41,42 @@ def write_folder(source: GGUFFile, folder: Path) -> None:
     Raises ValueError for an architecture or a rotary scaling that this does not translate.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_settings(source, folder)
+    vocabulary = read_gguf(source.metadata)
+    write_json(folder / CONFIG, hf_config(read_config(source), vocabulary.bos_id, vocabulary.eos_id))
+    _write_vocabulary(vocabulary, folder)
     save_file(tensors(source, read_config(source)), folder / "model.safetensors", {"format": "pt"})
 
 
-def write_settings(source: GGUFFile, folder: Path) -> None:
-    """What such a folder has besides weights. Raises ValueError as `write_folder` does."""
-    config = read_config(source)
-    vocabulary = read_gguf(source.metadata)
-    _write_json(folder / "config.json", hf_config(config, vocabulary.bos_id, vocabulary.eos_id))
+def settings_of(opened: Opened, config: ModelConfig) -> dict[str, Any]:
+    """config.json of a model with these numbers, which was made of an open one: of a folder its own, with its sizes changed.
+
+    Raises ValueError as `hf_config` does.
+    """
+    if isinstance(opened.source, GGUFFile):
+        return hf_config(config, opened.tokenizer.bos_id, opened.tokenizer.eos_id)
+    plain = replace(config, layers=tuple(replace(layer, rope=RopeConfig()) for layer in config.layers))
+    ours, own = hf_config(plain, None, None), dict(opened.source.config)
+    for name in ("quantization_config", "layer_types"):
+        own.pop(name, None)
+    return own | {name: ours[name] for name in SIZES}
+
+
+def write_words(opened: Opened, folder: Path) -> None:
+    """What a folder has to read and write text: of a GGUF file its vocabulary and template, of a folder the files themselves.
+
+    Raises WeightError where the tokenizer read back is another one.
+    """
+    if isinstance(opened.source, GGUFFile):
+        _write_vocabulary(read_gguf(opened.source.metadata), folder)
+    else:
+        for file in sorted(opened.path.iterdir()):
+            if file.suffix in COPIED and file.is_file() and file.name != CONFIG and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+    if difference := Tokenizer.from_folder(folder).differs(opened.tokenizer):
+        raise WeightError(f"{opened.path}: its vocabulary cannot be written as a folder ({difference})")
+
+
+def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
     vocabulary.backend.decoder = _decoder(vocabulary)
     vocabulary.backend.save(str(folder / "tokenizer.json"))
     names = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
@@ -46,7 +84,7 @@ def write_settings(source: GGUFFile, folder: Path) -> None:
     said |= {"add_bos_token": bool(vocabulary.prefix), "add_eos_token": bool(vocabulary.suffix)}
     if vocabulary.chat_template is not None:
         said["chat_template"] = vocabulary.chat_template
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **said})
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **said})
 
 
 def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:
@@ -111,5 +149,6 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
     }
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Values as JSON, over several lines."""
     path.write_text(json.dumps(values, indent=2))

@@ -1,6 +1,5 @@
 """A model pruned to 2:4 and rounded, written as a folder that Headrace reads (`weights.quantized.two_four`)."""
 
-import json
 import re
 import shutil
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.compress.export import write_settings
+from headrace.compress.export import CONFIG, settings_of, write_json, write_words
 from headrace.compress.measured import threads_of
 from headrace.compress.pruning import pruned
 from headrace.compress.report import Matrix, Pipeline, Report
@@ -23,7 +22,6 @@ from headrace.models.registry import describe
 from headrace.quant.encode import encode
 from headrace.quant.keep import Sparsity
 from headrace.startup.opening import Opened, open_files
-from headrace.text.tokenizer import Tokenizer
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import read_imatrix
@@ -38,7 +36,6 @@ from headrace.weights.write_safetensors import safetensors_header, write_safeten
 
 FORMATS = {"int4-g32-sym": "S4", "int8-g32-sym": "S8"}
 BLOCK = 32
-COPIED = (".json", ".jinja", ".txt", ".model")  # of a folder, what is not weights
 SINGLE = "model.safetensors"
 _MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.[\w.]+\.weight")
 _TYPES = {"S4": ("U8", "U8", "F16"), "S8": ("I8", "U8", "F16")}  # of the fields
@@ -176,20 +173,13 @@ def _warnings(opened: Opened, stored: dict[str, list[WeightPart]], kinds: dict[s
 
 def _write_settings(job: Job, folder: Path) -> None:
     """config.json, tokenizer and template. Raises ValueError where the tokenizer read back is another one."""
-    source = job.opened.source
-    if isinstance(source, GGUFFile):
-        write_settings(source, folder)
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    else:
-        for file in sorted(source.path.iterdir()):
-            if file.suffix in COPIED and file.is_file() and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
-        config = dict(source.config)
+    opened = job.opened
+    write_words(opened, folder)
+    source = opened.source
+    config = settings_of(opened, opened.config) if isinstance(source, GGUFFile) else dict(source.config)
     bits = max(int(kind[1:]) for kind in job.kinds.values() if kind in _TYPES)
     config["quantization_config"] = {"quant_method": METHOD, "bits": bits, "group_size": BLOCK}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    if difference := Tokenizer.from_folder(folder).differs(job.opened.tokenizer):
-        raise WeightError(f"{job.opened.path}: its vocabulary cannot be written as a folder ({difference})")
+    write_json(folder / CONFIG, config)
 
 
 def _chunks(job: Job, threads: int, tell: Progress) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,7 +1,7 @@
 """What a compressed model lost: beside the original on texts that neither was changed by, layer by layer in float32."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,20 +32,26 @@ def judge(original: WeightSource, compressed: WeightSource, texts: Sequence[Sequ
     """Of the second half of each text, so that every token counted follows some."""
     count = min(map(len, texts)) // 2
     both = zip(Streamed(original).logits(texts, count), Streamed(compressed).logits(texts, count), strict=True)
+    return judged([text[len(text) - count :] for text in texts], both, name)
+
+
+def judged(wanted: Sequence[Sequence[int]], both: Iterable[tuple[np.ndarray, np.ndarray]], name: str) -> Judgement:
+    """Of the tokens of each text that count, and what both models foretell of them: logits [tokens, vocabulary] of the
+    original and of the other."""
     kls, losses, right = [], np.zeros(2), 0
-    for text, (before, after) in zip(texts, both, strict=True):
+    for tokens, (before, after) in zip(wanted, both, strict=True):
         kl = 0.0
-        for at in range(0, count, ROWS):
+        for at in range(0, len(tokens), ROWS):
             p, q = (torch.from_numpy(rows[at : at + ROWS]).double().log_softmax(-1) for rows in (before, after))
             kl += float((p.exp() * (p - q)).sum())
             right += int((p.argmax(-1) == q.argmax(-1)).sum())
-            wanted = torch.tensor(text[len(text) - count :][at : at + ROWS])[:, None]
-            losses -= [float(rows.gather(1, wanted).sum()) for rows in (p, q)]
-        kls.append(kl / count)
-    tokens = count * len(texts)
+            those = torch.tensor(tokens[at : at + ROWS])[:, None]
+            losses -= [float(rows.gather(1, those).sum()) for rows in (p, q)]
+        kls.append(kl / len(tokens))
+    count = sum(map(len, wanted))
     error = float(np.std(kls, ddof=1) / math.sqrt(len(kls))) if len(kls) > 1 else None
-    before_loss, after_loss = np.exp(losses / tokens).tolist()
-    return Judgement(name, tokens, float(np.mean(kls)), error, after_loss, before_loss, right / tokens)
+    before_loss, after_loss = np.exp(losses / count).tolist()
+    return Judgement(name, count, float(np.mean(kls)), error, after_loss, before_loss, right / count)
 
 
 def judge_bytes(config: ModelConfig, window: int) -> int:

@@ -1,6 +1,7 @@
 """Device side of the paged KV cache: the tensors that blocks are made of."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -60,3 +61,27 @@ class KVPool:
     def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         source, target = torch.tensor(pairs, dtype=torch.int64, device=self.data.device).unbind(1)
         return source, target
+
+
+class FreshPool(KVPool):
+    """K and V with gradients, of texts that are fed whole and once: what a layer writes takes the place of what it had, so that
+    no layer's gradient goes through another's rows."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(replace(config, layers=config.layers[:1]), num_blocks, block_size, dtype, device)
+        self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._written.get(layer) or super().kv(0)
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        empty, shape = self._flat[0, 0], self.data[0, 0].shape
+        keys, values = (empty.index_copy(0, slots, rows.to(self.dtype)).view(shape) for rows in (k, v))
+        self._written[layer] = keys, values

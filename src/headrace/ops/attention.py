@@ -41,8 +41,7 @@ def attention(
     added to the scaled scores, by how far the key is from the row (T5). Scores and sums are float32, or float64 of float64. A
     row that sees nothing gives 0.
     """
-    key_pool, value_pool = ctx.pool.kv(layer)
-    kv_heads, dim = key_pool.shape[2:]
+    kv_heads, dim = ctx.pool.kv(layer)[0].shape[2:]
     n, heads = q.shape[0], q.shape[1] // dim
     acc = accumulator(q.dtype)
     query = _prepare(q.view(n, heads, dim), q_norm, rope, ctx) * (dim**-0.5 if scale is None else scale)
@@ -50,6 +49,7 @@ def attention(
         ctx.pool.write(layer, ctx.slots[0], _prepare(k.view(n, kv_heads, dim), k_norm, rope, ctx), v.view(n, kv_heads, dim))
     elif not source:
         raise ValueError("attention: only rows that read a source come without K and V")
+    key_pool, value_pool = ctx.pool.kv(layer)  # after the write: a pool that keeps gradients holds others then
     out = torch.empty(n, heads, dim, dtype=acc, device=q.device)
     sink = None if sinks is None else sinks.weight.to(acc)
     for group in groups(ctx, Sight(heads, window, causal, source, bias is not None)):
@@ -91,10 +91,10 @@ def attend(
     if bias is not None:
         scores = scores + bias.view(b, kv_heads, share, c, -1)
     scores.masked_fill_(~visible[:, None, None], -torch.inf)  # in place from here: scores are the one big thing
-    top = scores.amax(-1, keepdim=True)
+    top = scores.detach().amax(-1, keepdim=True)  # what is subtracted changes no result: it needs no gradient
     sink = None if sinks is None else sinks.view(1, kv_heads, share, 1, 1)
     if sink is not None:
-        top = torch.maximum(top, sink)
+        top = torch.maximum(top, sink.detach())
     top = top.clamp_min(torch.finfo(q.dtype).min)  # a row that sees nothing: exp(-inf), not exp(nan)
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)

@@ -1,164 +1,266 @@
-"""From a model to trained heads in a folder: texts, training, and what they are worth on prompts that were held out."""
+"""Distillation: a smaller model learns from a larger one, and one that was cut or rounded from what it was before (healing)."""
 
-import random
+import hashlib
+import json
+import os
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from headrace.compress.export import CONFIG, settings_of, write_json, write_words
+from headrace.compress.judge import Judgement
+from headrace.compress.texts import SELF, texts_of
 from headrace.data.params import SamplingParams
-from headrace.llm import LLM
-from headrace.runner.heads import Heads
-from headrace.startup import heads as files
+from headrace.models.base import Model
 from headrace.startup.opening import Opened, open_model
-from headrace.text.chat import TemplateError
-from headrace.training.teacher import Teacher, read_teacher
-from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
-from headrace.training.train import Training, agreement
+from headrace.training.examples import (
+    Item,
+    answered,
+    batch_of,
+    held_apart,
+    read_items,
+    reasoned,
+    windows,
+    write_items,
+)
+from headrace.training.heads import ANSWER, Prompt, acceptance, asked_tokens
+from headrace.training.lesson import HARD, LOSSES, Lesson
+from headrace.training.run import Budget, Run, begin
+from headrace.training.students import Student, student_of
+from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
+from headrace.weights.loader import load_model, stored_tensors
+from headrace.weights.progress import Progress, Silent
 
-HELD = 16  # of so many texts one is held out
-JUDGED = 16  # held-out prompts that are answered again with the heads
-Prompt = str | list[dict[str, Any]]
-Tell = Callable[[str, float, float, str], None]  # what is done, how much of it, of how much, a remark
+HELD = 16  # texts to judge by
+SHOWN = "distil.json"
+RATE, FRESH_RATE = 1e-4, 1e-3  # of learned weights, of random ones
+ALL = 1 << 40  # tokens: more than a file has
+Stopped = AbstractContextManager[Callable[[], bool]]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How heads are trained. `prompts`: the caller's own, texts or conversations; without any the model writes them
-    too. `count`: tokens drafted at once. `vocab`: tokens to choose from, the most frequent of the texts. `exits`: after how
-    many layers they stand, where they are what is trained."""
+    """How a student is made and taught. `texts`: a file, or "self"; of the loss `sequence` its lines are prompts, of `steps`
+    they are JSON. `count`: of the teacher's own texts. `share`: λ of kl beside labels; `reasons`: λ of rationales."""
 
-    kind: str
-    texts: int = 2048
-    minutes: float = 45.0
-    count: int = 3
-    vocab: int = 8192
-    max_tokens: int = 256
-    rate: float = 1e-3
-    batch: int = 8
+    student: str
+    budget: Budget
+    losses: tuple[str, ...] = ("kl",)
+    texts: str = SELF
+    prompts: Sequence[Prompt] = ()
+    count: int = 256
+    window: int = 256
+    batch: int = 4
+    temperature: float = 2.0
+    share: float = 0.5
+    reasons: float = 1.0
+    rate: float | None = None
+    as_draft: bool = False
     seed: int = 0
     threads: int | None = None
-    prompts: Sequence[Prompt] = ()
-    exits: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raise ValueError for what does not go together."""
+        unknown = [name for name in self.losses if name not in LOSSES]
+        if unknown or not self.losses or len(set(self.losses)) < len(self.losses):
+            raise ValueError(f"losses are some of {', '.join(LOSSES)}, each once, not {','.join(self.losses)!r}")
+        if len(own := HARD.intersection(self.losses)) > 1:
+            raise ValueError(f"{', '.join(sorted(own))} learn from different texts; choose one of them")
+        if "steps" in self.losses and self.texts == SELF:
+            raise ValueError("the loss steps reads a file of prompts, rationales and answers; name it with texts")
+        if not 0 <= self.share <= 1 or self.temperature <= 0 or self.reasons < 0 or not 8 <= self.window <= CONTEXT:
+            raise ValueError(f"share is 0 to 1, temperature above 0, reasons 0 or more, a window 8 to {CONTEXT} tokens")
+
+    def about(self, opened: Opened) -> dict[str, Any]:
+        """What must be the same where a training goes on: all but how long it is, and by how many threads."""
+        said = asdict(self)
+        for name in ("budget", "prompts", "threads", "as_draft"):
+            said.pop(name)
+        data = json.dumps(list(self.prompts)).encode() if self.texts == SELF else Path(self.texts).read_bytes()
+        return {"teacher": str(opened.path), **said, "texts": f"{self.texts} {hashlib.sha256(data).hexdigest()[:16]}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A student as a draft for its teacher, one token at a time: the share of drafted tokens that were right, before and
+    after, and what a token of it costs in the teacher's, by the weights that are read for one if both are stored alike."""
+
+    before: float
+    after: float
+    cost: float
 
     @property
-    def places(self) -> int:
-        """How many heads, or exits, there are."""
-        return len(self.exits) or self.count
+    def speed(self) -> float:
+        """(1 + α) / (1 + c): tokens in the time of one, if to verify costs no more than a plain step."""
+        return (1 + self.after) / (1 + self.cost)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`agreement`: how often the first 1, 2 … tokens of a draft are all the target's, on held-out texts; then what happened
-    when held-out prompts were answered, greedily, with `count` tokens drafted in each step."""
+    """What a training came to. `tokens` were seen in `steps`, of which so many are `different`; `weights` of the student and
+    of the teacher; judgements are on held-out texts."""
 
-    agreement: list[float]
-    accepted: float
-    tokens_per_step: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """Heads as they came out of training, whose they are, how they were made, and the texts they were `learned` from and not
-    (`held`)."""
-
-    heads: Heads
-    opened: Opened
-    teacher: Teacher
-    about: dict[str, float | str]
-    learned: list[Text]
-    held: list[Text]
+    steps: int
+    tokens: int
+    different: int
+    seconds: float
+    weights: tuple[int, int]
+    before: Judgement
+    after: Judgement
+    drafting: Drafting | None = None
+    losses: list[float] = field(default_factory=list)  # of this call's steps
 
 
-def distil(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
-    """Train heads for a model into `out`; what is there already of the same training is gone on with.
+def distil(
+    teacher: str | Path, out: Path, recipe: Recipe, tell: Progress | None = None, interrupt: Stopped | None = None
+) -> Result:
+    """Train a student into the folder `out`, which any command then opens; the same call goes on where one was stopped.
 
-    Raises ValueError where the model cannot have heads, or `out` holds another training.
+    `interrupt` is entered while it trains and says whether to stop. Raises ValueError (WeightError, TokenizerError, HubError)
+    for what cannot be, before anything is trained, KeyboardInterrupt once stopped, and OSError.
     """
-    made = train(open_model(model), out, recipe, tell)
-    heads, held = made.heads, made.held
-    with torch.autocast("cpu", torch.bfloat16):
-        agreed = agreement(recipe.kind, heads.tensors, made.teacher, held, recipe.places)
-    files.save(out, heads, made.opened, made.about)
-    accepted, tokens = judge(made.opened, out, held[:JUDGED], recipe)
-    result = Result(agreed, accepted, tokens)
-    files.save(out, heads, made.opened, made.about | {"accepted": round(accepted, 3), "tokens_per_step": round(tokens, 2)})
+    recipe.check()
+    tell, work = tell or Silent(), out / "work"
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    if (out / CONFIG).exists() and not work.exists():
+        raise ValueError(f"{out} holds a model; name another folder")
+    opened = open_model(teacher)
+    if opened.config.encoder or opened.config.source is not None:
+        raise ValueError(f"{opened.name} is no decoder; a teacher writes token by token")
+    about = recipe.about(opened)
+    tell.start(f"loading {opened.path.name}")
+    large = load_model(opened.source)
+    student = student_of(recipe.student, large, opened, recipe.seed)
+    settings_of(student.opened, student.model.config)  # what cannot be written is refused now
+    lesson = Lesson(large, student, recipe.losses, recipe.temperature, recipe.share)
+    begin(work, about)
+    window = min(recipe.window, opened.config.max_position, student.model.config.max_position)
+    learned, held = held_apart(_items(opened, work, recipe, window, tell), HELD, recipe.seed)
+    tell.start("judging")
+    before, accepted = _before(lesson, opened, work, held, recipe)
+    rate = recipe.rate or (FRESH_RATE if student.fresh else RATE)
+    run = Run(lesson.tensors, work, recipe.budget, rate)
+    losses = _train(run, lesson, learned, recipe, tell, interrupt or nullcontext(lambda: False))
+    tell.start("judging")
+    save(out, student)
+    drafting = None
+    if accepted is not None:
+        cost = read_weights(student.model) / read_weights(large)
+        drafting = Drafting(accepted, _accepted(opened, out, held, recipe), cost)
+    tokens = sum(_length(item) for step in range(run.steps) for item in batch_of(learned, step, recipe.batch, recipe.seed))
+    different = min(tokens, sum(map(_length, learned)))
+    weights = student.model.num_parameters, large.num_parameters
+    result = Result(run.steps, tokens, different, run.spent, weights, before, lesson.judge(held), drafting, losses)
+    tell.finish()
+    write_json(out / SHOWN, {**about, **asdict(result), "losses": losses[-1:]})
     return result
 
 
-def train(opened: Opened, out: Path, recipe: Recipe, tell: Tell) -> Trained:
-    """Write the texts and learn from them. Raises ValueError as `distil` does."""
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
-    work = out / "work"
-    _write(opened, Shards(work / "texts"), recipe, tell)
-    texts = Shards(work / "texts").read()
-    if texts[0].hidden.shape[1] != opened.config.hidden_size * (len(recipe.exits) + 1):
-        raise ValueError(f"{work} holds the texts of other heads; take another folder, or remove it")
-    held, learned = texts[::HELD], [text for at, text in enumerate(texts) if at % HELD]
-    vocab = frequent(learned, opened.config.vocab_size, recipe.vocab, opened.eos_ids)
-    teacher = read_teacher(opened, vocab)
-    training = Training(recipe.kind, teacher, work, depth=recipe.places, minutes=recipe.minutes, rate=recipe.rate)
-    training.run(
-        learned, recipe.batch, seen=lambda spent, loss: tell("training", spent, recipe.minutes * 60, f"loss {loss:.3f}")
-    )
-    tensors = {**training.tensors, "vocab": vocab.to(torch.int32)}
-    heads = Heads(recipe.kind, recipe.places, tensors, recipe.exits, recipe.exits[-1] if recipe.exits else 0)
-    about: dict[str, float | str] = {"texts": len(texts), "minutes": training.spent / 60, "steps": training.steps}
-    return Trained(heads, opened, teacher, about, learned, held)
+def _length(item: Item) -> int:
+    return sum(len(one.tokens) for one in item)
 
 
-def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
-    """Write the texts that are still missing."""
-    numbers = range(-(-recipe.texts // SHARD))
-    if all(shards.have(number) for number in numbers):
-        return
-    llm = open_writer(opened, recipe.threads)
-    for number in numbers:
-        tell("texts", number * SHARD, recipe.texts, "")
-        if shards.have(number):
-            continue
-        size, seed = min(SHARD, recipe.texts - number * SHARD), recipe.seed + 100_003 * (number + 1)
+def read_weights(model: Model) -> int:
+    """Weights that are read for a token: a table of tokens counts where it is the head, too."""
+    config = model.config
+    return model.num_parameters - (0 if config.tied_head else config.vocab_size * config.hidden_size)
+
+
+def _items(opened: Opened, work: Path, recipe: Recipe, window: int, tell: Progress) -> list[Item]:
+    """What there is to learn from, `window` tokens at most each; kept in `work`."""
+    path = work / "examples.json"
+    if path.is_file():
+        return read_items(path)
+    if "steps" in recipe.losses:
+        items = reasoned(Path(recipe.texts), opened.tokenizer, opened.tokenizer.eos_id, recipe.reasons, window)
+    elif "sequence" in recipe.losses:
+        items = _sequences(opened, recipe, window, tell)
+    else:
+        tokens = recipe.count * window if recipe.texts == SELF else ALL
+        items = windows(texts_of(opened, recipe.texts, tokens, recipe.seed, tell, window, recipe.threads or 0))
+    part = path.with_suffix(".part")
+    write_items(part, items)
+    os.replace(part, path)
+    return items
+
+
+def _sequences(opened: Opened, recipe: Recipe, window: int, tell: Progress) -> list[Item]:
+    """Prompts, the caller's or the teacher's own, with its answers."""
+    with open_writer(opened, recipe.threads) as llm:
         if recipe.prompts:
-            order = random.Random(recipe.seed).sample(recipe.prompts, len(recipe.prompts))
-            prompts = [asked_tokens(llm, order[at % len(order)]) for at in range(number * SHARD, number * SHARD + size)]
+            prompts = [asked_tokens(llm, prompt) for prompt in recipe.prompts]
         else:
-            prompts = own_prompts(llm, size, seed)
-        shards.write(number, write_texts(llm, prompts, recipe.max_tokens, seed, recipe.exits))
-    tell("texts", recipe.texts, recipe.texts, "")
-    llm.close()
+            prompts = own_prompts(llm, recipe.count, recipe.seed)
+        prompts = [prompt for prompt in prompts if len(prompt) <= window // 2]
+        if not prompts:
+            raise ValueError(f"no prompt is short enough: half of a window is {window // 2} tokens; use a longer window")
+        tell.start("answers of the teacher", len(prompts), unit="prompts")
+        return answered(llm, prompts, window // 2, tell.advance)
 
 
-def asked_tokens(llm: LLM, prompt: Prompt) -> list[int]:
-    """Through the chat template, where there is one."""
-    try:
-        return llm.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-    except TemplateError:
-        if not isinstance(prompt, str):
-            raise
-        return llm.tokenizer.encode(prompt)
+def _before(lesson: Lesson, opened: Opened, work: Path, held: Sequence[Item], recipe: Recipe) -> tuple[Judgement, float | None]:
+    """What the student is worth untrained, and what is accepted of its drafts where that is asked; kept in `work`."""
+    path = work / "before.json"
+    known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    judgement = Judgement(**known["judgement"]) if known else lesson.judge(held)
+    accepted = known.get("accepted")
+    if recipe.as_draft and accepted is None:
+        if (work / "checkpoint.safetensors").exists():
+            raise ValueError(f"{work} was begun without as_draft, and what it accepted then is not known; begin again with it")
+        untrained = work / "untrained"
+        save(untrained, lesson.student)
+        accepted = _accepted(opened, untrained, held, recipe)
+        shutil.rmtree(untrained)
+    path.write_text(json.dumps({"judgement": asdict(judgement), "accepted": accepted}), "utf-8")
+    return judgement, accepted if recipe.as_draft else None
 
 
-def frequent(texts: Sequence[Text], vocab_size: int, count: int, always: frozenset[int]) -> torch.Tensor:
-    """The `count` tokens that answers have most often, ascending; where they have fewer, the first of the vocabulary too."""
-    seen = torch.zeros(vocab_size, dtype=torch.int64)
-    for text in texts:
-        seen += torch.bincount(text.tokens[text.answer :], minlength=vocab_size)
-    seen[torch.tensor(sorted(always), dtype=torch.int64)] = int(seen.max()) + 1
-    return seen.argsort(descending=True, stable=True)[: min(count, vocab_size)].sort().values
+def _accepted(opened: Opened, folder: Path, held: Sequence[Item], recipe: Recipe) -> float:
+    """Of tokens that a folder drafts, one at a time, where the teacher goes on from held-out texts."""
+    room = context_of(opened) // 2
+    prompts = [item[0].given[-room:] for item in held]
+    how = SamplingParams(temperature=0.0, max_tokens=min(room, ANSWER), ignore_eos=True)
+    return acceptance(opened, folder, "draft", prompts, 1, how, recipe.threads)[0]
 
 
-def judge(opened: Opened, out: Path, held: Sequence[Text], recipe: Recipe, temperature: float = 0.0) -> tuple[float, float]:
-    """Answer held-out prompts with the heads: accepted of drafted tokens, and tokens of an output for each step."""
-    settings: dict[str, Any] = {"max_model_len": context_of(opened), "threads": recipe.threads}
-    llm = LLM(opened.path, draft=out, speculate="heads", draft_tokens=recipe.count, **settings)
-    prompts = [text.tokens[: text.answer].tolist() for text in held]
-    limit = min(96, llm.memory_plan.max_model_len // 2)
-    outputs = llm.generate(prompts, SamplingParams(temperature=temperature, seed=recipe.seed, max_tokens=limit))
-    llm.close()
-    metrics = [output.metrics for output in outputs]
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    drafted = sum(one.drafted for one in metrics)
-    return sum(one.accepted for one in metrics) / max(1, drafted), tokens / max(1, sum(one.steps for one in metrics))
+def _train(
+    run: Run, lesson: Lesson, learned: Sequence[Item], recipe: Recipe, tell: Progress, interrupt: Stopped
+) -> list[float]:
+    """To the end of the budget; the losses on the way."""
+    losses: list[float] = []
+    by_steps = recipe.budget.steps is not None
+    total = recipe.budget.steps or round(60 * (recipe.budget.minutes or 0.0))
+    told = run.steps if by_steps else int(run.spent)
+    tell.start("training", max(1, total), told, "steps" if by_steps else "seconds")
+
+    def seen(loss: float) -> None:
+        nonlocal told
+        losses.append(loss)
+        now = run.steps if by_steps else int(run.spent)
+        tell.advance(now - told, f"step {run.steps}, loss {loss:.3f}")
+        told = now
+
+    with interrupt as stopped:
+        run.go(lambda step: lesson.learn(batch_of(learned, step, recipe.batch, recipe.seed)), seen, stopped)
+    return losses
+
+
+def save(folder: Path, student: Student) -> None:
+    """A student as a folder that any command opens: matrices in bfloat16, vectors in float32; config.json comes last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: x.detach().to(torch.bfloat16 if x.dim() > 1 else torch.float32).contiguous()
+        for name, x in stored_tensors(student.model, "safetensors").items()
+    }
+    part = folder / "model.part"
+    save_file(tensors, part, {"format": "pt"})
+    os.replace(part, folder / "model.safetensors")
+    write_words(student.opened, folder)
+    write_json(folder / CONFIG, settings_of(student.opened, student.model.config))

@@ -15,7 +15,7 @@ from headrace.runner.heads import EXIT, Tensors
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.training.calibration import calibration_error
-from headrace.training.distil import Recipe, Tell, judge, train
+from headrace.training.heads import Recipe, Tell, judge, train
 from headrace.training.kinds import KINDS, begin
 from headrace.training.networks import norm
 from headrace.training.teacher import Batch, Teacher

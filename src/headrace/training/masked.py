@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from headrace.compress.export import CONFIG, hf_config, write_json
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.eager.play import play
 from headrace.models.base import Model
@@ -25,8 +26,7 @@ from headrace.models.registry import describe
 from headrace.ops.attention import rotate
 from headrace.runner.record import Segment, record
 from headrace.training.tasks import END, MASK, Task
-from headrace.weights.loader import Allocator, write_parts
-from headrace.weights.parts import stored_as
+from headrace.weights.loader import Allocator, stored_tensors
 
 CONTEXT = 256
 WARM_UP = 20  # steps
@@ -187,34 +187,13 @@ def train(task: Task, recipe: Recipe, tell: Tell) -> Model:
 def save(folder: Path, model: Model, task: Task, recipe: Recipe) -> None:
     """A folder as any model's: config.json, model.safetensors, tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, (layer, *_) = model.config, model.config.layers
     end = task.id_of(END)
-    numbers = {
-        "model_type": config.architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": layer.ffn,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": layer.heads,
-        "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_head,
-        "mask_token_id": config.mask_id,
-        "eos_token_id": end,
-        "block": recipe.block,
-    }
-    pieces = {}
-    for path, holder in model.holders():
-        for name, spec in holder.params().items():
-            split = getattr(holder, name).split([rows for _, rows in spec.parts])
-            for (part, _), piece in zip(spec.parts, split, strict=True):
-                pieces[".".join(filter(None, (path, part, name)))] = piece
-    stored = stored_as(model, "safetensors")
-    tensors = {name: write_parts(parts, pieces.__getitem__).contiguous() for name, parts in stored.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    more = {"torch_dtype": "float32", "mask_token_id": model.config.mask_id, "block": recipe.block}
+    numbers = hf_config(model.config, None, end) | more
+    save_file(stored_tensors(model, "safetensors"), folder / "model.safetensors", {"format": "pt"})
     task.tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "mask_token": MASK}, indent=2) + "\n", "utf-8")
-    (folder / "config.json").write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
+    write_json(folder / CONFIG, numbers)
 
 
 def write_prompts(path: Path, task: Task, count: int, seed: int) -> None:

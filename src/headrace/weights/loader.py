@@ -12,7 +12,7 @@ from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
 from headrace.weights.dequant import CHUNK, check_finite, dequantize
 from headrace.weights.kinds import KINDS
-from headrace.weights.parts import WeightPart, plan
+from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.source import WeightError, WeightSource
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # read by copying
@@ -87,6 +87,18 @@ def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tenso
         pieces.append(piece if part.row_order is None else piece[torch.tensor(part.row_order).argsort()])
     whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return whole.t().contiguous() if parts[0].transpose else whole
+
+
+def stored_tensors(model: Model, container: str) -> dict[str, torch.Tensor]:
+    """Every tensor that a file of this kind (gguf | safetensors) has of a filled model: the inverse of `load_model`."""
+    pieces = {}
+    for path, holder in model.holders():
+        for name, spec in holder.params().items():
+            split = getattr(holder, name).split([rows for _, rows in spec.parts])
+            for (part, _), piece in zip(spec.parts, split, strict=True):
+                pieces[".".join(filter(None, (path, part, name)))] = piece
+    stored = stored_as(model, container)
+    return {name: write_parts(parts, pieces.__getitem__).contiguous() for name, parts in stored.items()}
 
 
 def read_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

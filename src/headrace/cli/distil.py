@@ -1,0 +1,153 @@
+"""distil: a smaller model that learns from a larger one."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.files import writable_folder
+from headrace.cli.help import short_help
+from headrace.cli.interrupt import Interrupt
+from headrace.cli.options import ModelName, with_groups
+from headrace.cli.output import print_table, say
+from headrace.cli.status import status
+
+PANEL = "Losses"
+
+
+def _of_loss(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=PANEL, **more)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "out student loss texts steps minutes as_draft",
+        ("headrace distil MODEL -o OUT --student depth=20 --minutes 30", "20 of its layers, from texts that it writes itself."),
+        (
+            "headrace distil MODEL -o OUT --student PRUNED --loss kl,ce --texts train.txt --steps 500",
+            "Heal what pruning or rounding did to a model.",
+        ),
+        ("headrace distil MODEL -o OUT --student depth=8 --as-draft", "A draft for it: --draft OUT."),
+    )
+    app.command(cls=short)(with_groups(distil))
+
+
+@dataclass
+class LossOptions:
+    """What a student learns by: fields of training.distil.Recipe."""
+
+    temperature: Annotated[float, _of_loss("kl: what logits are divided by.", min=0.01)] = 2.0
+    share: Annotated[float, _of_loss("kl beside ce, sequence or steps: its share; theirs is the rest.", min=0.0, max=1.0)] = 0.5
+    reasons: Annotated[float, _of_loss("steps: what rationales count beside answers.", min=0.0)] = 1.0
+    count: Annotated[int, _of_loss("Texts, or answers, that the teacher writes.", min=8)] = 256
+    window: Annotated[int, _of_loss("Tokens of a text.", min=8, max=1024)] = 256
+
+
+@dataclass
+class TrainingOptions:
+    """How long, and how."""
+
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the training.")] = None
+    minutes: Annotated[float | None, typer.Option(min=0.001, help="Or how long to train, once the texts are there.")] = None
+    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 4
+    rate: Annotated[
+        float | None, typer.Option(min=1e-7, help="The highest rate of learning (default: 1e-4; 1e-3 of random weights).")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of texts, their order, and random weights.")] = 0
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None
+
+    def values(self) -> dict[str, Any]:
+        """Of a Recipe, with its budget."""
+        from headrace.training.run import Budget
+
+        values = asdict(self)
+        budget = Budget(values.pop("steps"), values.pop("minutes"))
+        return {**values, "budget": budget}
+
+
+def distil(
+    model: ModelName,
+    losses: LossOptions,
+    training: TrainingOptions,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder for it, and to go on from.", callback=writable_folder),
+    ],
+    student: Annotated[
+        str,
+        typer.Option(
+            help="layers:0,1,5-9: these of MODEL; depth=20: so many, evenly; depth=8,width=384: random weights; "
+            "or a model with the same tokens."
+        ),
+    ],
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="kl (probabilities), ce (tokens of the texts), features (hidden rows), cosine (their direction), attention "
+            "(its maps), sequence (MODEL's answers), steps (rationales); several with commas."
+        ),
+    ] = "kl",
+    texts: Annotated[
+        str,
+        typer.Option(
+            help="Texts to learn from: a file, or self: MODEL writes them. sequence: prompts; "
+            'steps: JSON lines with "prompt", "rationale", "answer".'
+        ),
+    ] = "self",
+    as_draft: Annotated[
+        bool, typer.Option("--as-draft", help="Measure the student as a draft for MODEL, before and after.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Train a smaller model to do as MODEL does, or heal one that was pruned or rounded; OUT is a folder as any model's.
+
+    A run goes on where it stopped; its state is in OUT/work, which can be removed afterwards. Check the licence of MODEL: some
+    forbid training other models on what it says.
+    """
+    if (training.steps is None) == (training.minutes is None):
+        raise typer.BadParameter("give --steps or --minutes")
+
+    from headrace.cli.opening import fetch
+
+    path = fetch(model)
+
+    from headrace.bench.prompts import read_prompts
+    from headrace.training.distil import Recipe, distil
+
+    names = tuple(name.strip() for name in loss.lower().split(","))
+    prompts = read_prompts(Path(texts)) if "sequence" in names and texts != "self" else []
+    chosen: dict[str, Any] = {"student": student, "losses": names, "texts": texts, "prompts": prompts, "as_draft": as_draft}
+    recipe = Recipe(**chosen, **training.values(), **asdict(losses))
+    try:
+        result = distil(path, out, recipe, status(), Interrupt())
+    except KeyboardInterrupt:
+        say(f"{out}: stopped; the same command goes on where it was")
+        raise
+    status().finish()
+    _print(result, out, as_json)
+
+
+def _print(result: Any, out: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(result), indent=2))
+        return
+    before, after = result.before, result.after
+    rows = [
+        ("perplexity", f"{before.perplexity:.3f}", f"{after.perplexity:.3f}", f"{after.perplexity_before:.3f}"),
+        ("KL to it, nats", f"{before.kl:.4f}", f"{after.kl:.4f}", "0"),
+        ("first choice as its", f"{before.same_choice:.1%}", f"{after.same_choice:.1%}", "100%"),
+    ]
+    drafting = result.drafting
+    if drafting is not None:
+        rows.append(("drafts accepted", f"{drafting.before:.1%}", f"{drafting.after:.1%}", "100%"))
+    print_table(("on held-out texts", "before", "after", "teacher"), rows)
+    small, large = result.weights
+    say(f"{small / 1e6:,.1f} of {large / 1e6:,.1f} million weights; {result.steps:,} steps in {result.seconds:,.0f} s")
+    say(f"{result.tokens:,} tokens seen, {result.different:,} of them different")
+    if drafting is not None:
+        said = f"(1 + {drafting.after:.2f}) / (1 + {drafting.cost:.2f}) = {drafting.speed:.2f} at the most"
+        say(f"as a draft it {'may pay' if drafting.speed > 1 else 'does not pay'}: {said}, where both are stored alike")
+    say(f"the student is in {out}")

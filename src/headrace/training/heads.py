@@ -1,0 +1,180 @@
+"""From a model to trained heads in a folder: texts, training, and what they are worth on prompts that were held out."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.runner.heads import Heads
+from headrace.startup import heads as files
+from headrace.startup.opening import Opened, open_model
+from headrace.text.chat import TemplateError
+from headrace.training.teacher import Teacher, read_teacher
+from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
+from headrace.training.train import Training, agreement
+
+HELD = 16  # of so many texts one is held out
+JUDGED = 16  # held-out prompts that are answered again with the heads
+ANSWER = 96  # tokens of these answers
+Prompt = str | list[dict[str, Any]]
+Tell = Callable[[str, float, float, str], None]  # what is done, how much of it, of how much, a remark
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How heads are trained. `prompts`: the caller's own, texts or conversations; without any the model writes them
+    too. `count`: tokens drafted at once. `vocab`: tokens to choose from, the most frequent of the texts. `exits`: after how
+    many layers they stand, where they are what is trained."""
+
+    kind: str
+    texts: int = 2048
+    minutes: float = 45.0
+    count: int = 3
+    vocab: int = 8192
+    max_tokens: int = 256
+    rate: float = 1e-3
+    batch: int = 8
+    seed: int = 0
+    threads: int | None = None
+    prompts: Sequence[Prompt] = ()
+    exits: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> int:
+        """How many heads, or exits, there are."""
+        return len(self.exits) or self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`agreement`: how often the first 1, 2 … tokens of a draft are all the target's, on held-out texts; then what happened
+    when held-out prompts were answered, greedily, with `count` tokens drafted in each step."""
+
+    agreement: list[float]
+    accepted: float
+    tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Heads as they came out of training, whose they are, how they were made, and the texts they were `learned` from and not
+    (`held`)."""
+
+    heads: Heads
+    opened: Opened
+    teacher: Teacher
+    about: dict[str, float | str]
+    learned: list[Text]
+    held: list[Text]
+
+
+def distil(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
+    """Train heads for a model into `out`; what is there already of the same training is gone on with.
+
+    Raises ValueError where the model cannot have heads, or `out` holds another training.
+    """
+    made = train(open_model(model), out, recipe, tell)
+    heads, held = made.heads, made.held
+    with torch.autocast("cpu", torch.bfloat16):
+        agreed = agreement(recipe.kind, heads.tensors, made.teacher, held, recipe.places)
+    files.save(out, heads, made.opened, made.about)
+    accepted, tokens = judge(made.opened, out, held[:JUDGED], recipe)
+    result = Result(agreed, accepted, tokens)
+    files.save(out, heads, made.opened, made.about | {"accepted": round(accepted, 3), "tokens_per_step": round(tokens, 2)})
+    return result
+
+
+def train(opened: Opened, out: Path, recipe: Recipe, tell: Tell) -> Trained:
+    """Write the texts and learn from them. Raises ValueError as `distil` does."""
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    work = out / "work"
+    _write(opened, Shards(work / "texts"), recipe, tell)
+    texts = Shards(work / "texts").read()
+    if texts[0].hidden.shape[1] != opened.config.hidden_size * (len(recipe.exits) + 1):
+        raise ValueError(f"{work} holds the texts of other heads; take another folder, or remove it")
+    held, learned = texts[::HELD], [text for at, text in enumerate(texts) if at % HELD]
+    vocab = frequent(learned, opened.config.vocab_size, recipe.vocab, opened.eos_ids)
+    teacher = read_teacher(opened, vocab)
+    training = Training(recipe.kind, teacher, work, depth=recipe.places, minutes=recipe.minutes, rate=recipe.rate)
+    training.run(
+        learned, recipe.batch, seen=lambda spent, loss: tell("training", spent, recipe.minutes * 60, f"loss {loss:.3f}")
+    )
+    tensors = {**training.tensors, "vocab": vocab.to(torch.int32)}
+    heads = Heads(recipe.kind, recipe.places, tensors, recipe.exits, recipe.exits[-1] if recipe.exits else 0)
+    about: dict[str, float | str] = {"texts": len(texts), "minutes": training.state.spent / 60, "steps": training.state.steps}
+    return Trained(heads, opened, teacher, about, learned, held)
+
+
+def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
+    """Write the texts that are still missing."""
+    numbers = range(-(-recipe.texts // SHARD))
+    if all(shards.have(number) for number in numbers):
+        return
+    llm = open_writer(opened, recipe.threads)
+    for number in numbers:
+        tell("texts", number * SHARD, recipe.texts, "")
+        if shards.have(number):
+            continue
+        size, seed = min(SHARD, recipe.texts - number * SHARD), recipe.seed + 100_003 * (number + 1)
+        if recipe.prompts:
+            order = random.Random(recipe.seed).sample(recipe.prompts, len(recipe.prompts))
+            prompts = [asked_tokens(llm, order[at % len(order)]) for at in range(number * SHARD, number * SHARD + size)]
+        else:
+            prompts = own_prompts(llm, size, seed)
+        shards.write(number, write_texts(llm, prompts, recipe.max_tokens, seed, recipe.exits))
+    tell("texts", recipe.texts, recipe.texts, "")
+    llm.close()
+
+
+def asked_tokens(llm: LLM, prompt: Prompt) -> list[int]:
+    """Through the chat template, where there is one."""
+    try:
+        return llm.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    except TemplateError:
+        if not isinstance(prompt, str):
+            raise
+        return llm.tokenizer.encode(prompt)
+
+
+def frequent(texts: Sequence[Text], vocab_size: int, count: int, always: frozenset[int]) -> torch.Tensor:
+    """The `count` tokens that answers have most often, ascending; where they have fewer, the first of the vocabulary too."""
+    seen = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in texts:
+        seen += torch.bincount(text.tokens[text.answer :], minlength=vocab_size)
+    seen[torch.tensor(sorted(always), dtype=torch.int64)] = int(seen.max()) + 1
+    return seen.argsort(descending=True, stable=True)[: min(count, vocab_size)].sort().values
+
+
+def judge(opened: Opened, out: Path, held: Sequence[Text], recipe: Recipe, temperature: float = 0.0) -> tuple[float, float]:
+    """Answer held-out prompts with the heads: accepted of drafted tokens, and tokens of an output for each step."""
+    prompts = [text.tokens[: text.answer].tolist() for text in held]
+    how = SamplingParams(temperature=temperature, seed=recipe.seed, max_tokens=ANSWER)
+    return acceptance(opened, out, "heads", prompts, recipe.count, how, recipe.threads)
+
+
+def acceptance(
+    opened: Opened,
+    draft: Path,
+    method: str,
+    prompts: Sequence[list[int]],
+    count: int,
+    params: SamplingParams,
+    threads: int | None = None,
+) -> tuple[float, float]:
+    """Answer prompts with a draft (method draft or heads) of `count` tokens in each step: accepted of drafted tokens, and
+    tokens of an output for each step."""
+    settings: dict[str, Any] = {"max_model_len": context_of(opened), "threads": threads}
+    llm = LLM(opened.path, draft=draft, speculate=method, draft_tokens=count, **settings)
+    limit = min(params.max_tokens or ANSWER, llm.memory_plan.max_model_len // 2)
+    outputs = llm.generate(list(prompts), params.replace(max_tokens=limit))
+    llm.close()
+    metrics = [output.metrics for output in outputs]
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    drafted = sum(one.drafted for one in metrics)
+    return sum(one.accepted for one in metrics) / max(1, drafted), tokens / max(1, sum(one.steps for one in metrics))

@@ -1,0 +1,113 @@
+"""A teacher and a student side by side: what the student's outputs on a text cost by each loss."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from headrace.compress.judge import Judgement, judged
+from headrace.models.base import Model
+from headrace.runner.record import record
+from headrace.training import losses
+from headrace.training.examples import Example, Item
+from headrace.training.students import Student
+from headrace.training.whole import Passed, fed
+
+LOSSES = {
+    "kl": "the teacher's probabilities, both softened by a temperature",
+    "ce": "the tokens that came",
+    "features": "hidden rows after each layer, through a learned matrix",
+    "cosine": "the direction of the rows that the head reads",
+    "attention": "which tokens are looked at",
+    "sequence": "the tokens that the teacher answers",
+    "steps": "answers, and the reasons for them",
+}
+HARD = {"ce", "sequence", "steps"}  # of tokens
+
+
+class Lesson:
+    """`tensors` by name are what is learned: the student's, and matrices between rows of both. `share`: λ of kl beside a loss
+    of tokens: λ T² KL + (1 − λ) CE.
+
+    Raises ValueError where the maps of attention cannot be compared.
+    """
+
+    def __init__(self, teacher: Model, student: Student, names: Sequence[str], temperature: float, share: float) -> None:
+        self.teacher, self.student, self.names = teacher, student, set(names)
+        self.temperature, self.share = temperature, share
+        self.vocabulary = min(teacher.config.vocab_size, student.model.config.vocab_size)
+        self.tensors = dict(student.model.named_parameters())
+        wide, narrow = teacher.config.hidden_size, student.model.config.hidden_size
+        self.between: list[torch.Tensor] = []
+        if "features" in self.names or ("cosine" in self.names and wide != narrow):
+            dtype = next(student.model.parameters()).dtype
+            self.between = [torch.eye(wide, narrow, dtype=dtype) for _ in student.pairs]
+            self.tensors |= {f"between.{number}.weight": matrix for number, matrix in enumerate(self.between)}
+        self.recordings = None
+        if "attention" in self.names:
+            counts = [{layer.heads for layer in model.config.layers} for model in (teacher, student.model)]
+            if counts[0] != counts[1]:
+                raise ValueError("attention maps are compared head by head, and the student has other heads; leave them out")
+            self.recordings = record(teacher, embeds=False), record(student.model, embeds=False)
+
+    def learn(self, items: Sequence[Item]) -> float:
+        """The mean loss of items, whose gradients are added to the tensors'. One text is in memory at a time."""
+        total = 0.0
+        for item in items:
+            for example in item:
+                loss = self.loss(example) * (example.weight / len(items))
+                loss.backward()
+                total += loss.item()
+        return total
+
+    def loss(self, example: Example) -> torch.Tensor:
+        """Of one text: a mean over the tokens that are learned."""
+        theirs, ours = self._both(example.tokens)
+        rows = slice(example.first - 1, len(example.tokens) - 1)
+        parts = []
+        if self.names & (HARD | {"kl"}):
+            parts.append(self._of_logits(theirs.rows[rows], ours.rows[rows], example))
+        if "features" in self.names:
+            pairs = zip(ours.after, theirs.after, self.between, strict=True)
+            found = [losses.apart(mine[rows] @ matrix.T, its[rows]) for mine, its, matrix in pairs]
+            parts.append(torch.stack(found).mean())
+        if "cosine" in self.names:
+            final = self.student.model.final(ours.rows[rows])
+            if final.shape[-1] != theirs.rows.shape[-1]:
+                final = final @ self.between[-1].T
+            parts.append(losses.angle(final, self.teacher.final(theirs.rows[rows])))
+        if "attention" in self.names:
+            maps = [(ours.maps[at], theirs.maps[layer]) for at, layer in enumerate(self.student.pairs)]
+            parts.append(torch.stack([losses.looks(mine[:, rows], its[:, rows]) for mine, its in maps]).mean())
+        return torch.stack(parts).sum()
+
+    def _of_logits(self, theirs: torch.Tensor, ours: torch.Tensor, example: Example) -> torch.Tensor:
+        logits = self.student.model.head(ours)
+        wanted = torch.tensor(example.tokens[example.first :])
+        hard = losses.hard(logits, wanted) if self.names & HARD else None
+        if "kl" not in self.names and hard is not None:
+            return hard
+        with torch.no_grad():
+            truth = self.teacher.head(theirs)[:, : self.vocabulary]
+        soft = losses.soft(logits[:, : self.vocabulary], truth, self.temperature)
+        return soft if hard is None else self.share * soft + (1 - self.share) * hard
+
+    def _both(self, tokens: Sequence[int]) -> tuple[Passed, Passed]:
+        """A text through both; the teacher without gradients."""
+        pairs = self.student.pairs if "features" in self.names else []
+        recordings = self.recordings or (None, None)
+        with torch.no_grad():
+            theirs = fed(self.teacher, tokens, pairs, recordings[0])
+        return theirs, fed(self.student.model, tokens, range(len(pairs)), recordings[1])
+
+    def judge(self, items: Sequence[Item]) -> Judgement:
+        """Both models on texts: of prompts what is answered, else the second half."""
+        texts = [one for item in items for one in item]
+        return judged([one.tokens[len(one.given) :] for one in texts], self._logits(texts), "held out")
+
+    @torch.no_grad()
+    def _logits(self, texts: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for one in texts:
+            rows = slice(len(one.given) - 1, len(one.tokens) - 1)
+            made = [model.head(fed(model, one.tokens).rows[rows]) for model in (self.teacher, self.student.model)]
+            yield made[0][:, : self.vocabulary].numpy(), made[1][:, : self.vocabulary].numpy()

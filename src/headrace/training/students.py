@@ -1,0 +1,123 @@
+"""Students: some layers of the teacher, a smaller model with random weights, or any model with the teacher's tokens."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.data.config import LayerConfig, ModelConfig
+from headrace.models.base import Model
+from headrace.models.registry import describe
+from headrace.startup.opening import Opened, open_companion
+from headrace.weights.loader import Allocator, load_model
+
+SPREAD = 0.02  # of random weights to begin with
+FFN = 32  # widths of MLPs are multiples of it
+FORMS = "layers:0,1,5-9 (of the teacher's), depth=8, depth=8,width=384, or a model"
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+
+
+@dataclass(slots=True)
+class Student:
+    """A filled model in float32. `opened`: whose settings and tokenizer it has. `pairs`: for each of its layers the teacher's
+    whose rows it should have. `fresh`: its weights are random."""
+
+    model: Model
+    opened: Opened
+    pairs: list[int]
+    fresh: bool = False
+
+
+def student_of(wanted: str, teacher: Model, opened: Opened, seed: int = 0) -> Student:
+    """The student that `wanted` says (see FORMS). Raises ValueError where it says none, or a model with other tokens."""
+    config = teacher.config
+    if wanted.startswith("layers:"):
+        return _of_layers(kept_layers(wanted.removeprefix("layers:"), config.num_layers), teacher, opened)
+    if wanted.startswith(("depth=", "width=")):
+        sizes = _sizes(wanted)
+        depth = sizes.get("depth", config.num_layers)
+        if "width" not in sizes or sizes["width"] == config.hidden_size:
+            return _of_layers(spread(depth, config.num_layers), teacher, opened)
+        made = _random(narrowed(config, depth, sizes["width"]), seed)
+        return Student(made, opened, ends(depth, config.num_layers), fresh=True)
+    other = open_companion(wanted, opened, "student")
+    if other.config.encoder or other.config.source is not None:
+        raise ValueError(f"{wanted} is no decoder; a student writes token by token")
+    model = load_model(other.source)
+    return Student(model, other, ends(model.config.num_layers, config.num_layers))
+
+
+def kept_layers(text: str, count: int) -> list[int]:
+    """0,1,5-9 as numbers, ascending, of `count` layers. Raises ValueError."""
+    kept: list[int] = []
+    for piece in text.split(","):
+        first, _, last = piece.strip().partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise ValueError(f"layers are numbers and ranges, as in layers:0,1,5-9, not {piece!r}")
+        kept += range(int(first), int(last or first) + 1)
+    if not kept or kept != sorted(set(kept)) or kept[-1] >= count:
+        raise ValueError(f"layers must be ascending, 0 to {count - 1}, not {text}")
+    return kept
+
+
+def spread(depth: int, count: int) -> list[int]:
+    """`depth` of `count` layers, the first and the last among them, evenly. Raises ValueError."""
+    if not 1 <= depth <= count:
+        raise ValueError(f"a student of the teacher's layers has 1 to {count} of them, not {depth}")
+    return [round(at * (count - 1) / max(1, depth - 1)) for at in range(depth)]
+
+
+def ends(depth: int, count: int) -> list[int]:
+    """For each of `depth` layers the last of the part of `count` that it stands for."""
+    return [max(0, -(-(at + 1) * count // depth) - 1) for at in range(depth)]
+
+
+def narrowed(config: ModelConfig, depth: int, width: int) -> ModelConfig:
+    """The same architecture with rows of `width`: fewer heads of the same size, and an MLP in proportion. Raises ValueError
+    where heads would not stay whole."""
+    layer = config.each_layer
+    unit = config.hidden_size // math.gcd(config.hidden_size, layer.heads, layer.kv_heads)
+    if depth < 1 or width < 1 or width % unit:
+        raise ValueError(f"a width is a multiple of {unit}, so that heads stay whole, a depth 1 at least; not {width}, {depth}")
+    ffn = -(-layer.ffn * width // (config.hidden_size * FFN)) * FFN
+    heads, kv_heads = (count * width // config.hidden_size for count in (layer.heads, layer.kv_heads))
+    small: LayerConfig = replace(layer, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    return replace(config, hidden_size=width, layers=(small,) * depth)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for piece in text.split(","):
+        name, _, number = piece.strip().partition("=")
+        if name not in ("depth", "width") or not number.isdecimal() or name in found:
+            raise ValueError(f"a student is {FORMS}, not {text!r}")
+        found[name] = int(number)
+    return found
+
+
+def _of_layers(kept: list[int], teacher: Model, opened: Opened) -> Student:
+    """Copies of these layers and of all that is in no layer. A layer stands for itself and for those left out behind it."""
+    model = describe(replace(teacher.config, layers=tuple(teacher.config.layers[at] for at in kept)))
+    values = dict(teacher.named_parameters())
+    for path, holder in model.holders():
+        holder.create(Allocator(torch.float32))
+        of = _LAYER.sub(lambda found: f"layers.{kept[int(found[1])]}.", path)
+        for name in holder.params():
+            getattr(holder, name).copy_(values[f"{of}.{name}"])
+        holder.finish()
+    return Student(model, opened, [after - 1 for after in [*kept[1:], teacher.config.num_layers]])
+
+
+def _random(config: ModelConfig, seed: int) -> Model:
+    model, generator = describe(config), torch.Generator().manual_seed(seed)
+    for _, holder in model.holders():
+        holder.create(Allocator(torch.float32))
+        for name in holder.params():
+            weight = getattr(holder, name)
+            if weight.dim() == 1:
+                weight.fill_(1.0 if name == "weight" else 0.0)
+            else:
+                weight.normal_(std=SPREAD, generator=generator)
+        holder.finish()
+    return model
