@@ -328,12 +328,14 @@ def test_a_text_is_the_source(llm: LLM) -> None:
     assert not one.text.startswith(" ")
 
 
-def test_lookups_in_the_source_change_no_token(folder: Path, llm: LLM) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_lookups_in_the_source_change_no_token(folder: Path, backend: str) -> None:
     texts = ["a dog runs on the grass .", "un chien court sur l' herbe .", "la la la la la"]
-    plain = [output.outputs[0].token_ids for output in llm.generate(texts, temperature=0.0, max_tokens=20)]
-    with LLM(folder, threads=1, device="cpu", backend="torch", speculate="ngram", draft_tokens=3) as other:
-        made = other.generate(texts, temperature=0.0, max_tokens=20)
-    assert [output.outputs[0].token_ids for output in made] == plain
+    made = []
+    for drafts in ({"speculate": None}, {"speculate": "ngram", "draft_tokens": 3}):
+        with LLM(folder, threads=1, device="cpu", backend=backend, **drafts) as llm:
+            made.append([output.outputs[0].token_ids for output in llm.generate(texts, temperature=0.0, max_tokens=20)])
+    assert made[0] == made[1]
 
 
 def test_translate_writes_a_line_for_a_line(folder: Path, llm: LLM, shell: Shell, tmp_path: Path) -> None:
