@@ -14,6 +14,7 @@ constexpr int kPiecesAThread = 4;         // items a thread gets where tiles mus
 constexpr int64_t kFetchBytes = 8 << 20;  // of a layer's K and V that are fetched before its attention begins
 constexpr size_t kFetchRows = 16;         // with fewer rows, linear layers wait for memory themselves
 constexpr int kFetchCost = 6;             // reading a token's K and V, in rows multiplied with it
+constexpr int kLast = std::numeric_limits<int>::max() - kPageTokens;  // of the tokens that 32 bits count
 
 uint64_t bits_below(int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
@@ -23,7 +24,6 @@ float* aligned(std::vector<float>& memory) {
 }
 
 void check_feed(const StepFeeds& step, int first, int rows, int start, int known) {
-    constexpr int kLast = std::numeric_limits<int>::max() - kPageTokens;  // of the tokens that 32 bits count
     if (rows < 0 || start < 0 || known < 0 || known > rows || start > kLast - rows ||
         static_cast<size_t>(first) + static_cast<size_t>(rows) > step.positions.size()) {
         throw std::out_of_range("a feed's rows do not fit the step");
@@ -41,6 +41,20 @@ void check_feed(const StepFeeds& step, int first, int rows, int start, int known
 
 }  // namespace
 
+BiasLines bias_lines(const float* values, size_t heads, size_t distances) {
+    if (distances % 2 == 0 || distances > static_cast<size_t>(kLast) / 4)
+        throw std::invalid_argument("distances go from -d to d: their number is odd");
+    BiasLines lines{{}, static_cast<int>(distances / 2)};
+    for (size_t head = 0; head < heads; ++head) {
+        const float* own = values + head * distances;
+        for (int i = 0; i < bias_width(lines.most); ++i) {
+            const int distance = std::clamp(i - lines.most - kPageTokens, -lines.most, lines.most);
+            lines.values.push_back(own[distance + lines.most]);
+        }
+    }
+    return lines;
+}
+
 AttentionLayout::AttentionLayout(const AttentionView& view, const KVShape& kv) : view_(view), kv_(kv) {
     if (view.heads < 1 || view.heads % kv.heads != 0) {
         throw std::invalid_argument("attention has a multiple of the " + std::to_string(kv.heads) + " KV heads, not " +
@@ -56,6 +70,10 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
         const int known = feed.first_node - feed.kv_start;
         for (int i = 0; i < feed.rows; ++i) {
             const size_t at = static_cast<size_t>(feed.row + i);
+            if (view_.source) {
+                rows_[at] = {0, feed.kv_start, 0};
+                continue;
+            }
             AttentionRow row{0, feed.kv_start + i + 1, 0};
             if (i >= known) {
                 const int depth = std::popcount(step.masks[at]);
@@ -75,9 +93,9 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
 
 void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
     tiles_.clear();
-    appends_.clear();
     const int tokens = capacity();
-    fused_ = std::all_of(feeds.begin(), feeds.end(), [&](const AttentionFeed& feed) { return feed.rows <= tokens; });
+    fused_ = view_.source ||
+             std::all_of(feeds.begin(), feeds.end(), [&](const AttentionFeed& feed) { return feed.rows <= tokens; });
     for (int f = 0; f < static_cast<int>(feeds.size()); ++f) {
         const AttentionFeed& feed = feeds[static_cast<size_t>(f)];
         for (int head = 0; head < kv_.heads; ++head) {
@@ -92,12 +110,6 @@ void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
                 tile.own_split = tile.first_split;
                 tiles_.push_back(tile);
             }
-            for (int first = 0; first < feed.rows && !fused_;) {
-                const int whole = (feed.kv_start + first + kAppendRows) / kPageTokens * kPageTokens - feed.kv_start;
-                const int last = std::min(whole, feed.rows);
-                appends_.push_back({f, head, first, last});
-                first = last;
-            }
         }
     }
 }
@@ -111,7 +123,7 @@ void AttentionLayout::share(const std::vector<AttentionFeed>& feeds, const std::
     sharers_.clear();
     shared_.clear();
     members_.clear();
-    for (size_t t = 0; t < tiles_.size(); ++t) {
+    for (size_t t = 0; t < tiles_.size() && !view_.biased; ++t) {
         const AttentionTile& tile = tiles_[t];
         const AttentionFeed& feed = feeds[static_cast<size_t>(tile.feed)];
         if (tile.kv_head != 0 || 2 * feed.rows > capacity()) continue;  // of few rows: one tile a head
@@ -208,12 +220,13 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
         const int splits = tile.last_split - tile.first_split;
         const int step = step_of(tile.tokens, tile.last_split - tile.own_split);
         // The item that stores K and V must also be the one that reads them.
-        const int tail = fused_ ? feed.kv_start / kSplit : tile.last_split;
+        const bool stores = fused_ && !view_.source;
+        const int tail = stores ? feed.kv_start / kSplit : tile.last_split;
         int first = tile.own_split;
         do {
             int last = std::min(first + step, tile.last_split);
             if (last > tail) last = tile.last_split;
-            items_.push_back({t, first, last, fused_ && last == tile.last_split, tile.tokens, 0, 0});
+            items_.push_back({t, first, last, stores && last == tile.last_split, tile.tokens, 0, 0});
             ++tile.items;
             first = last;
         } while (first < tile.last_split);
@@ -279,49 +292,85 @@ void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFe
 void AttentionStep::begin(const StepFeeds& step) {
     step_ = step;
     feeds_.clear();
+    readers_.clear();
+    appends_.clear();
     page_table_.clear();
     blocks_ = 0;
     for (auto& layout : layouts_) layout->built_ = false;
-    const int per_block = pool_.pages_per_block();
     for (size_t f = 0; f < step.kv_start.size(); ++f) {
         const int first = step.row_start[f], rows = step.row_start[f + 1] - first, start = step.kv_start[f];
         check_feed(step, first, rows, start, step.known[f]);
-        const int pages = (start + rows + kPageTokens - 1) / kPageTokens;
-        if ((pages + per_block - 1) / per_block > step.table_width)
-            throw std::out_of_range("a feed is longer than its table");
-        feeds_.push_back({first, rows, start, start + step.known[f], static_cast<int32_t>(page_table_.size())});
-        const auto table = step.tables.subspan(f * static_cast<size_t>(step.table_width));
-        for (int page = 0; page < pages; ++page) {
-            const int32_t block = table[static_cast<size_t>(page / per_block)];
-            if (block < 0 || block >= pool_.num_blocks())
-                throw std::out_of_range("a table names a block outside the pool");
-            page_table_.push_back(block * per_block + page % per_block);
-            blocks_ = std::max(blocks_, block + 1);
+        const size_t width = static_cast<size_t>(step.table_width);
+        const int32_t pages = add_pages(step.tables.subspan(f * width, width), start + rows);
+        feeds_.push_back({first, rows, start, start + step.known[f], pages});
+    }
+    for (size_t f = 0; f < step.sources.size(); ++f) {
+        const int tokens = step.sources[f];
+        if (tokens < 0 || tokens > kLast) throw std::out_of_range("a source has a number of tokens");
+        const size_t width = static_cast<size_t>(step.source_width);
+        const int32_t pages = add_pages(step.source_tables.subspan(f * width, width), tokens);
+        readers_.push_back({feeds_[f].row, feeds_[f].rows, tokens, tokens, pages});
+    }
+}
+
+// The pages of a table's first tokens go to the end of the page table: where they begin there.
+int32_t AttentionStep::add_pages(std::span<const int32_t> table, int tokens) {
+    const auto begin = static_cast<int32_t>(page_table_.size());
+    const int per_block = pool_.pages_per_block(), pages = (tokens + kPageTokens - 1) / kPageTokens;
+    if (static_cast<size_t>((pages + per_block - 1) / per_block) > table.size())
+        throw std::out_of_range("a feed is longer than its table");
+    for (int page = 0; page < pages; ++page) {
+        const int32_t block = table[static_cast<size_t>(page / per_block)];
+        if (block < 0 || block >= pool_.num_blocks()) throw std::out_of_range("a table names a block outside the pool");
+        page_table_.push_back(block * per_block + page % per_block);
+        blocks_ = std::max(blocks_, block + 1);
+    }
+    return begin;
+}
+
+AttentionLayout& AttentionStep::layout(const AttentionView& view) {
+    auto found = std::find_if(layouts_.begin(), layouts_.end(), [&](const auto& each) { return each->view() == view; });
+    if (found == layouts_.end()) found = layouts_.insert(found, std::make_unique<AttentionLayout>(view, pool_.shape()));
+    AttentionLayout& layout = **found;
+    if (layout.built_) return layout;
+    const auto reads = [](const AttentionFeed& feed) { return feed.kv_start > 0; };
+    if (view.source && (readers_.size() < feeds_.size() || !std::all_of(readers_.begin(), readers_.end(), reads)))
+        throw std::invalid_argument("attention reads a source, and a feed has none");
+    layout.build(step_, view.source ? readers_ : feeds_, page_table_, threads_);
+    if (!layout.fused()) list_appends();
+    return layout;
+}
+
+void AttentionStep::list_appends() {
+    if (!appends_.empty()) return;
+    for (int f = 0; f < static_cast<int>(feeds_.size()); ++f) {
+        const AttentionFeed& feed = feeds_[static_cast<size_t>(f)];
+        for (int head = 0; head < pool_.shape().heads; ++head) {
+            for (int first = 0; first < feed.rows;) {
+                const int whole = (feed.kv_start + first + kAppendRows) / kPageTokens * kPageTokens - feed.kv_start;
+                const int last = std::min(whole, feed.rows);
+                appends_.push_back({f, head, first, last});
+                first = last;
+            }
         }
     }
 }
 
-AttentionLayout& AttentionStep::layout(const AttentionView& view) {
-    for (auto& layout : layouts_) {
-        if (!(layout->view() == view)) continue;
-        if (!layout->built_) layout->build(step_, feeds_, page_table_, threads_);
-        return *layout;
-    }
-    layouts_.push_back(std::make_unique<AttentionLayout>(view, pool_.shape()));
-    layouts_.back()->build(step_, feeds_, page_table_, threads_);
-    return *layouts_.back();
+void AttentionStep::prepare(int layer, AttentionTask& task) const {
+    task.kv = pool_.shape();
+    task.pool = pool_.layer(layer);
+    task.feeds = feeds_.data();
+    task.positions = step_.positions.data();
+    task.page_table = page_table_.data();
 }
 
 void AttentionStep::prepare(AttentionLayout& layout, int layer, AttentionTask& task) const {
-    task.kv = pool_.shape();
-    task.pool = pool_.layer(layer);
+    prepare(layer, task);
     task.heads = layout.view_.heads;
-    task.feeds = feeds_.data();
+    if (layout.view_.source) task.feeds = readers_.data();
     task.tiles = layout.tiles_.data();
     task.members = layout.members_.data();
     task.rows = layout.rows_.data();
-    task.positions = step_.positions.data();
-    task.page_table = page_table_.data();
     task.partials = aligned(layout.partials_);
 }
 
@@ -337,9 +386,8 @@ FetchList AttentionStep::fetch_list(const AttentionLayout& layout, int layer, in
     return list;
 }
 
-void AttentionStep::append_job(const AttentionLayout& layout, const AttentionTask& task, int job,
-                               float* scratch) const {
-    const AppendJob& work = layout.appends_[static_cast<size_t>(job)];
+void AttentionStep::append_job(const AttentionTask& task, int job, float* scratch) const {
+    const AppendJob& work = appends_[static_cast<size_t>(job)];
     kernels_.attention->append(task, work.feed, work.kv_head, work.first, work.last, scratch);
 }
 
@@ -359,8 +407,8 @@ void AttentionStep::attend_item(const AttentionLayout& layout, const AttentionTa
     }
 }
 
-void AttentionStep::append(const AttentionLayout& layout, const AttentionTask& task, int thread, float* scratch) const {
-    for (int job = thread; job < layout.appends(); job += threads_) append_job(layout, task, job, scratch);
+void AttentionStep::append(const AttentionTask& task, int thread, float* scratch) const {
+    for (int job = thread; job < appends(); job += threads_) append_job(task, job, scratch);
 }
 
 void AttentionStep::attend(const AttentionLayout& layout, const AttentionTask& task, std::atomic<int>& next,

@@ -43,8 +43,18 @@ struct ChunkView {
     bool open;
 };
 
-// Scores as the softmax takes them: scaled by token, capped, -inf where the row does not see the token. Returns the
-// largest.
+// What is added to a row's scores with the page that begins at KV index `start`; null: nothing.
+HEADRACE_INLINE const float* bias_of(const Tile& tile, int r, int start) {
+    const AttentionTask& task = tile.task;
+    if (!task.bias.lines) return nullptr;
+    const int head = tile.tile.kv_head * tile.share + r % tile.share, most = task.bias.most,
+              distance = start - task.positions[tile.tile.row + r / tile.share], first = -most - kPageTokens;
+    const int held = distance < first ? first : distance > most ? most : distance;
+    return task.bias.lines + (int64_t)head * bias_width(most) + (held - first);
+}
+
+// Scores as the softmax takes them: scaled by token, capped, with what their distance adds, -inf where the row does not
+// see the token. Returns the largest.
 template <class Pool>
 HEADRACE_INLINE float mask_scores(const Tile& tile, int r, ChunkView view, float* scores, const ChunkPages& chunk) {
     const AttentionTask& task = tile.task;
@@ -52,11 +62,13 @@ HEADRACE_INLINE float mask_scores(const Tile& tile, int r, ChunkView view, float
     for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
     for (int b = 0; b < chunk.count; ++b) {
         const uint32_t seen = view.open ? 0xffff : seen_in_page(tile.row(r), view.start + b * kPageTokens);
+        const float* bias = bias_of(tile, r, view.start + b * kPageTokens);
         for (int p = 0; p < kParts; ++p) {
             float* at = scores + b * kPageTokens + p * kLanes;
             F32v x = load_f32(at);
             if (Pool::kScaled) x = Pool::scale(x, tile.q + r * tile.q_stride, chunk.page[b], task.kv, p);
             if (task.softcap != 0.0f) x = tanh(x * set_f32(task.scale / task.softcap));
+            if (bias) x = x + load_f32(bias + p * kLanes);
             x = choose(seen >> p * kLanes, x, set_f32(kUnseen));
             store_f32(at, x);
             largest.part[p] = max(largest.part[p], x);
@@ -79,7 +91,7 @@ template <class Pool, int rows>
 HEADRACE_INLINE void softmax_update(const Tile& tile, int first, ChunkView view, float* scores, const ChunkPages& chunk,
                                     float* keep, typename Pool::Weights& weights) {
     const AttentionTask& task = tile.task;
-    const bool plain = view.open && !Pool::kScaled && task.softcap == 0.0f;
+    const bool plain = view.open && !Pool::kScaled && task.softcap == 0.0f && !task.bias.lines;
     const float unit = (task.softcap != 0.0f ? task.softcap : task.scale) * kLog2E;  // of scores, in powers of two
     float largest[16], top[16];
     for (int r = 0; r < rows; ++r) {

@@ -58,6 +58,16 @@ struct AttentionItem {
     int32_t first_member, members;  // 0 members: the tile alone
 };
 
+// What is added to scores by how far a key is from the row: a line of floats for each head, by distance (key - row)
+// from
+// -(most + 16) on. From `most` on, both ways, all distances are alike, so a page that is farther is read at an end.
+struct DistanceBias {
+    const float* lines;  // [heads][bias_width(most)], or null
+    int32_t most;
+};
+
+static inline int bias_width(int most) { return 2 * (most + kPageTokens); }
+
 // One layer of one step.
 struct AttentionTask {
     KVShape kv;
@@ -75,6 +85,7 @@ struct AttentionTask {
     float scale;
     float softcap;       // 0: none
     const float* sinks;  // [heads] or null
+    DistanceBias bias;   // of scores before they are scaled; then no item has members
     // the step
     const AttentionFeed* feeds;
     const AttentionTile* tiles;

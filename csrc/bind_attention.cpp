@@ -77,11 +77,13 @@ struct Options {
     int heads = 1;
     float scale = 1.0f, softcap = 0.0f, norm_eps = 1e-6f;
     int window = 0;
-    bool causal = true, interleaved = false;
+    bool causal = true, source = false, interleaved = false;
+    BiasLines bias;
     std::vector<float> q_norm, k_norm, sinks, cos, sin;
     int rope_positions = 0;
 
     const float* or_null(const std::vector<float>& x) const { return x.empty() ? nullptr : x.data(); }
+    AttentionView view() const { return {heads, window, causal, source, !bias.values.empty()}; }
 };
 
 void set_rope(Options& self, const Table& cos, const Table& sin, bool interleaved) {
@@ -100,7 +102,8 @@ public:
     PyStep(const PyStep&) = delete;
 
     void begin(const Int32s& positions, const Int32s& row_start, const Int32s& kv_start, const Int32s& known,
-               const Blocks& tables, const std::optional<Masks>& masks) {
+               const Blocks& tables, const std::optional<Masks>& masks, const std::optional<Int32s>& sources,
+               const std::optional<Blocks>& source_tables) {
         const size_t feeds = kv_start.size();
         require(row_start.size() == feeds + 1 && known.size() == feeds && tables.shape(0) == feeds,
                 "one entry per feed");
@@ -112,18 +115,27 @@ public:
         known_ = copied<int32_t>(known);
         tables_ = copied<int32_t>(tables);
         masks_ = masks ? copied<uint64_t>(*masks) : std::vector<uint64_t>();
-        step_.begin({positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(tables.shape(1))});
+        StepFeeds made{positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(tables.shape(1))};
+        if (sources) {
+            require(source_tables && sources->size() == feeds && source_tables->shape(0) == feeds,
+                    "a source for each feed, and its table");
+            sources_ = copied<int32_t>(*sources), source_tables_ = copied<int32_t>(*source_tables);
+            made.sources = sources_, made.source_tables = source_tables_;
+            made.source_width = static_cast<int>(source_tables->shape(1));
+        }
+        step_.begin(made);
     }
 
     // Returns whether K and V were stored by the attention items themselves.
-    bool attend(int layer, const Rows& q, const Rows& k, const Rows& v, const Options& options,
-                const std::optional<Out>& out, const std::optional<A8Out>& a8, const std::optional<Bf16Out>& bf16) {
+    bool attend(int layer, const Rows& q, const std::optional<Rows>& k, const std::optional<Rows>& v,
+                const Options& options, const std::optional<Out>& out, const std::optional<A8Out>& a8,
+                const std::optional<Bf16Out>& bf16) {
         const Exclusive mine(pool_.in_use);
         const KVShape& kv = pool_.shape();
         const size_t rows = positions_.size(), width = static_cast<size_t>(options.heads) * static_cast<size_t>(kv.dim);
         check(layer, q, k, v, options);
         AttentionTask task{};
-        task.q = q.data(), task.k = k.data(), task.v = v.data();
+        task.q = q.data(), task.k = k ? k->data() : nullptr, task.v = v ? v->data() : nullptr;
         task.stride = q.stride(0);
         task.q_norm = options.or_null(options.q_norm), task.k_norm = options.or_null(options.k_norm);
         task.norm_eps = options.norm_eps;
@@ -131,6 +143,7 @@ public:
         if (task.rope.cos) task.rope.dim = static_cast<int>(options.cos.size()) / options.rope_positions * 2;
         task.scale = options.scale, task.softcap = options.softcap;
         task.sinks = options.or_null(options.sinks);
+        task.bias = {options.or_null(options.bias.values), options.bias.most};
         if (out) {
             require(out->shape(0) == rows && out->shape(1) == width, "out must be [rows, heads * dim]");
             task.out = out->data(), task.out_stride = static_cast<int64_t>(width);
@@ -146,30 +159,36 @@ public:
             task.bf16 = {bf16->data(), static_cast<int32_t>(bf16->shape(1))};
         }
         const nb::gil_scoped_release unlocked;
-        AttentionLayout& layout = step_.layout({options.heads, options.window, options.causal});
+        AttentionLayout& layout = step_.layout(options.view());
         step_.prepare(layout, layer, task);
         run(layout, task);
         return layout.fused();
     }
 
-    int items(const Options& options) { return step_.layout({options.heads, options.window, options.causal}).items(); }
+    int items(const Options& options) { return step_.layout(options.view()).items(); }
 
 private:
-    void check(int layer, const Rows& q, const Rows& k, const Rows& v, const Options& options) const {
+    void check(int layer, const Rows& q, const std::optional<Rows>& k, const std::optional<Rows>& v,
+               const Options& options) const {
         const KVShape& kv = pool_.shape();
         const size_t rows = positions_.size(), width = static_cast<size_t>(options.heads) * static_cast<size_t>(kv.dim);
         const size_t kv_width = static_cast<size_t>(kv.heads * kv.dim);
         require(layer >= 0 && layer < pool_.layers(), "no such layer");
         require(options.heads > 0 && options.heads % kv.heads == 0, "heads must be a multiple of the pool's KV heads");
-        require(q.shape(0) == rows && k.shape(0) == rows && v.shape(0) == rows,
-                "one row of q, k and v per row of the step");
-        require(q.shape(1) == width && k.shape(1) == kv_width && v.shape(1) == kv_width,
-                "q, k or v has the wrong width");
-        if (rows > 1) {
-            require(q.stride(1) == 1 && k.stride(1) == 1 && v.stride(1) == 1 && q.stride(0) == k.stride(0) &&
-                        q.stride(0) == v.stride(0),
+        require(options.source ? !k && !v : k && v, "rows have K and V, or read a source");
+        require(q.shape(0) == rows && q.shape(1) == width && (rows < 2 || q.stride(1) == 1),
+                "q must be [rows, heads * dim]");
+        for (const auto* side : {&k, &v}) {
+            if (!*side) continue;
+            require((*side)->shape(0) == rows && (*side)->shape(1) == kv_width,
+                    "k and v must be [rows, KV heads * dim]");
+            require(rows < 2 || ((*side)->stride(1) == 1 && (*side)->stride(0) == q.stride(0)),
                     "q, k and v must be columns of one array");
         }
+        require(options.bias.values.empty() ||
+                    options.bias.values.size() ==
+                        static_cast<size_t>(options.heads) * static_cast<size_t>(bias_width(options.bias.most)),
+                "one line of distances per head");
         const size_t dim = static_cast<size_t>(kv.dim);
         require((options.q_norm.empty() || options.q_norm.size() == dim) &&
                     (options.k_norm.empty() || options.k_norm.size() == dim),
@@ -194,7 +213,7 @@ private:
         threads_.run([&](int thread) {
             float* own = scratch_.data() + skew + floats / 16 * 16 * static_cast<size_t>(thread);
             if (!layout.fused()) {
-                step_.append(layout, task, thread, own);
+                step_.append(task, thread, own);
                 threads_.barrier(thread);
             }
             step_.attend(layout, task, next, own);
@@ -204,7 +223,7 @@ private:
     KVPool& pool_;
     ThreadPool& threads_;
     AttentionStep step_;
-    std::vector<int32_t> positions_, row_start_, kv_start_, known_, tables_;
+    std::vector<int32_t> positions_, row_start_, kv_start_, known_, tables_, sources_, source_tables_;
     std::vector<uint64_t> masks_;
     std::vector<float> scratch_;
 };
@@ -247,6 +266,13 @@ void bind_attention(nb::module_& m) {
         .def_rw("norm_eps", &Options::norm_eps)
         .def_rw("window", &Options::window)
         .def_rw("causal", &Options::causal)
+        .def_rw("source", &Options::source)
+        .def(
+            "set_bias",
+            [](Options& self, const Table& values) {
+                self.bias = bias_lines(values.data(), values.shape(0), values.shape(1));
+            },
+            "values"_a, "[heads, 2 d + 1], by distance from -d to d.")
         .def_rw("q_norm", &Options::q_norm)
         .def_rw("k_norm", &Options::k_norm)
         .def_rw("sinks", &Options::sinks)
@@ -255,9 +281,9 @@ void bind_attention(nb::module_& m) {
         .def(nb::init<KVPool&, ThreadPool&, const std::string&>(), "pool"_a, "threads"_a, "isa"_a = "",
              nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
         .def("begin", &PyStep::begin, "positions"_a, "row_start"_a, "kv_start"_a, "known"_a, "tables"_a,
-             "masks"_a = nb::none())
-        .def("attend", &PyStep::attend, "layer"_a, "q"_a, "k"_a, "v"_a, "options"_a, "out"_a.noconvert() = nb::none(),
-             "a8"_a.noconvert() = nb::none(), "bf16"_a.noconvert() = nb::none(),
+             "masks"_a = nb::none(), "sources"_a = nb::none(), "source_tables"_a = nb::none())
+        .def("attend", &PyStep::attend, "layer"_a, "q"_a, "k"_a.none(), "v"_a.none(), "options"_a,
+             "out"_a.noconvert() = nb::none(), "a8"_a.noconvert() = nb::none(), "bf16"_a.noconvert() = nb::none(),
              "One layer -> out [rows, heads * dim] float32, or as A8 blocks, or bfloat16 bits. True if one phase was "
              "enough.")
         .def("items", &PyStep::items, "options"_a, "Into how many pieces of work the step is cut.");

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <memory>
@@ -157,6 +158,17 @@ Linear make_linear(std::vector<Tensor> tensors, bool gated, int segment_unit) {
     return {PackedLinear(std::move(parts), gated, segment_unit), std::move(tensors)};
 }
 
+// The rows of a tensor with a bias of their own: a head that shares the table of tokens.
+Tensor with_bias(const Tensor& tensor, const FloatVector& bias) {
+    require(static_cast<int64_t>(bias.shape(0)) == tensor.packed.n, "bias must have n entries");
+    Tensor made = tensor;
+    const size_t count = static_cast<size_t>(made.packed.row_blocks()) * 16;
+    auto* own = reinterpret_cast<float*>(made.arena->allocate(count * sizeof(float)));
+    std::copy(bias.data(), bias.data() + bias.shape(0), own);
+    made.packed.bias = own;
+    return made;
+}
+
 int64_t bytes_packed(const std::string& kind, int64_t n, int64_t k, const std::string& quantize) {
     require(n > 0 && k > 0 && n <= kMostRows && k <= kMostRows, "n and k must be positive, and at most 2^30");
     return row_block_bytes(packed_kind(parse_source_kind(kind), quantize), static_cast<int32_t>(k)) * ((n + 15) / 16);
@@ -218,7 +230,8 @@ void bind_pack(nb::module_& m) {
         .def_prop_ro("k", [](const Tensor& t) { return t.packed.k; })
         .def_prop_ro("nbytes",
                      [](const Tensor& t) { return row_block_bytes(t.packed.kind, t.packed.k) * t.packed.row_blocks(); })
-        .def("unpack", &unpack, "rows"_a = nb::none(), "isa"_a = "");
+        .def("unpack", &unpack, "rows"_a = nb::none(), "isa"_a = "")
+        .def("with_bias", &with_bias, "bias"_a, "The same rows with a bias [n], which is copied.");
     nb::class_<Linear>(m, "PackedLinear")
         .def(
             "__init__",

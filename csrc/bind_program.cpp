@@ -91,12 +91,38 @@ void add_linear(Program& program, const BoundLinear& linear, int in, const std::
 }
 
 void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions,
-               const std::optional<FloatVector>& offset, const std::string& name) {
+               const std::optional<FloatVector>& offset, int sinusoids, const std::string& name) {
     program.keep(table.arena);
     if (positions) program.keep(positions->arena);
     program.add({EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out,
-                            copied(offset)},
+                            copied(offset), sinusoids},
                  0, name});
+}
+
+// Rows that read a source have no k and v.
+void add_attention(Program& program, int layer, int heads, At q, std::optional<At> k, std::optional<At> v, At out,
+                   float scale, int rope, const NormWeights* q_norm, const NormWeights* k_norm, int window,
+                   float softcap, const std::optional<FloatVector>& sinks, bool causal,
+                   const std::optional<FloatVector>& k_shift, bool source, const std::optional<FloatTable>& bias,
+                   uint8_t sublayer, const std::string& name) {
+    require(source ? !k && !v : k && v, "rows have K and V, or read a source");
+    const BiasLines lines = bias ? bias_lines(bias->data(), bias->shape(0), bias->shape(1)) : BiasLines{};
+    program.add({AttentionPhase{layer,
+                                {heads, window, causal, source, bias.has_value()},
+                                place(q),
+                                k ? place(*k) : Place{},
+                                v ? place(*v) : Place{},
+                                place(out),
+                                norm_of(q_norm),
+                                norm_of(k_norm),
+                                rope,
+                                scale,
+                                softcap,
+                                copied(sinks),
+                                copied(k_shift),
+                                lines.values,
+                                lines.most},
+                 sublayer, name});
 }
 
 void run(Program& program, Step& step, std::pair<int, int> layers, const std::optional<FloatTable>& hidden,
@@ -156,7 +182,8 @@ void bind_building(nb::class_<Program>& c) {
         .def("tap", &Program::add_tap)
         .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
         .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(),
-             "offset"_a = nb::none(), "name"_a = "")
+             "offset"_a = nb::none(), "sinusoids"_a = -1, "name"_a = "",
+             "sinusoids: a rope whose sines and then cosines of the position are added, or -1.")
         .def(
             "norm",
             [](Program& self, At in, At out, int width, const NormWeights& norm, uint8_t sublayer,
@@ -212,29 +239,18 @@ void bind_building(nb::class_<Program>& c) {
             },
             "source"_a, "tap"_a, "name"_a = "")
         .def(
-            "attention",
-            [](Program& self, int layer, int heads, At q, At k, At v, At out, float scale, int rope,
-               const NormWeights* q_norm, const NormWeights* k_norm, int window, float softcap,
-               const std::optional<FloatVector>& sinks, bool causal, const std::optional<FloatVector>& k_shift,
-               uint8_t sublayer, const std::string& name) {
-                self.add({AttentionPhase{layer,
-                                         {heads, window, causal},
-                                         place(q),
-                                         place(k),
-                                         place(v),
-                                         place(out),
-                                         norm_of(q_norm),
-                                         norm_of(k_norm),
-                                         rope,
-                                         scale,
-                                         softcap,
-                                         copied(sinks),
-                                         copied(k_shift)},
-                          sublayer, name});
+            "attention", &add_attention, "layer"_a, "heads"_a, "q"_a, "k"_a.none(), "v"_a.none(), "out"_a, "scale"_a,
+            "rope"_a = -1, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0,
+            "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true, "k_shift"_a = nb::none(), "source"_a = false,
+            "bias"_a = nb::none(), "sublayer"_a = 0, "name"_a = "",
+            "source: rows read all of their feed's source, without K and V of their own. bias [heads, 2 d + 1]: what a "
+            "distance (key - row) from -d to d adds to a score before it is scaled; what is farther is as far as d.")
+        .def(
+            "store",
+            [](Program& self, int layer, At k, At v, uint8_t sublayer, const std::string& name) {
+                self.add({StorePhase{layer, place(k), place(v)}, sublayer, name});
             },
-            "layer"_a, "heads"_a, "q"_a, "k"_a, "v"_a, "out"_a, "scale"_a, "rope"_a = -1,
-            "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0, "softcap"_a = 0.0f,
-            "sinks"_a = nb::none(), "causal"_a = true, "k_shift"_a = nb::none(), "sublayer"_a = 0, "name"_a = "");
+            "layer"_a, "k"_a, "v"_a, "sublayer"_a = 0, "name"_a = "", "K and V into the pool; nothing is read.");
 }
 
 }  // namespace

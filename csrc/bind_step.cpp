@@ -98,10 +98,11 @@ void bind_step(nb::module_& m) {
                          "A sequence as a runner knows it: its tokens, its blocks, how its tokens are drawn.")
         .def(
             "__init__",
-            [](Sequence* self, const std::vector<int32_t>& prompt, const SampleParams& params) {
-                new (self) Sequence{History(prompt), params, {}, {}};
+            [](Sequence* self, const std::vector<int32_t>& prompt, const SampleParams& params, int source) {
+                require(source >= 0, "a source has a number of tokens");
+                new (self) Sequence{History(prompt), params, {}, source};
             },
-            "prompt"_a, "params"_a)
+            "prompt"_a, "params"_a, "source"_a = 0, "source: tokens of what it reads beside its own; 0: nothing.")
         .def(
             "extend",
             [](Sequence& self, const std::vector<int32_t>& tokens) {
@@ -111,11 +112,11 @@ void bind_step(nb::module_& m) {
             "tokens"_a)
         .def(
             "set_table",
-            [](Sequence& self, size_t start, const std::vector<int32_t>& blocks) {
+            [](Sequence& self, size_t table, size_t start, const std::vector<int32_t>& blocks) {
                 const Exclusive mine(self.in_use);
-                self.set_table(start, blocks);
+                self.set_table(table, start, blocks);
             },
-            "start"_a, "blocks"_a, "table[start:] = blocks")
+            "table"_a, "start"_a, "blocks"_a, "tables[table][start:] = blocks; 0: of its tokens, 1: of its source")
         .def_prop_rw(
             "key", [](const Sequence& self) { return Key(self.key.k0, self.key.k1); },
             [](Sequence& self, Key key) {
@@ -124,7 +125,8 @@ void bind_step(nb::module_& m) {
             },
             "The noise key that draw_each draws with.")
         .def("copy", [](const Sequence& self) { return std::make_shared<Sequence>(self); })
-        .def_prop_ro("table", [](const Sequence& self) { return self.table; })
+        .def_prop_ro("table", [](const Sequence& self) { return self.tables[0]; })
+        .def_prop_ro("source_table", [](const Sequence& self) { return self.tables[1]; })
         .def("__len__", [](const Sequence& self) { return self.history.tokens().size(); });
     nb::class_<Step>(m, "Step", "What one step computes and what is asked of it; answers are read after Program.run.")
         .def(nb::init<>())

@@ -138,8 +138,9 @@ void Program::prepare(Step& step) {
     attention_.begin(step.feeds());
     kv_->provide(*pool_, attention_.blocks());
     for (int i = step.first_layer; i < (step.last_layer < 0 ? layers() : step.last_layer); ++i) {
-        each<AttentionPhase>(layers_[static_cast<size_t>(i)],
-                             [&](const AttentionPhase& work) { attention_.layout(work.view); });
+        const Segment& layer = layers_[static_cast<size_t>(i)];
+        each<AttentionPhase>(layer, [&](const AttentionPhase& work) { attention_.layout(work.view); });
+        each<StorePhase>(layer, [&](const StorePhase&) { attention_.list_appends(); });
     }
     const int head_rows = std::min(static_cast<int>(step.head_rows().size()), kMostHeadRows);
     for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : step.rows());

@@ -6,6 +6,8 @@
 namespace headrace {
 namespace {
 
+constexpr int kMostDistance = 1 << 20;
+
 using Accesses = std::vector<Access>;
 using Holds = Access::Holds;
 
@@ -32,6 +34,9 @@ struct NeedsOf {
                 "the tables of tokens and of positions have rows of one width");
         require(work.offset.empty() || work.offset.size() == static_cast<size_t>(work.table.k),
                 "what is added to every token is as wide as the table");
+        check_rope(work.sinusoids, "an embedding");
+        require(work.sinusoids < 0 || rope(work.sinusoids).dim == work.table.k,
+                "sines and cosines are as wide as the table, together");
         return {writes({work.out, 0}, work.table.k)};
     }
 
@@ -93,10 +98,8 @@ struct NeedsOf {
         require(heads > 0 && heads % kv.heads == 0, "attention has a multiple of the " + std::to_string(kv.heads) +
                                                         " KV heads, not " + std::to_string(heads));
         require(work.view.window >= 0, "a window is 0 (none) or more tokens");
-        require(work.rope >= -1 && work.rope < static_cast<int>(shape.ropes.size()),
-                "attention names a rope that is not there");
-        require(work.rope < 0 || shape.ropes[static_cast<size_t>(work.rope)].dim <= kv.dim,
-                "a rope turns more values than a head has");
+        check_rope(work.rope, "attention");
+        require(work.rope < 0 || rope(work.rope).dim <= kv.dim, "a rope turns more values than a head has");
         for (const NormWeights* norm : {&work.q_norm, &work.k_norm}) {
             require(norm->kind != NormKind::kLayer && norm->bias.empty(),
                     "heads are normalised by rms, without a bias");
@@ -106,16 +109,29 @@ struct NeedsOf {
                     work.q_norm.eps == work.k_norm.eps,
                 "the norms of q and k have one eps");
         require(work.sinks.empty() || work.sinks.size() == static_cast<size_t>(heads), "one sink for each head");
+        check_bias(work);
         const int64_t kv_width = int64_t{kv.heads} * kv.dim, width = int64_t{heads} * kv.dim;
         require(work.k_shift.empty() || static_cast<int64_t>(work.k_shift.size()) == kv_width,
                 "k_shift holds a value for each of K's");
+        const Access result{work.out, width, Holds::kResult, true, false, kv.dim};
+        if (work.view.source) {
+            require(work.view.window == 0, "rows that read a source see all of it: they have no window");
+            return {reads(work.q, width), result};
+        }
         const int64_t stride = shape.buffer(work.q.buffer).stride();
         require(shape.buffer(work.k.buffer).stride() == stride && shape.buffer(work.v.buffer).stride() == stride,
                 "q, k and v must be columns of one buffer, or of buffers of one width");
-        return {reads(work.q, width),
-                reads(work.k, kv_width),
-                reads(work.v, kv_width),
-                {work.out, width, Holds::kResult, true, false, kv.dim}};
+        return {reads(work.q, width), reads(work.k, kv_width), reads(work.v, kv_width), result};
+    }
+
+    Accesses operator()(const StorePhase& work) const {
+        const KVShape& kv = shape.kv.shape();
+        require(segment == SegmentKind::kLayer, "K and V are stored by a layer");
+        require(work.layer >= 0 && work.layer < shape.kv.layers(), "K and V of a layer that the KV pool has not");
+        require(shape.buffer(work.k.buffer).stride() == shape.buffer(work.v.buffer).stride(),
+                "k and v must be columns of one buffer, or of buffers of one width");
+        const int64_t width = int64_t{kv.heads} * kv.dim;
+        return {reads(work.k, width), reads(work.v, width)};
     }
 
     Accesses operator()(const TapPhase& work) const {
@@ -137,6 +153,21 @@ struct NeedsOf {
                 "the tokens of a part of the head must be named in ascending order");
         return {reads({work.in, 0}, static_cast<int64_t>(work.ids.size())), writes({work.out, 0}, work.vocab_size),
                 writes({work.maxima, 0}, blocks_of(work.vocab_size))};
+    }
+
+    const Rope& rope(int number) const { return shape.ropes[static_cast<size_t>(number)]; }
+
+    void check_rope(int number, const std::string& who) const {
+        require(number >= -1 && number < static_cast<int>(shape.ropes.size()), who + " names a rope that is not there");
+    }
+
+    static void check_bias(const AttentionPhase& work) {
+        const size_t size = work.bias.size(), heads = static_cast<size_t>(work.view.heads);
+        require(work.view.biased == (size > 0), "a view says whether its scores depend on the distance");
+        if (size == 0) return;
+        require(work.bias_most >= 0 && work.bias_most <= kMostDistance && !work.view.source &&
+                    size == heads * static_cast<size_t>(bias_width(work.bias_most)),
+                "distances have a number for each head, and are those within a text");
     }
 
     static int64_t blocks_of(int tokens) { return (int64_t{tokens} + kVocabBlock - 1) / kVocabBlock; }

@@ -74,6 +74,15 @@ void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
     }
 }
 
+// Sines, then cosines, of the row's position.
+void add_sinusoids(const Worker& w, int number, int r, float* row) {
+    const Rope& rope = w.run.ropes[static_cast<size_t>(number)];
+    const int half = rope.dim / 2;
+    const int64_t at = int64_t{w.run.step.positions()[static_cast<size_t>(r)]} * half;
+    for (int i = 0; i < half; ++i) row[i] += rope.sin.data()[at + i];
+    for (int i = 0; i < half; ++i) row[half + i] += rope.cos.data()[at + i];
+}
+
 void run(const EmbedPhase& phase, Worker& w) {
     const Buffer& out = w.buffer(phase.out);
     auto* position_row = reinterpret_cast<float*>(w.scratch);
@@ -85,6 +94,7 @@ void run(const EmbedPhase& phase, Worker& w) {
                 for (int i = 0; i < phase.table.k; ++i) row[i] *= phase.scale;
             }
             for (size_t i = 0; i < phase.offset.size(); ++i) row[i] += phase.offset[i];
+            if (phase.sinusoids >= 0) add_sinusoids(w, phase.sinusoids, r, row);
             if (!phase.positions) continue;
             w.run.kernels.pack->unpack(*phase.positions, w.run.step.positions()[static_cast<size_t>(r)], position_row);
             for (int i = 0; i < phase.table.k; ++i) row[i] += position_row[i];
@@ -196,8 +206,7 @@ void run(const AttentionPhase& phase, Worker& w) {
     AttentionTask task{};
     attention.prepare(layout, phase.layer, task);
     task.q = w.floats(phase.q);
-    task.k = w.floats(phase.k);
-    task.v = w.floats(phase.v);
+    if (!phase.view.source) task.k = w.floats(phase.k), task.v = w.floats(phase.v);
     task.stride = w.stride(phase.q);
     if (phase.q_norm.kind != NormKind::kNone)
         task.q_norm = phase.q_norm.weight.data(), task.norm_eps = phase.q_norm.eps;
@@ -211,6 +220,7 @@ void run(const AttentionPhase& phase, Worker& w) {
     task.softcap = phase.softcap;
     task.sinks = phase.sinks.empty() ? nullptr : phase.sinks.data();
     task.k_shift = phase.k_shift.empty() ? nullptr : phase.k_shift.data();
+    task.bias = {phase.bias.empty() ? nullptr : phase.bias.data(), phase.bias_most};
     if (out.kind() == BufferKind::kFloat) {
         task.out = out.floats() + phase.out.column;
         task.out_stride = out.stride();
@@ -220,12 +230,25 @@ void run(const AttentionPhase& phase, Worker& w) {
     }
     auto* scratch = reinterpret_cast<float*>(w.scratch);
     if (!layout.fused()) {
-        w.share(layout.appends(), [&](int first, int last) {
-            for (int job = first; job < last; ++job) attention.append_job(layout, task, job, scratch);
+        w.share(attention.appends(), [&](int first, int last) {
+            for (int job = first; job < last; ++job) attention.append_job(task, job, scratch);
         });
     }
     w.deal(layout.items(), [&](int item, int next) { attention.attend_item(layout, task, item, next, scratch); });
     w.fetch = attention.fetch_list(layout, phase.layer + 1, w.thread);
+}
+
+void run(const StorePhase& phase, Worker& w) {
+    const AttentionStep& attention = w.run.attention;
+    AttentionTask task{};
+    attention.prepare(phase.layer, task);
+    task.k = w.floats(phase.k);
+    task.v = w.floats(phase.v);
+    task.stride = w.stride(phase.k);
+    auto* scratch = reinterpret_cast<float*>(w.scratch);
+    w.share(attention.appends(), [&](int first, int last) {
+        for (int job = first; job < last; ++job) attention.append_job(task, job, scratch);
+    });
 }
 
 void run(const TapPhase& phase, Worker& w) {

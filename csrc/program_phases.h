@@ -36,13 +36,15 @@ struct Rope {
     int positions() const { return static_cast<int>(cos.size()) / (dim / 2); }
 };
 
-// Rows of `table` by id times `scale`, plus `offset`, plus rows of `positions` by position.
+// Rows of `table` by id times `scale`, plus `offset`, plus rows of `positions` by position, plus the sines and then the
+// cosines of a rope at the position.
 struct EmbedPhase {
     PackedTensor table;
     std::optional<PackedTensor> positions;
     float scale;
     int out;
     std::vector<float> offset{};  // [width] or empty
+    int sinusoids = -1;           // a rope; -1: none
 };
 
 struct NormPhase {
@@ -92,7 +94,7 @@ struct ResidualPhase {
     int width;
 };
 
-// The result goes to the float or input buffer of `out`.
+// The result goes to the float or input buffer of `out`. Rows that read a source have no k and v.
 struct AttentionPhase {
     int layer;
     AttentionView view;
@@ -102,6 +104,14 @@ struct AttentionPhase {
     float scale, softcap;
     std::vector<float> sinks;
     std::vector<float> k_shift;  // [kv heads * dim] or empty
+    std::vector<float> bias{};   // as DistanceBias has it, or empty
+    int bias_most = 0;
+};
+
+// K and V of all rows into the pool, nothing read: what a layer's rows will read as their source.
+struct StorePhase {
+    int layer;
+    Place k, v;
 };
 
 // Copies the rows out where the step asks for this tap.
@@ -126,7 +136,7 @@ struct CopyPhase {
 };
 
 using PhaseWork = std::variant<EmbedPhase, NormPhase, QuantizePhase, LinearPhase, ActPhase, ActMulPhase, ResidualPhase,
-                               AttentionPhase, TapPhase, CopyPhase, ScatterPhase>;
+                               AttentionPhase, StorePhase, TapPhase, CopyPhase, ScatterPhase>;
 
 struct Phase {
     PhaseWork work;

@@ -70,6 +70,7 @@ struct CostOf {
     PhaseCost operator()(const ActPhase&) const { return {"act"}; }
     PhaseCost operator()(const ActMulPhase&) const { return {"act_mul"}; }
     PhaseCost operator()(const ResidualPhase&) const { return {"residual"}; }
+    PhaseCost operator()(const StorePhase&) const { return {"store"}; }
     PhaseCost operator()(const TapPhase&) const { return {"copy"}; }
     PhaseCost operator()(const CopyPhase&) const { return {"copy"}; }
     PhaseCost operator()(const ScatterPhase&) const { return {"scatter"}; }

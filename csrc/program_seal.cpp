@@ -145,6 +145,8 @@ void Program::note(const Phase& phase) {
     scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
     if (const auto* attention = std::get_if<AttentionPhase>(&phase.work))
         scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(attention->view.heads) * sizeof(float));
+    if (std::holds_alternative<StorePhase>(phase.work))
+        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(kv_->shape().heads) * sizeof(float));
     if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits)
         logits_ = linear->out.buffer, maxima_ = linear->maxima, logits_width_ = linear->linear.n();
     if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work))

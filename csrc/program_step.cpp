@@ -19,10 +19,12 @@ void require(bool ok, const char* message) {
 
 }  // namespace
 
-void Sequence::set_table(size_t start, Ids blocks) {
-    if (start > table.size()) throw std::out_of_range("blocks would leave a gap in the table");
-    table.resize(start);
-    table.insert(table.end(), blocks.begin(), blocks.end());
+void Sequence::set_table(size_t table, size_t start, Ids blocks) {
+    if (table >= tables.size()) throw std::out_of_range("a sequence has a table of its tokens, and one of its source");
+    std::vector<int32_t>& held = tables[table];
+    if (start > held.size()) throw std::out_of_range("blocks would leave a gap in the table");
+    held.resize(start);
+    held.insert(held.end(), blocks.begin(), blocks.end());
 }
 
 void Step::clear() {
@@ -163,15 +165,28 @@ void Step::combine(int row, std::vector<float> amateur, Rule rule, float alpha, 
 
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
 
-StepFeeds Step::feeds() {
+// A table of every sequence, in lines of one width, which is returned.
+int Step::line_up(size_t table, std::vector<int32_t>& lines) const {
     size_t width = 0;
-    for (const auto& sequence : sequences_) width = std::max(width, sequence->table.size());
-    tables_.assign(width * sequences_.size(), -1);
+    for (const auto& sequence : sequences_) width = std::max(width, sequence->tables[table].size());
+    lines.assign(width * sequences_.size(), -1);
     for (size_t i = 0; i < sequences_.size(); ++i) {
-        std::copy(sequences_[i]->table.begin(), sequences_[i]->table.end(),
-                  tables_.begin() + static_cast<ptrdiff_t>(i * width));
+        const std::vector<int32_t>& held = sequences_[i]->tables[table];
+        std::copy(held.begin(), held.end(), lines.begin() + static_cast<ptrdiff_t>(i * width));
     }
-    return {positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(width)};
+    return static_cast<int>(width);
+}
+
+StepFeeds Step::feeds() {
+    const int width = line_up(0, tables_);
+    StepFeeds feeds{positions_, masks_, row_start_, kv_start_, known_, tables_, width};
+    sources_.clear();
+    if (std::any_of(sequences_.begin(), sequences_.end(), [](const auto& each) { return each->source > 0; })) {
+        for (const auto& sequence : sequences_) sources_.push_back(sequence->source);
+        feeds.source_width = line_up(1, source_tables_);
+        feeds.sources = sources_, feeds.source_tables = source_tables_;
+    }
+    return feeds;
 }
 
 namespace {

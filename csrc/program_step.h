@@ -1,6 +1,7 @@
 // What one step computes: feeds of sequences, the rows of them whose logits are wanted, and what is asked of those.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -20,12 +21,13 @@ namespace headrace {
 struct Sequence {
     History history;
     SampleParams params;
-    std::vector<int32_t> table;  // block ids
-    NoiseKey key{};              // of its next draw, where the call that asks for it names none
-    mutable InUse in_use{};      // read by steps, changed by one caller
+    std::array<std::vector<int32_t>, 2> tables{};  // block ids: of its tokens, of its source
+    int source = 0;                                // tokens of its source, whose K and V table 1 has; 0: it has none
+    NoiseKey key{};                                // of its next draw, where the call that asks for it names none
+    mutable InUse in_use{};                        // read by steps, changed by one caller
 
-    // table[start, ...) = blocks. Throws std::out_of_range when start is beyond its end.
-    void set_table(size_t start, Ids blocks);
+    // tables[table][start, ...) = blocks. Throws std::out_of_range for another table, or when start is beyond its end.
+    void set_table(size_t table, size_t start, Ids blocks);
 };
 
 // A question about rows of logits; rows are counted over all rows of the step that go through the head.
@@ -139,8 +141,10 @@ private:
     int head_row(int row, int rows = 1) const;
     int ask(Ask ask, int rows = 1);
     std::vector<int32_t> path_to(int row) const;  // the draft tokens between the last feed's known ones and a row of it
+    int line_up(size_t table, std::vector<int32_t>& lines) const;
 
     std::vector<int32_t> ids_, positions_, row_start_{0}, kv_start_, known_, tables_, head_rows_;
+    std::vector<int32_t> sources_, source_tables_;  // of the sequences; nothing where none has a source
     std::vector<uint64_t> masks_;
     std::vector<std::shared_ptr<const Sequence>> sequences_;
     // Of the last feed:

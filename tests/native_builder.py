@@ -159,6 +159,8 @@ def _weights() -> dict[str, Any]:
         "@narrow": norm("rms", 3),
         "@sinks": np.zeros(HEADS, np.float32),
         "@few": np.zeros(3, np.float32),
+        "@distances": np.zeros((HEADS, 2 * 9 + 1), np.float32),
+        "@even": np.zeros((HEADS, 4), np.float32),
     }
 
 
@@ -169,8 +171,9 @@ def _build_and_run(calls: list[Call], made: dict[str, Any]) -> None:
     for method, arguments in calls:
         values = {name: _value(value, made) for name, value in arguments.items()}
         getattr(program, method)(**values)
-    sequence = core().Sequence(list(range(ROWS + 4)), core().SampleParams())
-    sequence.set_table(0, [3, 1, 2])
+    sequence = core().Sequence(list(range(ROWS + 4)), core().SampleParams(), 30)
+    sequence.set_table(0, 0, [3, 1, 2])
+    sequence.set_table(1, 0, [4, 5])
     for start, count in ((0, ROWS), (ROWS, 1), (ROWS + 1, 2)):
         step = core().Step()
         step.feed(sequence, start, count, 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.kv.pool import KVPool
-from headrace.layers.embedding import Embedding
+from headrace.layers.embedding import Biased, Embedding
 from headrace.layers.holder import Holder
 from headrace.layers.linear import Linear
 from headrace.models.base import Model
@@ -84,6 +84,8 @@ def centre(model: Model, number: int) -> None:
 
 def narrow(holder: Holder, packed: Holder, weights: PackedWeights, dtype: torch.dtype) -> None:
     """Give a linear layer, or a table, what the core multiplies in place of it: the weights packed for `packed`."""
+    if isinstance(holder, Biased):
+        holder.method = Faked(next(iter(weights.form(packed.table))))
     if isinstance(holder, Linear | Embedding):
         rows = torch.cat([torch.from_numpy(tensor.unpack()) for tensor in _tensors(weights, packed)])
         holder.weight = rows.to(dtype)

@@ -112,7 +112,7 @@ class Feeder:
         at = 0
         for sequence, length in zip(self.sequences, self.lengths, strict=True):
             count = -(-(length + 64) // BLOCK)  # room for a draft
-            sequence.set_table(0, list(range(at, at + count)))
+            sequence.set_table(0, 0, list(range(at, at + count)))
             at += count
 
     def feed(

@@ -89,7 +89,7 @@ def test_an_input_is_made_of_what_the_rows_were() -> None:
         program.linear(core().PackedLinear([square]), own, "store", (out, 0))
         program.residual((0, 0), (out, 0), (0, 0), 64)
         sequence, step = core().Sequence(TEXT, core().SampleParams()), core().Step()
-        sequence.set_table(0, [0, 1, 2])
+        sequence.set_table(0, 0, [0, 1, 2])
         step.feed(sequence, 0, count)
         found = np.empty((count, 64), np.float32)
         program.run(step, hidden_out=found)

@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[Feeder, Any], Any]] = {
     "read the step": lambda feeder, step: step.drawn(),
     "read an answer": lambda feeder, step: step.error(0),
     "extend a sequence": lambda feeder, step: feeder.sequences[0].extend([]),
-    "set a sequence's table": lambda feeder, step: feeder.sequences[0].set_table(0, feeder.sequences[0].table),
+    "set a sequence's table": lambda feeder, step: feeder.sequences[0].set_table(0, 0, feeder.sequences[0].table),
     "set a sequence's key": lambda feeder, step: setattr(feeder.sequences[0], "key", (1, 2)),
     "copy blocks": lambda feeder, step: feeder.program.kv.copy_blocks([(60, 61)]),
     "move tokens": lambda feeder, step: feeder.program.kv.move([(980, 981)]),

@@ -197,7 +197,7 @@ own, logits, maxima = (program.buffer(*shape) for shape in (("bf16", 32, True), 
 program.quantize((1, 0), own)
 program.linear(core().PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
 sequence, step = core().Sequence(list(range(ROWS)), core().SampleParams()), core().Step()
-sequence.set_table(0, [0, 1, 2])
+sequence.set_table(0, 0, [0, 1, 2])
 
 def errors():
     step.clear()

@@ -133,7 +133,7 @@ def test_blocks_that_several_hold_are_read_once_and_change_no_bit(kv_dtype: str)
         feeder = Feeder(program, texts)
         for number, (sequence, text) in enumerate(zip(feeder.sequences, texts, strict=True)):
             own = range(40 * number, 40 * number + 38)
-            sequence.set_table(0, [*range(shared), *own[shared:]])
+            sequence.set_table(0, 0, [*range(shared), *own[shared:]])
             start = 16 * shared if number else 0
             feeder.feed((number, start, len(text) - 1 - start))
         program.core.clear_profile()

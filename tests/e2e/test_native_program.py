@@ -19,7 +19,7 @@ from headrace.models import registry
 from headrace.models.base import Model
 from headrace.models.families import FAMILIES
 from headrace.native import core
-from headrace.native.lowering import FUSIONS
+from headrace.native.lowering import FUSIONS, Lowering
 from headrace.native.program import NativeProgram
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
 from headrace.runner.record import RecordError
@@ -225,7 +225,7 @@ def test_many_asks_share_a_row() -> None:
     step, asked = core().Step(), []
     biased = [core().Sequence(text, params) for text in texts]
     for which, (sequence, text) in enumerate(zip(biased, texts, strict=True)):
-        sequence.set_table(0, list(range(8 * which, 8 * which + 4)))
+        sequence.set_table(0, 0, list(range(8 * which, 8 * which + 4)))
         step.feed(sequence, 0, len(text), len(text))
         asked.append((step.draw(59, [(1, 2)]), step.logits(59), step.score(0, 2), step.top(59, 3)))
     program.core.run(step)
@@ -330,23 +330,17 @@ def test_a_step_that_does_not_fit_says_so_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="parent must come before"):
         feeder.feed((0, 0, 21), nodes=[1], parents=[0])
     unmapped = Feeder(program, TEXTS[:1])
-    unmapped.sequences[0].set_table(0, [])
+    unmapped.sequences[0].set_table(0, 0, [])
     with pytest.raises(IndexError, match="table"):
         unmapped.whole()
     assert np.array_equal(feeder.whole()[0], whole)
 
 
-def test_an_op_without_a_phase_cannot_be_recorded() -> None:
-    class Crossed(type(native_model("llama"))):  # type: ignore[misc]
-        def layer(self, i: int, x: Any, ctx: Any) -> Any:
-            block = self.layers[i]
-            q, _, _ = linear(norm(x, block.attn_norm), block.qkv, ctx)
-            return linear(attention(q, None, None, ctx, i, source=True), block.out, ctx)
-
+def test_an_op_without_a_phase_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Lowering, "_residual")
     model = native_model("llama")
-    crossed = Crossed(model.config)
-    with pytest.raises(RecordError, match="no attention to a source"):
-        NativeProgram(crossed, source_of(model), num_blocks=4, block_size=16, max_positions=64, threads=1)
+    with pytest.raises(RecordError, match="no phase for 'residual'"):
+        NativeProgram(model, source_of(model), num_blocks=4, block_size=16, max_positions=64, threads=1, fuse=frozenset())
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:

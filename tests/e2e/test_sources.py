@@ -296,12 +296,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, threads=1, device="cpu") as made:
+    with LLM(folder, threads=1, device="cpu", backend="torch") as made:
         yield made
 
 
+def test_both_back_ends_run_them(folder: Path, llm: LLM, shell: Shell) -> None:
+    """The native core unless told otherwise; nearly the same log-probabilities, and by name the same lines."""
+    assert (llm.backend, llm.dtype, llm.exactness) == ("torch", "float32", "near-tie-exact")
+    texts = ["a dog runs on the grass .", "la la la"]
+    with LLM(folder, threads=1, device="cpu") as ours:
+        assert (ours.backend, ours.dtype, ours.exactness) == ("native", "bfloat16", "bitwise")
+        made = [each.generate(texts, temperature=0.0, max_tokens=6, logprobs=0) for each in (ours, llm)]
+    for a, b in zip(*made, strict=True):
+        for one, other in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
+            assert one.token == other.token
+            assert one.logprob == pytest.approx(other.logprob, abs=0.2)
+    for backend, outputs in zip(("native", "torch"), made, strict=True):
+        code, out, _ = shell("translate", str(folder), *texts, "--max-tokens", "6", "--threads", "1", "--backend", backend)
+        assert (code, out.splitlines()) == (0, [output.outputs[0].text.strip() for output in outputs])
+
+
 def test_a_text_is_the_source(llm: LLM) -> None:
-    assert (llm.backend, llm.dtype) == ("torch", "float32")
     (output,) = llm.generate("a dog runs on the grass .", temperature=0.0, max_tokens=8)
     known = llm.tokenizer
     assert output.prompt_token_ids == [known.id_of(f"▁{word}") for word in "a dog runs on the grass .".split()] + [EOS]
@@ -313,21 +328,24 @@ def test_a_text_is_the_source(llm: LLM) -> None:
     assert not one.text.startswith(" ")
 
 
-def test_lookups_in_the_source_change_no_token(folder: Path, llm: LLM) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_lookups_in_the_source_change_no_token(folder: Path, backend: str) -> None:
     texts = ["a dog runs on the grass .", "un chien court sur l' herbe .", "la la la la la"]
-    plain = [output.outputs[0].token_ids for output in llm.generate(texts, temperature=0.0, max_tokens=20)]
-    with LLM(folder, threads=1, device="cpu", speculate="ngram", draft_tokens=3) as other:
-        made = other.generate(texts, temperature=0.0, max_tokens=20)
-    assert [output.outputs[0].token_ids for output in made] == plain
+    made = []
+    for drafts in ({"speculate": None}, {"speculate": "ngram", "draft_tokens": 3}):
+        with LLM(folder, threads=1, device="cpu", backend=backend, **drafts) as llm:
+            made.append([output.outputs[0].token_ids for output in llm.generate(texts, temperature=0.0, max_tokens=20)])
+    assert made[0] == made[1]
 
 
 def test_translate_writes_a_line_for_a_line(folder: Path, llm: LLM, shell: Shell, tmp_path: Path) -> None:
     texts = ["a dog runs", "", "the grass ."]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
-    code, out, _ = shell("translate", str(folder), "--file", str(tmp_path / "in.txt"), "--max-tokens", "6", "--threads", "1")
+    common = ["--max-tokens", "6", "--threads", "1", "--backend", "torch"]
+    code, out, _ = shell("translate", str(folder), "--file", str(tmp_path / "in.txt"), *common)
     made = [one.outputs[0].text.strip() for one in llm.generate([texts[0], texts[2]], temperature=0.0, max_tokens=6)]
     assert (code, out.splitlines()) == (0, [made[0], "", made[1]])
-    code, out, _ = shell("translate", str(folder), texts[0], "--beams", "3", "--max-tokens", "6", "--json", "--threads", "1")
+    code, out, _ = shell("translate", str(folder), texts[0], "--beams", "3", "--json", *common)
     (searched,) = llm.generate(texts[0], BeamSearchParams(beam_width=3, max_tokens=6))
     assert (code, json.loads(out)["translation"]) == (0, searched.outputs[0].text.strip())
     assert json.loads(out)["text"] == texts[0]
@@ -341,7 +359,7 @@ def test_translate_refuses_a_model_without_a_source(shell: Shell, tmp_path: Path
 
 def test_run_reads_a_text_as_the_source(folder: Path, llm: LLM, shell: Shell) -> None:
     (made,) = llm.generate("a dog runs", temperature=0.0, max_tokens=5)
-    code, out, _ = shell("run", str(folder), "a dog runs", "-m", "5", "-q", "--threads", "1")
+    code, out, _ = shell("run", str(folder), "a dog runs", "-m", "5", "-q", "--threads", "1", "--backend", "torch")
     assert (code, out.strip()) == (0, made.outputs[0].text.strip())
 
 

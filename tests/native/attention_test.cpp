@@ -17,6 +17,7 @@ namespace {
 struct Layer {
     int heads, kv_heads, dim, window;
     float softcap;
+    int most = -1;  // of the distances that add to scores; below 0: none do
     int width() const { return (heads + 2 * kv_heads) * dim; }
 };
 
@@ -32,7 +33,7 @@ void run_threads(ThreadPool& threads, AttentionStep& step, AttentionLayout& layo
     threads.run([&](int thread) {
         auto* scratch = static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
         if (!layout.fused()) {
-            step.append(layout, task, thread, scratch);
+            step.append(task, thread, scratch);
             threads.barrier(thread);
         }
         step.attend(layout, task, next, scratch);
@@ -49,6 +50,12 @@ public:
           pool_(type, 1, tokens / 16 + 3, 16, layer.kv_heads, layer.dim),
           step_(kernels, pool_, threads.size()),
           table_(static_cast<size_t>(tokens / 16 + 2)) {
+        if (layer.most >= 0) {
+            const size_t distances = 2 * static_cast<size_t>(layer.most) + 1, heads = static_cast<size_t>(layer.heads);
+            std::vector<float> values(heads * distances);
+            for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i * 7 % 13) * 0.25f;
+            bias_ = bias_lines(values.data(), heads, distances);
+        }
         std::iota(table_.begin(), table_.end(), 0);
         std::shuffle(table_.begin(), table_.end(), std::mt19937(seed));
     }
@@ -68,7 +75,7 @@ public:
         }
         const std::vector<int32_t> starts{0, n}, start{fed.start}, known{fed.known};
         step_.begin({positions, masks, starts, start, known, table_, static_cast<int>(table_.size())});
-        AttentionLayout& layout = step_.layout({layer_.heads, layer_.window, true});
+        AttentionLayout& layout = step_.layout({layer_.heads, layer_.window, true, false, !bias_.values.empty()});
         std::vector<float> out(static_cast<size_t>(n * layer_.heads * layer_.dim), NAN);
         AttentionTask task{};
         step_.prepare(layout, 0, task);
@@ -78,6 +85,7 @@ public:
         task.stride = layer_.width();
         task.scale = 1.0f / std::sqrt(static_cast<float>(layer_.dim));
         task.softcap = layer_.softcap;
+        if (!bias_.values.empty()) task.bias = {bias_.values.data(), bias_.most};
         task.out = out.data();
         task.out_stride = layer_.heads * layer_.dim;
         run_threads(threads_, step_, layout, task);
@@ -93,6 +101,7 @@ private:
     KVPool pool_;
     AttentionStep step_;
     std::vector<int32_t> table_;
+    BiasLines bias_;
 };
 
 std::vector<float> rows_of(const std::vector<float>& all, int width, int first, int count) {
@@ -140,6 +149,75 @@ void check(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& 
     chunks.pool().move(moves);
     equal(chunks.run({tokens - 1, 1, {}, rows_of(x, width, tokens - 1, 1)}), wanted.data() + (tokens - 1) * out,
           "a moved path has other bits");
+}
+
+// Sources in one pool, stored by jobs and nothing else, and rows that read them: together, and each alone.
+void check_sources(const Kernels& kernels, KVType type, ThreadPool& threads, std::mt19937& rng) {
+    constexpr int kHeads = 4, kKvHeads = 2, kDim = 32, kWidth = kKvHeads * kDim, kBlocks = 48, kTable = 40;
+    KVPool pool(type, 1, kBlocks, 16, kKvHeads, kDim);
+    AttentionStep step(kernels, pool, threads.size());
+    const std::vector<int32_t> lengths{5, 600, 17, 600};  // the last reads what the second does
+    std::vector<int32_t> tables(lengths.size() * kTable, -1);
+    for (size_t s = 0, next = 0; s + 1 < lengths.size(); ++s) {
+        for (int i = 0; i < (lengths[s] + 15) / 16; ++i)
+            tables[s * kTable + static_cast<size_t>(i)] = static_cast<int32_t>(kBlocks - ++next);
+    }
+    std::copy_n(tables.begin() + kTable, kTable, tables.begin() + 3 * kTable);
+    std::normal_distribution<float> normal;
+    const auto rows = [&](int n, int width) {
+        std::vector<float> x(static_cast<size_t>(n * width));
+        for (float& value : x) value = normal(rng);
+        return x;
+    };
+    for (size_t s = 0; s + 1 < lengths.size(); ++s) {
+        std::vector<int32_t> positions(static_cast<size_t>(lengths[s]));
+        std::iota(positions.begin(), positions.end(), 0);
+        const std::vector<int32_t> starts{0, lengths[s]}, start{0}, known{lengths[s]};
+        step.begin({positions, {}, starts, start, known, std::span(tables).subspan(s * kTable, kTable), kTable});
+        step.list_appends();
+        const std::vector<float> x = rows(lengths[s], 2 * kWidth);
+        AttentionTask task{};
+        step.prepare(0, task);
+        task.k = x.data(), task.v = task.k + kWidth, task.stride = 2 * kWidth;
+        threads.run([&](int thread) {
+            auto* scratch =
+                static_cast<float*>(std::aligned_alloc(64, (step.scratch_floats(kKvHeads) * 4 + 63) / 64 * 64));
+            step.append(task, thread, scratch);
+            std::free(scratch);
+        });
+    }
+    const auto read = [&](std::vector<size_t> feeds, const float* q) {
+        const auto count = static_cast<int32_t>(feeds.size());
+        std::vector<int32_t> starts, own(feeds.size(), 0), start(feeds.size(), 7), known(feeds.size(), 2), sources,
+            source_tables;
+        std::vector<int32_t> positions(2 * feeds.size(), 7);
+        for (int32_t i = 0; i <= count; ++i) starts.push_back(2 * i);
+        for (const size_t f : feeds) {
+            sources.push_back(lengths[f]);
+            source_tables.insert(source_tables.end(), tables.begin() + static_cast<long>(f * kTable),
+                                 tables.begin() + static_cast<long>((f + 1) * kTable));
+        }
+        StepFeeds made{positions, {}, starts, start, known, own, 1};
+        made.sources = sources, made.source_tables = source_tables, made.source_width = kTable;
+        step.begin(made);
+        AttentionLayout& layout = step.layout({kHeads, 0, true, true});
+        std::vector<float> out(2 * feeds.size() * kHeads * kDim, NAN);
+        AttentionTask task{};
+        step.prepare(layout, 0, task);
+        task.q = q, task.stride = kHeads * kDim, task.scale = 0.2f;
+        task.out = out.data(), task.out_stride = kHeads * kDim;
+        run_threads(threads, step, layout, task);
+        return out;
+    };
+    const std::vector<float> q = rows(8, kHeads * kDim), all = read({0, 1, 2, 3}, q.data());
+    for (size_t f = 0; f < lengths.size(); ++f) {
+        const size_t at = f * 2 * kHeads * kDim;
+        equal(read({f}, q.data() + at), all.data() + at, "a row reads another source beside others");
+    }
+    equal(read({1}, q.data() + 6 * kHeads * kDim), all.data() + 6 * kHeads * kDim, "a source read twice differs");
+    const std::vector<int32_t> zero{0}, one{1}, both{0, 1};
+    step.begin({zero, {}, both, zero, one, zero, 1});
+    if (!throws([&] { step.layout({kHeads, 0, true, true}); })) fail("rows read a source that is not there");
 }
 
 // Sequences over one pool that begin with the same blocks.
@@ -270,11 +348,12 @@ void check_families(const Kernels& kernels, KVType type, const Layer& layer, Thr
 int main() {
     std::mt19937 rng(7);
     ThreadPool threads(3);
-    const Layer layers[] = {{3, 1, 64, 0, 0.0f}, {4, 4, 8, 50, 0.0f}, {4, 2, 80, 0, 5.0f}};
+    const Layer layers[] = {{3, 1, 64, 0, 0.0f}, {4, 4, 8, 50, 0.0f}, {4, 2, 80, 0, 5.0f}, {4, 2, 16, 0, 0.0f, 20}};
     for (const Isa isa : supported_isas()) {
         for (const KVType type : {KVType::kBf16, KVType::kInt8, KVType::kF32}) {
             for (const Layer& layer : layers) check(kernels_for(isa), type, layer, threads, rng);
             check_families(kernels_for(isa), type, layers[0], threads, rng);
+            check_sources(kernels_for(isa), type, threads, rng);
         }
         check_families(kernels_for(isa), KVType::kBf16, layers[1], threads, rng);
     }

@@ -53,15 +53,18 @@ void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 namespace {
 
 constexpr int kHidden = 96, kHeads = 3, kDim = 32, kFfn = 160, kVocab = 301, kLayers = 2, kBlock = 16, kBlocks = 24,
-              kMax = 200;
+              kMax = 200, kSource = 20;
 constexpr int kQkv = (kHeads + 2) * kDim;
 
+// `reads`: its rows also attend to a source, whose K and V `storing` stores of hidden rows.
 class Model {
 public:
-    Model(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, KVType type)
+    Model(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, KVType type, bool reads = false)
         : pool_(std::move(pool)),
           kernels_(kernels),
-          program(pool_, std::make_shared<KVPool>(type, kLayers, kBlocks, kBlock, 1, kDim), kernels, kHidden, kVocab) {
+          kv_(std::make_shared<KVPool>(type, kLayers, kBlocks, kBlock, 1, kDim)),
+          program(pool_, kv_, kernels, kHidden, kVocab),
+          storing(pool_, kv_, kernels, kHidden, kVocab) {
         const int x = 0, qkv = program.add_buffer(BufferKind::kFloat, kQkv);
         const int in = program.add_buffer(BufferKind::kA8, kHidden, true),
                   attended = program.add_buffer(BufferKind::kA8, kHeads * kDim);
@@ -91,6 +94,7 @@ public:
             program.add(
                 {LinearPhase{PackedLinear({weight(kHidden, kHeads * kDim)}, false), attended, EpilogueKind::kAdd, {x}},
                  1});
+            if (reads) read_source(layer, in, qkv, attended);
             program.add({QuantizePhase{norm(), {x}, in}, 2});
             const auto [gate, up] = pair();
             program.add({LinearPhase{PackedLinear({gate, up}, true), in, EpilogueKind::kGated, {wide}}, 2});
@@ -112,6 +116,21 @@ public:
     }
 
 private:
+    void read_source(int layer, int in, int qkv, int attended) {
+        const auto linear = [&](int n, int k) { return PackedLinear({weight(n, k)}, false); };
+        program.add({QuantizePhase{norm(), {0}, in}, 1});
+        program.add({LinearPhase{linear(kHeads * kDim, kHidden), in, EpilogueKind::kStore, {qkv}}, 1});
+        program.add(
+            {AttentionPhase{layer, {kHeads, 0, true, true}, {qkv}, {}, {}, {attended}, {}, {}, -1, 0.2f, 0.0f, {}, {}},
+             1});
+        program.add({LinearPhase{linear(kHidden, kHeads * kDim), attended, EpilogueKind::kAdd, {0}}, 1});
+        const int input = storing.add_buffer(BufferKind::kA8, kHidden, true),
+                  stored = storing.add_buffer(BufferKind::kFloat, 2 * kDim);
+        storing.begin(SegmentKind::kLayer);
+        storing.add({QuantizePhase{{}, {0}, input}});
+        storing.add({LinearPhase{linear(2 * kDim, kHidden), input, EpilogueKind::kStore, {stored}}});
+        storing.add({StorePhase{layer, {stored}, {stored, kDim}}});
+    }
     PackRequest floats(int n, int k) {
         kept_.push_back(normal_floats(rng_, static_cast<size_t>(n * k), 0.2f));
         const auto* rows = reinterpret_cast<const uint8_t*>(kept_.back().data());
@@ -134,20 +153,37 @@ private:
 
     const std::shared_ptr<ThreadPool> pool_;
     const Kernels& kernels_;
+    const std::shared_ptr<KVPool> kv_;
     std::mt19937 rng_{11};
     std::vector<std::vector<float>> kept_;
     Arena arena_{size_t{1} << 21};
 
 public:
-    Program program;
+    Program program, storing;
 };
 
 std::shared_ptr<Sequence> sequence(const std::vector<int32_t>& tokens, int first_block) {
     auto made = std::make_shared<Sequence>(Sequence{History(tokens), {}, {}});
     std::vector<int32_t> blocks(kBlocks / 3);
     std::iota(blocks.begin(), blocks.end(), first_block);
-    made->set_table(0, blocks);
+    made->set_table(0, 0, blocks);
+    made->source = kSource;
+    made->set_table(1, 0, std::span(blocks).last(2));  // its tokens take fewer
     return made;
+}
+
+// K and V of the sources of all sequences, of random rows.
+void store_sources(Program& storing, unsigned seed) {
+    std::mt19937 rng(seed);
+    std::vector<float> rows = normal_floats(rng, static_cast<size_t>(3 * kSource * kHidden));
+    Step step;
+    for (int i = 0; i < 3; ++i) {
+        const auto source = std::make_shared<Sequence>(Sequence{History(std::vector<int32_t>(kSource, 1)), {}, {}});
+        source->set_table(0, 0, sequence({1}, i * kBlocks / 3)->tables[1]);
+        step.feed(source, 0, kSource, {}, {}, 0);
+    }
+    step.hidden = rows.data();
+    storing.run(step);
 }
 
 std::vector<float> row(Step& step, int answer) { return step.answers()[static_cast<size_t>(answer)].logits; }
@@ -382,6 +418,26 @@ void busy(Program& program) {
     require(same_bits(row(step, 0), wanted), "a refusal left something behind");
 }
 
+// Other sources, other logits; the same again, the same; and rows without a source are refused.
+void sources(Model& model) {
+    const auto tokens = sequence({1, 2, 3}, 0);
+    std::vector<std::vector<float>> seen;
+    for (const unsigned seed : {3U, 4U, 3U}) {
+        store_sources(model.storing, seed);
+        Step step;
+        step.feed(tokens, 0, 3, {}, {}, 1);
+        step.logits(0);
+        model.program.run(step);
+        seen.push_back(row(step, 0));
+    }
+    require(same_bits(seen[0], seen[2]) && !same_bits(seen[0], seen[1]),
+            "a source changes nothing, or something else does");
+    tokens->source = 0;
+    Step bad;
+    bad.feed(tokens, 0, 3, {}, {}, 0);
+    require(throws([&] { model.program.run(bad); }), "rows read a source that is not there");
+}
+
 }  // namespace
 
 int main() {
@@ -389,7 +445,8 @@ int main() {
         for (const KVType type : {KVType::kBf16, KVType::kInt8}) {
             auto pool = std::make_shared<ThreadPool>(3);
             Model one(pool, kernels_for(isa), type);
-            Model two(pool, kernels_for(isa), type);
+            Model two(pool, kernels_for(isa), type, true);
+            store_sources(two.storing, 3);
             check(one.program, 1);
             parts(one.program);
             limited(one.program);
@@ -398,6 +455,7 @@ int main() {
             std::thread other([&] { check(two.program, 2); });
             check(one.program, 3);
             other.join();
+            sources(two);
         }
     }
     std::puts("program: ok");

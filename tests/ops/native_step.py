@@ -20,6 +20,8 @@ class Feed:
     known: int
     parents: Sequence[int] = ()
     table: Sequence[int] = ()
+    source: int = 0  # tokens of what its rows read where they read a source, and where that is
+    source_table: Sequence[int] = ()
 
     @property
     def rows(self) -> int:
@@ -56,6 +58,8 @@ class Shape:
     k_norm: list[float] = field(default_factory=list)
     rope_dim: int = 0
     interleaved: bool = False
+    source: bool = False
+    bias: np.ndarray | None = None  # [heads, 2 d + 1] by distance from -d to d
 
     @property
     def scale(self) -> float:
@@ -67,8 +71,10 @@ class Shape:
 
     def options(self, positions: int):
         options = native.core().AttentionOptions()
-        for name in ("heads", "window", "softcap", "causal", "scale", "sinks", "q_norm", "k_norm"):
+        for name in ("heads", "window", "softcap", "causal", "source", "scale", "sinks", "q_norm", "k_norm"):
             setattr(options, name, getattr(self, name))
+        if self.bias is not None:
+            options.set_bias(self.bias)
         if self.rope_dim:
             options.set_rope(*self.angles(positions), self.interleaved)
         return options
@@ -93,6 +99,11 @@ class Shape:
         return torch.cat((turned, rest), -1)
 
 
+def lined(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    width = max(map(len, tables))
+    return np.array([[*table, *[-1] * (width - len(table))] for table in tables], dtype=np.int32)
+
+
 class Stepper:
     """A pool of one layer and steps over it."""
 
@@ -103,7 +114,6 @@ class Stepper:
         self.step = core.AttentionStep(self.pool, threads, isa)
 
     def begin(self, feeds: Sequence[Feed]) -> None:
-        width = max(len(feed.table) for feed in feeds)
         starts = np.cumsum([0, *(feed.rows for feed in feeds)])
         masks = [mask for feed in feeds for mask in (*[0] * feed.known, *tree(feed.parents)[1])]
         self.step.begin(
@@ -111,8 +121,10 @@ class Stepper:
             starts.astype(np.int32),
             np.array([feed.start for feed in feeds], dtype=np.int32),
             np.array([feed.known for feed in feeds], dtype=np.int32),
-            np.array([[*feed.table, *[-1] * (width - len(feed.table))] for feed in feeds], dtype=np.int32),
+            lined([feed.table for feed in feeds]),
             np.array(masks, dtype=np.uint64),
+            *([np.array([feed.source for feed in feeds], np.int32)] if self.shape.source else []),
+            *([lined([feed.source_table for feed in feeds])] if self.shape.source else []),
         )
 
     def run(self, feeds: Sequence[Feed], x: np.ndarray, **also: np.ndarray) -> np.ndarray:
@@ -120,7 +132,9 @@ class Stepper:
         self.begin(feeds)
         out = np.full((len(x), self.shape.heads * self.shape.dim), np.nan, dtype=np.float32)
         positions = max([p for feed in feeds for p in feed.positions], default=0) + 1
-        self.step.attend(0, *self.shape.split(x), self.shape.options(positions), out, **also)
+        q, k, v = self.shape.split(x)
+        stored = (None, None) if self.shape.source else (k, v)
+        self.step.attend(0, q, *stored, self.shape.options(positions), out, **also)
         return out
 
     def stored(self, feed: Feed, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,16 +152,21 @@ def reference(stepper: Stepper, feeds: Sequence[Feed], x: np.ndarray, ignore_pat
     shape, out, first = stepper.shape, [], 0
     for feed in feeds:
         q = shape.prepared(shape.split(x[first : first + feed.rows])[0], shape.q_norm, feed.positions)
-        k, v = stepper.stored(feed, feed.start + feed.rows)
+        read = Feed(0, 0, (), feed.source_table) if shape.source else feed
+        k, v = stepper.stored(read, feed.source if shape.source else feed.start + feed.rows)
         k, v = (t.repeat_interleave(shape.heads // shape.kv_heads, 1) for t in (k, v))
         for row in range(feed.rows):
             line = list(range(feed.start + row + 1)) if ignore_paths else feed.line(row)
             end = len(line)
-            if not shape.causal:
-                line = list(range(feed.start + feed.rows))
+            if not shape.causal or shape.source:
+                line = list(range(len(k)))
             if shape.window:
                 line = line[max(0, end - shape.window) : end - 1 + shape.window]
             scores = torch.einsum("hd,thd->ht", q[row], k[line]) * shape.scale
+            if shape.bias is not None:  # by places in the row's own line
+                most = shape.bias.shape[1] // 2
+                apart = np.clip(np.arange(len(line)) - feed.positions[row], -most, most) + most
+                scores = scores + torch.from_numpy(shape.bias).double()[:, apart] * shape.scale
             if shape.softcap:
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
             if shape.sinks:

@@ -169,6 +169,7 @@ def test_what_the_pool_holds_is_what_was_given(isa):
 
 VARIANTS = {
     "plain": Shape(6, 2, 64),
+    "biased": Shape(4, 2, 32, bias=np.linspace(-4, 4, 4 * 41, dtype=np.float32).reshape(4, 41)),
     "window": Shape(3, 1, 32, window=90, rope_dim=32),
     "capped": Shape(4, 4, 80, softcap=3.0, sinks=[0.5, -1.0, 0.0, 2.0]),
 }
@@ -351,6 +352,73 @@ def test_copies_and_moves(isa, dtype):
         assert torch.equal(held, given)
     with pytest.raises(IndexError, match="outside the pool"):
         stepper.pool.move([(0, 128)])
+
+
+SOURCES = (1, 15, 16, 17, 255, 256, 300, 600)
+
+
+def readers(isa: str, dtype: str, threads: int = 2) -> tuple[Stepper, list[Feed], np.ndarray]:
+    """Feeds of one and more rows that read sources of many lengths; the longest three times. Blocks of nobody hold NaN."""
+    plain, shape = Shape(4, 2, 32), Shape(4, 2, 32, source=True)
+    feeds = [Feed(9, 1 + which % 3, (), (), source) for which, source in enumerate((*SOURCES, 600, 600))]
+    made, blocks = tables(random.Random(3), [feed.source for feed in feeds[: len(SOURCES)]], 16)
+    own = tuple(range(blocks, blocks + 1))  # nothing is stored in it, or read
+    stepper = Stepper(plain, blocks + 1, dtype, isa, THREADS[threads])
+    everywhere = Feed(0, 16 * (blocks + 1), (), range(blocks + 1))
+    stepper.run([everywhere], np.full((everywhere.known, 8 * 32), np.nan, np.float32))
+    for number, (feed, table) in enumerate(zip(feeds, [*made, made[-1], made[-1]], strict=True)):
+        feed.table, feed.source_table = own, table
+        if number < len(SOURCES):
+            stepper.run([Feed(0, feed.source, (), table)], rows(feed.source, plain, number))
+    stepper.shape = shape
+    return stepper, feeds, rows(sum(feed.rows for feed in feeds), shape, 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_read_all_of_a_source(isa, dtype):
+    """Whatever its length, and bit for bit what they read alone, also where several read the same blocks."""
+    stepper, feeds, x = readers(isa, dtype)
+    out, at = stepper.run(feeds, x), 0
+    wanted = reference(stepper, feeds, x)
+    assert (torch.from_numpy(out).double() - wanted).abs().max() < TOLERANCE[dtype]
+    for feed in feeds:
+        part = slice(at, at + feed.rows)
+        assert np.array_equal(stepper.run([feed], x[part]), out[part]), feed.source
+        at += feed.rows
+    less = [Feed(feed.start, feed.known, (), feed.table, max(1, feed.source - 1), feed.source_table) for feed in feeds]
+    short = reference(stepper, less, x)  # the control: one token that is not read is seen
+    assert ((short - wanted).abs().amax(1) > TOLERANCE["f32"]).sum() > len(x) - 3
+
+
+def test_what_has_no_source_reads_none():
+    stepper, feeds, x = readers(ISAS[0], "f32")
+    for length, words in ((0, "a feed has none"), (10_000, "longer than its table")):
+        feeds[1].source = length
+        with pytest.raises((ValueError, IndexError), match=words):
+            stepper.run(feeds, x)
+
+
+BIAS = np.random.default_rng(1).standard_normal((6, 2 * 37 + 1)).astype(np.float32) * 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_distances_add_to_scores(isa, dtype, causal):
+    """Near, as far as there are numbers, and farther; of known tokens, of a draft's nodes by their depth, both ways."""
+    shape = Shape(6, 2, 48, causal=causal, bias=BIAS)
+    feeds = [Feed(0, 90), Feed(0, 3)] if not causal else [Feed(0, 90), Feed(300, 2, [-1, -1, 0, 1, 3]), Feed(36, 1), Feed(0, 1)]
+    made, blocks = tables(random.Random(0), [feed.start + feed.rows for feed in feeds], 16)
+    for feed, table in zip(feeds, made, strict=True):
+        feed.table = table
+    stepper = Stepper(shape, blocks, dtype, isa, THREADS[2])
+    fill(stepper, feeds, 0)
+    x = rows(sum(feed.rows for feed in feeds), shape, 1)
+    out = torch.from_numpy(stepper.run(feeds, x)).double()
+    wanted = reference(stepper, feeds, x)
+    assert (out - wanted).abs().max() < TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
+    for wrong in (None, np.pad(BIAS, ((0, 0), (300, 300)))):  # the controls: nothing added; nothing beyond the last distance
+        stepper.shape = Shape(6, 2, 48, causal=causal, bias=wrong)
+        assert (out - reference(stepper, feeds, x)).abs().max() > 10 * TOLERANCE[dtype]
 
 
 A8_BLOCK = np.dtype([("q", "i1", 64), ("scale", "f4", 2), ("sum", "f4", 2), ("neg32", "i4", 2), ("neg16", "i4", 4)])

@@ -47,6 +47,17 @@ WRONG: dict[str, tuple[list[Call], str]] = {
     "a norm of q of another width": (changed("attention", q_norm="@norm"), "a norm of 64 weights cannot be taken of 32"),
     "too few sinks": (changed("attention", sinks="@few"), "one sink for each head"),
     "a k_shift of another width": (changed("attention", k_shift="@few"), "a value for each of K's"),
+    "rows that read a source, with K and V": (changed("attention", source=True), "rows have K and V, or read a source"),
+    "rows with neither": (changed("attention", k=None), "rows have K and V, or read a source"),
+    "a window over a source": (changed("attention", source=True, k=None, v=None, window=4), "they have no window"),
+    "distances of some heads": (changed("attention", bias="@distances", heads=2), "a number for each head"),
+    "distances to a source": (changed("attention", bias="@distances", source=True, k=None, v=None), "those within a text"),
+    "distances that are no pairs": (changed("attention", bias="@even"), "their number is odd"),
+    "K and V in the head": (inserted(21, ("store", {"layer": 0, "k": [7, 0], "v": [7, 64]})), "are stored by a layer"),
+    "K and V of no layer": (inserted(LAYER, ("store", {"layer": 1, "k": [2, 0], "v": [2, 64]})), "that the KV pool has not"),
+    "V from a narrower buffer": (inserted(LAYER, ("store", {"layer": 0, "k": [2, 0], "v": [0, 0]})), "of one width"),
+    "sinusoids that are not there": (changed("embed", sinusoids=3), "a rope that is not there"),
+    "sinusoids of another width": (changed("embed", sinusoids=0), "as wide as the table"),
     "a window below 0": (changed("attention", window=-1), "a window is 0"),
     "q in a buffer of another width": (changed("attention", q=[0, 0], heads=2), "of one width"),
     "attention into its own rows": (changed("attention", out=[2, 64]), "while it uses"),
@@ -128,6 +139,7 @@ PLACES = st.tuples(INTS, INTS).map(list)
 NORMS = st.sampled_from([None, "@norm", "@layer_norm", "@head_norm", "@narrow"])
 LINEARS = st.sampled_from(["@qkv", "@out", "@gate_up", "@down", "@head", "@square", "@halves", "@bf16"])
 VECTORS = st.sampled_from([None, "@sinks", "@few"])
+DISTANCES = st.sampled_from([None, "@distances", "@even"])
 TABLES = st.sampled_from([None, "@tokens", "@positions", "@wide_table"])
 FLOATS = st.sampled_from([0.0, 1.0, -1.0, 1e30, float("inf"), float("nan")])
 ACTS = st.sampled_from(["silu", "gelu_tanh", "gelu", "relu", "sillu"])
@@ -138,7 +150,14 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "rope": {"frequencies": st.lists(FLOATS, max_size=40), "positions": st.integers(-1, 99), "interleaved": FLAGS},
     "tap": {},
     "begin": {"segment": st.sampled_from(["embed", "layer", "head", "tail"])},
-    "embed": {"table": TABLES, "out": INTS, "scale": FLOATS, "positions": TABLES, "offset": VECTORS},
+    "embed": {
+        "table": TABLES,
+        "out": INTS,
+        "scale": FLOATS,
+        "positions": TABLES,
+        "offset": VECTORS,
+        "sinusoids": st.integers(-2, 2),
+    },
     "norm": {"source": PLACES, "out": PLACES, "width": INTS, "norm": NORMS},
     "quantize": {"source": PLACES, "out": INTS, "norm": NORMS, "sublayer": INTS},
     "linear": {
@@ -174,7 +193,10 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "sinks": VECTORS,
         "causal": FLAGS,
         "k_shift": VECTORS,
+        "source": FLAGS,
+        "bias": DISTANCES,
     },
+    "store": {"layer": INTS, "k": PLACES, "v": PLACES},
     "seal": {},
 }
 

@@ -63,7 +63,7 @@ def answered() -> Any:
     program.quantize((1, 0), own)
     program.linear(core.PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
     sequence, step = core.Sequence([1], core.SampleParams()), core.Step()
-    sequence.set_table(0, [0])
+    sequence.set_table(0, 0, [0])
     step.feed(sequence, 0, 1, 1)
     step.logits(0)
     program.run(step)
@@ -158,7 +158,7 @@ def test_taps_are_filled_where_they_are(pool: Any) -> None:
     program.embed(table, 0)
     program.copy_to_tap((0, 0), program.tap())
     sequence, step = core.Sequence([1, 2], core.SampleParams()), core.Step()
-    sequence.set_table(0, [0])
+    sequence.set_table(0, 0, [0])
     step.feed(sequence, 0, 2)
     for wrong in (np.zeros((2, 32)), np.zeros((32, 2), np.float32).T):
         with pytest.raises(TypeError):

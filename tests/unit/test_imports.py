@@ -44,11 +44,12 @@ ROOMS = {
     "native.weights": "native weights.parts weights models layers",
     "native.kept": "runner",
     "native.centring": "native.weights runner data",
-    "native.lowering": "native.centring native.weights native runner kv.layout data",
+    "native.lowering": "native.centring native.weights native runner kv.layout layers data",
+    "native.encoder": "native.lowering native.weights native runner kv.layout models",
     "native.live": "native ops data",
     "native.step": "native.live native runner ops data",
-    "native.program": "native.kept native.step native.live native.lowering native.weights native runner kv.layout models "
-    "weights data",
+    "native.program": "native.encoder native.kept native.step native.live native.lowering native.weights native runner "
+    "kv.layout models weights data",
     "native.heads": "native.lowering native.program native runner.heads runner models weights data",
     "engine": "engine.admission engine.scheduler engine.feeding kv.blocks decoding drafting runner.executor text data",
     "engine.feeding": "kv.blocks data",
@@ -95,7 +96,7 @@ STOREYS = (
     "ops layers models",
     "weights.loader weights.parts text",
     "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
-    "native.lowering "
+    "native.lowering native.encoder "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
@@ -111,7 +112,7 @@ ARROWS = {
     *(("models", "layers"), ("models", "ops")),
     *(("quant", "weights"), ("quant", "kv.layout")),
     ("weights", "native"),  # files are dequantised by the core
-    *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "step", "program", "heads")),
+    *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "encoder", "step", "program", "heads")),
     ("eager", "runner"),
     *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there

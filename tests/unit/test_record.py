@@ -7,9 +7,10 @@ import torch
 
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
+from headrace.models.registry import describe
 from headrace.ops.context import Context, FeedRows, build
 from headrace.ops.registry import OPS
-from headrace.runner.record import RecordError, Segment, record
+from headrace.runner.record import RecordError, Segment, record, record_cross
 from tests.tiny import tiny_config, tiny_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
@@ -56,6 +57,22 @@ def test_a_recording_says_what_the_file_says() -> None:
     assert recording.layers[0].uses(qkv.outputs[0]) == [recording.layers[0].nodes[2]]
     assert recording.layers[0].nodes[2].settings["layer"] == 0
     assert recording.layers[1].nodes[2].settings["layer"] == 1
+
+
+def test_what_a_source_leaves_is_a_segment_a_layer() -> None:
+    """Normed, multiplied and stored; the rows are handed on as they are."""
+    encoder = tiny_config("t5", encoder=True, buckets=8, bucket_distance=20)
+    model = describe(tiny_config("t5", source=encoder, buckets=8, bucket_distance=20, num_layers=3))
+    recording = record_cross(model)
+    assert [[node.op for node in layer.nodes] for layer in recording.layers] == [["norm", "linear", "store"]] * 3
+    for number, layer in enumerate(recording.layers):
+        norm, linear, store = layer.nodes
+        assert norm.settings["w"] is model.encoder.norm  # type: ignore[union-attr]
+        assert linear.settings["w"] is model.layers[number].cross_kv
+        assert (store.inputs, store.settings) == (dict(zip("kv", linear.outputs, strict=True)), {"layer": number})
+        assert layer.result == layer.entry
+    assert not recording.embed.nodes
+    assert not recording.head.nodes
 
 
 def test_what_leaves_the_vocabulary_is_not_recorded() -> None:

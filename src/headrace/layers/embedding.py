@@ -54,10 +54,16 @@ class Sinusoids(Holder):
     """Positions that are computed, not learned: sines of all frequencies, then the cosines (Marian, fairseq)."""
 
     weight: Tensor
+    interleaved = False  # as of a Rotary: all sines come before all cosines
 
     def __init__(self, count: int, width: int) -> None:
         self.count = count
         self.width = width
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """[width / 2] float64, radians a position."""
+        return 1 / 10000.0 ** (np.arange(0, self.width, 2) / self.width)
 
     def create(self, allocator: Allocator) -> None:
         self.weight = allocator.empty((self.count, self.width))

@@ -20,8 +20,10 @@ def k_shift(segment: Segment, node: Node, weights: PackedWeights, config: ModelC
     stays below a sixth of a turn. None: there is no bias, or more than softmax sees the scores."""
     settings = node.settings
     rope = settings["rope"]
+    if rope is None or "k" not in node.inputs:
+        return None
     bias = _bias(segment, node.inputs["k"], weights)
-    if bias is None or rope is None or any(settings[name] is not None for name in ("k_norm", "softcap", "sinks")):
+    if bias is None or any(settings[name] is not None for name in ("k_norm", "softcap", "sinks")):
         return None
     still = rope.frequencies * config.max_position <= TURN
     pairs = np.repeat(still, 2) if rope.interleaved else np.tile(still, 2)

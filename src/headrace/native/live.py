@@ -32,7 +32,7 @@ class NativeLive:
     @classmethod
     def of(cls, new: NewSlot) -> "NativeLive":
         assert new.params is not None
-        sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids))
+        sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids), new.reads)
         sequence.extend(new.tokens[new.prompt_len :])
         return cls(sequence, new.seed, new.params, new.stop_ids, prompt_len=new.prompt_len)
 
@@ -44,12 +44,16 @@ class NativeLive:
         table: list[int] = self.sequence.table
         return table
 
+    @property
+    def source_table(self) -> list[int]:
+        table: list[int] = self.sequence.source_table
+        return table
+
     def extend(self, tokens: tuple[int, ...]) -> None:
         self.sequence.extend(tokens)
 
     def set_table(self, table: int, start: int, blocks: list[int]) -> None:
-        assert table == 0, "the native core knows no other table"
-        self.sequence.set_table(start, blocks)
+        self.sequence.set_table(table, start, blocks)
 
     def fork(self) -> "NativeLive":
         copied = self.sequence.copy()

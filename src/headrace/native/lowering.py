@@ -17,9 +17,11 @@ import numpy as np
 
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
+from headrace.layers.embedding import Sinusoids
 from headrace.native import core
 from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
 from headrace.native.centring import k_shift
+from headrace.native.relative import by_distance
 from headrace.native.weights import PackedPart, PackedWeights
 from headrace.runner.record import Node, RecordError, Recording, Segment
 from headrace.runner.uses import Uses
@@ -122,12 +124,14 @@ class Lowering:
         if scale != 1.0 and self.weights.rounds_to_bfloat16(table):
             scale = _bfloat16(scale)
         positions, types = node.settings["pos"], node.settings["types"]
+        computed = positions if isinstance(positions, Sinusoids) else None
         self.program.embed(
             self.weights.table(table),
             HIDDEN,
             scale,
-            None if positions is None else self.weights.table(positions),
-            None if types is None else self.weights.row(types, 0),
+            None if positions is None or computed is not None else self.weights.table(positions),
+            None if types is None else self.weights.numbers(types)[0],
+            sinusoids=self.ropes.number(computed),
             name="embed",
         )
         self._set(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
@@ -186,9 +190,8 @@ class Lowering:
 
     def _attention(self, index: int, node: Node) -> None:
         settings, head_dim = node.settings, self.config.layers[node.settings["layer"]].head_dim
-        if settings["source"] or settings["bias"] is not None:
-            raise RecordError("the native core has no attention to a source, nor relative positions")
-        q, k, v = self._side_by_side(index, node)
+        q, *stored = self._side_by_side(index, node)
+        k, v = stored or (None, None)
         q_norm, k_norm = (self._head_norm(settings[name]) for name in ("q_norm", "k_norm"))
         if settings["q_norm"] and settings["k_norm"] and settings["q_norm"].eps != settings["k_norm"].eps:
             raise RecordError("the native core takes one eps for the norms of q and k")
@@ -198,8 +201,8 @@ class Lowering:
             settings["layer"],
             q.width // head_dim,
             q.at,
-            k.at,
-            v.at,
+            k and k.at,
+            v and v.at,
             out,
             scale=scale,
             rope=self.ropes.number(settings["rope"]),
@@ -210,8 +213,20 @@ class Lowering:
             sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
             k_shift=k_shift(self.segment, node, self.weights, self.config),
             causal=settings["causal"],
+            source=settings["source"],
+            bias=self._bias(settings["bias"], settings["softcap"] or scale),
             **self._mark(index, "attention"),
         )
+
+    def _bias(self, relative: Any, unit: float) -> np.ndarray | None:
+        """What distances add to scores that are then scaled by `unit`."""
+        if relative is None:
+            return None
+        return by_distance(self.weights.numbers(relative), relative.distance, relative.both) / np.float32(unit)
+
+    def _store(self, index: int, node: Node) -> None:
+        k, v = self._side_by_side(index, node)
+        self.program.store(node.settings["layer"], k.at, v.at, **self._mark(index, "store"))
 
     def _act_mul(self, index: int, node: Node) -> None:
         source = self._rows(node.inputs["gate_up"])
@@ -300,8 +315,9 @@ class Lowering:
         return self.inputs[value, form, order]
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
-        """q, k and v as columns of one buffer, which attention wants; copied there where they are not."""
-        parts = [self._rows(node.inputs[name]) for name in "qkv"]
+        """q, k and v, as far as a node has them, as columns of one buffer, which attention wants; copied there where they are
+        not."""
+        parts = [self._rows(node.inputs[name]) for name in "qkv" if name in node.inputs]
         if len({rows.buffer for rows in parts}) == 1:
             return parts
         buffer = self.buffers.take("float", sum(rows.width for rows in parts))

@@ -12,6 +12,7 @@ from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
+from headrace.native.encoder import NativeEncoder
 from headrace.native.kept import NativeKept
 from headrace.native.live import NativeLive
 from headrace.native.lowering import FUSIONS, Lowered, lower
@@ -81,6 +82,11 @@ class NativeProgram:
             head_ids=head_ids,
             enter=enter,
         )
+        self.encoder: NativeEncoder | None = None
+        if model.encoder is not None:
+            self.encoder = NativeEncoder(
+                model, self.weights, self.kv, pool=pool, max_positions=max_positions, fuse=fuse, isa=isa
+            )
         if pack:
             self.weights.pack()
         self.core = lowered.program
@@ -107,6 +113,8 @@ class NativeProgram:
 
     def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
         """Rows [n, hidden] after the last layer, if they are to be kept."""
+        if self.encoder is not None:
+            self.encoder.encode(step.sources)
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (span.first, span.layers or -1)
         self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips))
@@ -135,4 +143,4 @@ class NativeProgram:
 
     def close(self) -> None:
         """Give the packed weights and the pool back."""
-        del self.core, self.weights, self.kv
+        del self.core, self.encoder, self.weights, self.kv

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.layers.embedding import Embedding
+from headrace.layers.embedding import Biased, Embedding, Relative
 from headrace.layers.holder import Holder
 from headrace.models.base import Model
 from headrace.native import core
@@ -52,8 +52,8 @@ def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
             table = isinstance(holder, Embedding) or spec.rows == "vocab"
             for part in parts:
                 n, kind = part.shape[0], source.info(part.source).kind
-                if len(part.shape) == 1:
-                    total += -(-n // 16) * 16 * 4
+                if len(part.shape) == 1 or isinstance(holder, Biased | Relative):
+                    total += -(-math.prod(part.shape) // 16) * 16 * 4
                     continue
                 as_read = "F32" if part.transpose or part.shift else kind
                 into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
@@ -177,12 +177,14 @@ class PackedWeights:
 
     def head(self, holder: Holder, ids: np.ndarray | None = None) -> PackedPart:
         """The output layer, which shares its rows with the table of tokens where they are tied; or the rows `ids` of it."""
-        (part,) = self._parts(holder, "weight")
-        (bias,) = self._biases(holder, (part,))
+        table = holder.table if isinstance(holder, Biased) else holder
+        (part,), bias = self._parts(table, "weight"), self.vector(holder, "bias")
+        if bias is not None and isinstance(holder, Biased) and holder.never is not None:
+            bias[holder.never] = -np.inf
         if ids is not None:
             tensor = self._pack(part, bias if bias is None else bias[ids], wide=True, ids=ids)
         else:
-            tensor = self.table(holder) if bias is None else self._pack(part, bias, wide=True)
+            tensor = self.table(table) if bias is None else self.table(table).with_bias(bias)
         return PackedPart(core().PackedLinear([tensor]), 0, self._form(part), self._order(part))
 
     def vector(self, holder: Holder, field: str = "weight") -> np.ndarray | None:
@@ -191,11 +193,10 @@ class PackedWeights:
             return None
         return np.concatenate([self._floats(part) for part in self._parts(holder, field)])
 
-    def row(self, holder: Embedding, number: int) -> np.ndarray:
-        """A row of a table [width], float32."""
+    def numbers(self, holder: Embedding | Relative) -> np.ndarray:
+        """A small table as it is [rows, width], float32."""
         (part,) = self._parts(holder, "weight")
-        found: np.ndarray = self._numbers(part)[number]
-        return found
+        return self._numbers(part)
 
     def rounds_to_bfloat16(self, holder: Holder) -> bool:
         """Whether the file holds this table in bfloat16, so that scales applied to it are rounded to it too."""

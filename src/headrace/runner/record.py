@@ -3,6 +3,7 @@
 The recorder knows no back end; what is fused, and how, is the business of whoever reads the recording.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,18 +89,36 @@ def record(model: Model, embeds: bool = True) -> Recording:
     ctx = SymbolicContext(embed.new_value(), embed.new_value())
     if embeds:
         _trace(embed, "embed", lambda: model.embed(ctx))
-    layers = []
-    for i in range(model.config.num_layers):
-        layer = Segment(entry=0)
-        x = layer.new_value()
-        # ids and positions belong to the step, not to a layer: a layer that reads them cannot start from hidden rows.
-        _trace(layer, f"layer {i}", lambda i=i, x=x: model.layer(i, x, _HANDED_ON))
-        layers.append(layer)
+    # ids and positions belong to the step, not to a layer: a layer that reads them cannot start from hidden rows.
+    layers = _layers(model, "layer", lambda i, x: model.layer(i, x, _HANDED_ON))
     head = Segment(entry=0)
     rows = head.new_value()
     if not model.config.encoder:
         _trace(head, "head", lambda: model.head(rows))
-    return Recording(embed, tuple(layers), head)
+    return Recording(embed, layers, head)
+
+
+def record_cross(model: Model) -> Recording:
+    """What every layer of an encoder-decoder stores of the rows after its encoder's last layer: segments that hand these rows
+    on as they are, without embed and head. Raises RecordError."""
+    encoder = model.encoder
+    assert encoder is not None, "only an encoder-decoder has sources"
+    layers = _layers(model, "cross", lambda i, x: model.cross(i, encoder.final(x), _HANDED_ON))
+    for layer in layers:
+        assert layer.entry is not None
+        layer.result = layer.entry
+    return Recording(Segment(), layers, Segment(entry=0))
+
+
+def _layers(model: Model, name: str, call: Callable[[int, Value], Any]) -> tuple[Segment, ...]:
+    """A segment for each layer, from hidden rows."""
+    layers = []
+    for i in range(model.config.num_layers):
+        layer = Segment(entry=0)
+        x = layer.new_value()
+        _trace(layer, f"{name} {i}", lambda i=i, x=x: call(i, x))
+        layers.append(layer)
+    return tuple(layers)
 
 
 _NOWHERE = Segment()

@@ -8,7 +8,6 @@ from headrace.data.plan import MAX_NODES, TARGET
 from headrace.models.registry import describe
 from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
 from headrace.native.weights import packed_bytes
-from headrace.runner.record import RecordError
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
@@ -36,8 +35,6 @@ class Native:
 
     def load(self, recipe: Recipe) -> Loaded:
         settings, models = recipe.settings, recipe.models
-        if any(each.config.source is not None for each in models.values()):
-            raise RecordError("the native core runs no encoder-decoders yet")
         described = {role: describe(each.config) for role, each in models.items()}
         quantize = settings.quantize or ""
         need = sum(packed_bytes(described[role], each.source, quantize) for role, each in models.items())

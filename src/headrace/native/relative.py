@@ -1,0 +1,28 @@
+"""Relative positions for the core: the numbers of `ops.relative` by distance, without torch."""
+
+import math
+
+import numpy as np
+
+
+def by_distance(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
+    """What a head adds to the score of a key so far from the row: [heads, 2 * most + 1] float32, by distance (key - row) from
+    -most to most, of a table [buckets, heads]. What is farther is as far as that."""
+    added: np.ndarray = weight[buckets(np.arange(-most, most + 1), len(weight), most, both)].T
+    return np.ascontiguousarray(added, np.float32)
+
+
+def buckets(distance: np.ndarray, count: int, most: int, both: bool) -> np.ndarray:
+    """The bucket, of `count`, of each distance, as `ops.relative.buckets` has it."""
+    base = np.zeros_like(distance)
+    if both:
+        count //= 2
+        base = (distance > 0) * count
+        far = np.abs(distance)
+    else:
+        far = np.maximum(-distance, 0)
+    exact = count // 2
+    ratio = np.maximum(far, exact).astype(np.float32) / np.float32(exact)
+    grown = np.log(ratio) / np.float32(math.log(most / exact)) * np.float32(count - exact)
+    large = np.minimum(exact + grown.astype(np.int64), count - 1)
+    return base + np.where(far < exact, far, large)
