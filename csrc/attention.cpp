@@ -73,11 +73,12 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
     }
 }
 
-void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
+void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds, bool apart) {
     tiles_.clear();
     appends_.clear();
     const int tokens = capacity();
-    fused_ = std::all_of(feeds.begin(), feeds.end(), [&](const AttentionFeed& feed) { return feed.rows <= tokens; });
+    const auto fits = [&](const AttentionFeed& feed) { return feed.rows <= tokens; };
+    fused_ = !apart && std::all_of(feeds.begin(), feeds.end(), fits);
     for (int f = 0; f < static_cast<int>(feeds.size()); ++f) {
         const AttentionFeed& feed = feeds[static_cast<size_t>(f)];
         for (int head = 0; head < kv_.heads; ++head) {
@@ -262,9 +263,9 @@ std::pair<double, double> AttentionLayout::touches() const {
 }
 
 void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds,
-                            const std::vector<int32_t>& page_table, int threads) {
+                            const std::vector<int32_t>& page_table, int threads, bool apart) {
     see(step, feeds);
-    tile(feeds);
+    tile(feeds, apart);
     share(feeds, page_table);
     cut(feeds, threads);
     list(feeds, page_table, threads);
@@ -276,8 +277,9 @@ void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFe
     built_ = true;
 }
 
-void AttentionStep::begin(const StepFeeds& step) {
+void AttentionStep::begin(const StepFeeds& step, bool apart) {
     step_ = step;
+    apart_ = apart;
     feeds_.clear();
     page_table_.clear();
     blocks_ = 0;
@@ -304,11 +306,11 @@ void AttentionStep::begin(const StepFeeds& step) {
 AttentionLayout& AttentionStep::layout(const AttentionView& view) {
     for (auto& layout : layouts_) {
         if (!(layout->view() == view)) continue;
-        if (!layout->built_) layout->build(step_, feeds_, page_table_, threads_);
+        if (!layout->built_) layout->build(step_, feeds_, page_table_, threads_, apart_);
         return *layout;
     }
     layouts_.push_back(std::make_unique<AttentionLayout>(view, pool_.shape()));
-    layouts_.back()->build(step_, feeds_, page_table_, threads_);
+    layouts_.back()->build(step_, feeds_, page_table_, threads_, apart_);
     return *layouts_.back();
 }
 

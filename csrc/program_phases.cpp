@@ -223,6 +223,7 @@ void run(const AttentionPhase& phase, Worker& w) {
             for (int job = first; job < last; ++job) attention.append_job(layout, task, job, scratch);
         });
     }
+    if (w.run.step.fill) return;
     w.deal(layout.items(), [&](int item, int next) { attention.attend_item(layout, task, item, next, scratch); });
     w.fetch = attention.fetch_list(layout, phase.layer + 1, w.thread);
 }

@@ -109,7 +109,7 @@ class NativeProgram:
         """Rows [n, hidden] after the last layer, if they are to be kept."""
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (span.first, span.layers or -1)
-        self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips))
+        self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips), fill=span.fill)
         return hidden
 
     def final(self, hidden: np.ndarray) -> np.ndarray:
