@@ -361,8 +361,9 @@ class Lowering:
 
 
 def _fills(segment: Segment) -> set[int]:
-    """The nodes that K and V of a layer need, by index; none of what is no decoder's layer."""
-    return set(leading_to_kv(segment)) if any(node.op == "attention" for node in segment.nodes) else set()
+    """The nodes that K and V of a layer need, by index; none of what stores none."""
+    stores = any(node.op == "attention" and "k" in node.inputs for node in segment.nodes)
+    return set(leading_to_kv(segment)) if stores else set()
 
 
 def _bfloat16(value: float) -> float:

@@ -49,7 +49,7 @@ class Rated:
     """An exit after so many layers. `lens`: how often the row as it is, and `agreement`: how often the trained exit finds the
     token likeliest that the whole model does, at each token of fresh answers. `accepted` of drafted tokens were right where the
     exit drafted, which made so many `tokens_per_step`. `cost`: a draft step's share of the weights that a plain one reads.
-    `calibration_error`: how far its confidence is from how often it agrees, on average; `judged`: the same of its classifier."""
+    `calibration_error`: how far its confidence is from how often it agrees, on average; `judged`: so its classifier."""
 
     layers: int
     lens: float
@@ -190,7 +190,7 @@ def _regression(rows: torch.Tensor, labels: torch.Tensor) -> Tensors:
         descent.zero_grad()
         lost = binary_cross_entropy_with_logits(rows @ weight + bias, labels) + SMALL * (weight**2).sum()
         lost.backward()
-        return float(lost)
+        return float(lost.detach())
 
     descent.step(loss)
     return {"weight": weight.detach(), "bias": bias.detach()}
