@@ -91,11 +91,11 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
     }
 }
 
-void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds) {
+void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds, bool apart) {
     tiles_.clear();
     const int tokens = capacity();
-    fused_ = view_.source ||
-             std::all_of(feeds.begin(), feeds.end(), [&](const AttentionFeed& feed) { return feed.rows <= tokens; });
+    const auto fits = [&](const AttentionFeed& feed) { return feed.rows <= tokens; };
+    fused_ = view_.source || (!apart && std::all_of(feeds.begin(), feeds.end(), fits));
     for (int f = 0; f < static_cast<int>(feeds.size()); ++f) {
         const AttentionFeed& feed = feeds[static_cast<size_t>(f)];
         for (int head = 0; head < kv_.heads; ++head) {
@@ -275,9 +275,9 @@ std::pair<double, double> AttentionLayout::touches() const {
 }
 
 void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds,
-                            const std::vector<int32_t>& page_table, int threads) {
+                            const std::vector<int32_t>& page_table, int threads, bool apart) {
     see(step, feeds);
-    tile(feeds);
+    tile(feeds, apart);
     share(feeds, page_table);
     cut(feeds, threads);
     list(feeds, page_table, threads);
@@ -289,8 +289,9 @@ void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFe
     built_ = true;
 }
 
-void AttentionStep::begin(const StepFeeds& step) {
+void AttentionStep::begin(const StepFeeds& step, bool apart) {
     step_ = step;
+    apart_ = apart;
     feeds_.clear();
     readers_.clear();
     appends_.clear();
@@ -336,7 +337,7 @@ AttentionLayout& AttentionStep::layout(const AttentionView& view) {
     const auto reads = [](const AttentionFeed& feed) { return feed.kv_start > 0; };
     if (view.source && (readers_.size() < feeds_.size() || !std::all_of(readers_.begin(), readers_.end(), reads)))
         throw std::invalid_argument("attention reads a source, and a feed has none");
-    layout.build(step_, view.source ? readers_ : feeds_, page_table_, threads_);
+    layout.build(step_, view.source ? readers_ : feeds_, page_table_, threads_, apart_);
     if (!layout.fused()) list_appends();
     return layout;
 }

@@ -59,8 +59,9 @@ public:
     // Throws std::invalid_argument for heads that are no multiple of the KV heads.
     AttentionLayout(const AttentionView& view, const KVShape& kv);
 
+    // `apart`: K and V are stored by `append` in any case.
     void build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table,
-               int threads);
+               int threads, bool apart);
     const AttentionView& view() const { return view_; }
     // Whether items store K and V themselves, or there is nothing to store. If not, `append` must have run on all
     // threads, and a barrier, first.
@@ -72,7 +73,7 @@ public:
 private:
     friend class AttentionStep;
     void see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds);
-    void tile(const std::vector<AttentionFeed>& feeds);
+    void tile(const std::vector<AttentionFeed>& feeds, bool apart);
     void share(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table);
     void cut(const std::vector<AttentionFeed>& feeds, int threads);
     void list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table, int threads);
@@ -111,10 +112,10 @@ public:
         : kernels_(kernels), pool_(pool), threads_(threads) {}
     AttentionStep(const AttentionStep&) = delete;
 
-    // Begins a step: earlier layouts are gone. The spans must outlive it. Throws std::out_of_range for a table that
-    // does not reach all rows, or all of the source, or a block outside the pool; std::invalid_argument for masks that
-    // are neither a tree of 64 nodes nor all of them.
-    void begin(const StepFeeds& step);
+    // Begins a step: earlier layouts are gone. The spans must outlive it. `apart`: no item stores K and V itself.
+    // Throws std::out_of_range for a table that does not reach all rows, or all of the source, or a block outside the
+    // pool; std::invalid_argument for masks that are neither a tree of 64 nodes nor all of them.
+    void begin(const StepFeeds& step, bool apart = false);
     // One more than the highest block that a table of the step names.
     int blocks() const { return blocks_; }
     // The layout of a view, built at its first call in a step; not from several threads. Throws std::invalid_argument
@@ -155,6 +156,7 @@ private:
     std::vector<int32_t> page_table_;
     std::vector<AppendJob> appends_;
     int blocks_ = 0;
+    bool apart_ = false;
     std::vector<std::unique_ptr<AttentionLayout>> layouts_;  // kept from step to step for their memory
 };
 

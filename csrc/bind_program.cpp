@@ -82,12 +82,12 @@ int add_rope(Program& program, const std::vector<double>& frequencies, int posit
 
 void add_linear(Program& program, const BoundLinear& linear, int in, const std::string& kind, At out,
                 const std::string& act, float scale, float softcap, int maxima, uint8_t sublayer,
-                const std::string& name) {
+                const std::string& name, bool fills) {
     for (const BoundTensor& tensor : linear.tensors) program.keep(tensor.arena);
     const Activation activation =
         choose<Activation>(act, {{"silu", Activation::kSilu}, {"gelu_tanh", Activation::kGeluTanh}});
     program.add({LinearPhase{linear.packed, in, epilogue_kind(kind), place(out), activation, scale, softcap, maxima},
-                 sublayer, name});
+                 sublayer, name, fills});
 }
 
 void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions,
@@ -104,7 +104,7 @@ void add_attention(Program& program, int layer, int heads, At q, std::optional<A
                    float scale, int rope, const NormWeights* q_norm, const NormWeights* k_norm, int window,
                    float softcap, const std::optional<FloatVector>& sinks, bool causal,
                    const std::optional<FloatVector>& k_shift, bool source, const std::optional<FloatTable>& bias,
-                   uint8_t sublayer, const std::string& name) {
+                   uint8_t sublayer, const std::string& name, bool fills) {
     require(source ? !k && !v : k && v, "rows have K and V, or read a source");
     const BiasLines lines = bias ? bias_lines(bias->data(), bias->shape(0), bias->shape(1)) : BiasLines{};
     program.add({AttentionPhase{layer,
@@ -122,12 +122,12 @@ void add_attention(Program& program, int layer, int heads, At q, std::optional<A
                                 copied(k_shift),
                                 lines.values,
                                 lines.most},
-                 sublayer, name});
+                 sublayer, name, fills});
 }
 
 void run(Program& program, Step& step, std::pair<int, int> layers, const std::optional<FloatTable>& hidden,
          const std::optional<OutTable>& hidden_out, const std::vector<uint8_t>& skips,
-         const std::vector<std::pair<int, OutTable>>& taps) {
+         const std::vector<std::pair<int, OutTable>>& taps, bool fill) {
     const Exclusive mine(step.in_use);
     const auto fits = [&](size_t rows, size_t width) {
         return rows == static_cast<size_t>(step.rows()) && width == static_cast<size_t>(program.hidden());
@@ -139,6 +139,7 @@ void run(Program& program, Step& step, std::pair<int, int> layers, const std::op
     step.hidden = hidden ? hidden->data() : nullptr;
     step.hidden_out = hidden_out ? hidden_out->data() : nullptr;
     step.skips = skips;
+    step.fill = fill;
     step.taps.clear();
     for (const auto& [tap, out] : taps) {
         require(tap >= 0 && tap < program.taps(), "no such tap");
@@ -187,45 +188,48 @@ void bind_building(nb::class_<Program>& c) {
         .def(
             "norm",
             [](Program& self, At in, At out, int width, const NormWeights& norm, uint8_t sublayer,
-               const std::string& name) { self.add({NormPhase{norm, place(in), place(out), width}, sublayer, name}); },
-            "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "")
+               const std::string& name,
+               bool fills) { self.add({NormPhase{norm, place(in), place(out), width}, sublayer, name, fills}); },
+            "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
         .def(
             "quantize",
             [](Program& self, At in, int out, const NormWeights* norm, const std::vector<int32_t>& order,
-               uint8_t sublayer, const std::string& name) {
-                self.add({QuantizePhase{norm_of(norm), place(in), out, order}, sublayer, name});
-            },
+               uint8_t sublayer, const std::string& name,
+               bool fills) { self.add({QuantizePhase{norm_of(norm), place(in), out, order}, sublayer, name, fills}); },
             "source"_a, "out"_a, "norm"_a.none() = nb::none(), "order"_a = std::vector<int32_t>{}, "sublayer"_a = 0,
-            "name"_a = "", "Floats into a linear layer's input, whose column i is column order[i] of theirs.")
+            "name"_a = "", "fills"_a = false,
+            "Floats into a linear layer's input, whose column i is column order[i] of theirs.")
         .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "silu", "scale"_a = 1.0f,
-             "softcap"_a = 0.0f, "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "")
+             "softcap"_a = 0.0f, "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
         .def(
             "act",
             [](Program& self, const std::string& kind, At in, At out, int width, uint8_t sublayer,
-               const std::string& name) {
-                self.add({ActPhase{act_kind(kind), place(in), place(out), width}, sublayer, name});
+               const std::string& name, bool fills) {
+                self.add({ActPhase{act_kind(kind), place(in), place(out), width}, sublayer, name, fills});
             },
-            "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+            "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
         .def(
             "act_mul",
             [](Program& self, const std::string& kind, At in, At out, int width, uint8_t sublayer,
-               const std::string& name) {
-                self.add({ActMulPhase{act_kind(kind), place(in), place(out), width}, sublayer, name});
+               const std::string& name, bool fills) {
+                self.add({ActMulPhase{act_kind(kind), place(in), place(out), width}, sublayer, name, fills});
             },
-            "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+            "kind"_a, "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
         .def(
             "residual",
             [](Program& self, At x, At y, At out, int width, const NormWeights* post_norm, uint8_t sublayer,
-               const std::string& name) {
-                self.add({ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width}, sublayer, name});
+               const std::string& name, bool fills) {
+                self.add(
+                    {ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width}, sublayer, name, fills});
             },
-            "x"_a, "y"_a, "out"_a, "width"_a, "post_norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "")
+            "x"_a, "y"_a, "out"_a, "width"_a, "post_norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "",
+            "fills"_a = false)
         .def(
             "copy",
-            [](Program& self, At in, At out, int width, uint8_t sublayer, const std::string& name) {
-                self.add({CopyPhase{place(in), place(out), width}, sublayer, name});
+            [](Program& self, At in, At out, int width, uint8_t sublayer, const std::string& name, bool fills) {
+                self.add({CopyPhase{place(in), place(out), width}, sublayer, name, fills});
             },
-            "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "")
+            "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
         .def(
             "scatter",
             [](Program& self, int in, int out, int maxima, const std::vector<int32_t>& ids, int vocab_size,
@@ -242,7 +246,7 @@ void bind_building(nb::class_<Program>& c) {
             "attention", &add_attention, "layer"_a, "heads"_a, "q"_a, "k"_a.none(), "v"_a.none(), "out"_a, "scale"_a,
             "rope"_a = -1, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0,
             "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true, "k_shift"_a = nb::none(), "source"_a = false,
-            "bias"_a = nb::none(), "sublayer"_a = 0, "name"_a = "",
+            "bias"_a = nb::none(), "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
             "source: rows read all of their feed's source, without K and V of their own. bias [heads, 2 d + 1]: what a "
             "distance (key - row) from -d to d adds to a score before it is scaled; what is farther is as far as d.")
         .def(
@@ -278,8 +282,9 @@ void bind_program(nb::module_& m) {
             "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "")
         .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(),
              "hidden_out"_a.noconvert() = nb::none(), "skips"_a = std::vector<uint8_t>{},
-             "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{},
-             "Carry out a step: layers [first, last) (-1: to the end), from its ids or from `hidden`.")
+             "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{}, "fill"_a = false,
+             "Carry out a step: layers [first, last) (-1: to the end), from its ids or from `hidden`. fill: of these "
+             "layers K and V alone, of `hidden` as it is.")
         .def_rw("profiling", &Program::profiling)
         .def_prop_ro("profile", &profile,
                      "What the steps since then took, a dict for each phase; see program_profile.h.")

@@ -121,6 +121,8 @@ void Program::check(const Step& step) const {
     require(step.first_layer == 0 || step.hidden, "a step that does not begin with layer 0 needs hidden rows");
     require(step.hidden || !embed_.empty(), "a step needs hidden rows where a program looks no tokens up");
     require(step.head_rows().empty() || logits_ >= 0, "the program has no head");
+    require(!step.fill || (step.hidden && !step.hidden_out && step.head_rows().empty()),
+            "a step that only stores K and V begins with hidden rows, and answers nothing");
     int positions = positions_;
     for (const Rope& rope : ropes_) positions = std::min(positions, rope.positions());
     for (const int32_t id : step.ids()) {
@@ -135,7 +137,7 @@ void Program::check(const Step& step) const {
 // Everything that must not be done by several threads: memory, layouts, what is asked about which rows.
 void Program::prepare(Step& step) {
     check(step);
-    attention_.begin(step.feeds());
+    attention_.begin(step.feeds(), step.fill);
     kv_->provide(*pool_, attention_.blocks());
     for (int i = step.first_layer; i < (step.last_layer < 0 ? layers() : step.last_layer); ++i) {
         const Segment& layer = layers_[static_cast<size_t>(i)];
@@ -229,7 +231,8 @@ void Program::work(Worker& worker, Step& step) {
     const int last = step.last_layer < 0 ? layers() : step.last_layer;
     for (int i = step.first_layer; i < last; ++i) {
         const size_t layer = static_cast<size_t>(i);
-        run_segment(layers_[layer], SegmentKind::kLayer, layer < step.skips.size() ? step.skips[layer] : 0, worker);
+        const unsigned skips = layer < step.skips.size() ? step.skips[layer] : 0;
+        run_segment(layers_[layer], SegmentKind::kLayer, skips, worker, step.fill);
     }
     if (step.hidden_out) {
         const Buffer& from = buffers_[kHidden];
@@ -254,9 +257,9 @@ void Program::visit(Profile::Visit visit, Worker& worker, F f) {
     profile_.visits(worker.thread).push_back(visit);
 }
 
-void Program::run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker) {
+void Program::run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker, bool fill) {
     for (const Phase& phase : segment) {
-        if (phase.sublayer & skips) continue;
+        if (phase.sublayer & skips || (fill && !phase.fills)) continue;
         visit({nullptr, &phase, kind, worker.rows, 0, 0}, worker, [&] { run_phase(phase, worker); });
     }
 }

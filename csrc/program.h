@@ -85,7 +85,8 @@ private:
     void plan_head(Step& step);
     void work(Worker& worker, Step& step);
     int turns() const;
-    void run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker);
+    // `fill`: of its phases those alone that K and V need.
+    void run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker, bool fill = false);
     // Does something as a visit of the profile, where one is wanted.
     template <class F>
     void visit(Profile::Visit visit, Worker& worker, F f);

@@ -234,6 +234,7 @@ void run(const AttentionPhase& phase, Worker& w) {
             for (int job = first; job < last; ++job) attention.append_job(task, job, scratch);
         });
     }
+    if (w.run.step.fill) return;
     w.deal(layout.items(), [&](int item, int next) { attention.attend_item(layout, task, item, next, scratch); });
     w.fetch = attention.fetch_list(layout, phase.layer + 1, w.thread);
 }

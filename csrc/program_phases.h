@@ -142,6 +142,7 @@ struct Phase {
     PhaseWork work;
     uint8_t sublayer = 0;  // left out when the step skips one of these bits
     std::string name{};    // in profiles
+    bool fills = false;    // K and V need it: run by a step that only stores them
 };
 
 class Step;

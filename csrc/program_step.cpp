@@ -38,6 +38,7 @@ void Step::clear() {
     combined_.clear();
     first_layer = 0, last_layer = -1;
     hidden = nullptr, hidden_out = nullptr;
+    fill = false;
     skips.clear();
     taps.clear();
 }

@@ -132,6 +132,7 @@ public:
     int first_layer = 0, last_layer = -1;
     const float* hidden = nullptr;  // [rows][hidden size]; null: the step starts with its ids
     float* hidden_out = nullptr;    // [rows][hidden size] after the last layer; or null
+    bool fill = false;              // of each layer K and V alone, of the hidden rows as they are
     std::vector<uint8_t> skips;     // per layer a bit for each sublayer that is left out; may be shorter
     std::vector<float*> taps;       // per tap of the program where its rows go, or null; may be shorter
 

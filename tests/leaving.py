@@ -8,9 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.bench.fake_model import Deferred
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import HIDDEN, TARGET, UPPER, Drawn, Feed, KVGroup, NewSlot, Sample, StepPlan, TableDelta, Top
+from headrace.data.plan import (
+    HIDDEN,
+    PROPAGATED,
+    TARGET,
+    UPPER,
+    Drawn,
+    Feed,
+    KVGroup,
+    NewSlot,
+    Sample,
+    StepPlan,
+    TableDelta,
+    Top,
+)
 from headrace.data.types import Request
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
@@ -31,22 +45,25 @@ from tests.tiny import VOCAB, finish, tokens_of
 from tests.tiny_native import BLOCK, MAX_LEN, native_model, source_of
 
 LAYERS, AFTER = 3, 2
+DEEP = 4  # layers where rows are propagated: K and V of the first layer above the exit are the whole model's all the same
 Job = tuple[list[int], SamplingParams]
 
 
-def side_of(kind: type[Torch]) -> Torch:
+def side_of(kind: type[Torch], layers: int = LAYERS) -> Torch:
     side = kind()
-    side.target = native_model(num_layers=LAYERS)
+    side.target = native_model(num_layers=layers)
     return side
 
 
 @lru_cache
-def exit_heads() -> Heads:
+def exit_heads(layers: int = LAYERS) -> Heads:
     """An exit that says something else than the whole model often enough, and is sure of it now and then."""
-    model: Any = native_model(num_layers=LAYERS)
+    model: Any = native_model(num_layers=layers)
     table, norm = model.tokens.weight.detach().bfloat16(), model.norm.weight.detach().float()
     tensors = {name: x.bfloat16() for name, x in begin(EXIT, Teacher(model.config, table, norm, table), 1).items()}
     tensors["vocab"] = torch.arange(3, VOCAB, dtype=torch.int32)
+    tensors["sure.0.weight"] = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16() / 8
+    tensors["sure.0.bias"] = torch.zeros(1).bfloat16()
     return Heads(EXIT, 1, tensors, (AFTER,), AFTER)
 
 
@@ -54,8 +71,9 @@ def parts_of(side: Torch, blocks: int) -> tuple[Any, Exit]:
     """A target, and its exit."""
     target: Any = side.program(side.target, blocks)
     source, sizes = source_of(side.target), {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64}
+    heads = exit_heads(side.target.config.num_layers)
     native = side.block == BLOCK
-    head = NativeHeads(exit_heads(), target, source, threads=1, **sizes) if native else EagerHeads(exit_heads(), target, source)
+    head = NativeHeads(heads, target, source, threads=1, **sizes) if native else EagerHeads(heads, target, source)
     return target, Exit(Span(AFTER), head)
 
 
@@ -67,19 +85,25 @@ def engine_of(
     seqs: int = 16,
     drafts: bool = True,
     leaves: bool = True,
-    upper: tuple[int, ...] = (2,),
+    upper: tuple[int, ...] = (),
+    propagate: bool = False,
+    judges: bool = True,
+    depth: int = 1,
 ) -> Engine:
-    """`drafts`: for requests that do not leave; `leaves`: there is an exit at all, below the layers `upper`."""
+    """`drafts`: for requests that do not leave; `leaves`: there is an exit at all, said to be below `upper`; `propagate`: rows
+    that leave go up as they are; `depth`: steps that are under way at once."""
     target, exit = parts_of(side, blocks)
-    runner = Runner(target, leaves=exit if leaves else None)
-    if leaves:
+    runner: Any = Runner(target, leaves=exit if leaves else None, propagate=propagate)
+    if leaves and not propagate:
         runner.reserve(UPPER)
     groups = (TARGET, KVGroup(HIDDEN, "hidden"))
+    upper = upper or tuple(range(AFTER, side.target.config.num_layers))
     return Engine(
-        InProcess(runner),
+        InProcess(runner) if depth == 1 else Deferred(runner, depth),
         EngineConfig(SchedulerConfig(seqs, budget, MAX_LEN), CacheConfig(blocks, side.block)),
         vocab_size=VOCAB,
-        groups=(*groups, KVGroup(UPPER, layers=upper)) if leaves else groups,
+        judges=judges,
+        groups=(*groups, KVGroup(UPPER, PROPAGATED if propagate else "full", upper)) if leaves else groups,
         speculation=Speculation([PromptLookup()], MAX_LEN, 3) if drafts else None,
     )
 
@@ -91,46 +115,75 @@ class Reference:
         self.blocks = list(range(-(-MAX_LEN // side.block)))
         target, exit = parts_of(side, len(self.blocks))
         self.runner = Runner(target, [exit, Span(AFTER), Span(AFTER - 1)])
+        self.program: Any = target
         self.exited = 0
+        self.left: list[int] = []  # of the output at hand
 
     def output(self, prompt: list[int], params: SamplingParams, child: int) -> list[int]:
-        tokens = list(prompt)
+        tokens, self.left = list(prompt), []
         while len(tokens) - len(prompt) < (params.max_tokens or 0):
             tokens.append(self._next(tokens, len(prompt), params, child))
         return tokens[len(prompt) :]
 
     def _next(self, tokens: list[int], prompt_len: int, params: SamplingParams, child: int) -> int:
+        self._set_up(tokens, prompt_len, params)
+        start = self._before(tokens)
         if params.exit_threshold is not None and len(tokens) > prompt_len:
-            top, drawn = self._ask(1, tokens, prompt_len, params, (Top(2), Sample(child)))
+            top, drawn = self._ask(1, tokens, start, (Top(2), Sample(child)))
             best = np.exp(top.logprobs)
             sure = {"max_prob": best[0], "margin": best[0] - best[1]}.get(params.exit_criterion)
             if sure is None:
-                sure = self._saturation(tokens, prompt_len, params)
+                sure = self._saturation(tokens) if params.exit_criterion == "saturation" else self._classified(tokens)
             if sure >= params.sure_at(len(tokens) - prompt_len):
                 self.exited += 1
+                self.left.append(len(tokens) - 1)
                 return int(drawn.tokens[0])
-        (drawn,) = self._ask(0, tokens, prompt_len, params, (Sample(child),))
+        (drawn,) = self._ask(0, tokens, start, (Sample(child),))
         assert isinstance(drawn, Drawn)
         return drawn.tokens[0]
 
-    def _ask(self, model: int, tokens: list[int], prompt_len: int, params: SamplingParams, wants: Any) -> Any:
-        self._set_up(tokens, prompt_len, params)
-        plan = StepPlan(0, model, feeds=[Feed(0, 0, len(tokens), wants=wants)])
+    def _before(self, tokens: list[int]) -> int:
+        """Which token is the first that has not been computed yet."""
+        return 0
+
+    def _ask(self, model: int, tokens: list[int], start: int, wants: Any) -> Any:
+        plan = StepPlan(0, model, feeds=[Feed(0, start, len(tokens) - start, wants=wants)])
         return self.runner.run(plan).feeds[0]
 
-    def _saturation(self, tokens: list[int], prompt_len: int, params: SamplingParams) -> float:
-        self._set_up(tokens, prompt_len, params)
-        program: Any = self.runner.programs[0]
-        rows = []
-        for layers in (AFTER - 1, AFTER):
-            step = program.step()
-            step.feed(Feed(0, 0, len(tokens)), self.runner.slots[0])
-            rows.append(program.on_host(program.run(step, Span(layers), None, True))[-1])
+    def _saturation(self, tokens: list[int]) -> float:
+        rows = [self.program.on_host(self._run(0, len(tokens), Span(layers)))[-1] for layers in (AFTER - 1, AFTER)]
         return float(rows[0] @ rows[1] / np.linalg.norm(rows[0]) / np.linalg.norm(rows[1]))
+
+    def _classified(self, tokens: list[int]) -> float:
+        row = torch.from_numpy(self.program.on_host(self._run(0, len(tokens), Span(AFTER)))[-1])
+        tensors = exit_heads(self.program.config.num_layers).tensors
+        scaled = torch.nn.functional.rms_norm(row, row.shape, eps=1e-6)
+        return float(torch.sigmoid(scaled @ tensors["sure.0.weight"].double() + tensors["sure.0.bias"].double()))
+
+    def _run(self, start: int, end: int, span: Span, rows: Any = None) -> Any:
+        """What a span of the target leaves of tokens [start, end)."""
+        step = self.program.step()
+        step.feed(Feed(0, start, end - start), self.runner.slots[0])
+        return self.program.run(step, span, rows, True)
 
     def _set_up(self, tokens: list[int], prompt_len: int, params: SamplingParams) -> None:
         new = NewSlot(0, seed=params.seed or 0, prompt_len=prompt_len, tokens=list(tokens), params=params)
         self.runner.slots.apply(StepPlan(0, new=[new], tables=[TableDelta(0, 0, 0, self.blocks)]))
+
+
+class Propagated(Reference):
+    """The same where rows that leave go up as they are. A layer above that is given such a row stores K and V of it; what else
+    it makes of it is thrown away."""
+
+    def _before(self, tokens: list[int]) -> int:
+        start, tip = 0, len(tokens) - 1
+        for end in sorted({*self.left, *(at + 1 for at in self.left), tip} - {0}):
+            rows = self._run(start, end, Span(AFTER))
+            for layer in range(AFTER, self.program.config.num_layers):
+                above = self._run(start, end, Span(layer + 1, first=layer), rows)
+                rows = rows if start in self.left else above
+            start = end
+        return tip
 
 
 def write_exits(folder: Path, model: Path, after: int = 1, kind: str = EXIT) -> Path:
@@ -143,8 +196,8 @@ def write_exits(folder: Path, model: Path, after: int = 1, kind: str = EXIT) -> 
     return folder
 
 
-def jobs_of(seed: int, count: int = 8) -> list[Job]:
-    """Requests that leave early by all three measures, sampled and greedy, several children, some with equal beginnings, and
+def jobs_of(seed: int, count: int = 9) -> list[Job]:
+    """Requests that leave early by all four measures, sampled and greedy, several children, some with equal beginnings, and
     plain ones beside them with the same prompts."""
     rng = random.Random(seed)
     shared = rng.choices(range(3, VOCAB), k=37)
@@ -157,6 +210,7 @@ def jobs_of(seed: int, count: int = 8) -> list[Job]:
         {"exit_threshold": 0.14, "exit_decay": 4.0, "temperature": 0.6, "top_p": 0.9},
         {"temperature": 0.8, "n": 2},
         {"exit_threshold": 0.17, "exit_audit": True, "temperature": 0.0},
+        {"exit_threshold": 0.5, "exit_criterion": "classifier", "temperature": 0.0},
     ]
     made = []
     for number in range(count):
@@ -171,16 +225,19 @@ def expected(reference: Reference, jobs: list[Job]) -> list[list[list[int]]]:
 
 
 def played(engine: Engine, jobs: list[Job], preempt: int = 0) -> list[list[list[int]]]:
-    """What comes of the jobs; `preempt`: the last running request begins again every so many steps."""
+    """What comes of the jobs; `preempt`: the last running request begins again after so many steps, then one more each time, as
+    to come back may take many."""
     requests: list[Request] = [engine.add(prompt, params) for prompt, params in jobs]
-    steps = 0
+    steps, next_one = 0, preempt
     while preempt and engine.busy:
         engine.step()
         engine.check()
         steps += 1
         running = [request for request in engine.scheduler.running if not request.in_flight]
-        if steps % preempt == 0 and running:
+        if steps == next_one and running:
             engine.scheduler._preempt(running[-1])
+            preempt += 1
+        next_one += preempt if steps == next_one else 0
         assert steps < 5000
     finish(engine)
     for request in requests:

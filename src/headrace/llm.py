@@ -52,7 +52,7 @@ class LLM:
     request and its seed alone, not on drafts, batch or chunks: bitwise on the native core, near-tie-exact in torch
     (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at once; by default what
     was measured decides. `draft_vocab`: so many of the most frequent tokens it chooses from (0: all). Folders trained for this
-    model: `classifier`, for `classify`; `exits`, by which tokens leave early. Raises ValueError.
+    model: `classifier`, for `classify`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises ValueError.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class LLM:
         draft_vocab: int | None = None,
         classifier: str | Path | None = None,
         exits: str | Path | None = None,
+        exit_state: str = "deferred",
         progress: Progress | None = None,
     ) -> None:
         self.progress = on_terminal() if progress is None else progress
@@ -99,6 +100,7 @@ class LLM:
                     max_model_len=max_model_len,
                     kv_cache_memory=kv_cache_memory,
                     draft_vocab=draft_vocab,
+                    exit_state=exit_state,
                 ),
                 self.progress,
             )
@@ -207,8 +209,7 @@ class LLM:
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
         each = each_of(1, params, sampling_params, settings)
-        (output,) = self._add_all([prompt], each, tuple(processors), strategy)
-        return output
+        return self._add_all([prompt], each, tuple(processors), strategy)[0]
 
     def step(self) -> list[RequestOutput]:
         """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
@@ -258,8 +259,7 @@ class LLM:
     def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, **settings: Any) -> list[RequestOutput]:
         """What a strategy that writes nothing makes of running texts."""
         batch = self._encode_running(texts)
-        params = [SamplingParams(max_tokens=1, **settings)] * len(batch)
-        return whole(self._run(batch, params, (), strategy, Silent()))
+        return whole(self._run(batch, [SamplingParams(max_tokens=1, **settings)] * len(batch), (), strategy, Silent()))
 
     def render(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation, ready for the answer. Raises TemplateError when the model has no template."""
@@ -303,6 +303,7 @@ class LLM:
             groups=recipe.groups(),
             speculation=drafts,
             mask_id=config.mask_id,
+            judges=recipe.judges,
             start=None if config.source is None else config.start,
         )
 

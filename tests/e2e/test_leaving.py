@@ -257,7 +257,7 @@ def test_a_prefix_that_some_layers_have_not_seen_would_be_seen(native: Case, mon
     [
         ({"exit_threshold": 1.5}, "exit_threshold must be between 0 and 1.01"),
         ({"exit_threshold": -0.1}, "exit_threshold must be between 0 and 1.01"),
-        ({"exit_threshold": 0.5, "exit_criterion": "entropy"}, "exit_criterion must be one of max_prob, margin, saturation"),
+        ({"exit_threshold": 0.5, "exit_criterion": "entropy"}, "must be one of max_prob, margin, saturation, classifier"),
         ({"exit_threshold": 0.5, "exit_decay": 4.0, "max_tokens": None}, "set max_tokens, or leave exit_decay out"),
         ({"exit_threshold": 0.5, "best_of": 3}, "leave exit_threshold or best_of out"),
         ({"exit_threshold": 0.5, "prompt_logprobs": 0}, "leave exit_threshold or prompt_logprobs out"),
@@ -278,6 +278,8 @@ def test_what_this_engine_cannot_do(native: Case) -> None:
         engine_of(side, leaves=False).add([5], GREEDY.replace(exit_threshold=0.5))
     with pytest.raises(AdmissionError, match="this exit stands after the first; use max_prob or margin"):
         engine_of(side, upper=(1, 2)).add([5], GREEDY.replace(exit_threshold=0.5, exit_criterion="saturation"))
+    with pytest.raises(AdmissionError, match="these exits have no classifier; use max_prob or margin, or train them again"):
+        engine_of(side, judges=False).add([5], GREEDY.replace(exit_threshold=0.5, exit_criterion="classifier"))
     processor = LengthNudge(end_id=0, start=1)
     processor.scope = "stateful"
     with pytest.raises(AdmissionError, match="stateful logit processor sees every token's logits once"):

@@ -96,6 +96,10 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
     assert f"the exit after {info['drafts']} layers drafts" in said
     texts = Shards(out / "work/texts").read()
     assert all(text.hidden.shape == (len(text.tokens), 3 * 32) for text in texts)
+    with LLM(model, exits=out, speculate=None) as llm:  # each exit has learnt when to trust itself
+        params = GREEDY.replace(exit_threshold=1.01, exit_criterion="classifier")
+        sure = [one.confidence for one in llm.generate("A wheel", params)[0].outputs[0].exits or ()][1:]
+    assert len({round(one, 3) for one in sure if one is not None}) > 3
     plain = LLM(model, speculate=None).generate(["A wheel", "Hello"], GREEDY)
     for drafts in (1, 2):  # a reader may choose
         (out / files.HEADS_INFO).write_text(json.dumps(info | {"drafts": drafts}))

@@ -90,6 +90,7 @@ def test_figures_count_them(server: Running) -> None:
         ({"exit_threshold": 3}, "exit_threshold must be between 0 and 1.01"),
         ({"exit_criterion": "entropy"}, "exit_criterion must be one of"),
         ({"exit_criterion": "saturation"}, "this exit stands after the first"),
+        ({"exit_criterion": "classifier"}, "these exits have no classifier"),
         ({"beam_width": 2}, "exit_threshold does not go with beam search"),
         ({"best_of": 3}, "leave exit_threshold or best_of out"),
     ],

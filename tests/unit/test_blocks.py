@@ -121,6 +121,17 @@ def test_inexact_blocks_are_not_published(blocks: BlockManager) -> None:
     assert blocks.match(sequence(list(range(12)), 1)) == 4
 
 
+def test_what_is_approximate_is_not_taken_for_exact(blocks: BlockManager) -> None:
+    computed(blocks, sequence(list(range(12))))
+    seq, twin = sequence(list(range(12)), 1), sequence(list(range(12)), 2)
+    blocks.leave(seq, 6)
+    blocks.fork(seq, twin)
+    blocks.leave(seq, 9)
+    assert (seq.kv.exact_until, seq.kv.left) == (6, [6, 9])
+    assert (twin.kv.exact_until, twin.kv.left) == (6, [6])
+    assert [blocks.match(one) for one in (seq, twin, sequence(list(range(12)), 3))] == [4, 4, 8]
+
+
 def test_released_blocks_stay_findable_until_evicted_deepest_first(blocks: BlockManager) -> None:
     seq = sequence(list(range(12)))
     computed(blocks, seq)

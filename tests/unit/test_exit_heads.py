@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.runner.heads import EXIT, HeadInputs, Heads
 from headrace.startup.opening import open_model
 from headrace.training.calibration import calibration_error
-from headrace.training.exits import Rated, check, confidences, cost_of, default_exits, seen_share
+from headrace.training.distil import Trained
+from headrace.training.exits import Rated, check, classifiers, confidences, cost_of, default_exits, seen_share
 from headrace.training.kinds import begin
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Text
@@ -75,6 +77,36 @@ def test_an_exit_that_is_given_the_last_row_agrees() -> None:
     assert sure.shape == right.shape == (2, 25)
     assert bool(right[0].all())
     assert float(right[1].float().mean()) < 0.2
+
+
+def test_a_classifier_knows_when_its_exit_is_right(tmp_path: Path) -> None:
+    """Rows are the last ones, or those of another text, which a direction of theirs tells: then the classifier does, on rows
+    that it was not trained on. One trained on labels in any order does not."""
+    opened = open_model(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    config, random = opened.config, torch.Generator().manual_seed(4)
+    width = config.hidden_size
+    table = torch.randn(config.vocab_size, width, generator=random)
+    teacher = Teacher(config, table.bfloat16(), torch.ones(width), table.bfloat16())
+
+    def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        last, other = torch.randn(2, count, width, generator=random)
+        right = torch.rand(count, generator=random) < 0.5
+        left = torch.where(right[:, None], last, other)
+        last[:, 0] = left[:, 0] = torch.where(right, 2.0, -2.0)
+        return torch.cat((left, last), 1).bfloat16(), right
+
+    def judged(learned: torch.Tensor) -> float:
+        text = Text(torch.zeros(len(learned), dtype=torch.int64), 1, learned)
+        made = Trained(Heads(EXIT, 1, begin(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [text], [])
+        inputs = HeadInputs(Heads(EXIT, 1, classifiers(made), (1,), 1))
+        fresh, right = rows(100)
+        sure = torch.tensor([inputs.sure(0, row.double().numpy()) for row in fresh[:, :width]])
+        return float(((sure > 0.5) == right).float().mean())
+
+    learned, _ = rows(600)
+    shuffled = torch.cat((learned[torch.randperm(600, generator=random), :width], learned[:, width:]), 1)
+    assert judged(learned) > 0.9
+    assert judged(shuffled) < 0.75
 
 
 def test_what_the_training_has_seen() -> None:

@@ -18,6 +18,7 @@ class Criterion(StrEnum):
     MAX_PROB = "max_prob"
     MARGIN = "margin"
     SATURATION = "saturation"
+    CLASSIFIER = "classifier"
 
 
 class Loss(StrEnum):
@@ -43,7 +44,7 @@ def calibrate(
     source: Annotated[
         Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts that trained nothing, one a line.")
     ],
-    criterion: Annotated[Criterion, typer.Option(help="max_prob, margin or saturation.")] = Criterion.MAX_PROB,
+    criterion: Annotated[Criterion, typer.Option(help="max_prob, margin, saturation or classifier.")] = Criterion.MAX_PROB,
     decay: Annotated[float, typer.Option(min=0.0, max=100.0, help="As --exit-decay.")] = 0.0,
     loss: Annotated[
         Loss,
@@ -76,7 +77,8 @@ def calibrate(
             f"{source} has {len(prompts)} prompts, and fewer than {least} can show nothing at this delta; add some"
         )
     llm = open_llm(model, options)
-    task = Task(str(criterion), decay, max_tokens, "text" if loss is Loss.TEXT else "token", delta, epsilon)
+    of = options.exit_state
+    task = Task(str(criterion), decay, max_tokens, "text" if loss is Loss.TEXT else "token", delta, epsilon, of)
     rule, found = calibrated(
         llm,
         [asked_tokens(llm, prompt) for prompt in prompts],

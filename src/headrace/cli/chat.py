@@ -15,7 +15,7 @@ from headrace.cli.interrupt import Interrupt
 from headrace.cli.lines import Lines, Typed
 from headrace.cli.markdown import Markdown
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, SystemPrompt, check, with_groups
+from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, ShowExits, SystemPrompt, check, with_groups
 from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.fields import declared
@@ -68,12 +68,15 @@ def chat(
     resume: Annotated[
         Path | None, typer.Option("--load", exists=True, dir_okay=False, help="Go on with a saved conversation.")
     ] = None,
+    show_exits: ShowExits = False,
 ) -> int:
     """Talk with a model.
 
     Answers go to stdout, everything else to stderr, so that pipes work. When the context is full the oldest turns go.
     """
     check(options, sampling)
+    if show_exits and options.exits is None:
+        raise typer.BadParameter("--show-exits goes with --exits FOLDER")
     conversation = Conversation() if resume is None else load(resume)
     llm = open_llm(model, options, sampling=sampling, max_num_seqs=1, preset="online")
     if llm.opened.template is None or llm.opened.template.source is None:
@@ -84,7 +87,7 @@ def chat(
     if lines.terminal:
         note("/help lists the commands, Ctrl-D leaves")
     try:
-        return Chat(llm, conversation, sampling.bind(llm)()).run(lines)
+        return Chat(llm, conversation, sampling.bind(llm)(), show_exits).run(lines)
     finally:
         lines.close()
 
@@ -92,10 +95,11 @@ def chat(
 class Chat:
     """Reads messages and commands, and answers them."""
 
-    def __init__(self, llm: Any, conversation: Conversation, params: SamplingParams) -> None:
+    def __init__(self, llm: Any, conversation: Conversation, params: SamplingParams, show_exits: bool = False) -> None:
         self.llm = llm
         self.conversation = conversation
         self.params = params
+        self.show_exits = show_exits
         self.limit: int = llm.memory_plan.max_model_len
         self.last: RequestOutput | None = None  # the last answer
         self.tokens = 0  # of all answers
@@ -155,14 +159,17 @@ class Chat:
 
     def _stream(self, prompt: list[int]) -> str:
         """The answer's text, written as it comes; what Ctrl-C leaves of it, too."""
-        answer = AnswerWriter(wrapped=True, form=Markdown if self.markdown else None)
+        answer, depths = AnswerWriter(wrapped=True, form=Markdown if self.markdown else None), self._depths()
         made: list[RequestOutput] = []
         told = moving()
         told.start("reading the prompt")
         for delta in self.llm.stream(prompt, self.params, output=made, cancelled=reading(self.llm, made, told, self.interrupt)):
-            answer.write(delta.text)
+            if depths is None:
+                answer.write(delta.text)
+            else:
+                depths.write(delta)
         told.finish()
-        answer.close()
+        (answer if depths is None else depths).close()
         (self.last,) = made
         if self.last.error is not None:
             raise ValueError(self.last.error)
@@ -176,6 +183,14 @@ class Chat:
         elif not output.text:
             note("(an empty answer)")
         return output.text
+
+    def _depths(self) -> Any:
+        """What colours the tokens of an answer that may leave early; None where that is not asked for."""
+        if not self.show_exits or self.params.exit_threshold is None:
+            return None
+        from headrace.cli.origins import Depths
+
+        return Depths(self.llm.tokenizer, self.llm.model_config.num_layers)
 
     # -- commands ------------------------------------------------------------------------------------------------------
     def _command(self, name: str, rest: str = "") -> None:

@@ -46,6 +46,7 @@ def generate(
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answers, one a line.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew where OUT.jsonl is there.")] = False,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
+    show_exits: Annotated[bool, typer.Option("--show-exits", help="Sum up after how many layers tokens were written.")] = False,
 ) -> int:
     """Answer every line of a file; answers come in order of completion.
 
@@ -61,12 +62,15 @@ def generate(
     input, model or setting is refused.
     """
     check(options, sampling, choice)
+    if show_exits and options.exits is None:
+        raise typer.BadParameter("--show-exits goes with --exits FOLDER")
     more = choice.changes()
+    exits = {} if options.exits is None else {"exits": options.exits, "exit_state": options.exit_state}
     if target.exists() and source.samefile(target):
         raise typer.BadParameter("input and output are the same file; name another output")
     found = survey(source)
     output = BatchOutput(
-        target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings() | more}
+        target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings() | more | exits}
     )
     output.look(overwrite)
     if len(output.done) < found.lines:
@@ -74,11 +78,24 @@ def generate(
         try:
             llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
             output.begin()
-            _answer_all(llm, read_jobs(source), output, partial(sampling.bind(llm, stated), **more), found)
+            seen: list[Any] = []
+            _answer_all(llm, read_jobs(source), output, partial(sampling.bind(llm, stated), **more), found, seen)
+            if show_exits:
+                _say_exits(seen, llm.model_config.num_layers)
         finally:
             output.drop_unused()
             output.close()
     return _conclude(output, found)
+
+
+def _say_exits(exits: list[Any], layers: int) -> None:
+    """After how many layers tokens were written that could leave."""
+    from headrace.cli.origins import legend
+
+    for _, line in legend(exits, layers):
+        say(line)
+    if not exits:
+        say("no token could leave early; set an exit_threshold")
 
 
 def _conclude(output: BatchOutput, found: Input) -> int:
@@ -92,9 +109,14 @@ def _conclude(output: BatchOutput, found: Input) -> int:
 
 
 def _answer_all(
-    llm: Any, jobs: Iterator[Job | BadLine], output: BatchOutput, params: Callable[..., SamplingParams], found: Input
+    llm: Any,
+    jobs: Iterator[Job | BadLine],
+    output: BatchOutput,
+    params: Callable[..., SamplingParams],
+    found: Input,
+    exits: list[Any],
 ) -> None:
-    """Keep the engine full until the file ends, or Ctrl-C comes."""
+    """Keep the engine full until the file ends, or Ctrl-C comes. `exits` gets those of all tokens that may leave."""
     from headrace.cli.report import record
 
     window = AHEAD * llm.engine.config.scheduler.max_num_seqs
@@ -114,6 +136,7 @@ def _answer_all(
             for ended in llm.step():
                 job, _ = running.pop(ended.request_id)
                 meter.ended(ended)
+                exits += [exited for one in ended.outputs for exited in one.exits or ()]
                 output.append({"id": job.id, **record(ended, llm.tokenizer)})
             meter.show(len(output.done), [made for _, made in running.values()])
 

@@ -26,6 +26,7 @@ FORM_PANEL = "Form of the answer"
 SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="The system prompt (default: the catalog's or the template's own).")
 ]
+ShowExits = Annotated[bool, typer.Option("--show-exits", help="Colour each token that has left early, and sum them up.")]
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -165,6 +166,9 @@ class ModelOptions(WeightOptions):
     exits: Annotated[
         str | None, _model("A folder that train-heads --kind exit wrote for MODEL: tokens leave by them with --exit-threshold.")
     ] = None
+    exit_state: Annotated[
+        str, _model("Above an exit the layers catch up later (deferred), or make K and V of the row that left (propagate).")
+    ] = "deferred"
 
     def companions(self) -> list[str]:
         """The other models that are opened with it."""

@@ -10,7 +10,16 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import join_prompt
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, SystemPrompt, check, with_groups
+from headrace.cli.options import (
+    ChoiceOptions,
+    ModelName,
+    ModelOptions,
+    SamplingOptions,
+    ShowExits,
+    SystemPrompt,
+    check,
+    with_groups,
+)
 from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
 
@@ -50,7 +59,7 @@ def run(
     show_speculation: Annotated[
         bool, typer.Option("--show-speculation", help="Colour each token by where it came from.")
     ] = False,
-    show_exits: Annotated[bool, typer.Option("--show-exits", help="Colour each token that has left early.")] = False,
+    show_exits: ShowExits = False,
 ) -> int:
     """Answer a prompt; the answer goes to stdout as it comes, figures to stderr.
 

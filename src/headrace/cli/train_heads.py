@@ -105,12 +105,13 @@ def _places(exits: str | None, kind: Kind) -> tuple[int, ...]:
 def _print_exits(result: Any) -> None:
     columns = (
         *("after layer", "row as it is", "exit agrees", "of drafted accepted", "tokens a step", "cost by bytes", "at best"),
-        "calibration error",
+        *("calibration error", "its classifier's"),
     )
     rows = [
         (
             *(str(one.layers), f"{one.lens:.1%}", f"{one.agreement:.1%}", f"{one.accepted:.1%}"),
-            *(f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.promise:.2f}", f"{one.calibration_error:.3f}"),
+            *(f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.promise:.2f}"),
+            *(f"{one.calibration_error:.3f}", f"{one.judged:.3f}"),
         )
         for one in result.exits
     ]

@@ -152,8 +152,11 @@ class SamplingParams(
         Field("Leave after some of the layers where the exit there is so sure (0 to 1; above 1: never)", ge=0, le=MOST_SURE),
     ] = None
     exit_criterion: Annotated[
-        Literal["max_prob", "margin", "saturation"],
-        Field("How sure it is: the likeliest token's probability, its lead, or how little the last layer changed", DETAIL),
+        Literal["max_prob", "margin", "saturation", "classifier"],
+        Field(
+            "How sure it is: the likeliest token's probability, its lead, how little the last layer changed, or a classifier's",
+            DETAIL,
+        ),
     ] = "max_prob"
     exit_decay: Annotated[
         float, Field("Above 0: it need be less sure towards max_tokens, the faster the higher", DETAIL, ge=0, le=100)

@@ -155,7 +155,8 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn. With
     `full` each node sees all nodes, and not its ancestors alone; positions are as the tree has them. `source`: tokens to be
     encoded before this, whole, into the slot's table 1. `lag`: so many tokens before `start` have no K and V yet in the layers
-    above the target's exit.
+    above the target's exit. `depth`: after so many layers its rows have left, and are left as they are (0: they have not; a
+    last known token's may leave now).
     """
 
     slot: int
@@ -170,6 +171,7 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     full: bool = False
     source: tuple[int, ...] = ()
     lag: int = 0
+    depth: int = 0
 
 
 class StepPlan(msgspec.Struct):
@@ -273,20 +275,23 @@ class Exited(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class StepOutput(msgspec.Struct):
     """The answers of each feed of the plan, in its order. `seconds`: what the step took where it ran; 0: nobody measured it.
-    `exited`: by number of the feed, of those that may leave early; `unfilled`: those that did, and have no K and V above."""
+    `exited`: by number of the feed, of those that may leave early; `unfilled`: those that did, and have no K and V above;
+    `propagated`: those that did, and have some there, made of the row they left with."""
 
     step: int
     feeds: list[Answers] = []
     seconds: float = 0.0
     exited: dict[int, Exited] = {}
     unfilled: tuple[int, ...] = ()
+    propagated: tuple[int, ...] = ()
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """A family of per-token state that shares one block table: the target's K/V, a draft's, hidden states …"""
+    """A family of per-token state that shares one block table: the target's K/V, a draft's, hidden states … Where it is
+    propagated, K and V of a row that left below are made of that row."""
 
     name: str
-    kind: str = "full"  # full | window | cross | state | hidden
+    kind: str = "full"  # full | window | cross | state | hidden | propagated
     layers: tuple[int, ...] = ()
     table: int = 0
     model: int = 0  # whose feeds fill it: 0 the target's, i >= 1 companion i's
@@ -294,4 +299,4 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 TARGET = KVGroup("target")
 DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"  # names of groups
-UPPER = "upper"  # the target's K and V above its exit
+UPPER, PROPAGATED = "upper", "propagated"  # the target's K and V above its exit, and their kind where they never lag

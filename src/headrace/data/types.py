@@ -50,19 +50,20 @@ class Holding:
     groups: int = 1  # bits of the KV groups that the target's feeds fill, and that a prefix hit must have
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # block ids, one list per block table
     computed: list[int] = field(default_factory=lambda: [0])  # one count per KV group
-    exact_until: int | None = None  # K/V beyond this is approximate and never published; None: all exact
+    exact_until: int | None = None  # K/V beyond this is approximate and shared with nobody; None: all exact
     moves: list[tuple[int, int]] = field(default_factory=list)  # accepted K/V off its place: KV indices (from, to)
     hashes: list[bytes] = field(default_factory=list)  # hash of each full block of `tokens`, as far as asked for
     published: int = 0  # full blocks offered to the prefix cache
     source: int = 0  # tokens of its source; table 1 has their K and V, written once and shared by all
     encoded: bool = False  # whether they are there
+    left: list[int] = field(default_factory=list)  # KV indices, ascending, of rows that left and were propagated
 
     def fork(self) -> "Holding":
         """The same blocks, in lists of their own; the block manager counts who shares them."""
         tables = [list(table) for table in self.tables]
         hashes = list(self.hashes)
         made = Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
-        made.source, made.encoded = self.source, self.encoded
+        made.left, made.source, made.encoded = list(self.left), self.source, self.encoded
         return made
 
 

@@ -17,7 +17,7 @@ from headrace.ops.context import Context, FeedRows, build
 from headrace.runner.program import InputRows
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
-from headrace.runner.uses import sublayers
+from headrace.runner.uses import filling, sublayers
 
 
 class EagerProgram:
@@ -64,7 +64,10 @@ class EagerProgram:
         x = rows if span.first and rows is not None else self.enter(ctx, rows)
         for layer in range(span.first, span.layers or self.config.num_layers):
             skip = span.skip(layer)
-            x = play(*self._recorded[layer], skip, x, ctx) if skip else self.model.layer(layer, x, ctx)
+            if span.fill:
+                play(*self._fills[layer], 0, x, ctx)
+            else:
+                x = play(*self._recorded[layer], skip, x, ctx) if skip else self.model.layer(layer, x, ctx)
         index = torch.tensor(step.index, dtype=torch.int64, device=x.device)
         step.logits = self.head(x[index]) if step.index else x[:0]
         return x
@@ -121,6 +124,11 @@ class EagerProgram:
     def _recorded(self) -> list[tuple[Segment, list[int]]]:
         """The layers op by op, and of which sublayer each is: for spans that leave something of a layer out."""
         return [(segment, sublayers(segment)) for segment in record(self.model, embeds=False).layers]
+
+    @cached_property
+    def _fills(self) -> list[tuple[Segment, list[int]]]:
+        """What of the layers makes K and V, op by op."""
+        return [(made, [0] * len(made.nodes)) for made in (filling(segment) for segment, _ in self._recorded)]
 
     def _all_but(self, head_ids: np.ndarray) -> torch.Tensor:
         """Which tokens get no logits: [vocabulary] bool."""

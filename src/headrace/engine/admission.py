@@ -17,7 +17,7 @@ class AdmissionError(ValueError):
 
 class Limits:
     """The bounds of one engine: context, vocabulary, slots, token budget, blocks, what its model can fill in. `start`: what an
-    output begins with where prompts are sources."""
+    output begins with where prompts are sources; `judges`: its exits have classifiers."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Limits:
         has_tokenizer: bool,
         mask_id: int | None = None,
         start: int | None = None,
+        judges: bool = False,
     ) -> None:
         self.scheduler = config.scheduler
         self.cache = config.cache
@@ -34,6 +35,7 @@ class Limits:
         self.has_tokenizer = has_tokenizer
         self.mask_id = mask_id
         self.start = start
+        self.judges = judges
 
 
 def admit(request: Request, limits: Limits) -> None:
@@ -142,11 +144,12 @@ def _check_processors(request: Request) -> None:
         raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 
 
-def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
-    """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group."""
+def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bool = False) -> int:
+    """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group.
+    `judges`: the exits have classifiers."""
     needed = {TARGET.name, FEATURES, UPPER}  # if there are any: heads may draft for any request, any may find its prefix
     if params.exit_threshold is not None:
-        _check_exits(params, groups)
+        _check_exits(params, groups, judges)
     if params.combined is not None:
         needed.add(AMATEUR)
     if params.penalty_alpha:
@@ -159,12 +162,14 @@ def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...]) -> int:
     return sum(1 << g for g, group in enumerate(groups) if group.name in needed)
 
 
-def _check_exits(params: SamplingParams, groups: tuple[KVGroup, ...]) -> None:
+def _check_exits(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bool) -> None:
     upper = next((group for group in groups if group.name == UPPER), None)
     if upper is None:
         raise AdmissionError("exit_threshold needs exits; open the model with exits=FOLDER, or leave it out")
     if params.exit_criterion == "saturation" and upper.layers[0] < 2:
         raise AdmissionError("saturation compares two layers, and this exit stands after the first; use max_prob or margin")
+    if params.exit_criterion == "classifier" and not judges:
+        raise AdmissionError("these exits have no classifier; use max_prob or margin, or train them again: train-heads")
 
 
 def _check_width(request: Request, limits: Limits) -> None:

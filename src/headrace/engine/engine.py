@@ -41,7 +41,7 @@ class Engine:
 
     `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them. `speculation` proposes drafts for
     the requests that take them; `groups` are the KV groups, the target's first. `mask_id`: of models that fill in masks.
-    `start`: what an encoder-decoder's output begins with; a prompt is its source.
+    `start`: what an encoder-decoder's output begins with; a prompt is its source. `judges`: exits have classifiers.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Engine:
         groups: tuple[KVGroup, ...] = (TARGET,),
         mask_id: int | None = None,
         start: int | None = None,
+        judges: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -68,7 +69,9 @@ class Engine:
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
         self._ids = itertools.count()
         self.children = Children(self.scheduler, self.stopping, vocab_size, self._ids)
-        self.limits = Limits(config, vocab_size, has_tokenizer=tokenizer is not None, mask_id=mask_id, start=start)
+        self.limits = Limits(
+            config, vocab_size, has_tokenizer=tokenizer is not None, mask_id=mask_id, start=start, judges=judges
+        )
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
         self.requests: dict[str, Request] = {}
@@ -140,7 +143,7 @@ class Engine:
     def _sequence(self, request: Request, root: bytes) -> Sequence:
         """The first sequence of a request: its prompt, or, where that is a source, what every output begins with."""
         groups, tokens, wire = self.blocks.groups, request.prompt, Wire()
-        kv = Holding(root, groups_filled(request.params, groups), computed=[0] * len(groups))
+        kv = Holding(root, groups_filled(request.params, groups, self.limits.judges), computed=[0] * len(groups))
         if self.limits.start is not None:
             tokens = [self.limits.start]
             kv.source, kv.tables, wire.synced = len(request.prompt), [[], []], [0, 0]

@@ -1,12 +1,13 @@
 """Which tokens of a sequence a step feeds, with the blocks for them. Work is known tokens + draft - computed."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from headrace.data.config import SchedulerConfig
-from headrace.data.plan import UPPER, Feed, StepPlan, TableDelta
+from headrace.data.plan import PROPAGATED, UPPER, Feed, StepPlan, TableDelta
 from headrace.data.types import Request, Sequence
 from headrace.kv.blocks import BlockManager, Span
 
@@ -34,12 +35,13 @@ class Flight:
 
 class Feeding:
     """Puts feeds into a plan. `flights`: the plans that are under way, whose blocks nobody computes again. `upper`: the number
-    of the group that lags where tokens leave early."""
+    of the group that lags where tokens leave early; `exit`: after how many layers rows leave that are propagated (0: none)."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, flights: list[Flight]) -> None:
         self.config = config
         self.blocks = blocks
         self.upper = next((g for g, group in enumerate(blocks.groups) if group.name == UPPER), None)
+        self.exit = next((group.layers[0] for group in blocks.groups if group.kind == PROPAGATED), 0)
         self._flights = flights
 
     def feed_token(self, request: Request, flight: Flight) -> bool:
@@ -63,7 +65,7 @@ class Feeding:
         What a sequence has are its known tokens and the draft it must have. A request is caught up when all its sequences
         catch up in one step; until then each holds back its last token.
         A sequence whose next block or source another feed is computing right now waits for it and then matches it. A source is
-        encoded whole, with the first feed that needs it: one that begins within the budget may exceed it.
+        encoded whole, with the first feed that needs it: one that begins within the budget may exceed it. A feed has one depth.
         """
         room = max(flight.room, 0)
         shares = request.shares and not self.config.whole
@@ -93,6 +95,8 @@ class Feeding:
             start = seq.kv.computed[0]
             most = goal(seq)
             end = most if start + room >= most else min(start + room, len(seq.tokens))
+            if self.exit and request.params.exit_threshold is not None:
+                end = min(end, depth_ends(seq, start))
             spans.append((seq, start, end))
             promises.update(self._completed(seq, start, min(end, len(seq.tokens) - 1)))
             room -= end - start
@@ -103,7 +107,7 @@ class Feeding:
     def _promised(self, seq: Sequence, promises: set[bytes]) -> bool:
         """Whether the block `seq` would compute next, and could share, is being computed by another feed."""
         index, offset = divmod(seq.kv.computed[0], self.blocks.block_size)
-        if offset or (index + 1) * self.blocks.block_size >= len(seq.tokens):
+        if offset or (index + 1) * self.blocks.block_size > self.blocks.exact(seq, len(seq.tokens) - 1):
             return False
         return self._under_way(self.blocks.hash(seq, index), promises)
 
@@ -111,9 +115,9 @@ class Feeding:
         return key in promises or any(key in flight.promises for flight in self._flights)
 
     def _completed(self, seq: Sequence, start: int, end: int) -> list[bytes]:
-        """Hashes of the blocks that feeding [start, end) fills."""
+        """Hashes of the blocks that feeding [start, end) fills, as far as others may have them."""
         size = self.blocks.block_size
-        return [self.blocks.hash(seq, index) for index in range(start // size, end // size)]
+        return [self.blocks.hash(seq, index) for index in range(start // size, self.blocks.exact(seq, end) // size)]
 
     def feed(self, request: Request, spans: list[Span], flight: Flight) -> None:
         for seq, start, end in spans:
@@ -136,6 +140,8 @@ class Feeding:
             feed.nodes, feed.parents, feed.full = tuple(draft.tokens), tuple(draft.parents), draft.full
         if self.upper is not None:
             feed.lag = start - seq.kv.computed[self.upper]
+        if seq.kv.left and has_left(seq, start):
+            feed.depth = self.exit
         wire.sent = length
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)
@@ -192,3 +198,23 @@ def goal(seq: Sequence) -> int:
     """How far a sequence must be fed to be caught up: known tokens and the draft it must have."""
     draft = seq.decode.draft
     return len(seq.tokens) + (len(draft.tokens) if draft is not None and draft.required else 0)
+
+
+def has_left(seq: Sequence, index: int) -> bool:
+    """Whether the row at a KV index left and was propagated when it was computed first."""
+    at = bisect_left(seq.kv.left, index)
+    return at < len(seq.kv.left) and seq.kv.left[at] == index
+
+
+def depth_ends(seq: Sequence, start: int) -> int:
+    """Where the depth of the rows from KV index `start` on is another: those that left, those that did not, and the last known
+    token's after the prompt, of which the exit decides."""
+    left, tip = seq.kv.left, len(seq.tokens) - 1
+    at = bisect_left(left, start)
+    if at < len(left) and left[at] == start:
+        end = start
+        while at < len(left) and left[at] == end:
+            at, end = at + 1, end + 1
+        return end
+    end = left[at] if at < len(left) else len(seq.tokens)
+    return min(end, tip) if start < tip and tip >= seq.prompt_len else end

@@ -143,6 +143,8 @@ class Scheduler:
         as far as a feed has reached; one that had lagged has filled blocks that were offered without them."""
         for number, work in enumerate(flight.works):
             reached = number not in output.unfilled
+            if number in output.propagated:
+                self.blocks.leave(work.seq, work.feed.start)
             self._computed(work.seq, work.feed.start + work.feed.count, reached)
             if work.feed.lag and reached:
                 assert self.feeding.upper is not None

@@ -133,7 +133,8 @@ class BlockManager:
 
         `need` is a bit mask of KV groups (default: those the sequence's own feeds fill): the walk stops at the first block
         where one is missing. A companion's group counts as computed only as far as its bits reach, so it never reads K/V
-        that was never computed. The last known token is always left to compute: its logits are needed.
+        that was never computed. The last known token is always left to compute: its logits are needed. What a sequence had
+        approximate it does not find exact.
         """
         kv = seq.kv
         need = kv.groups if need is None else need
@@ -141,7 +142,7 @@ class BlockManager:
         computed = kv.computed[0]
         if computed % size or len(table) * size > computed:
             return 0
-        for index in range(len(table), (len(seq.tokens) - 1) // size):
+        for index in range(len(table), self.exact(seq, len(seq.tokens) - 1) // size):
             block = self.pool.find(self.hash(seq, index), need)
             if block is None:
                 break
@@ -168,12 +169,23 @@ class BlockManager:
     def publish(self, seq: Sequence) -> None:
         """Offer the full, computed, exact blocks of `seq` to others."""
         kv = seq.kv
-        done = kv.computed[0] if kv.exact_until is None else min(kv.computed[0], kv.exact_until)
+        done = self.exact(seq, kv.computed[0])
         for index in range(kv.published, done // self.block_size):
             block, end = kv.tables[0][index], (index + 1) * self.block_size
             self.pool.filled[block] |= sum(1 << g for g, count in enumerate(kv.computed) if count >= end)
             self.pool.publish(block, self.hash(seq, index))
         kv.published = max(kv.published, done // self.block_size)
+
+    def exact(self, seq: Sequence, end: int) -> int:
+        """How far below `end` the K and V of a sequence are exact: none beyond are offered to others or taken from them."""
+        until = seq.kv.exact_until
+        return end if until is None else min(end, until)
+
+    def leave(self, seq: Sequence, index: int) -> None:
+        """The row at a KV index has left and was propagated: from here on nothing of the sequence is exact."""
+        seq.kv.left.append(index)
+        if seq.kv.exact_until is None:
+            seq.kv.exact_until = index
 
     def fill(self, seq: Sequence, group: int, start: int) -> None:
         """A companion's group now reaches from `start` to `seq.computed[group]`: so say the blocks that this completes."""

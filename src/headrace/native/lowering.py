@@ -24,7 +24,7 @@ from headrace.native.centring import k_shift
 from headrace.native.relative import by_distance
 from headrace.native.weights import PackedPart, PackedWeights
 from headrace.runner.record import Node, RecordError, Recording, Segment
-from headrace.runner.uses import Uses
+from headrace.runner.uses import Uses, leading_to_kv
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
 GATES = ("silu", "gelu_tanh")  # activations that linear layers apply themselves
@@ -100,6 +100,7 @@ class Lowering:
         self.inputs: dict[tuple[int, str, tuple[int, ...]], int] = {}  # quantised values, by form and order
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = Uses(segment)
+        self.fills = _fills(segment)
         self.held: dict[int, set[int]] = {}  # buffer -> values in it
 
     def run(self, entry: int) -> None:
@@ -311,7 +312,8 @@ class Lowering:
             buffer = self.buffers.take(form, rows.width, local=True)
             self.inputs[value, form, order] = buffer
             self.held.setdefault(buffer, set()).add(value)
-            self.program.quantize(rows.at, buffer, norm, order=order, **self._mark(index, "quantize"))
+            reader = next((at for at in self.uses.of(value) if at in self.fills), index)  # K and V may be another's beside it
+            self.program.quantize(rows.at, buffer, norm, order=order, **self._mark(reader, "quantize"))
         return self.inputs[value, form, order]
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
@@ -337,7 +339,7 @@ class Lowering:
 
     # -- what is around a node -----------------------------------------------------------------------------------------
     def _mark(self, index: int, name: str) -> dict[str, Any]:
-        return {"sublayer": self.uses.sublayer[index], "name": name}
+        return {"sublayer": self.uses.sublayer[index], "name": name, "fills": index in self.fills}
 
     def _forms(self, value: int) -> set[str]:
         """The inputs wanted of a value that only linear layers read; empty where something else reads it, or one reads its
@@ -372,6 +374,12 @@ class Lowering:
         if norm is not None and norm.kind != "rms":
             raise RecordError(f"the native core normalises heads by rms, not {norm.kind!r}")
         return None if norm is None else self._norm_weights(norm)
+
+
+def _fills(segment: Segment) -> set[int]:
+    """The nodes that K and V of a layer need, by index; none of what stores none."""
+    stores = any(node.op == "attention" and "k" in node.inputs for node in segment.nodes)
+    return set(leading_to_kv(segment)) if stores else set()
 
 
 def _bfloat16(value: float) -> float:

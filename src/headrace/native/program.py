@@ -117,7 +117,7 @@ class NativeProgram:
             self.encoder.encode(step.sources)
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (span.first, span.layers or -1)
-        self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips))
+        self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips), fill=span.fill)
         return hidden
 
     def final(self, hidden: np.ndarray) -> np.ndarray:

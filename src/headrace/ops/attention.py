@@ -41,12 +41,12 @@ def attention(
     added to the scaled scores, by how far the key is from the row (T5). Scores and sums are float32, or float64 of float64. A
     row that sees nothing gives 0.
     """
-    kv_heads, dim = ctx.pool.kv(layer)[0].shape[2:]
+    dim = ctx.pool.kv(layer)[0].shape[-1]
     n, heads = q.shape[0], q.shape[1] // dim
     acc = accumulator(q.dtype)
     query = _prepare(q.view(n, heads, dim), q_norm, rope, ctx) * (dim**-0.5 if scale is None else scale)
     if k is not None and v is not None:
-        ctx.pool.write(layer, ctx.slots[0], _prepare(k.view(n, kv_heads, dim), k_norm, rope, ctx), v.view(n, kv_heads, dim))
+        _write(k, v, ctx, layer, rope, k_norm)
     elif not source:
         raise ValueError("attention: only rows that read a source come without K and V")
     key_pool, value_pool = ctx.pool.kv(layer)  # after the write: a pool that keeps gradients holds others then
@@ -62,12 +62,25 @@ def attention(
 
 
 @vocabulary.store.body(store_cases, TOLERANCE)
-def store(k: torch.Tensor, v: torch.Tensor, ctx: Context, layer: int) -> torch.Tensor:
-    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, as they are: what an encoder's rows are to a layer
-    of the decoder. Returns k, unchanged."""
-    heads, dim = ctx.pool.kv(layer)[0].shape[2:]
-    ctx.pool.write(layer, ctx.slots[0], k.view(-1, heads, dim), v.view(-1, heads, dim))
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ctx: Context,
+    layer: int,
+    rope: RopeWeights | None = None,
+    k_norm: NormWeights | None = None,
+) -> torch.Tensor:
+    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, and nothing is read: what an encoder's rows are to a
+    layer of the decoder, or, with k normalised and turned as `attention` does, what it stores. Returns k, unchanged."""
+    _write(k, v, ctx, layer, rope, k_norm)
     return k
+
+
+def _write(
+    k: torch.Tensor, v: torch.Tensor, ctx: Context, layer: int, rope: RopeWeights | None, k_norm: NormWeights | None
+) -> None:
+    heads, dim = ctx.pool.kv(layer)[0].shape[2:]
+    ctx.pool.write(layer, ctx.slots[0], _prepare(k.view(-1, heads, dim), k_norm, rope, ctx), v.view(-1, heads, dim))
 
 
 def attend(

@@ -145,6 +145,8 @@ def store_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     ctx = _context(draw, _config(6, 2, 16))
     n = len(ctx.ids)
     yield Case("store", (draw.normal(n, 32), draw.normal(n, 32), ctx, 1))
+    turned = {"rope": draw.rope(16), "k_norm": draw.norm(16)}
+    yield Case("store what attention does", (draw.normal(n, 32), draw.normal(n, 32), ctx, 1), turned)
 
 
 def _config(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:

@@ -73,5 +73,6 @@ def attention(
 
 
 @declare("headrace.ops.attention")
-def store(k: Any, v: Any, ctx: Any, layer: int) -> Any:
-    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, nothing read: K and V of a source. Gives k."""
+def store(k: Any, v: Any, ctx: Any, layer: int, rope: Any = None, k_norm: Any = None) -> Any:
+    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, nothing read: K and V of a source, or what attention
+    stores. Gives k."""

@@ -38,9 +38,9 @@ Product = Callable[[str, torch.Tensor], torch.Tensor]  # rows by the matrix of a
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Heads in memory. `tensors`: heads.{i}.up.weight and down.weight, or embed.weight, hidden.weight and those of a llama
-    layer, or exits.{i}.weight and bias; norm.weight; and vocab, the tokens to choose from, ascending. `count`: tokens they
-    draft at once (feature: as many as it was trained for; exit: how many exits). Exit i stands after `layers[i]` layers;
-    after `drafts` of them a draft is drawn."""
+    layer, or exits.{i}.weight and bias, and may be sure.{i}.weight and bias; norm.weight; and vocab, the tokens to choose
+    from, ascending. `count`: tokens they draft at once (feature: as many as it was trained for; exit: how many exits). Exit i
+    stands after `layers[i]` layers; after `drafts` of them a draft is drawn."""
 
     kind: str
     count: int
@@ -67,6 +67,11 @@ class Heads:
     def exit(self) -> int:
         """The number of the exit that drafts."""
         return self.layers.index(self.drafts)
+
+    @property
+    def judges(self) -> bool:
+        """Whether each exit has a classifier, which says if it is right."""
+        return "sure.0.weight" in self.tensors
 
     @property
     def vocab(self) -> np.ndarray:
@@ -105,6 +110,12 @@ def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, .
     made |= {f"{LAYER}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
     made |= {f"{LAYER}self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
     return made | {f"{LAYER}mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
+
+
+def sure_shapes(count: int, target: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the exits' classifiers."""
+    made: dict[str, tuple[int, ...]] = {f"sure.{i}.weight": (target.hidden_size,) for i in range(count)}
+    return made | {f"sure.{i}.bias": (1,) for i in range(count)}
 
 
 def unit(x: torch.Tensor, eps: float = UNIT_EPS) -> torch.Tensor:
@@ -196,6 +207,12 @@ class HeadInputs:
     def at_exit(self, exit: int, hidden: Any) -> Any:
         """Rows [n, hidden] of an exit, from those that its layers left."""
         return affine(self.tensors, exit, torch.as_tensor(hidden), self.product)
+
+    def sure(self, exit: int, row: np.ndarray) -> float:
+        """By the classifier of an exit how likely it says what the whole model does, of its row [hidden], float64."""
+        weight, bias = (self.tensors[f"sure.{exit}.{name}"].numpy().astype(np.float64) for name in ("weight", "bias"))
+        logit = float((row * weight).sum() / np.sqrt((row**2).mean() + UNIT_EPS) + bias[0])
+        return float(1 / (1 + np.exp(-logit)))
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Rows x [n, hidden] by one of the heads' matrices."""

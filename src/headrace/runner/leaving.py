@@ -1,9 +1,13 @@
 """Tokens that leave a decoder early, unverified: an exit after some of the layers writes them where it is sure enough (CALM,
-Schuster et al. 2022). Lossy, but no K or V is approximated: the layers above lag, and read what they have not seen from the
-rows that were kept where they begin, when they are needed next.
+Schuster et al. 2022).
 
-Who writes a token depends on the tokens before it and on the request's parameters; prompts are answered by the whole model.
-What runs beside that (how far the layers above lag, chunks, what is computed again) decides nothing.
+deferred: no K or V is approximated: the layers above lag, and read what they have not seen from the rows that were kept where
+they begin, when they are needed next. propagated, as in the paper: a row that leaves stays as it is, and each layer above
+makes K and V of it, approximate ones.
+
+Who writes a token depends on the tokens before it, on which of their rows have left, and on the request's parameters; prompts
+are answered by the whole model. What runs beside that (how far the layers above lag, chunks, what is computed again) decides
+nothing.
 """
 
 import math
@@ -50,16 +54,12 @@ class Leaving:
         """The step of a number: the layers below the exit for all feeds, then `rest`, those above, for as few as can be."""
         rows, before = self._below(feeds, lives)
         said = self._judge(feeds, lives, rows, before)
-        unfilled = tuple(at for at, one in said.items() if one.sure and _stays(feeds[at], lives[at]))
-        for at, place in enumerate(_places(feeds)):
-            if at in unfilled:
-                self.kept.store(feeds[at], lives[at].table, rows[place])
-        above = self._above(feeds, lives, rows, said, unfilled, rest)
-        output = StepOutput(number, unfilled=unfilled)
+        output = StepOutput(number)
+        above = self._go_on(feeds, lives, rows, said, rest, output)
         for at, (feed, live) in enumerate(zip(feeds, lives, strict=True)):
             here = said.get(at)
             sure = here is not None and here.sure
-            output.feeds.append(here.answers if here is not None and sure else above[at])
+            output.feeds.append(here.answers if here is not None and sure else above.get(at, ()))
             if _may_leave(feed, live):
                 layers = self.depth if sure else self.target.config.num_layers
                 both = here is not None and live.params.exit_audit
@@ -78,7 +78,7 @@ class Leaving:
         step = self.target.step()
         for feed, live in zip(feeds, lives, strict=True):
             step.feed(_unasked(feed), live)
-        return self.target.run(step, span, rows, keep=True)
+        return self.target.run(step, span, rows, keep=not span.fill)
 
     def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Said]:
         """What the exit says of each feed that may leave and is past its prompt, by number: of its last row."""
@@ -91,15 +91,37 @@ class Leaving:
         said = {}
         for at, tip, (top, *answers) in zip(past, tips, found, strict=True):
             live = lives[at]
-            if _saturates(live):
-                pair = self.target.on_host(before[tip : tip + 1])[0], self.target.on_host(rows[tip : tip + 1])[0]
-                confidence = float((pair[0] * pair[1]).sum() / math.sqrt((pair[0] ** 2).sum() * (pair[1] ** 2).sum()))
-            else:
-                confidence = _lead(top, live.params.exit_criterion == "margin")
+            match live.params.exit_criterion:
+                case "saturation":
+                    confidence = _cosine(self._on_host(before, tip), self._on_host(rows, tip))
+                case "classifier":
+                    confidence = self.exit.sure(self._on_host(rows, tip))
+                case criterion:
+                    confidence = _lead(top, criterion == "margin")
             may = not any(isinstance(answer, Failed) for answer in answers)  # of its few tokens none may come: the model's can
             sure = may and confidence >= live.params.sure_at(len(live) - live.prompt_len)
             said[at] = Said(tuple(answers), confidence, sure)
         return said
+
+    def _on_host(self, rows: Rows, at: int) -> np.ndarray:
+        row: np.ndarray = self.target.on_host(rows[at : at + 1])[0]
+        return row
+
+    def _go_on(
+        self,
+        feeds: Sequence[Feed],
+        lives: Sequence[AnyLive],
+        rows: Rows,
+        said: dict[int, Said],
+        rest: Rest,
+        output: StepOutput,
+    ) -> dict[int, Answers]:
+        """What becomes of the rows [n, hidden] at the exit, said in the output; and what the whole model says, by number."""
+        output.unfilled = tuple(at for at, one in said.items() if one.sure and _stays(feeds[at], lives[at]))
+        for at, place in enumerate(_places(feeds)):
+            if at in output.unfilled:
+                self.kept.store(feeds[at], lives[at].table, rows[place])
+        return self._above(feeds, lives, rows, said, output.unfilled, rest)
 
     def _above(
         self,
@@ -131,6 +153,41 @@ class Leaving:
         return dict(zip(numbers, answers, strict=True))
 
 
+class Propagating(Leaving):
+    """The same where no layer lags: a row that leaves goes up as it is. A feed has one depth, so that what is computed again
+    has the bits that it had: rows of tokens whose feed has a `depth` leave again, whatever an exit would say now."""
+
+    def asked(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> bool:
+        return any(feed.depth or _may_leave(feed, live) for feed, live in zip(feeds, lives, strict=True))
+
+    def _go_on(
+        self,
+        feeds: Sequence[Feed],
+        lives: Sequence[AnyLive],
+        rows: Rows,
+        said: dict[int, Said],
+        rest: Rest,
+        output: StepOutput,
+    ) -> dict[int, Answers]:
+        """An audit runs the whole model first; then its K and V are replaced."""
+        output.propagated = tuple(at for at, one in said.items() if one.sure)
+        assert all(feeds[at].count == 1 for at in output.propagated), "a token that may leave is fed alone"
+        left = [at for at, feed in enumerate(feeds) if feed.depth or at in output.propagated]
+        going = [at for at in range(len(feeds)) if at not in left or (at in said and lives[at].params.exit_audit)]
+        places, above = list(_places(feeds)), dict[int, Answers]()
+
+        def of(some: list[int]) -> tuple[list[Feed], list[AnyLive], Rows]:
+            return [feeds[at] for at in some], [lives[at] for at in some], self.kept.join([rows[places[at]] for at in some])
+
+        if going:
+            fed, its, those = of(going)
+            above = dict(zip(going, rest(fed, its, Span(first=self.depth), those), strict=True))
+        if left:
+            fed, its, those = of(left)
+            self._run(fed, its, Span(first=self.depth, fill=True), those)
+        return above
+
+
 def _may_leave(feed: Feed, live: AnyLive) -> bool:
     return live.params.exit_threshold is not None and bool(feed.wants)
 
@@ -142,6 +199,10 @@ def _stays(feed: Feed, live: AnyLive) -> bool:
 
 def _saturates(live: AnyLive) -> bool:
     return bool(live.params.exit_criterion == "saturation")
+
+
+def _cosine(one: np.ndarray, other: np.ndarray) -> float:
+    return float((one * other).sum() / math.sqrt((one**2).sum() * (other**2).sum()))
 
 
 def _lead(top: Answer, margin: bool) -> float:

@@ -69,6 +69,9 @@ class InputRows(Protocol):
     def at_exit(self, exit: int, hidden: Any) -> Any:
         """Rows [n, hidden] for the exit of a number, from those that its layers left in this step."""
 
+    def sure(self, exit: int, row: np.ndarray) -> float:
+        """How likely the exit of a number is right about a row [hidden], float64, by its classifier."""
+
     def left(self, feeds: Sequence[Feed], hidden: Any) -> None:
         """The program has left rows [n, hidden] after its last layer."""
 

@@ -27,6 +27,11 @@ class Exit:
             step.feed(msgspec.structs.replace(feed, wants=(), allowed=b""), live)
         return self.judge(feeds, lives, target.run(step, self.span, keep=True))
 
+    def sure(self, row: Any) -> float:
+        """How likely the head says of a row [hidden] what the whole model would, by the exit's classifier."""
+        assert self.head.inputs is not None
+        return self.head.inputs.sure(self.number, row)
+
     def judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Any) -> list[Answers]:
         """What the head says of the rows [n, hidden] that the layers have left."""
         assert self.head.inputs is not None

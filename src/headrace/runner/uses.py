@@ -1,6 +1,8 @@
-"""What is around a node of a recorded segment: who reads a value, until when it is needed, which sublayer a node is of."""
+"""What is around a node of a recorded segment: who reads a value, until when it is needed, which sublayer a node is of, what
+leads to K and V."""
 
-from headrace.runner.record import Node, Segment
+from headrace.ops.registry import OPS
+from headrace.runner.record import Node, RecordError, Segment
 from headrace.runner.span import ATTENTION, MLP
 
 
@@ -65,3 +67,28 @@ def sublayers(segment: Segment) -> list[int]:
         marks[first : index + 1] = [mark] * len(group)
         first, carried = index + 1, node.outputs[0]
     return marks
+
+
+def filling(segment: Segment) -> Segment:
+    """What K and V of a layer need of it: the ops that lead to them, and a `store` in the place of its attention. Nothing is
+    read. Raises RecordError for a segment that is no layer of a decoder."""
+    *leading, last = leading_to_kv(segment)
+    attention = segment.nodes[last]
+    inputs = {name: attention.inputs[name] for name in ("k", "v")}
+    settings = {name: attention.settings[name] for name in OPS["store"].parameters if name in attention.settings}
+    nodes = [segment.nodes[at] for at in leading]
+    stores = Node("store", inputs, settings, attention.outputs)
+    return Segment([*nodes, stores], segment.entry, attention.outputs[0], segment.values)
+
+
+def leading_to_kv(segment: Segment) -> list[int]:
+    """The nodes, by index, that lead to K and V of a layer, and its attention, which stores them, last."""
+    found = [at for at, node in enumerate(segment.nodes) if node.op == "attention" and "k" in node.inputs]
+    if len(found) != 1:
+        raise RecordError(f"a layer of a decoder stores K and V once, and this one does so {len(found)} times")
+    needed, nodes = {segment.nodes[found[0]].inputs[name] for name in ("k", "v")}, found
+    for at in reversed(range(found[0])):
+        if needed.intersection(segment.nodes[at].outputs):
+            needed.update(segment.nodes[at].inputs.values())
+            nodes = [at, *nodes]
+    return nodes

@@ -200,7 +200,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
     try:
         llm = LLM(message.model, **message.settings)
         exits = message.settings.get("exits")
-        calibrated = [] if exits is None else rules.load(exits)
+        calibrated = () if exits is None else rules.load(exits, message.settings.get("exit_state", "deferred"))
     except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
         log.debug("loading failed", exc_info=True)
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))

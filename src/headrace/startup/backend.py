@@ -13,7 +13,7 @@ from headrace.startup import memory
 from headrace.startup.eager import Eager
 from headrace.startup.native import Native
 from headrace.startup.offer import Loaded, Offer
-from headrace.startup.recipe import EXITS, Recipe, Role
+from headrace.startup.recipe import DEFERRED, EXITS, PROPAGATE, Recipe, Role
 
 log = logging.getLogger("headrace")
 
@@ -71,6 +71,10 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
     if len(recipe.models) > 1 and any(each.config.source is not None for each in recipe.models.values()):
         raise ValueError("no other model works beside an encoder-decoder; leave out draft and amateur")
+    if settings.exit_state not in (DEFERRED, PROPAGATE):
+        raise ValueError(f"unknown exit_state {settings.exit_state!r}; use {DEFERRED} or {PROPAGATE}")
+    if settings.exit_state != DEFERRED and recipe.leaves is None:
+        raise ValueError("exit_state is of tokens that leave by exits; name their folder with exits, or leave it out")
     if settings.draft_vocab is not None and (settings.draft_vocab < 0 or DRAFT not in recipe.models):
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
 
@@ -82,11 +86,11 @@ def _started(offer: Offer, recipe: Recipe) -> Started:
     target, *beside = recipe.roles
     companions = [_companion(role, loaded) for role in beside if role.name != EXITS]
     leaves = next((_exit(role, loaded) for role in beside if role.name == EXITS), None)
-    runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR), leaves)
+    runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR), leaves, recipe.propagates)
     runner.kept[HIDDEN].afford = lambda need: memory.check_hidden_fits(loaded.plan, need, offer.free_memory(recipe))
     if recipe.features:
         runner.reserve(FEATURES)
-    if leaves is not None:
+    if leaves is not None and not recipe.propagates:
         runner.reserve(UPPER)
     return Started(offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
 

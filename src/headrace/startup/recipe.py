@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.config import ModelConfig
-from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, TARGET, UPPER, KVGroup
+from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.drafting.companion import Companion
 from headrace.runner.span import Span
 from headrace.startup import memory
@@ -21,6 +21,7 @@ BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
 HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
+DEFERRED, PROPAGATE = "deferred", "propagate"  # what becomes of the layers above an exit by which a token has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Settings:
     max_model_len: int | None = None
     kv_cache_memory: int | str | None = None
     draft_vocab: int | None = None
+    exit_state: str = DEFERRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,16 @@ class Recipe:
         return next((role.span for role in self.roles if role.name == EXITS), None)
 
     @property
+    def judges(self) -> bool:
+        """Whether the exits by which tokens leave have classifiers."""
+        return any(role.name == EXITS and role.heads.judges for role in self.headed)
+
+    @property
+    def propagates(self) -> bool:
+        """Whether rows that leave go up as they are."""
+        return self.leaves is not None and self.settings.exit_state == PROPAGATE
+
+    @property
     def features(self) -> bool:
         """Whether rows of the target are kept for trained heads."""
         return self.heads is not None and bool(self.heads.features)
@@ -108,7 +120,8 @@ class Recipe:
             groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded together with it
         groups.append(KVGroup(HIDDEN, "hidden"))
         if self.leaves is not None:
-            groups.append(KVGroup(UPPER, layers=tuple(range(self.leaves.layers, self.target.config.num_layers))))
+            layers = tuple(range(self.leaves.layers, self.target.config.num_layers))
+            groups.append(KVGroup(UPPER, PROPAGATED if self.propagates else "full", layers))
         return (*groups, KVGroup(FEATURES, "hidden")) if self.features else tuple(groups)
 
     def drafter(self) -> Companion | None:
@@ -138,7 +151,7 @@ class Recipe:
         if self.features:  # the target's rows, and K and V of the heads' own
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
             block_bytes += kv_bytes(replace(config, layers=config.layers[:1])) if self.heads.chains else 0
-        if self.leaves is not None:  # the rows at the exit
+        if self.leaves is not None and not self.propagates:  # the rows at the exit
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
         return memory.plan(
             replace(config, max_position=min(model.config.max_position for model in self.models.values())),

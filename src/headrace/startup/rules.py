@@ -11,7 +11,8 @@ class Rule(msgspec.Struct, frozen=True):
     """A threshold for which it was shown, on `n` prompts, that with probability 1 - epsilon answers to prompts like them lose
     at most `delta` on average against the whole model's. `loss` is text (1 - ROUGE-L of the tokens) or token (the share of
     tokens that left and are not what the whole model says there), `risk` its mean over the n. An answer's tokens were written
-    after `layers` layers on average, with a standard deviation of `spread` between answers. `data`: SHA-256 of the prompts."""
+    after `layers` layers on average, with a standard deviation of `spread` between answers. `data`: SHA-256 of the prompts.
+    `state`: the exit_state that it was tried with."""
 
     criterion: str
     threshold: float
@@ -25,27 +26,35 @@ class Rule(msgspec.Struct, frozen=True):
     layers: float
     spread: float
     data: str
+    state: str = "deferred"
 
     def said(self) -> str:
         """In one line, for people."""
         decay = f", decay {self.decay:g}" if self.decay else ""
+        state = "" if self.state == "deferred" else f", exit_state {self.state}"
         return (
-            f"{self.criterion} {self.threshold:g}{decay}: {self.loss} loss at most {self.delta:g} with probability "
+            f"{self.criterion} {self.threshold:g}{decay}{state}: {self.loss} loss at most {self.delta:g} with probability "
             f"{1 - self.epsilon:g}, for prompts like the {self.n} it was calibrated on; {self.layers:.1f} layers a token"
         )
 
 
 def save(folder: Path, rule: Rule) -> None:
-    """Write a rule beside those of other criteria, decays and losses; an older one of the same is replaced."""
-    others = [one for one in load(folder) if (one.criterion, one.decay, one.loss) != (rule.criterion, rule.decay, rule.loss)]
+    """Write a rule beside those of other criteria, decays, losses and states; an older one of the same is replaced."""
+
+    def kind(one: Rule) -> tuple[str, float, str, str]:
+        return one.criterion, one.decay, one.loss, one.state
+
+    others = [one for one in load(folder) if kind(one) != kind(rule)]
     made = msgspec.json.encode([rule, *others])
     (folder / CALIBRATION).write_bytes(msgspec.json.format(made, indent=2) + b"\n")
 
 
-def load(folder: str | Path) -> tuple[Rule, ...]:
-    """The newest first; none where nothing was calibrated. Raises ValueError where the file cannot be read."""
+def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
+    """The newest first, of one exit_state where it is named; none where nothing was calibrated. Raises ValueError where the
+    file cannot be read."""
     place = Path(folder) / CALIBRATION
     try:
-        return msgspec.json.decode(place.read_bytes(), type=tuple[Rule, ...]) if place.is_file() else ()
+        rules = msgspec.json.decode(place.read_bytes(), type=tuple[Rule, ...]) if place.is_file() else ()
+        return tuple(one for one in rules if state in ("", one.state))
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None

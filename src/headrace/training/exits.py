@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.nn.functional import softmax
+from torch.nn.functional import binary_cross_entropy_with_logits, softmax
 
 from headrace.data.config import ModelConfig
 from headrace.drafting.controller import expected
 from headrace.models.registry import describe
-from headrace.runner.heads import EXIT, Tensors
+from headrace.runner.heads import EXIT, Tensors, unit
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.training.calibration import calibration_error
-from headrace.training.heads import Recipe, Tell, judge, train
+from headrace.training.heads import Recipe, Tell, Trained, judge, train
 from headrace.training.kinds import KINDS, begin
 from headrace.training.networks import norm
 from headrace.training.teacher import Batch, Teacher
@@ -27,6 +27,8 @@ TEMPERATURE = 0.8  # of these answers: greedy ones repeat themselves, and flatte
 GRAM = 8
 DEEPEST = 5  # tokens of a chain that is promised something
 BINS = 10  # of confidence
+ROWS = 32768  # that classifiers are trained on, at most
+SMALL = 1e-3  # what the square of a classifier's weights counts
 THRESHOLDS = (0.5, 0.7, 0.9, 0.99)
 
 
@@ -47,7 +49,7 @@ class Rated:
     """An exit after so many layers. `lens`: how often the row as it is, and `agreement`: how often the trained exit finds the
     token likeliest that the whole model does, at each token of fresh answers. `accepted` of drafted tokens were right where the
     exit drafted, which made so many `tokens_per_step`. `cost`: a draft step's share of the weights that a plain one reads.
-    `calibration_error`: how far its confidence is from how often it agrees, on average."""
+    `calibration_error`: how far its confidence is from how often it agrees, on average; `judged`: so its classifier."""
 
     layers: int
     lens: float
@@ -56,6 +58,7 @@ class Rated:
     tokens_per_step: float
     cost: float
     calibration_error: float = 0.0
+    judged: float = 0.0
     leaving: tuple[Leaving, ...] = ()
 
     @property
@@ -89,6 +92,7 @@ def distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     recipe = replace(recipe, kind=EXIT, exits=recipe.exits or default_exits(opened.config.num_layers))
     check(recipe.exits, opened.config)
     made = train(opened, out, recipe, tell)
+    made = replace(made, heads=replace(made.heads, tensors=made.heads.tensors | classifiers(made)))
     texts = _fresh(opened, made.held, recipe)
     with torch.autocast("cpu", torch.bfloat16):
         lens = confidences(begin(EXIT, made.teacher, len(recipe.exits)), made.teacher, texts)
@@ -101,7 +105,8 @@ def distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
         as_is, agreed = (float(right[exit].float().mean()) for _, right in (lens, sure))
         most, right = (one[exit] for one in sure)
         left = tuple(_leaving(most, right, threshold, cost, head) for threshold in THRESHOLDS)
-        rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, calibration_error(most, right, BINS), left))
+        error, its = (calibration_error(confident, right, BINS) for confident in (most, _judged(made, texts, exit)))
+        rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, error, its, left))
     best = max(rated, key=lambda one: one.promise).layers
     about: dict[str, float | str] = {f"agreement_{one.layers}": round(one.agreement, 3) for one in rated}
     files.save(out, replace(made.heads, drafts=best), opened, made.about | about)
@@ -146,6 +151,49 @@ def confidences(tensors: Tensors, teacher: Teacher, texts: Sequence[Text]) -> tu
         sure.append(most)
         right.append(tokens == best)
     return torch.cat(sure, 1), torch.cat(right, 1)
+
+
+def classifiers(made: Trained) -> Tensors:
+    """CALM's third confidence: of each exit one linear of the row that its layers left, scaled to length, which says whether
+    the exit's likeliest token is the whole model's. Logistic regression on the texts that trained the exits."""
+    texts, rows = [], 0
+    for text in made.learned:
+        if rows < ROWS:
+            texts.append(text)
+            rows += len(text.tokens) - text.answer + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        _, right = confidences(made.heads.tensors, made.teacher, texts)
+    tensors: Tensors = {}
+    for exit, labels in enumerate(right.float()):
+        made_of = _regression(_left(texts, exit, len(right)), labels)
+        tensors |= {f"sure.{exit}.{name}": x for name, x in made_of.items()}
+    return tensors
+
+
+def _left(texts: Sequence[Text], exit: int, exits: int) -> torch.Tensor:
+    """Rows [tokens, hidden] that the layers below an exit left of the answers, scaled to length."""
+    return unit(torch.cat([text.hidden[text.answer - 1 :].unflatten(-1, (exits + 1, -1))[:, exit] for text in texts]))
+
+
+def _judged(made: Trained, texts: Sequence[Text], exit: int) -> torch.Tensor:
+    """What the classifier of an exit says at each token of the answers."""
+    weight, bias = (made.heads.tensors[f"sure.{exit}.{name}"] for name in ("weight", "bias"))
+    return torch.sigmoid(_left(texts, exit, made.heads.count) @ weight + bias)
+
+
+def _regression(rows: torch.Tensor, labels: torch.Tensor) -> Tensors:
+    """Weight and bias that say of rows [n, hidden] how likely their labels [n] are 1."""
+    weight, bias = (torch.zeros(size, requires_grad=True) for size in (rows.shape[1], 1))
+    descent = torch.optim.LBFGS([weight, bias], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> float:
+        descent.zero_grad()
+        lost = binary_cross_entropy_with_logits(rows @ weight + bias, labels) + SMALL * (weight**2).sum()
+        lost.backward()
+        return float(lost.detach())
+
+    descent.step(loss)
+    return {"weight": weight.detach(), "bias": bias.detach()}
 
 
 def _leaving(sure: torch.Tensor, right: torch.Tensor, threshold: float, cost: float, head: float) -> Leaving:

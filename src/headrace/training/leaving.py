@@ -29,6 +29,7 @@ class Task:
     loss: Literal["text", "token"] = "text"
     delta: float = 0.1
     epsilon: float = 0.05
+    state: str = "deferred"  # of the model that is asked: its exit_state
 
 
 def calibrated(
@@ -60,7 +61,7 @@ def calibrated(
     data = hashlib.sha256(msgspec.json.encode(list(prompts))).hexdigest()
     numbers = float(np.mean(layers)), float(np.std(layers))
     asked = task.criterion, found.threshold, task.decay, task.max_tokens, task.loss, task.delta, task.epsilon
-    return Rule(*asked, found.n, found.risk, *numbers, data), found
+    return Rule(*asked, found.n, found.risk, *numbers, data, task.state), found
 
 
 def _lost(loss: str, answer: CompletionOutput, whole: list[int]) -> float:
