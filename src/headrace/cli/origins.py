@@ -1,5 +1,5 @@
 """Tokens in colours. Where each came from: drafted and accepted, put in a rejected draft's place, a bonus after a draft that
-was right to its end, or decoded plainly. Or after how many layers it was written."""
+was right to its end, or decoded plainly. Or after how many layers it was written (none: by a smaller model)."""
 
 from typing import Any
 
@@ -87,17 +87,17 @@ class Depths(Coloured):
         depths = [exited.layers for exited in self._exits]
         for layers in sorted(set(depths)):
             style = EARLY if layers < self._layers else ""
-            self._console.print(
-                Text(f"after {layers} of {self._layers} layers: {counted(depths.count(layers), 'tokens')}", style)
-            )
+            who = f"after {layers} of {self._layers} layers" if layers else "by the smaller model"
+            self._console.print(Text(f"{who}: {counted(depths.count(layers), 'tokens')}", style))
         if depths:
             early = sum(layers < self._layers for layers in depths)
             self._console.print(f"{sum(depths) / len(depths):.1f} layers on average, {early / len(depths):.0%} left early")
+        first = "the exit" if 0 not in depths else "the smaller model"
         audited = [exited for exited in self._exits if len(exited.votes) == 2]
         for what, some in (("all", audited), ("those that left", [one for one in audited if one.layers < self._layers])):
             if some:
                 same = sum(one.votes[0] == one.votes[1] for one in some)
-                self._console.print(f"audit: the exit says what the whole model does at {same / len(some):.0%} of {what}")
+                self._console.print(f"audit: {first} says what the whole model does at {same / len(some):.0%} of {what}")
 
 
 def _whole(data: bytes) -> tuple[str, bytes]:

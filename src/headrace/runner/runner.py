@@ -13,7 +13,7 @@ import msgspec
 from headrace.data.plan import FEATURES, HIDDEN, UPPER, Answers, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
 from headrace.runner.exits import Exits, Staged, asked
 from headrace.runner.kept import Rows
-from headrace.runner.leaving import Leaving
+from headrace.runner.leaving import Cascade, Leaving
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
 from headrace.runner.span import WHOLE, Span
@@ -26,8 +26,8 @@ class Runner:
 
     A companion is a program, a span of the target, or one that ends in an exit. `amateur` is the number of the companion whose
     logits are combined with the target's: a plan for the target feeds it the same rows wherever a request is decoded so, so
-    its K and V are always there as far as the target's are. By the exit `leaves` tokens may leave the target early. `kept` are
-    hidden rows of the target by the name of their KV group.
+    its K and V are always there as far as the target's are. By the exit `leaves` tokens may leave the target early; a program
+    in its place is the smaller model of a cascade. `kept` are hidden rows of the target by the name of their KV group.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Runner:
         target: Program,
         companions: Sequence[Program | Span | Exit] = (),
         amateur: int = 0,
-        leaves: Exit | None = None,
+        leaves: Exit | Program | None = None,
     ) -> None:
         self._exits = {number: each for number, each in enumerate(companions, 1) if isinstance(each, Exit)}
         headed = [each.head if isinstance(each, Exit) else each for each in companions]
@@ -47,10 +47,13 @@ class Runner:
         self.kept = {HIDDEN: target.kept(), FEATURES: target.kept()}
         self.exits: Exits | None = None  # of the target
         self.leaving: Leaving | None = None
-        if leaves is not None:
+        if isinstance(leaves, Exit):
             self.kept[UPPER] = target.kept()
             self.programs.append(leaves.head)
             self.leaving = Leaving(target, leaves, self.kept[UPPER])
+        elif leaves is not None:
+            self.programs.append(leaves)
+            self.leaving = Cascade(target, leaves)
         self._chains: dict[tuple[int, int], AnyLive] = {}  # by model and slot: a scratch copy
 
     def execute(self, plan: StepPlan) -> StepOutput:

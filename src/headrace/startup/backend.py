@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, UPPER
+from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
@@ -70,7 +70,7 @@ def _check(recipe: Recipe) -> None:
     if settings.quantize not in (None, "int8", "int4"):
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
     if len(recipe.models) > 1 and any(each.config.source is not None for each in recipe.models.values()):
-        raise ValueError("no other model works beside an encoder-decoder; leave out draft and amateur")
+        raise ValueError("no other model works beside an encoder-decoder; leave out draft, amateur and cascade")
     if settings.draft_vocab is not None and (settings.draft_vocab < 0 or DRAFT not in recipe.models):
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
 
@@ -80,13 +80,14 @@ def _started(offer: Offer, recipe: Recipe) -> Started:
     needed."""
     loaded = offer.load(recipe)
     target, *beside = recipe.roles
-    companions = [_companion(role, loaded) for role in beside if role.name != EXITS]
-    leaves = next((_exit(role, loaded) for role in beside if role.name == EXITS), None)
+    companions = [_companion(role, loaded) for role in beside if role.name not in (EXITS, CASCADE)]
+    leaves = next((_companion(role, loaded) for role in beside if role.name in (EXITS, CASCADE)), None)
+    assert not isinstance(leaves, Span)
     runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR), leaves)
     runner.kept[HIDDEN].afford = lambda need: memory.check_hidden_fits(loaded.plan, need, offer.free_memory(recipe))
     if recipe.features:
         runner.reserve(FEATURES)
-    if leaves is not None:
+    if UPPER in runner.kept:
         runner.reserve(UPPER)
     return Started(offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
 
