@@ -34,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "speculative cascade": {"defer_rule": "opt", "seed": 1},
     "blocks filled in": {"refine_block": 4},
     "early exit": {"exit_threshold": 0.02, "temperature": 0.0},
+    "token cascade": {"cascade_threshold": 0.02, "temperature": 0.0},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "several answers": {"n": 2},
@@ -58,13 +59,17 @@ FEATURES: dict[str, dict[str, Any]] = {
     "an amateur's contrast": {"contrastive_beta": 0.5, "contrastive_alpha": 1e-4},
     "an amateur's cascade": {"defer_rule": "chow"},
     "early exit": {"exit_threshold": 0.5},
+    "a smaller model's cascade": {"cascade_threshold": 0.5},
     "logit processors": {"processors": (LengthNudge(end_id=0, start=1),)},
 }
 
 
-def table(llm: LLM, sources: LLM) -> str:
-    """The table and the reasons under it, in Markdown. `sources`: an encoder-decoder."""
+def table(llm: LLM, cascading: LLM, sources: LLM) -> str:
+    """The table and the reasons under it, in Markdown. `cascading`: with a smaller model; `sources`: an encoder-decoder."""
     reasons: dict[str, int] = {}
+
+    def asked(method: dict[str, Any], feature: dict[str, Any]) -> str:
+        return refusal(cascading if "cascade_threshold" in {**method, **feature} else llm, method, feature)
 
     def cell(feature: dict[str, Any], answer: str) -> str:
         field = next(iter(feature))
@@ -75,7 +80,7 @@ def table(llm: LLM, sources: LLM) -> str:
     lines.append(_row("streamed", [_yes(strategy_for(params_of(one)).streams) for one in METHODS.values()]))
     lines.append(_row("optional drafts", [_yes(speculates(params_of(one))) for one in METHODS.values()]))
     for name, feature in FEATURES.items():
-        lines.append(_row(name, [cell(feature, refusal(llm, method, feature)) for method in METHODS.values()]))
+        lines.append(_row(name, [cell(feature, asked(method, feature)) for method in METHODS.values()]))
     lines.append(_row("from a source", [cell({"": 0}, refusal(sources, method, {})) for method in METHODS.values()]))
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([*lines, "", *notes])
@@ -108,17 +113,17 @@ def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
 
 
-def opened(folder: Path) -> tuple[LLM, LLM]:
-    """A decoder with an amateur, and an encoder-decoder."""
+def opened(folder: Path, **settings: Any) -> tuple[LLM, LLM, LLM]:
+    """A decoder with an amateur and an exit, one with a smaller model, and an encoder-decoder."""
     path = write_tiny_gguf(folder / "tiny.gguf", mask=MASK)
-    exits = write_exits(folder / "exits", path)
-    llm = LLM(path, amateur=path, exits=exits, backend="torch", dtype="float64", threads=1, device="cpu")
-    return llm, LLM(write_tiny_marian(folder / "marian"), dtype="float64", threads=1, device="cpu")
+    llm = LLM(path, amateur=path, exits=write_exits(folder / "exits", path), threads=1, device="cpu", **settings)
+    cascading = LLM(path, cascade=path, threads=1, device="cpu", **settings)
+    return llm, cascading, LLM(write_tiny_marian(folder / "marian"), dtype="float64", threads=1, device="cpu")
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write(PART, table(*opened(Path(folder))))
+        write(PART, table(*opened(Path(folder), backend="torch", dtype="float64")))
 
 
 if __name__ == "__main__":

@@ -46,13 +46,13 @@ class LLM:
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8
     (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `kv_cache_memory`:
     bytes or "2GiB"; by default 2,048 tokens for each of `max_num_seqs` and one whole context at least, in a quarter of free
-    memory at most. `draft` and `amateur` name companions of the same vocabulary: a model that drafts (or a folder of trained
-    heads), and one that contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft,
-    heads, self, blocks, None) drafts what the model verifies; auto is prompt lookup on the native core. Outputs depend on the
-    request and its seed alone, not on drafts, batch or chunks: bitwise on the native core, near-tie-exact in torch
-    (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at once; by default what
-    was measured decides. `draft_vocab`: so many of the most frequent tokens it chooses from (0: all). Folders trained for this
-    model: `classifier`, for `classify`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises ValueError.
+    memory at most. Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is what
+    contrastive decoding is a contrast to, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead,
+    jacobi, draft, heads, self, blocks, None) drafts what the model verifies; auto is prompt lookup on the native core. Outputs
+    depend on the request and its seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and
+    block draw other samples by design). `draft_tokens` fixes how many at once; by default what was measured decides.
+    `draft_vocab`: so many of the most frequent tokens it chooses from (0: all). Folders for this model: `classifier`; `exits`,
+    by which tokens leave early (`exit_state`: deferred, propagate). Raises ValueError.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class LLM:
         classifier: str | Path | None = None,
         exits: str | Path | None = None,
         exit_state: str = "deferred",
+        cascade: str | Path | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.progress = on_terminal() if progress is None else progress
@@ -88,7 +89,7 @@ class LLM:
             self.device, self.opened = pick_device(device), open_files(model, progress)
             self.classifier = None if classifier is None else load(classifier, self.opened)
             recipe = Recipe(
-                open_roles(self.opened, draft, amateur, speculate or "", progress, exits),
+                open_roles(self.opened, draft, amateur, speculate or "", progress, exits, cascade),
                 Settings(
                     str(self.device),
                     backend=backend,

@@ -19,9 +19,10 @@ from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
 from headrace.data.types import Request
-from headrace.drafting.base import Drafter
+from headrace.drafting import blocks
+from headrace.drafting.base import Drafter, Fed
 from headrace.drafting.blocks import Blocks
-from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.draft_model import Chain, DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
@@ -185,10 +186,10 @@ def in_torch(
 
     def play(params: SamplingParams, drafters: list[Drafter] | None, gamma: int | None) -> tuple[list[list[int]], list[Any]]:
         length = most + (params.max_tokens or 0)
-        blocks = batch * -(-(length + 64) // 16)
+        size = batch * -(-(length + 64) // 16)
 
         def program(of: Model) -> EagerProgram:
-            return EagerProgram(of, KVPool(of.config, blocks, 16, torch.float64))
+            return EagerProgram(of, KVPool(of.config, size, 16, torch.float64))
 
         target = program(model)
         parts = Span(layers=layers - 1), Span(skips=(*[0] * (layers - 1), ATTENTION | MLP)[::-1])
@@ -197,7 +198,7 @@ def in_torch(
         companions = [program(draft or changed(model, 0.1)), *parts, heads, WHOLE]
         engine = Engine(
             InProcess(Runner(target, companions)),
-            EngineConfig(SchedulerConfig(batch, 2048, length + 1), CacheConfig(blocks, 16)),
+            EngineConfig(SchedulerConfig(batch, 2048, length + 1), CacheConfig(size, 16)),
             vocab_size=model.config.vocab_size,
             groups=(TARGET, KVGroup(DRAFT, model=DRAFT_MODEL)),
             speculation=None if drafters is None else Speculation(drafters, length + 1, gamma),
@@ -230,7 +231,8 @@ def test_a_random_model_drafts_for_stories(count: int, length: int) -> None:
     check(in_torch(model, prompts_of(count, model.config.vocab_size), draft), ways, length)
 
 
-def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["draft", "blocks"])
+def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Negative control: a node is followed whose token was not drawn, and its K and V stay."""
 
     def first(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
@@ -239,8 +241,24 @@ def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stories()
     play = in_torch(model, prompts_of(4, model.config.vocab_size))
     monkeypatch.setattr("headrace.eager.step.child", first)
-    with pytest.raises(AssertionError, match="draft, greedy: prompts"):
-        check(play, {"draft": WAYS["draft"]}, 16)
+    with pytest.raises(AssertionError, match=f"{way}, greedy: prompts"):
+        check(play, {way: WAYS[way]}, 16)
+
+
+def test_a_block_that_is_verified_open_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: in its verification, too, every token of a block sees the whole block, so that what is accepted has K
+    and V that decoding token by token would not have."""
+    settle = blocks.settle
+
+    def left_open(work: Fed, chain: Chain) -> None:
+        settle(work, chain)
+        work.feed.full = bool(work.feed.nodes)
+
+    model = stories()
+    play = in_torch(model, prompts_of(4, model.config.vocab_size))
+    monkeypatch.setattr(blocks, "settle", left_open)
+    with pytest.raises(AssertionError, match="blocks, greedy: prompts"):
+        check(play, {"blocks": WAYS["blocks"]}, 16)
 
 
 def test_the_head_of_another_exit_would_be_seen() -> None:

@@ -101,18 +101,23 @@ def forbid_reuse(engine: Engine) -> None:
     blocks.pool._retire, blocks.pool.take = watched_retire, watched_take  # type: ignore[method-assign]
 
 
+def plain(config: EngineConfig, depth: int, speculation: Speculation | None) -> Engine:
+    """An engine on a fake model."""
+    executor = Deferred(FakeRunner(config.cache.num_blocks, config.cache.block_size), depth)
+    return Engine(executor, config, vocab_size=VOCAB, eos_ids=frozenset({EOS}), speculation=speculation)
+
+
 def run(
     seed: int,
     tamper: Callable[[Engine], None] | None = None,
     check: bool = True,
     speculation: Callable[[], Speculation | None] = lambda: None,
     make: type[Job] = Job,
+    build: Callable[[EngineConfig, int, Speculation | None], Engine] = plain,
 ) -> tuple[list[Job], dict[str, dict[int, list[int]]], Engine]:
     """Drive the load to its end; returns the tokens of each job by child."""
     jobs, config, depth = make_load(seed, make)
-    runner = FakeRunner(config.cache.num_blocks, config.cache.block_size)
-    executor = Deferred(runner, depth)
-    engine = Engine(executor, config, vocab_size=VOCAB, eos_ids=frozenset({EOS}), speculation=speculation())
+    engine = build(config, depth, speculation())
     if tamper is not None:
         tamper(engine)
     forbid_reuse(engine)
@@ -120,7 +125,8 @@ def run(
     bound = 50 + sum((len(j.prompt) + (j.params.max_tokens or 0)) * j.params.n for j in jobs) * (len(jobs) + 1)
     outputs: dict[str, dict[int, list[int]]] = {job.id: {} for job in jobs}
     step = 0
-    while step < 13 or engine.busy:
+    last = max(12, *(job.arrives for job in jobs))
+    while step <= last or engine.busy:
         for job in jobs:
             if job.arrives == step:
                 job.add(engine)

@@ -49,7 +49,7 @@ SET: dict[str, Any] = {
     "n": 2, "best_of": 2, "temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "top_n_sigma": 1.0,
     "xtc_probability": 0.5, "mirostat_tau": 3.0, "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": 0.5, "no_repeat_ngram": 2, "dry_multiplier": 1.0, "contrastive_beta": 0.5, "defer_rule": "chow",
-    "exit_threshold": 0.5, "penalty_alpha": 0.5,
+    "exit_threshold": 0.5, "cascade_threshold": 0.5, "penalty_alpha": 0.5,
     "logit_bias": {1: 1.0}, "bad_words": ((1,),), "allowed_token_ids": (1, 2), "structured_outputs": {"regex": "a"},
     "min_tokens": 1, "max_tokens": 5, "stop": ("a",), "stop_token_ids": (1,), "include_stop_str_in_output": True,
     "ignore_eos": True, "seed": 1, "logprobs": 0, "prompt_logprobs": 0, "verification": "block",
@@ -57,7 +57,8 @@ SET: dict[str, Any] = {
 }  # fmt: skip
 DETAILS = {
     "xtc_threshold", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_breakers", "dry_range", "contrastive_alpha",
-    "defer_at", "logprobs_mode", "exit_criterion", "exit_decay", "exit_audit",
+    "defer_at", "logprobs_mode", "exit_criterion", "exit_decay", "exit_audit", "cascade_criterion",
+    "cascade_audit",
 }  # fmt: skip
 BESIDE: dict[str, dict[str, Any]] = {"penalty_alpha": {"top_k": 4}, "beam": BeamSearchParams().shared()}
 

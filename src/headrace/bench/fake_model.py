@@ -90,6 +90,14 @@ class FakeRunner:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self.slots.apply(plan)
+        self.rearrange(plan)
+        for feed in plan.feeds:
+            self.write(feed)
+        self.fed.append([(feed.slot, feed.start, feed.count) for feed in plan.feeds])
+        return StepOutput(plan.step, [self._answer(feed) for feed in plan.feeds])
+
+    def rearrange(self, plan: StepPlan) -> None:
+        """Carry out a plan's moves and copies."""
         size = self.block_size
         moved = [(to, self.pool[source]) for _, source, to in plan.moves]
         for to, token in moved:
@@ -97,12 +105,12 @@ class FakeRunner:
         # Copies may run in any order; the unkindest is the reverse.
         for _, source, to in reversed(plan.copies):
             self.pool[to * size : (to + 1) * size] = self.pool[source * size : (source + 1) * size]
-        for feed in plan.feeds:
-            tokens = self.slots[feed.slot].tokens
-            for position, token in enumerate([*tokens[feed.start : feed.start + feed.count], *feed.nodes], feed.start):
-                self._write(feed.slot, position, token)
-        self.fed.append([(feed.slot, feed.start, feed.count) for feed in plan.feeds])
-        return StepOutput(plan.step, [self._answer(feed) for feed in plan.feeds])
+
+    def write(self, feed: Feed) -> None:
+        """Put a feed's tokens where its K and V would be."""
+        tokens = self.slots[feed.slot].tokens
+        for position, token in enumerate([*tokens[feed.start : feed.start + feed.count], *feed.nodes], feed.start):
+            self._write(feed.slot, position, token)
 
     def _write(self, slot: int, position: int, token: int) -> None:
         self.pool[self._at(slot, position)] = token

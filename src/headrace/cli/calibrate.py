@@ -1,8 +1,8 @@
-"""calibrate: a threshold for tokens that leave early, with a guarantee."""
+"""calibrate: a threshold for tokens that leave early, or that a smaller model writes, with a guarantee."""
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,7 +13,7 @@ from headrace.cli.output import print_table, say
 
 
 class Criterion(StrEnum):
-    """By what an exit is sure."""
+    """By what an exit, or a smaller model, is sure."""
 
     MAX_PROB = "max_prob"
     MARGIN = "margin"
@@ -31,8 +31,9 @@ class Loss(StrEnum):
 def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
-        "exits source criterion loss delta epsilon max_tokens",
+        "exits cascade source criterion loss delta epsilon max_tokens",
         ("headrace calibrate MODEL --exits exits -i prompts.txt", "The lowest threshold that loses at most a tenth."),
+        ("headrace calibrate MODEL --cascade SMALLER -i prompts.txt", "The same for a smaller model."),
         ("headrace run MODEL --exits exits --exit-threshold 0.9 --show-exits 'Why?'", "Use one."),
     )
     app.command(cls=short)(with_groups(calibrate))
@@ -57,10 +58,10 @@ def calibrate(
     """Find the lowest threshold for tokens that leave early with which little is lost for sure (Learn then Test).
 
     Each threshold is tried by writing answers with it, the safest first, until one cannot be shown to be good enough. The last
-    that could is written to calibration.json in the folder of --exits. The promise is for prompts like these.
+    that could is written to calibration.json in the folder of --exits; for a smaller model it is said. The promise is for
+    prompts like these.
     """
-    if options.exits is None:
-        raise typer.BadParameter("calibrate needs exits of the model: --exits FOLDER (headrace train-heads --kind exit)")
+    _check(options, criterion, decay)
     if not 0 < delta < 1 or not 0 < epsilon < 1:
         raise typer.BadParameter("--delta and --epsilon lie between 0 and 1")
     options.check()
@@ -77,18 +78,31 @@ def calibrate(
             f"{source} has {len(prompts)} prompts, and fewer than {least} can show nothing at this delta; add some"
         )
     llm = open_llm(model, options)
-    of = options.exit_state
-    task = Task(str(criterion), decay, max_tokens, "text" if loss is Loss.TEXT else "token", delta, epsilon, of)
+    lost: Literal["text", "token"] = "text" if loss is Loss.TEXT else "token"
+    of, cascade = options.exit_state, options.cascade is not None
+    task = Task(str(criterion), decay, max_tokens, lost, delta, epsilon, of, cascade)
     rule, found = calibrated(
         llm,
         [asked_tokens(llm, prompt) for prompt in prompts],
         task,
-        lambda threshold, lost: say(f"{criterion} {threshold:g}: {lost:.4f} lost"),
+        lambda threshold, mean: say(f"{criterion} {threshold:g}: {mean:.4f} lost"),
     )
     rows = [(f"{one.threshold:g}", f"{one.risk:.4f}", f"{one.p_value:.2g}") for one in found.tried]
     print_table(("threshold", "lost", "p-value"), rows)
     if rule is None:
         say(f"no threshold loses at most {delta:g} for sure on {found.n} prompts: none is set, and the whole model writes")
         return
-    save(Path(options.exits), rule)
+    if options.exits is not None:
+        save(Path(options.exits), rule)
     say(rule.said())
+
+
+def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:
+    """Raises typer.BadParameter where nobody writes first, or does so by what it has not."""
+    if options.exits is None and options.cascade is None:
+        raise typer.BadParameter(
+            "calibrate needs exits of the model: --exits FOLDER (headrace train-heads --kind exit), "
+            "or a smaller model: --cascade MODEL"
+        )
+    if options.cascade is not None and (criterion is Criterion.SATURATION or decay):
+        raise typer.BadParameter("--criterion saturation and --decay are of exits; leave them out with --cascade")

@@ -163,6 +163,9 @@ class ModelOptions(WeightOptions):
         int | None, _model("The draft chooses among so many of the most frequent tokens (default: 49152; 0: all).")
     ] = None
 
+    cascade: Annotated[
+        str | None, _model("A smaller model of the same vocabulary that writes where it is sure: with --cascade-threshold.")
+    ] = None
     exits: Annotated[
         str | None, _model("A folder that train-heads --kind exit wrote for MODEL: tokens leave by them with --exit-threshold.")
     ] = None
@@ -172,7 +175,7 @@ class ModelOptions(WeightOptions):
 
     def companions(self) -> list[str]:
         """The other models that are opened with it."""
-        return [name for name in (self.draft, self.amateur) if name is not None]
+        return [name for name in (self.draft, self.amateur, self.cascade) if name is not None]
 
 
 # Of types that a command line has: lists and forms have options of their own.
@@ -306,6 +309,8 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
             raise typer.BadParameter(f"--preset says how tokens are drawn, and {method} draws none; leave it out")
     if given.get("exit_threshold") is not None and options.exits is None:
         raise typer.BadParameter("--exit-threshold needs exits of the model: --exits FOLDER (headrace train-heads --kind exit)")
+    if given.get("cascade_threshold") is not None and options.cascade is None:
+        raise typer.BadParameter("--cascade-threshold needs a smaller model of the same vocabulary: --cascade MODEL")
     # Only the model knows the tokens of texts; that there are some is enough here.
     stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}
     given |= {name: tokens for name, tokens in stand_in.items() if name in given}

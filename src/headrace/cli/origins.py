@@ -1,5 +1,5 @@
 """Tokens in colours. Where each came from: drafted and accepted, put in a rejected draft's place, a bonus after a draft that
-was right to its end, or decoded plainly. Or after how many layers it was written."""
+was right to its end, or decoded plainly. Or after how many layers it was written (none: by a smaller model)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -86,23 +86,25 @@ class Depths(Coloured):
         """The legend: how many tokens were written after how many layers, and what an audit found."""
         self._console.print()
         for layers, line in legend(self._exits, self._layers):
-            self._console.print(Text(line, EARLY if 0 < layers < self._layers else ""))
+            self._console.print(Text(line, EARLY if layers is not None and layers < self._layers else ""))
 
 
-def legend(exits: Sequence[Any], layers: int) -> Iterator[tuple[int, str]]:
-    """Of tokens that may have left a model of so many layers (`Exited`): lines that sum them up, and of which depth each is (0:
-    of all)."""
+def legend(exits: Sequence[Any], layers: int) -> Iterator[tuple[int | None, str]]:
+    """Of tokens that may have left a model of so many layers (`Exited`): lines that sum them up, and of which depth each is
+    (None: of all)."""
     depths = [exited.layers for exited in exits]
     for depth in sorted(set(depths)):
-        yield depth, f"after {depth} of {layers} layers: {counted(depths.count(depth), 'tokens')}"
+        who = f"after {depth} of {layers} layers" if depth else "by the smaller model"
+        yield depth, f"{who}: {counted(depths.count(depth), 'tokens')}"
     if depths:
         early = sum(depth < layers for depth in depths)
-        yield 0, f"{sum(depths) / len(depths):.1f} layers on average, {early / len(depths):.0%} left early"
+        yield None, f"{sum(depths) / len(depths):.1f} layers on average, {early / len(depths):.0%} left early"
+    first = "the exit" if 0 not in depths else "the smaller model"
     audited = [exited for exited in exits if len(exited.votes) == 2]
     for what, some in (("all", audited), ("those that left", [one for one in audited if one.layers < layers])):
         if some:
             same = sum(one.votes[0] == one.votes[1] for one in some)
-            yield 0, f"audit: the exit says what the whole model does at {same / len(some):.0%} of {what}"
+            yield None, f"audit: {first} says what the whole model does at {same / len(some):.0%} of {what}"
 
 
 def _whole(data: bytes) -> tuple[str, bytes]:

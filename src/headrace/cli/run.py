@@ -74,8 +74,8 @@ def run(
         raise typer.BadParameter("--show-speculation shows one answer as text; leave out --json and -n")
     if show_exits and (as_json or n > 1 or show_speculation):
         raise typer.BadParameter("--show-exits shows one answer as text; leave out --json, -n and --show-speculation")
-    if show_exits and sampling.exit_threshold is None:
-        raise typer.BadParameter("--show-exits goes with --exit-threshold")
+    if show_exits and sampling.exit_threshold is None and sampling.cascade_threshold is None:
+        raise typer.BadParameter("--show-exits goes with --exit-threshold or --cascade-threshold")
     check(options, sampling, choice, n=n, logprobs=logprobs)
     more = {**choice.changes(), "n": n, "logprobs": logprobs}
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)

@@ -83,7 +83,7 @@ def serve(
         limits=Limits(**limits.limits()),
     )
     for _, entry, arguments in entries:
-        for each in (entry.model, arguments.get("draft"), arguments.get("amateur")):
+        for each in (entry.model, *(arguments.get(role) for role in ("draft", "amateur", "cascade"))):
             if each is not None:
                 look_at(each)
     cascades = [read_cascade(table) for table in context.meta.get(CASCADES, [])]

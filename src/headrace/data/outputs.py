@@ -32,7 +32,7 @@ class CompletionOutput(Plain):
     """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None.
     `tool_calls`: those of a conversation with tools, as OpenAI's protocol writes them; `text` is what stands beside them.
 
-    `exits`: after how many layers each token was written, where the request may leave early, else None.
+    `exits`: after how many layers each token was written, where the request may leave early or cascades, else None.
 
     Beam search ranks its outputs by `score` (the length-normalised log-probability) and gives `cumulative_logprob`."""
 
@@ -182,7 +182,7 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
                 index,
                 logprobs=[] if wants_logprobs else None,
                 cumulative_logprob=0.0 if wants_logprobs else None,
-                exits=None if params.exit_threshold is None else [],
+                exits=[] if params.leaves else None,
             )
             for index in range(params.n)
         ],

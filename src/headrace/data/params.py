@@ -158,12 +158,18 @@ class SamplingParams(
             DETAIL,
         ),
     ] = "max_prob"
-    exit_decay: Annotated[
-        float, Field("Above 0: it need be less sure towards max_tokens, the faster the higher", DETAIL, ge=0, le=100)
-    ] = 0.0
+    exit_decay: Annotated[float, Field("Above 0: it falls towards max_tokens, the faster the more", DETAIL, ge=0, le=100)] = 0.0
     exit_audit: Annotated[
         bool, Field("Let the exit and the whole model both say what they would write, at every token", DETAIL)
     ] = False
+    cascade_threshold: Annotated[
+        float | None,
+        Field("Cascade by token: the smaller model writes where it is so sure (0 to 1; above 1: never)", ge=0, le=MOST_SURE),
+    ] = None
+    cascade_criterion: Annotated[
+        Literal["max_prob", "margin"], Field("How sure it is: the likeliest token's probability, or its lead", DETAIL)
+    ] = "max_prob"
+    cascade_audit: Annotated[bool, Field("Let both models say what they would write, at every token", DETAIL)] = False
     penalty_alpha: Annotated[
         float, Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1)
     ] = 0.0
@@ -246,8 +252,25 @@ class SamplingParams(
             return "contrast", self.contrastive_alpha, self.contrastive_beta
         return None if self.defer_rule is None else (self.defer_rule, self.defer_at, 0.0)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether less than the whole model may write a token: an exit of it, or the smaller model of a cascade."""
+        return self.exit_threshold is not None or self.cascade_threshold is not None
+
+    @property
+    def sure_by(self) -> str:
+        """The criterion of who writes first."""
+        return self.exit_criterion if self.cascade_threshold is None else self.cascade_criterion
+
+    @property
+    def audited(self) -> bool:
+        """Whether who writes first and the whole model both say what they would."""
+        return self.exit_audit if self.cascade_threshold is None else self.cascade_audit
+
     def sure_at(self, written: int) -> float:
-        """How sure an exit must be to write the token after `written` tokens of the output (CALM, Schuster et al. 2022)."""
+        """How sure who writes first must be of the token after `written` tokens of the output (CALM, Schuster et al. 2022)."""
+        if self.cascade_threshold is not None:
+            return self.cascade_threshold
         least = MOST_SURE if self.exit_threshold is None else self.exit_threshold
         if not self.exit_decay or least > 1 or self.max_tokens is None:
             return least
@@ -359,19 +382,22 @@ def check_contrast(params: SamplingParams) -> None:
 
 
 def check_exits(params: SamplingParams) -> None:
-    """What goes with leaving early, where tokens come from different depths of the model."""
-    if params.exit_threshold is None:
+    """What goes with leaving early, where tokens come from different depths of the model, and with a cascade's two models."""
+    if not params.leaves:
         return
+    name, who = ("exit_threshold", "an exit") if params.cascade_threshold is None else ("cascade_threshold", "a smaller model")
+    if params.exit_threshold is not None and params.cascade_threshold is not None:
+        raise ParamError("an exit writes first, or a smaller model does; leave exit_threshold or cascade_threshold out")
     if params.combined is not None:
-        name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
-        raise ParamError(f"an exit's logits are not combined with an amateur's; leave exit_threshold or {name} out")
+        other = "contrastive_beta" if params.defer_rule is None else "defer_rule"
+        raise ParamError(f"{who}'s logits are not combined with an amateur's; leave {name} or {other} out")
     if params.best_of is not None and params.best_of > 1:
-        raise ParamError("best_of ranks answers by one model's log-probabilities; leave exit_threshold or best_of out")
+        raise ParamError(f"best_of ranks answers by one model's log-probabilities; leave {name} or best_of out")
     if params.prompt_logprobs is not None:
-        raise ParamError("prompt_logprobs are of the whole model; leave exit_threshold or prompt_logprobs out")
-    if params.logprobs_mode == "processed":
+        raise ParamError(f"prompt_logprobs are of the whole model; leave {name} or prompt_logprobs out")
+    if params.exit_threshold is not None and params.logprobs_mode == "processed":
         raise ParamError(
             "an exit has log-probabilities of its own tokens alone; set logprobs_mode to raw, or leave exit_threshold out"
         )
-    if params.exit_decay and params.max_tokens is None:
+    if params.exit_threshold is not None and params.exit_decay and params.max_tokens is None:
         raise ParamError("exit_decay is over the length of the answer; set max_tokens, or leave exit_decay out")

@@ -155,8 +155,8 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn. With
     `full` each node sees all nodes, and not its ancestors alone; positions are as the tree has them. `source`: tokens to be
     encoded before this, whole, into the slot's table 1. `lag`: so many tokens before `start` have no K and V yet in the layers
-    above the target's exit. `depth`: after so many layers its rows have left, and are left as they are (0: they have not; a
-    last known token's may leave now).
+    above the target's exit, or, in a cascade, in any of the target's. `depth`: after so many layers its rows have left, and are
+    left as they are (0: they have not; a last known token's may leave now).
     """
 
     slot: int
@@ -265,8 +265,8 @@ Answers = tuple[Answer, ...]  # of a feed, in the order of its wants
 
 
 class Exited(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """After how many layers a token was written, and how sure the exit was that was asked (None: none was). `votes`: under
-    an audit, what the exit would write and what the whole model would."""
+    """After how many layers of the model a token was written (0: by the smaller model of a cascade), and how sure who was asked
+    first was (None: nobody). `votes`: under an audit, what that one would write and what the whole model would."""
 
     layers: int
     confidence: float | None = None
@@ -300,3 +300,4 @@ class KVGroup(msgspec.Struct, frozen=True):
 TARGET = KVGroup("target")
 DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"  # names of groups
 UPPER, PROPAGATED = "upper", "propagated"  # the target's K and V above its exit, and their kind where they never lag
+CASCADE = "cascade"  # the smaller model's of a cascade; then all of the target's are UPPER

@@ -26,7 +26,7 @@ class Sampling(Strategy):
     speculates = True
     honours = DRAWN | {
         "n", "logprobs", "logprobs_mode", "prompt_logprobs", "mirostat_tau", "mirostat_eta", "verification", "processors",
-        "exit_threshold",
+        "exit_threshold", "cascade_threshold",
     }  # fmt: skip
 
     def width(self, request: Request) -> int:

@@ -91,7 +91,7 @@ class Speculation:
         order, and the whole model writes all of them."""
         return (
             bool(request.strategy.speculates)
-            and request.params.exit_threshold is None
+            and not request.params.leaves
             and all(processor.scope != "stateful" for processor in request.processors)
         )
 

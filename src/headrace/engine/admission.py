@@ -3,7 +3,7 @@
 from headrace.data.config import EngineConfig
 from headrace.data.fields import unheeded
 from headrace.data.params import ParamError, SamplingParams
-from headrace.data.plan import AMATEUR, FEATURES, HIDDEN, MAX_NODES, TARGET, UPPER, KVGroup
+from headrace.data.plan import AMATEUR, CASCADE, FEATURES, HIDDEN, MAX_NODES, TARGET, UPPER, KVGroup
 from headrace.data.types import Request
 from headrace.decoding.base import Strategy
 from headrace.decoding.processors import ProcessorError, check_processors
@@ -138,8 +138,9 @@ def _check_processors(request: Request) -> None:
     except ProcessorError as error:
         raise AdmissionError(str(error)) from None
     stateful = any(processor.scope == "stateful" for processor in request.processors)
-    if stateful and request.params.exit_threshold is not None:
-        raise AdmissionError("a stateful logit processor sees every token's logits once; leave exit_threshold out")
+    if stateful and request.params.leaves:
+        name = "exit_threshold" if request.params.cascade_threshold is None else "cascade_threshold"
+        raise AdmissionError(f"a stateful logit processor sees every token's logits once; leave {name} out")
     if request.width > 1 and stateful:
         raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 
@@ -150,6 +151,8 @@ def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...], judges: b
     needed = {TARGET.name, FEATURES, UPPER}  # if there are any: heads may draft for any request, any may find its prefix
     if params.exit_threshold is not None:
         _check_exits(params, groups, judges)
+    if params.cascade_threshold is not None:
+        needed.add(CASCADE)
     if params.combined is not None:
         needed.add(AMATEUR)
     if params.penalty_alpha:
@@ -157,13 +160,15 @@ def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...], judges: b
     if AMATEUR in needed and all(group.name != AMATEUR for group in groups):
         name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
         raise AdmissionError(f"{name} needs an amateur; open the model with amateur=MODEL, or leave it out")
+    if CASCADE in needed and all(group.name != CASCADE for group in groups):
+        raise AdmissionError("cascade_threshold needs a smaller model; open the model with cascade=MODEL, or leave it out")
     if HIDDEN in needed and all(group.name != HIDDEN for group in groups):
         raise AdmissionError("this engine keeps no hidden states for contrastive search; leave penalty_alpha out")
     return sum(1 << g for g, group in enumerate(groups) if group.name in needed)
 
 
 def _check_exits(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bool) -> None:
-    upper = next((group for group in groups if group.name == UPPER), None)
+    upper = next((group for group in groups if group.name == UPPER and group.layers), None)
     if upper is None:
         raise AdmissionError("exit_threshold needs exits; open the model with exits=FOLDER, or leave it out")
     if params.exit_criterion == "saturation" and upper.layers[0] < 2:

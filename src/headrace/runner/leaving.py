@@ -1,5 +1,6 @@
 """Tokens that leave a decoder early, unverified: an exit after some of the layers writes them where it is sure enough (CALM,
-Schuster et al. 2022).
+Schuster et al. 2022). A cascade of two models is the same with a smaller model in the exit's place: all of the larger one lags,
+and reads the tokens themselves.
 
 deferred: no K or V is approximated: the layers above lag, and read what they have not seen from the rows that were kept where
 they begin, when they are needed next. propagated, as in the paper: a row that leaves stays as it is, and each layer above
@@ -20,7 +21,7 @@ import numpy as np
 from headrace.data.plan import Answer, Answers, Drawn, Exited, Failed, Feed, Ranked, StepOutput, Top
 from headrace.runner.kept import Kept, Rows
 from headrace.runner.program import AnyLive, Program
-from headrace.runner.span import Span
+from headrace.runner.span import WHOLE, Span
 from headrace.runner.stages import Exit
 
 MOST_BEHIND = 7  # tokens; the next one catches up: a step of eight rows takes little longer than one of one
@@ -30,7 +31,7 @@ Rest = Callable[[list[Feed], list[AnyLive], Span, Rows], list[Answers]]  # the a
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an exit would write, how sure it is, and whether that is enough."""
+    """What who is asked first would write, how sure it is, and whether that is enough."""
 
     answers: Answers
     confidence: float
@@ -62,7 +63,7 @@ class Leaving:
             output.feeds.append(here.answers if here is not None and sure else above.get(at, ()))
             if _may_leave(feed, live):
                 layers = self.depth if sure else self.target.config.num_layers
-                both = here is not None and live.params.exit_audit
+                both = here is not None and live.params.audited
                 votes = (*_tokens(here.answers), *_tokens(above[at])) if here is not None and both else ()
                 output.exited[at] = Exited(layers, None if here is None else here.confidence, votes)
         return output
@@ -83,7 +84,7 @@ class Leaving:
     def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Said]:
         """What the exit says of each feed that may leave and is past its prompt, by number: of its last row."""
         places = list(_places(feeds))
-        past = [at for at, feed in enumerate(feeds) if _may_leave(feed, lives[at]) and len(lives[at]) > lives[at].prompt_len]
+        past = [at for at, feed in enumerate(feeds) if _is_past(feed, lives[at])]
         if not past:
             return {}
         tips = [places[at].stop - 1 for at in past]
@@ -91,16 +92,14 @@ class Leaving:
         said = {}
         for at, tip, (top, *answers) in zip(past, tips, found, strict=True):
             live = lives[at]
-            match live.params.exit_criterion:
-                case "saturation":
-                    confidence = _cosine(self._on_host(before, tip), self._on_host(rows, tip))
-                case "classifier":
-                    confidence = self.exit.sure(self._on_host(rows, tip))
-                case criterion:
-                    confidence = _lead(top, criterion == "margin")
-            may = not any(isinstance(answer, Failed) for answer in answers)  # of its few tokens none may come: the model's can
-            sure = may and confidence >= live.params.sure_at(len(live) - live.prompt_len)
-            said[at] = Said(tuple(answers), confidence, sure)
+            by = live.params.sure_by
+            if by == "saturation":
+                confidence = _cosine(self._on_host(before, tip), self._on_host(rows, tip))
+            elif by == "classifier":
+                confidence = self.exit.sure(self._on_host(rows, tip))
+            else:
+                confidence = _lead(top, live)
+            said[at] = _said(live, tuple(answers), confidence)
         return said
 
     def _on_host(self, rows: Rows, at: int) -> np.ndarray:
@@ -120,8 +119,17 @@ class Leaving:
         output.unfilled = tuple(at for at, one in said.items() if one.sure and _stays(feeds[at], lives[at]))
         for at, place in enumerate(_places(feeds)):
             if at in output.unfilled:
-                self.kept.store(feeds[at], lives[at].table, rows[place])
+                self._keep(feeds[at], lives[at], rows, place)
         return self._above(feeds, lives, rows, said, output.unfilled, rest)
+
+    def _keep(self, feed: Feed, live: AnyLive, rows: Rows, place: slice) -> None:
+        """Keep what the layers above will read of a feed whose token has left."""
+        self.kept.store(feed, live.table, rows[place])
+
+    def _begins(self, feed: Feed, live: AnyLive, rows: Rows, place: slice) -> list[Rows]:
+        """What the layers above begin with, of a feed and of what they have not seen before it."""
+        lagging = [self.kept.read(live.table, feed.start - feed.lag, feed.start)] if feed.lag else []
+        return [*lagging, rows[place]]
 
     def _above(
         self,
@@ -140,16 +148,15 @@ class Leaving:
         for at, (feed, place) in enumerate(zip(feeds, _places(feeds), strict=True)):
             if at in unfilled:
                 continue
-            if feed.lag:
-                parts.append(self.kept.read(lives[at].table, feed.start - feed.lag, feed.start))
-            parts.append(rows[place])
+            parts += self._begins(feed, lives[at], rows, place)
             numbers.append(at)
-            asks = at not in said or not said[at].sure or lives[at].params.exit_audit
+            asks = at not in said or not said[at].sure or lives[at].params.audited
             start, count = feed.start - feed.lag, feed.count + feed.lag
             going.append(msgspec.structs.replace(feed if asks else _unasked(feed), start=start, count=count, lag=0))
         if not going:
             return {}
-        answers = rest(going, [lives[at] for at in numbers], Span(first=self.depth), self.kept.join(parts))
+        begin = self.kept.join(parts) if parts else None
+        answers = rest(going, [lives[at] for at in numbers], Span(first=self.depth), begin)
         return dict(zip(numbers, answers, strict=True))
 
 
@@ -173,7 +180,7 @@ class Propagating(Leaving):
         output.propagated = tuple(at for at, one in said.items() if one.sure)
         assert all(feeds[at].count == 1 for at in output.propagated), "a token that may leave is fed alone"
         left = [at for at, feed in enumerate(feeds) if feed.depth or at in output.propagated]
-        going = [at for at in range(len(feeds)) if at not in left or (at in said and lives[at].params.exit_audit)]
+        going = [at for at in range(len(feeds)) if at not in left or (at in said and lives[at].params.audited)]
         places, above = list(_places(feeds)), dict[int, Answers]()
 
         def of(some: list[int]) -> tuple[list[Feed], list[AnyLive], Rows]:
@@ -188,29 +195,76 @@ class Propagating(Leaving):
         return above
 
 
+class Cascade(Leaving):
+    """A target with a smaller model beside it, which is fed what the target is wherever a request cascades. Where it is not
+    sure enough the target reads all tokens that it has not seen, in one step, and writes (BiLD's fallback, Kim et al. 2023)."""
+
+    def __init__(self, target: Program, smaller: Program) -> None:
+        self.target = target
+        self.smaller = smaller
+        self.depth = 0  # it writes before the target's first layer
+
+    def asked(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> bool:
+        """Whether the smaller model must see any of the feeds."""
+        return any(live.params.leaves for live in lives)
+
+    def _below(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> tuple[Rows, Rows]:
+        return None, None
+
+    def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Said]:
+        """The smaller model reads all feeds of requests that cascade, and says what it would write."""
+        read = [at for at, live in enumerate(lives) if live.params.leaves]
+        step = self.smaller.step()
+        for at in read:
+            past = _is_past(feeds[at], lives[at])
+            step.feed(_with_top(feeds[at]) if past else _unasked(feeds[at]), lives[at])
+        self.smaller.run(step, WHOLE)
+        said = {}
+        for at, answers in zip(read, step.answers(), strict=True):
+            if answers:
+                said[at] = _said(lives[at], tuple(answers[1:]), _lead(answers[0], lives[at]))
+        return said
+
+    def _keep(self, feed: Feed, live: AnyLive, rows: Rows, place: slice) -> None:
+        """Nothing: the target begins with tokens, and these are known."""
+
+    def _begins(self, feed: Feed, live: AnyLive, rows: Rows, place: slice) -> list[Rows]:
+        return []
+
+
 def _may_leave(feed: Feed, live: AnyLive) -> bool:
-    return live.params.exit_threshold is not None and bool(feed.wants)
+    return bool(live.params.leaves and feed.wants)
+
+
+def _is_past(feed: Feed, live: AnyLive) -> bool:
+    """Whether a feed that may leave is past its prompt."""
+    return _may_leave(feed, live) and len(live) > live.prompt_len
 
 
 def _stays(feed: Feed, live: AnyLive) -> bool:
     """Whether a feed whose token leaves is left behind by the layers above."""
-    return feed.count == 1 and feed.lag < MOST_BEHIND and not live.params.exit_audit
+    return feed.count == 1 and feed.lag < MOST_BEHIND and not live.params.audited
 
 
 def _saturates(live: AnyLive) -> bool:
-    return bool(live.params.exit_criterion == "saturation")
+    return bool(live.params.sure_by == "saturation")
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float((one * other).sum() / math.sqrt((one**2).sum() * (other**2).sum()))
 
 
-def _lead(top: Answer, margin: bool) -> float:
+def _said(live: AnyLive, answers: Answers, confidence: float) -> Said:
+    may = not any(isinstance(answer, Failed) for answer in answers)  # where none of its tokens may come, the model's can
+    return Said(answers, confidence, may and confidence >= live.params.sure_at(len(live) - live.prompt_len))
+
+
+def _lead(top: Answer, live: AnyLive) -> float:
     """The likeliest token's probability, or how far it is ahead of the next one's; 0 where none can come."""
     if not isinstance(top, Ranked):
         return 0.0
     best, *others = np.exp(np.array(top.logprobs[:2]))
-    return float(best - sum(others)) if margin else float(best)
+    return float(best - sum(others)) if live.params.sure_by == "margin" else float(best)
 
 
 def _unasked(feed: Feed) -> Feed:
@@ -219,7 +273,11 @@ def _unasked(feed: Feed) -> Feed:
 
 def _last(feed: Feed) -> Feed:
     """A feed's last known token alone, with the two best besides what it wants."""
-    return msgspec.structs.replace(feed, start=feed.start + feed.count - 1, count=1, wants=(Top(2), *feed.wants))
+    return msgspec.structs.replace(_with_top(feed), start=feed.start + feed.count - 1, count=1)
+
+
+def _with_top(feed: Feed) -> Feed:
+    return msgspec.structs.replace(feed, wants=(Top(2), *feed.wants))
 
 
 def _places(feeds: Sequence[Feed]) -> Iterator[slice]:

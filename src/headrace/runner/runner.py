@@ -13,7 +13,7 @@ import msgspec
 from headrace.data.plan import FEATURES, HIDDEN, UPPER, Answers, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
 from headrace.runner.exits import Exits, Staged, asked
 from headrace.runner.kept import Rows
-from headrace.runner.leaving import Leaving, Propagating
+from headrace.runner.leaving import Cascade, Leaving, Propagating
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
 from headrace.runner.span import WHOLE, Span
@@ -27,7 +27,8 @@ class Runner:
     A companion is a program, a span of the target, or one that ends in an exit. `amateur` is the number of the companion whose
     logits are combined with the target's: a plan for the target feeds it the same rows wherever a request is decoded so, so
     its K and V are always there as far as the target's are. By the exit `leaves` tokens may leave the target early, with rows
-    that `propagate` or are kept for the layers above. `kept` are hidden rows of the target by the name of their KV group.
+    that `propagate` or are kept for the layers above; a program in its place is the smaller model of a cascade. `kept` are
+    hidden rows of the target by the name of their KV group.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Runner:
         target: Program,
         companions: Sequence[Program | Span | Exit] = (),
         amateur: int = 0,
-        leaves: Exit | None = None,
+        leaves: Exit | Program | None = None,
         propagate: bool = False,
     ) -> None:
         self._exits = {number: each for number, each in enumerate(companions, 1) if isinstance(each, Exit)}
@@ -48,10 +49,13 @@ class Runner:
         self.kept = {HIDDEN: target.kept(), FEATURES: target.kept()}
         self.exits: Exits | None = None  # of the target
         self.leaving: Leaving | None = None
-        if leaves is not None:
+        if isinstance(leaves, Exit):
             self.kept[UPPER] = target.kept()
             self.programs.append(leaves.head)
             self.leaving = (Propagating if propagate else Leaving)(target, leaves, self.kept[UPPER])
+        elif leaves is not None:
+            self.programs.append(leaves)
+            self.leaving = Cascade(target, leaves)
         self._chains: dict[tuple[int, int], AnyLive] = {}  # by model and slot: a scratch copy
 
     def execute(self, plan: StepPlan) -> StepOutput:

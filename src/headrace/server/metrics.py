@@ -30,7 +30,7 @@ LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 BEAT = 0.25  # seconds between two looks at the clock
 ANSWERS = 32  # the last ones: how deep they were written is compared with the calibration
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-DEPTHS = (*range(2, 33, 2), 36, 40, 48, 56, 64, 80, 96, 128)  # layers
+DEPTHS = (*range(0, 33, 2), 36, 40, 48, 56, 64, 80, 96, 128)  # layers
 
 
 class Tally:

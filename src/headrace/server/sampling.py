@@ -27,8 +27,8 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
         given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
     if request.stop is not None:
         given["stop"] = _stop(request.stop, limits)
-    if request.return_exits and request.exit_threshold is None:
-        raise bad("return_exits goes with exit_threshold", "return_exits")
+    if request.return_exits and request.exit_threshold is None and request.cascade_threshold is None:
+        raise bad("return_exits goes with exit_threshold or cascade_threshold", "return_exits")
     given |= _beams(request)
     asked = {**given, **more}
     _check(asked, limits)

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, UPPER
+from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
@@ -70,7 +70,7 @@ def _check(recipe: Recipe) -> None:
     if settings.quantize not in (None, "int8", "int4"):
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
     if len(recipe.models) > 1 and any(each.config.source is not None for each in recipe.models.values()):
-        raise ValueError("no other model works beside an encoder-decoder; leave out draft and amateur")
+        raise ValueError("no other model works beside an encoder-decoder; leave out draft, amateur and cascade")
     if settings.exit_state not in (DEFERRED, PROPAGATE):
         raise ValueError(f"unknown exit_state {settings.exit_state!r}; use {DEFERRED} or {PROPAGATE}")
     if settings.exit_state != DEFERRED and recipe.leaves is None:
@@ -84,13 +84,15 @@ def _started(offer: Offer, recipe: Recipe) -> Started:
     needed."""
     loaded = offer.load(recipe)
     target, *beside = recipe.roles
-    companions = [_companion(role, loaded) for role in beside if role.name != EXITS]
-    leaves = next((_exit(role, loaded) for role in beside if role.name == EXITS), None)
+    companions = [_companion(role, loaded) for role in beside if role.name not in (EXITS, CASCADE)]
+    cascade = next((_companion(role, loaded) for role in beside if role.name == CASCADE), None)
+    leaves = next((_exit(role, loaded) for role in beside if role.name == EXITS), cascade)
+    assert not isinstance(leaves, Span)
     runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR), leaves, recipe.propagates)
     runner.kept[HIDDEN].afford = lambda need: memory.check_hidden_fits(loaded.plan, need, offer.free_memory(recipe))
     if recipe.features:
         runner.reserve(FEATURES)
-    if leaves is not None and not recipe.propagates:
+    if UPPER in runner.kept and not recipe.propagates:
         runner.reserve(UPPER)
     return Started(offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
 

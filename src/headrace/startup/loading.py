@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headrace.data.late import late
-from headrace.data.plan import AMATEUR, DRAFT, TARGET
+from headrace.data.plan import AMATEUR, CASCADE, DRAFT, TARGET
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
 from headrace.startup.opening import Opened, is_heads, open_companion, open_files, open_model
@@ -22,10 +22,11 @@ def open_roles(
     by_itself: str,
     progress: Progress | None,
     exits: str | Path | None = None,
+    cascade: str | Path | None = None,
 ) -> tuple[Role, ...]:
     """The target, and what works beside it: `draft` is a model or a folder of trained heads; without one the target may draft
-    `by_itself`: a part of it (self), or all of it (blocks). `exits`: the folder of those by which tokens may leave. Raises
-    ValueError besides what opening does."""
+    `by_itself`: a part of it (self), or all of it (blocks). `exits`: the folder of those by which tokens may leave;
+    `cascade`: a smaller model that may write in its place. Raises ValueError besides what opening does."""
     roles = [Role(TARGET.name, target)]
     if draft is not None and is_heads(draft):
         heads = late("headrace.startup.heads", "load")(draft, target)
@@ -51,6 +52,11 @@ def open_roles(
         if heads.span is None:
             raise ValueError(f"{exits}: these heads are no exits; train some: headrace train-heads {target.name} --kind exit")
         roles.append(Role(EXITS, span=heads.span, heads=heads))
+    if cascade is not None:
+        if exits is not None or (draft is not None and is_heads(draft)):
+            other = "exits by which tokens leave" if exits is not None else "trained heads that draft"
+            raise ValueError(f"a cascade's smaller model and {other} are not opened together; leave one out")
+        roles.append(Role(CASCADE, open_companion(cascade, target, "smaller model", progress)))
     return tuple(roles)
 
 

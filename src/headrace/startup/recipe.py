@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.config import ModelConfig
-from headrace.data.plan import AMATEUR, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
+from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.drafting.companion import Companion
 from headrace.runner.span import Span
 from headrace.startup import memory
@@ -45,7 +45,8 @@ class Settings:
 class Role:
     """The target (`target`), or what works beside it: a model that drafts (`draft`) or that the target is contrasted with
     (`amateur`), a `span` of the target (`self`; `blocks`: all of it), trained `heads` (`runner.heads.Heads`; those of exits
-    after a `span`), or an exit by which tokens leave early (`exits`): nobody is fed by it, so it comes last."""
+    after a `span`), or who may write before the target does: an exit of it (`exits`), or a smaller model (`cascade`). No plan
+    names that one, so it comes last."""
 
     name: str
     opened: Opened | None = None
@@ -57,7 +58,7 @@ class Role:
         """Whether K and V of its own grow with its drafts."""
         if self.heads is not None:
             return bool(self.heads.chains)
-        return self.opened is not None and self.name not in (TARGET.name, AMATEUR)
+        return self.opened is not None and self.name not in (TARGET.name, AMATEUR, CASCADE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class Recipe:
         if self.leaves is not None:
             layers = tuple(range(self.leaves.layers, self.target.config.num_layers))
             groups.append(KVGroup(UPPER, PROPAGATED if self.propagates else "full", layers))
+        if CASCADE in self.models:  # the target's feeds fill the smaller model's, where a request cascades; its own may lag
+            groups += [KVGroup(CASCADE), KVGroup(UPPER)]
         return (*groups, KVGroup(FEATURES, "hidden")) if self.features else tuple(groups)
 
     def drafter(self) -> Companion | None:

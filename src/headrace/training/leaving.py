@@ -1,4 +1,5 @@
-"""A threshold with a guarantee for tokens that leave a decoder early (CALM, Schuster et al. 2022). The loop is closed: every
+"""A threshold with a guarantee for tokens that leave a decoder early (CALM, Schuster et al. 2022), or that the smaller model of
+a cascade writes. The loop is closed: every
 threshold is tried by writing answers with it, as a token that leaves changes all that come after it."""
 
 import hashlib
@@ -30,6 +31,7 @@ class Task:
     delta: float = 0.1
     epsilon: float = 0.05
     state: str = "deferred"  # of the model that is asked: its exit_state
+    cascade: bool = False  # a smaller model writes, in an exit's place
 
 
 def calibrated(
@@ -42,13 +44,7 @@ def calibrated(
     depths: dict[float, list[float]] = {}
 
     def losses(threshold: float) -> np.ndarray:
-        params = plain.replace(
-            exit_threshold=threshold,
-            exit_criterion=task.criterion,
-            exit_decay=task.decay,
-            exit_audit=task.loss == "token",
-        )
-        answers = [output.outputs[0] for output in llm.generate(list(prompts), params)]
+        answers = [output.outputs[0] for output in llm.generate(list(prompts), _leaving(plain, task, threshold))]
         lost = [_lost(task.loss, answer, best) for answer, best in zip(answers, whole, strict=True)]
         depths[threshold] = [float(np.mean([one.layers for one in answer.exits or ()])) for answer in answers]
         tell(threshold, float(np.mean(lost)))
@@ -62,6 +58,13 @@ def calibrated(
     numbers = float(np.mean(layers)), float(np.std(layers))
     asked = task.criterion, found.threshold, task.decay, task.max_tokens, task.loss, task.delta, task.epsilon
     return Rule(*asked, found.n, found.risk, *numbers, data, task.state), found
+
+
+def _leaving(plain: SamplingParams, task: Task, threshold: float) -> SamplingParams:
+    audit = task.loss == "token"
+    if task.cascade:
+        return plain.replace(cascade_threshold=threshold, cascade_criterion=task.criterion, cascade_audit=audit)
+    return plain.replace(exit_threshold=threshold, exit_criterion=task.criterion, exit_decay=task.decay, exit_audit=audit)
 
 
 def _lost(loss: str, answer: CompletionOutput, whole: list[int]) -> float:
