@@ -1,7 +1,6 @@
 """compress: a model written again in fewer bytes. `plan` says what will be written; `compress` writes it."""
 
 import json
-import re
 import shutil
 import time
 from collections import Counter
@@ -9,11 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.compress.budget import chosen
+from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.measured import Made, begun, few, sensitivities, threads_of, tokens_wanted, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
@@ -27,7 +28,6 @@ from headrace.models.registry import describe
 from headrace.quant.encode import encode
 from headrace.quant.keep import Sparsity
 from headrace.startup.opening import Opened, open_files
-from headrace.text.gguf_keys import tokenizer_keys
 from headrace.weights.dequant import dequantize
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
 from headrace.weights.imatrix import read_imatrix, write_imatrix
@@ -36,13 +36,12 @@ from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
+from headrace.weights.write_gguf import Chunks, file_size, write_gguf
 
 __all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
 
 CHUNK = 1 << 22  # numbers encoded between two writes
 JUDGED = 8192  # tokens of texts to judge by, half of which are scored
-OURS = re.compile(r"general\.(file_type|quantization_version|alignment)|quantize\..*|headrace\..*")  # keys not copied
 
 
 @dataclass(slots=True)
@@ -186,7 +185,7 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     target = config if isinstance(source, GGUFFile) else gguf_keys.stored_config(config)
     stored = stored_as(describe(target), "gguf")
     read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
-    given = _given(opened, set(stored), target)
+    given = given_tensors(opened, set(stored), target)
     if importance and not set(importance) & set(stored):
         raise WeightError(f"{pipeline.imatrix}: has the importance of none of this model's matrices; is it another model's?")
 
@@ -198,16 +197,16 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
             raise ValueError(f"{','.join(pipeline.method)} prunes what it rounds: choose a format of integers, as Q4_0 or Q8_0")
         return zero_kind(found)
 
-    tensors = [_info(name, parts[0].stored, kind(name, parts[0].stored)) for name, parts in stored.items()]
+    tensors = [tensor_info(name, parts[0].stored, kind(name, parts[0].stored)) for name, parts in stored.items()]
     tensors += [info for info, _ in given.values()]
     if isinstance(source, GGUFFile):
         places = {name: place for place, name in enumerate(source.names())}
         tensors.sort(key=lambda info: places.get(info.name, -1))
-    entries = _entries(opened, target, pipeline, mix)
+    keys = entries(opened, target, _said(pipeline, mix))
     said = source.metadata if isinstance(source, GGUFFile) else {}
     alignment = said.get("general.alignment", DEFAULT_ALIGNMENT)
     bytes_given = {name: data for name, (_, data) in given.items()}
-    job = Job(opened, stored, read, tensors, bytes_given, importance, entries, alignment, pipeline.prunes)
+    job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
     if pipeline.walks:
         decoder = describe(config)
@@ -232,37 +231,15 @@ def _check_out(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} exists; give another name, or --overwrite")
 
 
-def _info(name: str, shape: tuple[int, ...], kind: str) -> TensorInfo:
-    block, nbytes = KINDS[kind]
-    return TensorInfo(name, shape, kind, prod(shape) // block * nbytes)
-
-
-def _given(opened: Opened, stored: set[str], target: ModelConfig) -> dict[str, tuple[TensorInfo, np.ndarray]]:
-    """Tensors that no parameter has: copied from a GGUF file, made for a folder."""
-    source = opened.source
-    if isinstance(source, GGUFFile):
-        return {name: (source.info(name), source.raw(name)) for name in source.names() if name not in stored}
-    made = gguf_keys.made_tensors(target)
-    return {name: (_info(name, data.shape, "F32"), data.view(np.uint8)) for name, data in made.items()}
-
-
-def _entries(opened: Opened, target: ModelConfig, pipeline: Pipeline, mix: str) -> list[bytes]:
-    """The metadata: of a GGUF file byte for byte, but for what is said of number formats."""
-    source = opened.source
+def _said(pipeline: Pipeline, mix: str) -> dict[str, Any]:
+    """What the metadata says of number formats."""
     cut = f" {pipeline.prunes[1]}" if pipeline.prunes else ""
     ours = {
         "general.quantization_version": 2,
         "general.file_type": MIXES[mix][1],
         "headrace.compress": f"{','.join(pipeline.method)}{cut} {mix}",
     }
-    if pipeline.imatrix is not None:
-        ours |= {"quantize.imatrix.file": pipeline.imatrix.name}
-    if isinstance(source, GGUFFile):
-        copied = [source.entry(key) for key in source.metadata if key == "general.alignment" or not OURS.fullmatch(key)]
-        return copied + [entry(key, value) for key, value in ours.items()]
-    keys = gguf_keys.metadata(target) | {"general.name": opened.path.name}
-    keys |= tokenizer_keys(opened.path, target.vocab_size) | ours
-    return [entry(key, value) for key, value in keys.items()]
+    return ours if pipeline.imatrix is None else ours | {"quantize.imatrix.file": pipeline.imatrix.name}
 
 
 def _warnings(job: Job, mix: str, config: ModelConfig) -> list[str]:
