@@ -35,11 +35,15 @@ def given_tensors(opened: Opened, stored: set[str], target: ModelConfig) -> dict
 
 
 def entries(opened: Opened, target: ModelConfig, ours: Mapping[str, Any]) -> list[bytes]:
-    """The metadata: of a GGUF file byte for byte, but for what is said of number formats (`ours`)."""
+    """The metadata: of a GGUF file byte for byte, but for what is said of number formats (`ours`) and, where `target` has other
+    numbers than the model, of these."""
     source = opened.source
     if isinstance(source, GGUFFile):
-        copied = [source.entry(key) for key in source.metadata if key == "general.alignment" or not OURS.fullmatch(key)]
-        return copied + [entry(key, value) for key, value in ours.items()]
+        same = target == opened.config
+        made = {} if same else gguf_keys.shape_keys(source.metadata["general.architecture"], target)
+        left = [key for key in source.metadata if key == "general.alignment" or not OURS.fullmatch(key)]
+        copied = [source.entry(key) for key in left if key not in made]
+        return copied + [entry(key, value) for key, value in (made | dict(ours)).items()]
     keys = gguf_keys.metadata(target) | {"general.name": opened.path.name}
     keys |= tokenizer_keys(opened.path, target.vocab_size) | ours
     return [entry(key, value) for key, value in keys.items()]
