@@ -45,5 +45,5 @@ def entries(opened: Opened, target: ModelConfig, ours: Mapping[str, Any]) -> lis
         copied = [source.entry(key) for key in left if key not in made]
         return copied + [entry(key, value) for key, value in (made | dict(ours)).items()]
     keys = gguf_keys.metadata(target) | {"general.name": opened.path.name}
-    keys |= tokenizer_keys(opened.path, target.vocab_size) | ours
+    keys |= tokenizer_keys(opened.path, target.vocab_size) | dict(ours)
     return [entry(key, value) for key, value in keys.items()]
