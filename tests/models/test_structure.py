@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.compress import cutting
 from headrace.compress.base import Compressor
+from headrace.compress.cutting import Neurons
+from headrace.compress.kv_heads import KVHeads
 from headrace.compress.run import Pipeline, Report, compress, predict, work_folder
 from headrace.compress.structure import Cut, reshaped
 from headrace.compress.texts import texts_of
@@ -25,9 +28,13 @@ from headrace.startup.opening import open_files
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
 from headrace.weights.progress import Silent
+from headrace.weights.source import WeightSource
+from tests.models.gates import generate, program_of
+from tests.models.llama2c import read_checkpoint
 from tests.models.test_compress import write_folder
 from tests.models.test_cut_layers import step_of
 from tests.models.test_walk import book, model, pipeline
+from tests.places import data_path
 from tests.tiny_files import write_tiny_gguf
 
 __all__ = ["book", "model"]  # fixtures
@@ -37,7 +44,7 @@ def cut_file(source: Path, book: Path, out: Path, *method: str, **more: Any) -> 
     return compress(source, out, pipeline(book, method=method, **({"format": "F32"} | more)), None, True)
 
 
-def hidden(source: GGUFFile, texts: list[list[int]], folder: Path, step: Compressor | None = None) -> np.ndarray:
+def hidden(source: WeightSource, texts: list[list[int]], folder: Path, step: Compressor | None = None) -> np.ndarray:
     """Rows after the last layer, of a model that a method changes on the way."""
     work = Work(folder)
     walk = Walk(source, texts, work, {})
@@ -188,3 +195,24 @@ def test_what_cannot_be_cut_is_one_line(changes: dict[str, Any], line: str, mode
         compress(model, tmp_path / "out.gguf", pipeline(book, **changes))
     assert "\n" not in str(found.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trained_model_keeps_more_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows after the last layer: aligned heads beside their mean and the first; neurons beside some drawn by chance."""
+    source = read_checkpoint(data_path("stories260K") / "stories260K.bin")
+    program = program_of(source, threads=1)
+    read = [[1, first, *generate(program, [1, first], 80)] for first in range(260, 276)]
+    plain, config = hidden(source, read, tmp_path / "plain"), read_config(source)
+
+    def lost(name: str, step: Compressor) -> float:
+        return float(np.square(hidden(source, read, tmp_path / name, step) - plain).sum() / np.square(plain).sum())
+
+    one = reshaped(config, Cut("kv-heads", 1)).layers
+    aligned, mean, first = (lost(pool, KVHeads(one, pool)) for pool in ("aligned", "mean", "first"))
+    assert aligned < 0.85 * first
+    assert aligned < 0.7 * mean
+    fewer = reshaped(config, Cut("neurons", 0.75)).layers
+    scored = lost("scored", Neurons(fewer))
+    rng = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(cutting, "highest", lambda scores, n: torch.randperm(len(scores), generator=rng)[:n].sort().values)
+    assert scored < 0.85 * lost("drawn", Neurons(fewer))
