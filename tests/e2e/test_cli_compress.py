@@ -48,6 +48,22 @@ def test_methods_that_read_texts(shell: Shell, tmp_path: Path) -> None:
     assert shell("compress", model, "-o", tmp_path / "two.gguf", "-f", "q4_0", "--imatrix", tmp_path / "i.gguf")[0] == 0
 
 
+def test_a_model_is_made_smaller(shell: Shell, tmp_path: Path) -> None:
+    """What went is told, and the file's numbers are those of a smaller model."""
+    model, out, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf", tmp_path / "text.txt"
+    text.write_text(" ".join(f"{number}" for number in range(1500)))
+    cuts = ("--method", "neurons,kv-heads,layers", "--keep-neurons", 0.5, "--kv-heads", 1, "--drop-layers", 1)
+    code, said, err = shell("compress", model, "-o", out, "-f", "F16", *cuts, "--calibrate", text, "--tokens", 512)
+    assert code == 0, err
+    assert "2/2 error 0." in err
+    assert "neurons:         32 of 48, " in said
+    assert "kv-heads:        1 of 2, " in said
+    assert "layers:          1 of 2, without " in said
+    code, said, _ = shell("inspect", out, "--json")
+    assert code == 0
+    assert len(json.loads((tmp_path / "out.report.json").read_text())["cuts"]) == 3
+
+
 def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Path) -> None:
     model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
     code, said, err = shell("compress", model, "--dry-run", "-f", "Q4_K_M", "--json")
@@ -68,6 +84,12 @@ def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Pat
         (("--dry-run", "--method", "gptq,awq"), 1, "gptq,awq cannot be: awq scales what is neither scaled nor rounded yet"),
         (("--dry-run", "--method", "gptq", "--tokens", "many"), 2, "--tokens is a number or auto, not many"),
         (("--dry-run", "--method", "gptq", "--budget", "much"), 1, "'much' is not a size"),
+        (
+            ("--dry-run", "--method", "gptq,neurons"),
+            1,
+            "gptq,neurons cannot be: neurons makes matrices smaller before they change",
+        ),
+        (("--dry-run", "--kv-heads", "1"), 1, "--kv-heads needs the method kv-heads: --method kv-heads"),
         (("--dry-run", "--imatrix", "OUT"), 1, "it is no importance matrix, or damaged"),
     ],
 )

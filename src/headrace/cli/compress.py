@@ -45,11 +45,19 @@ class MethodOptions:
         _method(
             "rtn: to nearest; gptq: each column's error made good by the next; awq, smoothquant: inputs scaled first, for the "
             "weights' sake or their own; awq,gptq: both. magnitude, wanda: weights are left out first (--sparsity); "
-            "sparsegpt: and the others make up for them. All but rtn, magnitude and wanda with --imatrix read texts."
+            "sparsegpt: and the others make up for them. neurons, heads, layers, kv-heads: the model becomes smaller first, as "
+            "in neurons,gptq. All but rtn, magnitude and wanda with --imatrix read texts."
         ),
     ] = "rtn"
     sparsity: Annotated[
         str | None, _method("How many weights become 0: 2:4 (two of each four neighbours), or a share of each row, as 0.5.")
+    ] = None
+    keep_neurons: Annotated[float | None, _method("neurons: the share of each MLP that stays, in whole 64s, as 0.75.")] = None
+    keep_heads: Annotated[float | None, _method("heads: the share of K/V heads that stays, with their queries.")] = None
+    drop_layers: Annotated[int | None, _method("layers: how many go, those first that move their rows least.")] = None
+    kv_heads: Annotated[int | None, _method("kv-heads: how many are left; neighbours become one (GQA, MQA).")] = None
+    pool: Annotated[
+        str | None, _method("kv-heads: aligned (turned towards each other, then the mean), mean, or first of each group.")
     ] = None
     budget: Annotated[
         str | None, _method("Bytes of all tensors, as in 100MB: more bits where they count most, fewer elsewhere.")
@@ -179,6 +187,7 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         fields.append(("error", f"{report.error:.3%} of the squares of what was rounded or left out"))
         if report.zeros is not None:
             fields.append(("zeros", f"{report.zeros:.2%} of the weights of layers"))
+        fields += [(cut.method, _cut(cut)) for cut in report.cuts]
         if report.told:
             fields.append(("outputs", _outputs(list(report.told.values()))))
         if (judged := report.judged) is not None:
@@ -187,6 +196,16 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
             )
         fields.append(("file", str(out)))
     return fields
+
+
+def _cut(cut: Any) -> str:
+    """How much smaller, what that does to the outputs of the matrices that read it, or which layers went."""
+    made = f"{cut.after:,} of {cut.before:,}"
+    if cut.dropped:
+        return f"{made}, without {', '.join(map(str, cut.dropped))} (counted from 0)"
+    error, repaired, held = cut.mean("error"), cut.mean("repaired"), cut.mean("held_repaired")
+    elsewhere = "" if held is None else f", {held:.1%} on texts held out"
+    return f"{made}, {error:.1%} of the squares of outputs lost, {repaired:.1%} after repair{elsewhere}"
 
 
 def _outputs(told: Any) -> str:

@@ -1,6 +1,6 @@
 """What a method of compression is, and what it is given: a layer of the model with what is known of its inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,9 +96,9 @@ class Matrix:
     inputs: Inputs
     coded: dict[str, Coded] = field(default_factory=dict)
 
-    def target(self, part: str) -> str:
+    def target(self, part: str, field: str = "weight") -> str:
         """The parameter's part, as plans call it: layers.3.qkv.q.weight."""
-        return ".".join(filter(None, (self.path, part, "weight")))
+        return ".".join(filter(None, (self.path, part, field)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ class Visit:
     told: dict[str, Told] = field(default_factory=dict)  # by target
     notes: list[str] = field(default_factory=list)  # what went other than it should
     extra: dict[str, Any] = field(default_factory=dict)  # what else is kept of it, as JSON has it
+    cut: dict[str, Tensor] | None = None  # by target what is kept in place of the layer as it stands; its shapes may be smaller
+    run: Callable[[], Iterator[tuple[Tensor, Tensor, bool]]] = lambda: iter(())  # chunks: rows in, rows out, whether held out
 
     def fold(self, edge: Edge, s: Tensor) -> None:
         """Scales s [outputs of the producer] go from the consumers' inputs into the producer, and products stay what they were.

@@ -96,6 +96,8 @@ def prepare_folder(model: str | Path, pipeline: Pipeline) -> Job:
             "a folder is written of models with 2:4: give --method magnitude --sparsity 2:4 and --format "
             f"{' or '.join(FORMATS)}; or, for all else, a name that ends in .gguf"
         )
+    if pipeline.cuts:
+        raise ValueError(f"{pipeline.cuts[0].method} makes a .gguf file; give it such a name first, then make a folder of that")
     if pipeline.walks:
         raise ValueError("folders with 2:4 are written without texts: --method magnitude, or wanda with --imatrix FILE")
     if pipeline.judge is not None:

@@ -146,7 +146,8 @@ def _said(tell: Progress, line: str, clock: Clock) -> None:
 def _line(visit: Visit, total: int) -> str:
     """Of a layer the matrix with the most inputs."""
     if not visit.told:
-        return f"{visit.number + 1}/{total}"
+        found = [f"{name} {value:.4f}" for name, value in visit.extra.items() if isinstance(value, float)]
+        return f"{visit.number + 1}/{total} {', '.join(found)}".rstrip()
     target, told = max(visit.told.items(), key=lambda one: one[1].inputs)
     held = "" if told.held is None else f", held out {told.held:.4f}"
     name = target.removeprefix(f"layers.{visit.number}.").removesuffix(".weight")
@@ -175,6 +176,7 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "method": ",".join(pipeline.method),
         "format": mix if pipeline.budget is None else f"{mix} in {human_size(pipeline.budget)}",
         "sparsity": pipeline.sparsity or "none",
+        "cuts": ", ".join(map(str, pipeline.cuts)) or "none",
         "act-order": pipeline.act_order,
         "calibrate": calibrate,
         "tokens": pipeline.tokens or "auto",

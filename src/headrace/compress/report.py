@@ -8,10 +8,11 @@ from typing import Any
 from headrace.compress.base import Told
 from headrace.compress.judge import Judgement
 from headrace.compress.pruning import PRUNES, SPARSEGPT, pruning
+from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, STRUCTURES, Cut, CutReport, cuts_of
 from headrace.compress.texts import SELF
 from headrace.quant.keep import Sparsity
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant", *PRUNES)
+METHODS = ("rtn", "gptq", "awq", "smoothquant", *PRUNES, *STRUCTURES)
 ORDERS = (
     ("rtn",),
     ("gptq",),
@@ -31,7 +32,9 @@ class Pipeline:
     """What is done to a model. `method`: some of METHODS in order (awq or smoothquant alone: then to nearest). `format`: a name
     of mixes.MIXES. `head`: a kind for the output projection alone. `imatrix`: a file of importances, for rtn. `budget`: bytes
     of all tensors; kinds are then chosen matrix by matrix, and `format` is where the choice begins. `sparsity`: what methods
-    that prune make 0, as quant.keep.parse_sparsity reads it.
+    that prune make 0, as quant.keep.parse_sparsity reads it. `keep_neurons`, `keep_heads` (shares), `drop_layers` and
+    `kv_heads` (counts) are the numbers of the methods that cut, which come before all others; `pool` says how K/V heads
+    become one.
 
     `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
     column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
@@ -40,6 +43,11 @@ class Pipeline:
     method: tuple[str, ...] = ("rtn",)
     format: str = "Q4_K_M"
     sparsity: str | None = None
+    keep_neurons: float | None = None
+    keep_heads: float | None = None
+    drop_layers: int | None = None
+    kv_heads: int | None = None
+    pool: str | None = None
     head: str | None = None
     imatrix: Path | None = None
     budget: int | None = None
@@ -58,8 +66,19 @@ class Pipeline:
         return any(name in FOLDS for name in self.method)
 
     @property
-    def walks(self) -> bool:
+    def cuts(self) -> tuple[Cut, ...]:
+        """What is made smaller before all else. Raises ValueError as structure.cuts_of does."""
+        numbers = {NEURONS: self.keep_neurons, HEADS: self.keep_heads, LAYERS: self.drop_layers, KV_HEADS: self.kv_heads}
+        return cuts_of(self.method, numbers, self.pool)
+
+    @property
+    def reads(self) -> bool:
         """Whether texts are read."""
+        return self.walks or bool(self.cuts)
+
+    @property
+    def walks(self) -> bool:
+        """Whether texts are read after all cuts."""
         reads = bool(set(self.method) & set(READ)) or ("wanda" in self.method and self.imatrix is None)
         return reads or self.write_imatrix is not None or self.budget is not None
 
@@ -72,14 +91,16 @@ class Pipeline:
         """Raise ValueError for methods that are not known or cannot follow one another."""
         if unknown := [name for name in self.method if name not in METHODS]:
             raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
-        if self.method not in ORDERS:
+        cuts = self.cuts
+        rest = self.method[len(cuts) :]
+        if rest not in ORDERS and not (cuts and not rest):
             known = ", ".join(",".join(order) for order in ORDERS)
-            late = [name for name in self.method[1:] if name in FOLDS]
+            late = [name for name in rest[1:] if name in FOLDS]
             why = f"{late[0]} scales what is neither scaled nor rounded yet" if late else "what is rounded is not rounded again"
-            if set(self.method) & set(PRUNES):
+            if set(rest) & set(PRUNES):
                 why = "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both"
             raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
-        if self.imatrix is not None and self.walks:
+        if self.imatrix is not None and self.reads:
             raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
         if self.prunes and self.budget is not None:
             raise ValueError("--budget may choose kinds in which 0 does not stay 0; leave it out, or --sparsity")
@@ -101,7 +122,8 @@ class Matrix:
 class Report:
     """What was written, or will be. `largest`: bytes in memory besides the mapped model and the program itself, at the most.
 
-    `told` by part of a matrix ("layers.3.qkv.q.weight"), where texts were read; `tokens` measured on, and those held out."""
+    `cuts`: what became smaller. `told` by part of a matrix ("layers.3.qkv.q.weight"), where texts were read; `tokens` measured
+    on, and those held out."""
 
     bytes: int
     matrices: dict[str, Matrix]
@@ -110,6 +132,7 @@ class Report:
     seconds: float = 0.0
     tokens: int = 0
     told: dict[str, Told] = field(default_factory=dict)
+    cuts: list[CutReport] = field(default_factory=list)
     judged: Judgement | None = None
 
     @property
@@ -157,6 +180,8 @@ class Report:
                 for name, one in self.matrices.items()
             },
         }
+        if self.cuts:
+            made |= {"tokens": self.tokens, "cuts": [asdict(cut) for cut in self.cuts]}
         if self.told:
             made |= {"tokens": self.tokens, "outputs": {target: asdict(told) for target, told in self.told.items()}}
         if self.judged is not None:

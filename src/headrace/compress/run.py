@@ -1,33 +1,37 @@
-"""compress: a model written again in fewer bytes. `plan` says what will be written; `compress` writes it."""
+"""compress: a model written again in fewer bytes. `predict` says what will be written; `compress` writes it."""
 
 import json
-import re
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.compress.budget import chosen
+from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.measured import Made, begun, few, sensitivities, threads_of, tokens_wanted, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pruning import is_pruned, pruned, zero_kind
 from headrace.compress.report import Matrix, Pipeline, Report
+from headrace.compress.stages import cut_model
+from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW, Texts, texts_of
 from headrace.compress.walk import layer_width, peak_bytes
+from headrace.compress.work import Work
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.encode import encode
 from headrace.quant.keep import Sparsity
 from headrace.startup.opening import Opened, open_files
-from headrace.text.gguf_keys import tokenizer_keys
 from headrace.weights.dequant import dequantize
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
 from headrace.weights.imatrix import read_imatrix, write_imatrix
@@ -36,13 +40,12 @@ from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
+from headrace.weights.write_gguf import Chunks, file_size, write_gguf
 
 __all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
 
 CHUNK = 1 << 22  # numbers encoded between two writes
 JUDGED = 8192  # tokens of texts to judge by, half of which are scored
-OURS = re.compile(r"general\.(file_type|quantization_version|alignment)|quantize\..*|headrace\..*")  # keys not copied
 
 
 @dataclass(slots=True)
@@ -101,9 +104,14 @@ def compress(
         raise ValueError(f"{path} takes {human_size(job.report.bytes)} and {human_size(free)} are free in {path.parent}")
     for line in job.report.warnings:
         tell.note(line)
-    judged = _judged(job, pipeline, tell)
-    if pipeline.walks:
-        _walk(job, pipeline, path, judged, tell)
+    judged, original, work = _judged(job, pipeline, tell), job.opened.source, None
+    if pipeline.reads:
+        work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
+        _warn(job, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
+        if pipeline.cuts:
+            job = _cut(job, model, pipeline, work, texts, tell)
+        if pipeline.walks:
+            _walk(job, pipeline, work, texts, tell)
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
         write_gguf(path, job.entries, job.tensors, _chunks(job, pipeline, tell.advance), job.alignment)
@@ -111,11 +119,11 @@ def compress(
         tell.finish()
     if pipeline.judge is not None:
         tell.start("beside the original")
-        job.report.judged = judge(job.opened.source, open_files(path).source, judged, pipeline.judge)
+        job.report.judged = judge(original, open_files(path).source, judged, pipeline.judge)
         tell.finish()
     job.report.seconds = time.perf_counter() - start
-    if job.made is not None:
-        _finish(job, pipeline, path)
+    if work is not None:
+        _finish(job, pipeline, path, work)
     return job.report
 
 
@@ -126,9 +134,25 @@ def _judged(job: Job, pipeline: Pipeline, tell: Progress) -> Texts:
     return texts_of(job.opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
 
 
-def _walk(job: Job, pipeline: Pipeline, path: Path, judged: Texts, tell: Progress) -> None:
+def _cut(job: Job, model: str | Path, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress) -> Job:
+    """The same job on the model after its cuts."""
+    left = cut_model(job.opened, pipeline.cuts, work, texts, tell, threads_of(pipeline))
+    made = prepare(model, pipeline, left.opened)
+    made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
+    made.report.cuts, made.report.tokens = left.told, left.tokens
+    _warn(made, left.notes, tell)
+    return made
+
+
+def _warn(job: Job, lines: list[str], tell: Progress) -> None:
+    """Said at once, and first in the report."""
+    for line in lines:
+        tell.note(line)
+    job.report.warnings[:0] = lines
+
+
+def _walk(job: Job, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress) -> None:
     """Carry out what reads texts; the layers' tensors are then taken from its work."""
-    work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
     if pipeline.budget is not None:
         targets = {name: [part.target for part in parts] for name, parts in job.stored.items()}
         errors = sensitivities(job.opened, work, texts, tell, threads_of(pipeline))
@@ -141,17 +165,12 @@ def _walk(job: Job, pipeline: Pipeline, path: Path, judged: Texts, tell: Progres
         if pipeline.folds or not job.copied(info)
     }
     job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
-    width = layer_width(describe(job.opened.config))
     job.report.tokens, job.report.told = job.made.tokens, job.made.told
-    said = [*job.made.notes, *few(sum(map(len, texts)), width)]
-    for line in said:
-        tell.note(line)
-    job.report.warnings[:0] = said
+    _warn(job, job.made.notes, tell)
 
 
-def _finish(job: Job, pipeline: Pipeline, path: Path) -> None:
-    assert job.made is not None
-    if pipeline.write_imatrix is not None:
+def _finish(job: Job, pipeline: Pipeline, path: Path, work: Work) -> None:
+    if pipeline.write_imatrix is not None and job.made is not None:
         measured = {
             name: job.made.importance(parts[0].target)
             for name, parts in job.stored.items()
@@ -160,7 +179,7 @@ def _finish(job: Job, pipeline: Pipeline, path: Path) -> None:
         write_imatrix(pipeline.write_imatrix, measured, job.made.tokens, pipeline.calibrate)
     path.with_suffix(".report.json").write_text(json.dumps(job.report.record(), indent=1), "utf-8")
     if not pipeline.keep_work:
-        job.made.work.remove()
+        work.remove()
 
 
 def work_folder(out: Path) -> Path:
@@ -173,20 +192,23 @@ def predict(model: str | Path, pipeline: Pipeline | None = None) -> Report:
     return prepare(model, pipeline or Pipeline()).report
 
 
-def prepare(model: str | Path, pipeline: Pipeline) -> Job:
-    """Everything but the numbers: names, kinds, metadata. Raises as `compress` does."""
+def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) -> Job:
+    """Everything but the numbers: names, kinds, metadata; `cut`: the model after its cuts. Raises as `compress` does."""
     pipeline.check()
     mix = mix_named(pipeline.format)
     head = kind_named(pipeline.head) if pipeline.head is not None else None
     importance = read_imatrix(pipeline.imatrix) if pipeline.imatrix is not None else {}
-    opened = open_files(model)
+    opened = cut or open_files(model)
     source, config = opened.source, opened.config
     if config.encoder:
         raise WeightError(f"{opened.path}: encoders ({config.architecture}) are not written as GGUF; use them as they are")
     target = config if isinstance(source, GGUFFile) else gguf_keys.stored_config(config)
+    whole = set(stored_as(describe(target), "gguf"))
+    if cut is None:
+        target = reduce(reshaped, pipeline.cuts, target)
     stored = stored_as(describe(target), "gguf")
     read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
-    given = _given(opened, set(stored), target)
+    given = given_tensors(opened, whole, target)
     if importance and not set(importance) & set(stored):
         raise WeightError(f"{pipeline.imatrix}: has the importance of none of this model's matrices; is it another model's?")
 
@@ -198,21 +220,22 @@ def prepare(model: str | Path, pipeline: Pipeline) -> Job:
             raise ValueError(f"{','.join(pipeline.method)} prunes what it rounds: choose a format of integers, as Q4_0 or Q8_0")
         return zero_kind(found)
 
-    tensors = [_info(name, parts[0].stored, kind(name, parts[0].stored)) for name, parts in stored.items()]
+    tensors = [tensor_info(name, parts[0].stored, kind(name, parts[0].stored)) for name, parts in stored.items()]
     tensors += [info for info, _ in given.values()]
     if isinstance(source, GGUFFile):
         places = {name: place for place, name in enumerate(source.names())}
         tensors.sort(key=lambda info: places.get(info.name, -1))
-    entries = _entries(opened, target, pipeline, mix)
+    keys = entries(opened, target, _said(pipeline, mix))
     said = source.metadata if isinstance(source, GGUFFile) else {}
     alignment = said.get("general.alignment", DEFAULT_ALIGNMENT)
     bytes_given = {name: data for name, (_, data) in given.items()}
-    job = Job(opened, stored, read, tensors, bytes_given, importance, entries, alignment, pipeline.prunes)
+    job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
-    if pipeline.walks:
+    if pipeline.reads:
         decoder = describe(config)
         wanted = tokens_wanted(pipeline, layer_width(decoder))
-        largest = max(largest, peak_bytes(config, decoder, wanted, min(WINDOW, config.max_position)))
+        rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
+        largest = max(largest, rows + peak_bytes(config, decoder, wanted, min(WINDOW, config.max_position)))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     job.report = Report(0, {}, [], largest)
@@ -232,37 +255,15 @@ def _check_out(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} exists; give another name, or --overwrite")
 
 
-def _info(name: str, shape: tuple[int, ...], kind: str) -> TensorInfo:
-    block, nbytes = KINDS[kind]
-    return TensorInfo(name, shape, kind, prod(shape) // block * nbytes)
-
-
-def _given(opened: Opened, stored: set[str], target: ModelConfig) -> dict[str, tuple[TensorInfo, np.ndarray]]:
-    """Tensors that no parameter has: copied from a GGUF file, made for a folder."""
-    source = opened.source
-    if isinstance(source, GGUFFile):
-        return {name: (source.info(name), source.raw(name)) for name in source.names() if name not in stored}
-    made = gguf_keys.made_tensors(target)
-    return {name: (_info(name, data.shape, "F32"), data.view(np.uint8)) for name, data in made.items()}
-
-
-def _entries(opened: Opened, target: ModelConfig, pipeline: Pipeline, mix: str) -> list[bytes]:
-    """The metadata: of a GGUF file byte for byte, but for what is said of number formats."""
-    source = opened.source
+def _said(pipeline: Pipeline, mix: str) -> dict[str, Any]:
+    """What the metadata says of number formats."""
     cut = f" {pipeline.prunes[1]}" if pipeline.prunes else ""
     ours = {
         "general.quantization_version": 2,
         "general.file_type": MIXES[mix][1],
         "headrace.compress": f"{','.join(pipeline.method)}{cut} {mix}",
     }
-    if pipeline.imatrix is not None:
-        ours |= {"quantize.imatrix.file": pipeline.imatrix.name}
-    if isinstance(source, GGUFFile):
-        copied = [source.entry(key) for key in source.metadata if key == "general.alignment" or not OURS.fullmatch(key)]
-        return copied + [entry(key, value) for key, value in ours.items()]
-    keys = gguf_keys.metadata(target) | {"general.name": opened.path.name}
-    keys |= tokenizer_keys(opened.path, target.vocab_size) | ours
-    return [entry(key, value) for key, value in keys.items()]
+    return ours if pipeline.imatrix is None else ours | {"quantize.imatrix.file": pipeline.imatrix.name}
 
 
 def _warnings(job: Job, mix: str, config: ModelConfig) -> list[str]:

@@ -103,9 +103,16 @@ class Walk:
             holders[name].method = None
             matrix.inputs.finish()
         config = self.model.config.layers[number]
-        return Visit(number, config, holders, made, edges(self._segments[number], holders))
+        found = edges(self._segments[number], holders)
+        return Visit(number, config, holders, made, found, run=lambda: self._passes(number))
 
-    def _leave(self, visit: Visit, importance: Mapping[str, Tensor]) -> None:
+    def _passes(self, number: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """What goes into a layer, and what comes out of it as it stands."""
+        for x, context, held in self._rows(number):
+            yield x, self.model.layer(number, x, context), held
+
+    def _parameters(self, visit: Visit, importance: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Of a layer: every part of its parameters, and how much inputs count."""
         tensors: dict[str, np.ndarray] = {}
         for name, holder in visit.holders.items():
             matrix = visit.matrices.get(name)
@@ -117,6 +124,13 @@ class Walk:
                     tensors[key] = value.numpy() if coded is None else coded.rows
             if matrix is not None:
                 tensors[f"importance.{matrix.path}"] = importance[name].numpy()
+        return tensors
+
+    def _leave(self, visit: Visit, importance: Mapping[str, Tensor]) -> None:
+        if visit.cut is None:
+            tensors = self._parameters(visit, importance)
+        else:
+            tensors = {target: value.contiguous().numpy() for target, value in visit.cut.items()}
         about = {
             "kinds": {
                 matrix.target(part): coded.kind for matrix in visit.matrices.values() for part, coded in matrix.coded.items()
@@ -124,6 +138,7 @@ class Walk:
             "told": {target: asdict(told) for target, told in visit.told.items()},
             "notes": visit.notes,
             "extra": visit.extra,
+            "cut": list(visit.cut or ()),
             "tokens": sum(len(text) for some, held in self._chunks if not held for text in some),
         }
         for matrix in visit.matrices.values():  # no longer in memory while rows go through, and the next layer comes

@@ -35,14 +35,8 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     layer, name = config.each_layer, config.architecture
     eps = "layer_norm_epsilon" if name == "gpt2" else "layer_norm_rms_epsilon"
     keys: dict[str, Any] = {
-        "block_count": config.num_layers,
         "context_length": config.max_position,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": layer.ffn,
-        "attention.head_count": layer.heads,
-        "attention.head_count_kv": layer.kv_heads,
-        "attention.key_length": layer.head_dim,
-        "attention.value_length": layer.head_dim,
         f"attention.{eps}": config.norm_eps,
         "vocab_size": config.vocab_size,
     }
@@ -50,7 +44,21 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         keys |= {"rope.dimension_count": layer.rope.dim or layer.head_dim, "rope.freq_base": layer.rope.theta}
         if layer.rope.scaling == "linear":
             keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": layer.rope.factor}
-    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in keys.items()}}
+    return {"general.architecture": name} | shape_keys(name, config) | {f"{name}.{key}": value for key, value in keys.items()}
+
+
+def shape_keys(prefix: str, config: ModelConfig) -> dict[str, int]:
+    """What a file says of layers and their widths; the widths are those of the first."""
+    layer = config.layers[0]
+    keys = {
+        "block_count": config.num_layers,
+        "feed_forward_length": layer.ffn,
+        "attention.head_count": layer.heads,
+        "attention.head_count_kv": layer.kv_heads,
+        "attention.key_length": layer.head_dim,
+        "attention.value_length": layer.head_dim,
+    }
+    return {f"{prefix}.{key}": value for key, value in keys.items()}
 
 
 def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:

@@ -1,0 +1,110 @@
+"""Neurons, heads and layers that a model does without: masked while texts go through it, left out of what is kept."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.compress.base import Matrix, Visit
+from headrace.compress.repair import SINGULAR, Residual, errors
+from headrace.data.config import LayerConfig
+
+
+class Neurons:
+    """Those stay whose mean |activation| times the norm of their column of `down` is largest. `layers`: the numbers of each
+    layer after it."""
+
+    def __init__(self, layers: Sequence[LayerConfig]) -> None:
+        self._layers = layers
+
+    def visit(self, visit: Visit) -> None:
+        down = reader(visit, "ffn")
+        scores = down.inputs.mean * down.linear.weight.norm(dim=0)
+        kept = highest(scores, self._layers[visit.number].ffn)
+        rows = {part: kept for matrix in makers(visit, "ffn") for part in matrix.parts}
+        leave_out(visit, "ffn", rows, kept)
+
+
+class Heads:
+    """K/V heads with all their queries: those stay that give the largest mean square to what `out` adds up."""
+
+    def __init__(self, layers: Sequence[LayerConfig]) -> None:
+        self._layers = layers
+
+    def visit(self, visit: Visit) -> None:
+        out, layer = reader(visit, "heads"), visit.layer
+        given = (out.linear.weight.t() @ out.linear.weight) * out.inputs.hessian  # [q_size, q_size]: what pairs of inputs give
+        group = layer.q_size // layer.kv_heads
+        scores = torch.stack([given[at : at + group, at : at + group].sum() for at in range(0, layer.q_size, group)])
+        kept = highest(scores, self._layers[visit.number].kv_heads)
+        q, kv = rows_of(kept, group), rows_of(kept, layer.head_dim)
+        leave_out(visit, "heads", {"q": q, "k": kv, "v": kv}, q)
+
+
+class Distances:
+    """How far each layer moves its rows: the mean of 1 - cos(what goes in, what comes out). Changes nothing."""
+
+    def visit(self, visit: Visit) -> None:
+        total, count = 0.0, 0
+        for x, y, held in visit.run():
+            if not held:
+                total += float((1 - torch.cosine_similarity(x.double(), y.double(), dim=-1)).sum())
+                count += len(x)
+        visit.cut = {}
+        visit.extra["distance"] = total / max(count, 1)
+
+
+def dropped(distances: Sequence[float], count: int) -> list[int]:
+    """The layers that move their rows least; of equal ones the later."""
+    order = sorted(range(len(distances)), key=lambda at: (distances[at], -at))
+    return sorted(order[:count])
+
+
+def makers(visit: Visit, role: str) -> list[Matrix]:
+    """The matrices whose outputs are `role`: ffn or heads."""
+    return [matrix for matrix in visit.matrices.values() if matrix.linear.rows == role]
+
+
+def reader(visit: Visit, role: str) -> Matrix:
+    """The matrix whose inputs are `role`."""
+    return next(matrix for matrix in visit.matrices.values() if matrix.linear.columns == role)
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Where the largest are, in their order; of equal ones the first."""
+    return scores.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def rows_of(groups: Tensor, width: int) -> Tensor:
+    """The rows of groups of `width` rows."""
+    return (groups[:, None] * width + torch.arange(width)).flatten()
+
+
+def leave_out(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: Tensor) -> None:
+    """Keep `columns` of what reads `role`, made good by least squares, and `rows` of each part of what makes it. In the layer
+    the other columns become 0; `visit.cut` has what is kept."""
+    matrix = reader(visit, role)
+    w, inputs = matrix.linear.weight, matrix.inputs
+    measured = Residual.of_kept(w, inputs.hessian, columns)
+    change = measured.repair()
+    held = Residual.of_kept(w, inputs.held, columns) if inputs.held_count else None
+    if change is None:
+        visit.notes.append(f"{matrix.path}: {SINGULAR}")
+    visit.extra |= errors(measured, held, change)
+    kept = w[:, columns] if change is None else w[:, columns] + change
+    w.zero_()
+    w[:, columns] = kept
+    cut = {matrix.target(""): kept}
+    for maker in makers(visit, role):
+        for field, values in fields(maker).items():
+            for part, value in values.items():
+                cut[maker.target(part, field)] = value[rows[part]]
+    visit.cut = cut
+
+
+def fields(matrix: Matrix) -> dict[str, dict[str, Tensor]]:
+    """Views of a matrix's weight and bias (where it has one) by part."""
+    made = {"weight": matrix.parts}
+    if matrix.linear.bias is not None:
+        made["bias"] = dict(zip(matrix.parts, matrix.linear.bias.split(matrix.linear.sizes), strict=True))
+    return made

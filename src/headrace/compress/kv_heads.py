@@ -1,0 +1,162 @@
+"""Fewer K/V heads: MHA to GQA or MQA (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). Neighbours become one head: the
+mean of both after they were turned towards each other, the plain mean, or the first; then `out` is fitted by least squares.
+
+Turning leaves a model what it was: values by any rotation, undone in `out`; keys and queries by one angle for each rotary pair,
+which changes places with what the position turns."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headrace.compress.base import Matrix, Visit
+from headrace.compress.cutting import fields, makers, reader
+from headrace.compress.repair import SINGULAR, Residual, errors
+from headrace.compress.structure import ALIGNED, FIRST
+from headrace.data.config import LayerConfig, RopeConfig
+from headrace.layers.holder import Allocator
+from headrace.layers.linear import Linear
+
+ROUNDS = 3
+Turn = Callable[[Tensor], Tensor]  # [d, d] of products of the wanted rows with those to be turned -> the rotation [d, d]
+
+
+class KVHeads:
+    """`layers`: the numbers of each layer after it; `pool`: aligned, mean or first."""
+
+    def __init__(self, layers: Sequence[LayerConfig], pool: str) -> None:
+        self._layers, self._pool = layers, pool
+
+    def visit(self, visit: Visit) -> None:
+        (qkv,), out = makers(visit, "heads"), reader(visit, "heads")
+        before, w = list(multiplied(visit, out.linear)), out.linear.weight.clone()
+        if self._pool == ALIGNED:
+            align(visit.layer, qkv, out, self._layers[visit.number].kv_heads)
+        kept = self._merge(visit.layer, qkv, self._layers[visit.number].kv_heads)
+        measured, held = Residual.empty(w), Residual.empty(w)
+        for (x, is_held), (made, _) in zip(before, multiplied(visit, out.linear), strict=True):
+            wanted = linear(x, w)
+            (held if is_held else measured).add(made, wanted, wanted - linear(made, out.linear.weight))
+        measured.finish()
+        held.finish()
+        change = measured.repair()
+        visit.extra |= errors(measured, held if held.count else None, change)
+        if change is None:
+            visit.notes.append(f"{out.path}: {SINGULAR}")
+        else:
+            out.linear.weight += change
+        queries = {qkv.target("q", field): values["q"] for field, values in fields(qkv).items() if self._pool == ALIGNED}
+        visit.cut = kept | queries | {out.target(""): out.linear.weight.clone()}
+
+    def _merge(self, layer: LayerConfig, qkv: Matrix, count: int) -> dict[str, Tensor]:
+        """One head in the place of all its group; gives what is kept of them."""
+        kept = {}
+        for field, values in fields(qkv).items():
+            for part in ("k", "v"):
+                groups = values[part].view(count, layer.kv_heads // count, layer.head_dim, -1)
+                one = groups[:, :1] if self._pool == FIRST else groups.mean(1, keepdim=True)
+                one = one.clone()
+                groups.copy_(one.expand_as(groups))
+                kept[qkv.target(part, field)] = one.reshape(count * layer.head_dim, *values[part].shape[1:])
+        return kept
+
+
+def align(layer: LayerConfig, qkv: Matrix, out: Matrix, count: int) -> None:
+    """Turn the K/V heads of each of `count` groups towards their mean, and undo it in the queries and in `out`: the layer's
+    outputs stay what they were."""
+    moment = _moment(qkv)
+    share, d = layer.heads // layer.kv_heads, layer.head_dim
+    heads = {part: _heads(qkv, part, d) for part in ("q", "k", "v")}
+    for part, turn in (("k", pair_turns(layer.rope, d)), ("v", procrustes)):
+        grouped = heads[part].view(count, -1, d, heads[part].shape[-1])
+        turns = torch.cat([turned(group, moment, turn) for group in grouped])
+        heads[part] = turns @ heads[part]
+        each = turns.repeat_interleave(share, 0)  # of query head h that of K/V head h // share
+        if part == "k":
+            heads["q"] = each @ heads["q"]
+        else:
+            columns = out.linear.weight.view(-1, layer.heads, d).double()
+            out.linear.weight.copy_(torch.einsum("nhd,hed->nhe", columns, each).flatten(1))
+    for part, rows in heads.items():
+        for at, values in enumerate(fields(qkv).values()):  # the bias is the last input
+            found = rows.flatten(0, 1)
+            values[part].copy_(found[:, -1] if at else found[:, : qkv.linear.n_in])
+
+
+def turned(heads: Tensor, moment: Tensor, turn: Turn) -> Tensor:
+    """Rotations [m, d, d] of heads [m, d, k] towards their mean, in rounds: generalised Procrustes, weighed by the inputs'
+    second moment [k, k]."""
+    mean, turns = heads[0], torch.empty(0)
+    for _ in range(ROUNDS):
+        turns = torch.stack([turn(mean @ moment @ head.t()) for head in heads])
+        mean = (turns @ heads).mean(0)
+    return turns
+
+
+def procrustes(products: Tensor) -> Tensor:
+    """The rotation (or reflection) R that makes Σ R * products largest."""
+    u, _, v = torch.linalg.svd(products)
+    return u @ v
+
+
+def pair_turns(rope: RopeConfig | None, head_dim: int) -> Turn:
+    """The same with one angle for each rotary pair; what no position turns is free."""
+    dim = 0 if rope is None else rope.dim or head_dim
+    index = torch.arange(dim)
+    neighbours = rope is not None and rope.interleaved
+    first, second = index.view(dim // 2, 2).t() if neighbours else index.view(2, dim // 2)
+
+    def turn(products: Tensor) -> Tensor:
+        cos = products[first, first] + products[second, second]
+        sin = products[second, first] - products[first, second]
+        angle = torch.atan2(sin, cos)
+        made = torch.zeros_like(products)
+        made[first, first] = made[second, second] = angle.cos()
+        made[second, first], made[first, second] = angle.sin(), -angle.sin()
+        if dim < head_dim:
+            made[dim:, dim:] = procrustes(products[dim:, dim:])
+        return made
+
+    return turn
+
+
+def _moment(qkv: Matrix) -> Tensor:
+    """Of the inputs, float64; with a bias there is one more, that is always 1 (and the mean of the others is taken to be 0)."""
+    moment = qkv.inputs.hessian.double()
+    return moment if qkv.linear.bias is None else torch.block_diag(moment, torch.ones(1, 1, dtype=torch.float64))
+
+
+def _heads(qkv: Matrix, part: str, head_dim: int) -> Tensor:
+    """A part's heads [heads, head_dim, inputs] in float64, with the bias as the last input where there is one."""
+    columns = [values[part].view(len(values[part]), -1).double() for values in fields(qkv).values()]
+    whole = torch.cat(columns, 1)
+    return whole.view(-1, head_dim, whole.shape[1])
+
+
+class Kept:
+    """A LinearMethod that keeps what it multiplies."""
+
+    rows: Tensor
+
+    def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
+        raise AssertionError("a layer is read when it is there")
+
+    def finish(self, layer: Any) -> None:
+        raise AssertionError("a layer is read when it is there")
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.rows = x
+        return linear(x, layer.weight, bias)
+
+
+def multiplied(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, bool]]:
+    """What a matrix multiplies as the layer stands, chunk by chunk, and whether that is of texts held out."""
+    kept = Kept()
+    matrix.method = kept
+    try:
+        for _, _, held in visit.run():
+            yield kept.rows, held
+    finally:
+        matrix.method = None
