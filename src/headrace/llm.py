@@ -44,15 +44,14 @@ class LLM:
 
     `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8
-    (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `kv_cache_memory`:
-    bytes or "2GiB"; by default 2,048 tokens for each of `max_num_seqs` and one whole context at least, in a quarter of free
-    memory at most. `draft` and `amateur` name companions of the same vocabulary: a model that drafts (or a folder of trained
-    heads), and one that contrastive decoding is a contrast to. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft,
-    heads, self, blocks, None) drafts what the model verifies; auto is prompt lookup on the native core. Outputs depend on the
-    request and its seed alone, not on drafts, batch or chunks: bitwise on the native core, near-tie-exact in torch
-    (`verification` rejection and block draw other samples by design). `draft_tokens` fixes how many at once; by default what
-    was measured decides. `draft_vocab`: so many of the most frequent tokens it chooses from (0: all). Folders trained for this
-    model: `classifier`, for `classify`; `exits`, by which tokens leave early. Raises ValueError.
+    (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `activations`: inputs
+    of integer weights are rounded: auto, token (one scale for a row), split (but for outliers). `kv_cache_memory`: bytes or
+    "2GiB"; by default 2,048 tokens a sequence and one context at least, a quarter of free memory at most. `draft` and `amateur`
+    name companions of the same vocabulary: a model that drafts (or a folder of trained heads), and one for contrastive
+    decoding. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks, None) drafts what the model
+    verifies. Outputs depend on the request and its seed alone, not on drafts, batch or chunks: bitwise on the native core,
+    near-tie-exact in torch (`verification` rejection and block draw others by design). `draft_tokens`: at once. `draft_vocab`:
+    of so many frequent tokens (0: all). Trained folders: `classifier`; `exits`, by which tokens leave early. Raises ValueError.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         kv_dtype: str = "auto",
         quantize: str | None = None,
+        activations: str = "auto",
         enable_prefix_caching: bool = True,
         seed: int | None = None,
         preset: str = "offline",
@@ -94,6 +94,7 @@ class LLM:
                     dtype=dtype,
                     kv_dtype=kv_dtype,
                     quantize=quantize,
+                    activations=activations,
                     threads=threads,
                     max_num_seqs=max_num_seqs,
                     max_model_len=max_model_len,

@@ -96,12 +96,10 @@ def compress(
     job = prepare(model, pipeline)
     if path.exists() and path.samefile(job.opened.path):
         raise ValueError(f"{path} is the model that is read; give another name")
-    free = shutil.disk_usage(path.parent).free
-    if job.report.bytes > free:
-        raise ValueError(f"{path} takes {human_size(job.report.bytes)} and {human_size(free)} are free in {path.parent}")
+    check_room(path, job.report.bytes)
     for line in job.report.warnings:
         tell.note(line)
-    judged = _judged(job, pipeline, tell)
+    judged = judging_texts(job.opened, pipeline, tell)
     if pipeline.walks:
         _walk(job, pipeline, path, judged, tell)
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
@@ -115,15 +113,15 @@ def compress(
         tell.finish()
     job.report.seconds = time.perf_counter() - start
     if job.made is not None:
-        _finish(job, pipeline, path)
+        finish(job.report, job.made, job.stored, pipeline, path.with_suffix(".report.json"))
     return job.report
 
 
-def _judged(job: Job, pipeline: Pipeline, tell: Progress) -> Texts:
+def judging_texts(opened: Opened, pipeline: Pipeline, tell: Progress) -> Texts:
     """Texts to judge by; none where nothing is judged."""
     if pipeline.judge is None:
         return []
-    return texts_of(job.opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
+    return texts_of(opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
 
 
 def _walk(job: Job, pipeline: Pipeline, path: Path, judged: Texts, tell: Progress) -> None:
@@ -141,26 +139,37 @@ def _walk(job: Job, pipeline: Pipeline, path: Path, judged: Texts, tell: Progres
         if pipeline.folds or not job.copied(info)
     }
     job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
-    width = layer_width(describe(job.opened.config))
-    job.report.tokens, job.report.told = job.made.tokens, job.made.told
-    said = [*job.made.notes, *few(sum(map(len, texts)), width)]
+    report_walk(job.report, job.made, texts, job.opened, tell)
+
+
+def report_walk(report: Report, made: Made, texts: Texts, opened: Opened, tell: Progress) -> None:
+    """What a walk told goes into the report, and what went other than it should to its head."""
+    report.tokens, report.told = made.tokens, made.told
+    said = [*made.notes, *few(sum(map(len, texts)), layer_width(describe(opened.config)))]
     for line in said:
         tell.note(line)
-    job.report.warnings[:0] = said
+    report.warnings[:0] = said
 
 
-def _finish(job: Job, pipeline: Pipeline, path: Path) -> None:
-    assert job.made is not None
+def finish(report: Report, made: Made, stored: dict[str, list[WeightPart]], pipeline: Pipeline, path: Path) -> None:
+    """The file is whole: write what else is wanted, and let the work go. `stored`: by tensors of a GGUF file."""
     if pipeline.write_imatrix is not None:
         measured = {
-            name: job.made.importance(parts[0].target)
-            for name, parts in job.stored.items()
+            name: made.importance(parts[0].target)
+            for name, parts in stored.items()
             if parts[0].target.startswith("layers.") and len(parts[0].stored) > 1
         }
-        write_imatrix(pipeline.write_imatrix, measured, job.made.tokens, pipeline.calibrate)
-    path.with_suffix(".report.json").write_text(json.dumps(job.report.record(), indent=1), "utf-8")
+        write_imatrix(pipeline.write_imatrix, measured, made.tokens, pipeline.calibrate)
+    path.write_text(json.dumps(report.record(), indent=1), "utf-8")
     if not pipeline.keep_work:
-        job.made.work.remove()
+        made.work.remove()
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Raise ValueError where the disk has less."""
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise ValueError(f"{path} takes {human_size(needed)} and {human_size(free)} are free in {path.parent}")
 
 
 def work_folder(out: Path) -> Path:
@@ -176,6 +185,8 @@ def predict(model: str | Path, pipeline: Pipeline | None = None) -> Report:
 def prepare(model: str | Path, pipeline: Pipeline) -> Job:
     """Everything but the numbers: names, kinds, metadata. Raises as `compress` does."""
     pipeline.check()
+    if pipeline.layout is not None:
+        raise ValueError("layouts are of folders: leave --layout out, or give a name that does not end in .gguf")
     mix = mix_named(pipeline.format)
     head = kind_named(pipeline.head) if pipeline.head is not None else None
     importance = read_imatrix(pipeline.imatrix) if pipeline.imatrix is not None else {}
