@@ -23,9 +23,9 @@ def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD) -> Tensor
     wide = x.float()
     if activations == "token":
         return _int8(wide).to(x.dtype)
-    sizes = wide.abs()
-    order = sizes.argsort(-1, descending=True, stable=True)[:, :MOST]
-    kept = torch.zeros_like(sizes, dtype=torch.bool).scatter_(1, order, True) & (sizes >= threshold) & sizes.isfinite()
+    sizes = torch.where(wide.isfinite(), wide.abs(), -1.0)
+    order = sizes.argsort(dim=-1, descending=True, stable=True)[:, :MOST]
+    kept = torch.zeros_like(sizes, dtype=torch.bool).scatter_(1, order, True) & (sizes >= threshold)
     rest = pad(torch.where(kept, 0.0, wide), (0, -x.shape[1] % GROUP)).unflatten(-1, (-1, GROUP))
     return torch.where(kept, wide, _int8(rest).flatten(-2)[:, : x.shape[1]]).to(x.dtype)
 
