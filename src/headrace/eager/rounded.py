@@ -62,5 +62,5 @@ def round_inputs(model: Model, integers: dict[str, tuple[bool, ...]], activation
     """Round the inputs of a model's integer weights. `integers`: of each holder's parts whether they are stored so, by path."""
     for path, holder in model.holders():
         if isinstance(holder, Linear | Embedding) and any(flags := integers.get(path, ())):
-            sizes = [rows for rows, _ in holder.params()["weight"].parts]
+            sizes = [rows for _, rows in holder.params()["weight"].parts]
             holder.method = RoundedInputs(activations, list(zip(sizes, flags, strict=True)))
