@@ -26,6 +26,12 @@ inline const Kernels& kernels_named(const std::string& isa) {
     return isa.empty() ? kernels() : kernels_for(parse_isa(isa));
 }
 
+inline Rounding rounding_named(const std::string& name) {
+    require(name == "group" || name == "token" || name == "split",
+            "activations must be group, token or split, not " + name);
+    return name == "group" ? Rounding::kGroup : name == "token" ? Rounding::kToken : Rounding::kSplit;
+}
+
 // Zeros, and the array that owns them.
 template <class T>
 std::pair<T*, Array<T>> new_array(std::initializer_list<size_t> shape) {

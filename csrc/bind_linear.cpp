@@ -52,13 +52,15 @@ Norm parse_norm(const std::string& kind, const std::optional<FloatVector>& weigh
 }
 
 // Quantised rows as arrays: q int8 [m, kp], scale and scaled_sum float [m, kp / 32], negative sums int32 per 32,
-// per 16.
+// per 16; with "split" the outliers, too: their columns [m, 64], -1 where there are no more, and values.
 nb::tuple quantize_a8(const Floats& x, const std::string& norm, const std::optional<FloatVector>& weight,
-                      const std::optional<FloatVector>& bias, float eps, const std::string& isa) {
+                      const std::optional<FloatVector>& bias, float eps, const std::string& isa,
+                      const std::string& activations, float threshold) {
     const size_t m = x.shape(0), k = x.shape(1), tiles = tiles_of(k);
     const Norm spec = parse_norm(norm, weight, bias, eps, k);
-    Buffer buffer(a8_bytes(m, k)), scratch((k + 16) * sizeof(float));
-    const A8 a8{static_cast<A8Block*>(buffer.get()), int32_t(tiles)};
+    const Rounding rounding = rounding_named(activations);
+    Buffer buffer(a8_bytes(m, k, rounding)), scratch((k + 16) * sizeof(float));
+    const A8 a8 = a8_at(buffer.get(), m, k, rounding, threshold);
     kernels_named(isa).quantize->to_a8(x.data(), k, 0, m, k, spec, static_cast<float*>(scratch.get()), a8);
     auto [q, q_array] = new_array<int8_t>({m, tiles * 64});
     auto [scale, scale_array] = new_array<float>({m, tiles * 2});
@@ -73,7 +75,16 @@ nb::tuple quantize_a8(const Floats& x, const std::string& norm, const std::optio
         std::copy(block.neg_sum32, block.neg_sum32 + 2, neg32 + 2 * i);
         std::copy(block.neg_sum16, block.neg_sum16 + 4, neg16 + 4 * i);
     }
-    return nb::make_tuple(q_array, scale_array, sum_array, neg32_array, neg16_array);
+    if (!a8.outliers) return nb::make_tuple(q_array, scale_array, sum_array, neg32_array, neg16_array);
+    auto [column, column_array] = new_array<int32_t>({m, kMostOutliers});
+    auto [value, value_array] = new_array<float>({m, kMostOutliers});
+    for (size_t r = 0; r < m; ++r) {
+        const Outliers& outliers = a8.outliers[r];
+        std::fill(column + r * kMostOutliers, column + (r + 1) * kMostOutliers, -1);
+        std::copy(outliers.column, outliers.column + outliers.count, column + r * kMostOutliers);
+        std::copy(outliers.value, outliers.value + outliers.count, value + r * kMostOutliers);
+    }
+    return nb::make_tuple(q_array, scale_array, sum_array, neg32_array, neg16_array, column_array, value_array);
 }
 
 Array<float> norm_rows(const Floats& x, const std::string& norm, const FloatVector& weight,
@@ -102,15 +113,17 @@ Array<float> activate(const std::string& name, const Floats& x, const std::optio
 
 // A layer's input, quantised the way it wants.
 struct Input {
-    Input(const Linear& linear, const Floats& x, const Kernels& table)
-        : buffer(linear.packed.bf16() ? x.shape(0) * tiles_of(x.shape(1)) * 128 : a8_bytes(x.shape(0), x.shape(1))) {
+    Input(const Linear& linear, const Floats& x, const Kernels& table, Rounding rounding = Rounding::kGroup,
+          float threshold = 0.0f)
+        : buffer(linear.packed.bf16() ? x.shape(0) * tiles_of(x.shape(1)) * 128
+                                      : a8_bytes(x.shape(0), x.shape(1), rounding)) {
         const int m = x.shape(0), k = x.shape(1), tiles = tiles_of(k);
         const Norm none{NormKind::kNone, nullptr, nullptr, 0.0f};
         if (linear.packed.bf16()) {
             bf16 = {static_cast<uint16_t*>(buffer.get()), tiles * 64};
             table.quantize->to_bf16(x.data(), k, 0, m, k, none, nullptr, bf16);
         } else {
-            a8 = {static_cast<A8Block*>(buffer.get()), tiles};
+            a8 = a8_at(buffer.get(), m, k, rounding, threshold);
             table.quantize->to_a8(x.data(), k, 0, m, k, none, nullptr, a8);
         }
     }
@@ -141,7 +154,7 @@ void check_input(const Linear& linear, const Floats& x) {
 }
 
 Array<float> linear(const Linear& linear, const Floats& x, ThreadPool& pool, const std::optional<Floats>& add_to,
-                    const std::string& path, const std::string& isa) {
+                    const std::string& path, const std::string& isa, const std::string& activations, float threshold) {
     check_input(linear, x);
     require(!linear.packed.gated(), "a gated layer has gated(), not linear()");
     const size_t m = x.shape(0), n = linear.packed.n();
@@ -149,8 +162,9 @@ Array<float> linear(const Linear& linear, const Floats& x, ThreadPool& pool, con
     const Kernels& table = kernels_named(isa);
     auto [out, array] = new_array<float>({m, n});
     if (add_to) std::copy(add_to->data(), add_to->data() + m * n, out);
+    const Rounding rounding = rounding_named(activations);
     const nb::gil_scoped_release unlocked;
-    const Input input(linear, x, table);
+    const Input input(linear, x, table, rounding, threshold);
     Epilogue epilogue{};
     epilogue.kind = add_to ? EpilogueKind::kAdd : EpilogueKind::kStore;
     epilogue.out = out;
@@ -161,7 +175,7 @@ Array<float> linear(const Linear& linear, const Floats& x, ThreadPool& pool, con
 
 // act(x gate^T) * (x up^T) as float32, and what it becomes as the next layer's input, given back as float32.
 nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const std::string& act,
-                const std::string& path, const std::string& isa) {
+                const std::string& path, const std::string& isa, const std::string& activations, float threshold) {
     check_input(linear, x);
     require(linear.packed.gated(), "this layer is not gated");
     const size_t m = x.shape(0), n = linear.packed.n(), tiles = tiles_of(n);
@@ -177,8 +191,9 @@ nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const s
     epilogue.stride = n;
     epilogue.a8 = {static_cast<A8Block*>(a8.get()), int32_t(tiles)};
     epilogue.bf16 = {static_cast<uint16_t*>(bf16.get()), int32_t(tiles * 64)};
+    const Rounding rounding = rounding_named(activations);
     const nb::gil_scoped_release unlocked;
-    const Input input(linear, x, table);
+    const Input input(linear, x, table, rounding, threshold);
     run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
     for (size_t i = 0; i < m * tiles * 64; ++i) {
         const A8Block& block = epilogue.a8.blocks[i / 64];
@@ -192,7 +207,7 @@ nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const s
 
 // scale * y, soft-capped, and the largest of every 64.
 nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float scale, float softcap,
-                 const std::string& path, const std::string& isa) {
+                 const std::string& path, const std::string& isa, const std::string& activations, float threshold) {
     check_input(linear, x);
     require(linear.packed.parts().size() == 1, "logits come from a layer of one tensor");
     const size_t m = x.shape(0), n = linear.packed.n(), blocks = (n + 63) / 64;
@@ -207,9 +222,10 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
     epilogue.softcap = softcap;
     epilogue.block_max = maxima;
     epilogue.max_stride = blocks;
+    const Rounding rounding = rounding_named(activations);
     {
         const nb::gil_scoped_release unlocked;
-        const Input input(linear, x, table);
+        const Input input(linear, x, table, rounding, threshold);
         run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
     }
     return nb::make_tuple(array, maxima_array);
@@ -262,15 +278,16 @@ void bind_linear(nb::module_& m) {
     m.def("time_linears", &time_linears, "linears"_a, "x"_a.noconvert(), "pool"_a, "repeats"_a, "path"_a = "",
           "isa"_a = "");
     m.def("quantize_a8", &quantize_a8, "x"_a.noconvert(), "norm"_a = "", "weight"_a = nb::none(), "bias"_a = nb::none(),
-          "eps"_a = 0.0f, "isa"_a = "");
+          "eps"_a = 0.0f, "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f);
     m.def("norm", &norm_rows, "x"_a.noconvert(), "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a = 0.0f,
           "isa"_a = "");
     m.def("activate", &activate, "name"_a, "x"_a.noconvert(), "up"_a = nb::none(), "isa"_a = "");
     m.def("linear", &linear, "linear"_a, "x"_a.noconvert(), "pool"_a, "add_to"_a = nb::none(), "path"_a = "",
-          "isa"_a = "");
-    m.def("gated", &gated, "linear"_a, "x"_a.noconvert(), "pool"_a, "act"_a = "silu", "path"_a = "", "isa"_a = "");
+          "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f);
+    m.def("gated", &gated, "linear"_a, "x"_a.noconvert(), "pool"_a, "act"_a = "silu", "path"_a = "", "isa"_a = "",
+          "activations"_a = "group", "threshold"_a = 6.0f);
     m.def("logits", &logits, "linear"_a, "x"_a.noconvert(), "pool"_a, "scale"_a = 1.0f, "softcap"_a = 0.0f,
-          "path"_a = "", "isa"_a = "");
+          "path"_a = "", "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f);
 }
 
 }  // namespace headrace

@@ -276,10 +276,11 @@ void bind_program(nb::module_& m) {
         .def(
             "__init__",
             [](Program* self, std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, int hidden, int vocab_size,
-               const std::string& isa) {
-                new (self) Program(std::move(pool), std::move(kv), kernels_named(isa), hidden, vocab_size);
+               const std::string& isa, const std::string& activations, float threshold) {
+                new (self) Program(std::move(pool), std::move(kv), kernels_named(isa), hidden, vocab_size,
+                                   rounding_named(activations), threshold);
             },
-            "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "")
+            "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f)
         .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(),
              "hidden_out"_a.noconvert() = nb::none(), "skips"_a = std::vector<uint8_t>{},
              "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{}, "fill"_a = false,

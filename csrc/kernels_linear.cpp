@@ -4,6 +4,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
+#include "columns.inl"
 #include "linear_bf16.inl"
 #include "linear_epilogue.inl"
 #include "linear_panel.inl"
@@ -92,6 +93,8 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
             multiply(task, *task.weight, first + b, step, row, rows, pass, y + b * rows * 16);
             if (gated) multiply(task, *task.up, first + b, step, row, rows, pass, up + b * rows * 16);
         }
+        add_outliers(task, *task.weight, first, blocks, row, rows, y);
+        if (gated) add_outliers(task, *task.up, first, blocks, row, rows, up);
         finish(task, unit, blocks, row, rows, y, up);
     }
 }
@@ -124,13 +127,15 @@ static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
             for (int b = 0; b < blocks; ++b)
                 fetch_sums(task, unit * task.unit_blocks + b, row + 2 * kPanelRows, kPanelRows);
         }
-        const float *y = scratch.sums[0] + i * kStepFloats, *second = scratch.sums[1] + i * kStepFloats;
+        float *y = scratch.sums[0] + i * kStepFloats, *second = scratch.sums[1] + i * kStepFloats;
         alignas(64) Sums joined;
         if (panels == 2 && !gated) {
             __builtin_memcpy(joined, y, sizeof(float) * 32 * rows);
             __builtin_memcpy(joined + 32 * rows, second, sizeof(float) * 32 * rows);
             y = joined;
         }
+        add_outliers(task, *task.weight, unit * task.unit_blocks, blocks, row, rows, y);
+        if (gated) add_outliers(task, *task.up, unit * task.unit_blocks, blocks, row, rows, second);
         finish(task, unit, blocks, row, rows, y, second);
     }
 }

@@ -42,12 +42,14 @@ void each(const std::vector<Phase>& segment, F f) {
 }  // namespace
 
 Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
-                 int vocab_size)
+                 int vocab_size, Rounding rounding, float threshold)
     : pool_(std::move(pool)),
       kv_(std::move(kv)),
       kernels_(kernels),
       hidden_(hidden),
       vocab_size_(vocab_size),
+      rounding_(rounding),
+      threshold_(threshold),
       attention_(kernels, *kv_, pool_->size()),
       scratch_(static_cast<size_t>(pool_->size())),
       pending_inputs_(static_cast<size_t>(pool_->size())) {
@@ -71,7 +73,7 @@ void Program::begin(SegmentKind kind) {
 
 int Program::add_buffer(BufferKind kind, int width, bool local) {
     const Exclusive mine = building();
-    buffers_.emplace_back(kind, width, local, pool_->size());
+    buffers_.emplace_back(kind, width, local, pool_->size(), rounding_, threshold_);
     of_head_.push_back(open_ == &head_);
     return static_cast<int>(buffers_.size()) - 1;
 }

@@ -22,8 +22,9 @@ namespace headrace {
 class Program {
 public:
     // `hidden`: width of the hidden rows. Buffer 0 holds those of the step, buffer 1 those that go through the head.
+    // `rounding`: how inputs of integer layers become integers; `threshold`: as A8 has it.
     Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
-            int vocab_size);
+            int vocab_size, Rounding rounding = Rounding::kGroup, float threshold = 0.0f);
 
     // Building. What is wrong in a description is found when it is sealed, by the builder or by the first step: then
     // std::invalid_argument names the phase. Nothing can be added after that.
@@ -98,6 +99,8 @@ private:
     const std::shared_ptr<KVPool> kv_;
     const Kernels& kernels_;
     const int hidden_, vocab_size_;
+    const Rounding rounding_;
+    const float threshold_;
     std::vector<std::shared_ptr<const void>> owners_;
     std::vector<Buffer> buffers_;
     std::vector<bool> of_head_;  // buffers with a row for each row that goes through the head

@@ -41,10 +41,13 @@ public:
 
     // `local`: an input that every thread may make for itself while it is small, instead of waiting for the others.
     // Throws std::invalid_argument for a width that cannot be.
-    Buffer(BufferKind kind, int width, bool local, int threads);
+    // `rounding`: how an A8 input becomes integers; `threshold`: as A8 has it.
+    Buffer(BufferKind kind, int width, bool local, int threads, Rounding rounding = Rounding::kGroup,
+           float threshold = 0.0f);
     void reserve(int rows);
 
     BufferKind kind() const { return kind_; }
+    Rounding rounding() const { return rounding_; }
     int width() const { return width_; }
     int64_t stride() const { return stride_; }  // floats from row to row
     float* floats() const { return reinterpret_cast<float*>(memory_.data()); }
@@ -61,10 +64,13 @@ private:
     static constexpr int kLocalTiles = 32;
 
     uint8_t* input(int rows, int thread) const;
+    size_t local_bytes() const;  // of a thread
 
     const BufferKind kind_;
     const int width_;
     const int64_t stride_;
+    const Rounding rounding_;
+    const float threshold_;
     bool local_;
     Memory memory_;
     Memory own_;  // [threads] small inputs

@@ -32,7 +32,9 @@ bool fits(const Access& access, const Buffer& buffer) {
         case Holds::kInput:
             return buffer.kind() != BufferKind::kFloat;
         case Holds::kResult:
-            return !buffer.local() && (buffer.kind() != BufferKind::kA8 || access.piece % 32 == 0);
+            // Who leaves an A8 piece by piece does not see the whole row.
+            return !buffer.local() && (buffer.kind() != BufferKind::kA8 ||
+                                       (access.piece % 32 == 0 && buffer.rounding() == Rounding::kGroup));
     }
     return false;
 }

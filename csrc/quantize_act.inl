@@ -71,7 +71,18 @@ static void to_a8(const float* x, int64_t stride, int first, int last, int k, co
             norm_row(row, k, norm, scratch);
             row = scratch;
         }
-        quantize_row(row, k, out.blocks + (int64_t)r * out.tiles, out.tiles);
+        A8Block* blocks = out.blocks + (int64_t)r * out.tiles;
+        switch (out.rounding) {
+            case Rounding::kGroup:
+                quantize_row(row, k, blocks, out.tiles);
+                break;
+            case Rounding::kToken:
+                quantize_token(row, k, blocks, out.tiles);
+                break;
+            case Rounding::kSplit:
+                quantize_split(row, k, out.threshold, out.outliers[r], blocks, out.tiles);
+                break;
+        }
     }
 }
 

@@ -17,10 +17,28 @@ struct A8Block {
     int32_t neg_sum16[4];  // -(sum of q) per 16
 };
 
+// What decides the scale of 32 columns: they themselves; all of their row; they themselves, once the row's outliers are
+// out.
+enum class Rounding : int32_t { kGroup, kToken, kSplit };
+
+constexpr int kMostOutliers = 64;  // of a row
+
+// Columns of a row that are not rounded (LLM.int8(), Dettmers et al. 2022), ascending: 0 among the integers, and
+// multiplied in float32. Those at or beyond a threshold in size; of more than there is room for the largest, of equal
+// ones the first.
+struct Outliers {
+    int32_t count;
+    int32_t column[kMostOutliers];
+    float value[kMostOutliers];
+};
+
 // Row r is blocks[r * tiles .. (r + 1) * tiles): k columns padded with zeros to a multiple of 64.
 struct A8 {
     A8Block* blocks;
     int32_t tiles;
+    Rounding rounding = Rounding::kGroup;
+    float threshold = 0.0f;        // kSplit
+    Outliers* outliers = nullptr;  // kSplit: of row r at outliers[r]; else null
 };
 
 struct Bf16Rows {
@@ -57,5 +75,18 @@ struct QuantizeKernels {
 static inline int32_t tiles_of(int32_t k) { return (k + 63) / 64; }
 
 static inline size_t a8_bytes(int32_t rows, int32_t k) { return (size_t)rows * tiles_of(k) * sizeof(A8Block); }
+
+// The same with room for outliers behind the blocks, where they are taken out.
+static inline size_t a8_bytes(int32_t rows, int32_t k, Rounding rounding) {
+    return a8_bytes(rows, k) + (rounding == Rounding::kSplit ? (size_t)rows * sizeof(Outliers) : 0);
+}
+
+// Rows of k columns in memory of a8_bytes.
+static inline A8 a8_at(void* memory, int32_t rows, int32_t k, Rounding rounding, float threshold) {
+    A8Block* blocks = (A8Block*)memory;
+    const bool split = rounding == Rounding::kSplit;
+    return {blocks, tiles_of(k), rounding, threshold,
+            split ? (Outliers*)(blocks + (size_t)rows * tiles_of(k)) : nullptr};
+}
 
 }  // namespace headrace

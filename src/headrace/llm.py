@@ -44,15 +44,14 @@ class LLM:
 
     `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8
-    (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `kv_cache_memory`:
-    bytes or "2GiB"; by default 2,048 tokens for each of `max_num_seqs` and one whole context at least, in a quarter of free
-    memory at most. Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is what
-    contrastive decoding is a contrast to, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead,
-    jacobi, draft, heads, self, blocks, None) drafts what the model verifies; auto is prompt lookup on the native core. Outputs
-    depend on the request and its seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and
-    block draw other samples by design). `draft_tokens` fixes how many at once; by default what was measured decides.
-    `draft_vocab`: so many of the most frequent tokens it chooses from (0: all). Folders for this model: `classifier`; `exits`,
-    by which tokens leave early (`exit_state`: deferred, propagate). Raises ValueError.
+    (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `activations`: inputs
+    of integer weights are rounded: auto, token (one scale for a row), split (but for outliers). `kv_cache_memory`: bytes or
+    "2GiB". Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is for contrastive
+    decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks,
+    None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend on the
+    request and its seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and block draw
+    others by design). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises
+    ValueError.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         kv_dtype: str = "auto",
         quantize: str | None = None,
+        activations: str = "auto",
         enable_prefix_caching: bool = True,
         seed: int | None = None,
         preset: str = "offline",
@@ -96,6 +96,7 @@ class LLM:
                     dtype=dtype,
                     kv_dtype=kv_dtype,
                     quantize=quantize,
+                    activations=activations,
                     threads=threads,
                     max_num_seqs=max_num_seqs,
                     max_model_len=max_model_len,
@@ -133,12 +134,11 @@ class LLM:
         **settings: Any,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts (texts or token ids); `params` (or `sampling_params`): one for all or one each,
-        `SamplingParams()` where none are given; single `settings` (max_tokens=48) go over them.
-
-        No chat template is applied, and nothing is taken from the model's own settings. A request that fails while running has
-        `error` set and finish_reason "error"; one that could never run raises AdmissionError before anything runs. Threads may
-        call at once: their requests run together, and each gets its own. One `strategy` object serves the whole batch: what it
-        remembers belongs in `request.state` and `seq.decode.state`.
+        `SamplingParams()` where none are given; single `settings` (max_tokens=48) go over them. No chat template is applied,
+        and nothing is taken from the model's own settings. A request that fails while running has `error` set and finish_reason
+        "error"; one that could never run raises AdmissionError before anything runs. Threads may call at once: their requests
+        run together, and each gets its own. One `strategy` object serves the whole batch: what it remembers belongs in
+        `request.state` and `seq.decode.state`.
         """
         batch = as_batch(prompts)
         each = each_of(len(batch), params, sampling_params, settings)

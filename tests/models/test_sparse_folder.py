@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from headrace import native
-from headrace.compress import folder as folders
 from headrace.compress.folder import compress_folder, prepare_folder
 from headrace.compress.run import Pipeline, compress
 from headrace.data.params import SamplingParams
@@ -21,6 +20,7 @@ from headrace.weights.describe import describe
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.kinds import KINDS
 from headrace.weights.loader import load_model, read_tensor
+from headrace.weights.quantized import two_four
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.quantized.rows import rows_of
 from headrace.weights.quantized.two_four import TwoFour
@@ -93,7 +93,7 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     report = compress_folder(model, tmp_path / "sparse", TWO_OF_FOUR)
     assert len(report.warnings) == 1
-    assert "rows of 48 numbers are no multiple of 32" in report.warnings[0]
+    assert "matrices of 32 x 48 are no whole groups of int4-g32-sym: they are written as floats with" in report.warnings[0]
     llm, original = (
         LLM(str(path), backend="torch", dtype="float32", max_model_len=64) for path in (tmp_path / "sparse", model)
     )
@@ -167,9 +167,9 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        (Pipeline(format="Q4_0", method=("magnitude",), sparsity="2:4"), "a folder is written of models with 2:4"),
-        (Pipeline(format="int4-g32-sym", method=("magnitude",), sparsity="0.5"), "a folder is written of models with 2:4"),
-        (Pipeline(format="int4-g32-sym"), "a folder is written of models with 2:4"),
+        (Pipeline(format="Q4_0", method=("magnitude",), sparsity="2:4"), "Q4_0 is a format of GGUF"),
+        (Pipeline(format="int4-g32-sym", method=("magnitude",), sparsity="0.5", layout="2:4"), "the layout 2:4 holds two of"),
+        (Pipeline(format="int8", method=("magnitude",), sparsity="2:4", layout="2:4"), "the layout 2:4 holds two of"),
     ],
 )
 def test_other_folders_are_refused(pipeline: Pipeline, message: str, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(folders, "stored_parts", fail)
+    monkeypatch.setattr(two_four, "stored_parts", fail)
     with pytest.raises(OSError, match="no space left"):
         compress_folder(model, tmp_path / "out", TWO_OF_FOUR)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

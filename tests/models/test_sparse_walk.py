@@ -97,9 +97,3 @@ def test_what_texts_chose_is_kept_in_a_folder(model: Path, book: Path, tmp_path:
     one, other = (load_model(open_files(tmp_path / name).source) for name in ("a.gguf", "folder"))
     for (name, value), (_, same) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert not name.startswith("layers.") or bool((value.float() == same.float()).all()), name
-
-
-def test_a_folder_is_written_without_texts(model: Path, book: Path, tmp_path: Path) -> None:
-    wanted = pipeline(book, method=("sparsegpt",), sparsity="2:4", format="int4-g32-sym")
-    with pytest.raises(ValueError, match="folders with 2:4 are written without texts: --method magnitude, or wanda with"):
-        compress_folder(model, tmp_path / "out", wanted)

@@ -39,7 +39,7 @@ ROOMS = {
     "runner.executor": "data",
     "runner.heads": "runner weights.parts models weights data",
     "runner.streamed": "weights.loader weights.parts models layers ops kv.pool weights",
-    "eager": "runner models ops kv.pool data",
+    "eager": "runner models layers ops kv.pool data",
     "eager.heads": "eager runner.heads weights.loader ops weights kv.pool",
     "native.weights": "native weights.parts weights models layers",
     "native.kept": "runner",
@@ -147,7 +147,7 @@ OPTIONAL = {"bm25s"}
 LATE = {"cli", "bench.workers"}
 # Never in the product: what runs code out of a file, and the libraries that tests take their expectations from.
 # (`bench.workers` runs in other engines' environments and imports what it measures.)
-FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "llama_cpp"}
+FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "llama_cpp", "compressed_tensors"}
 
 # `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
 QUICK = (

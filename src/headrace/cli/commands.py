@@ -31,8 +31,8 @@ COMMANDS = {
         "add": "Give a model a name, with settings, a system prompt and a chat template of its own.",
         "cp": "Give what is known by one name another, to change settings in; no file is copied.",
         "inspect": "Show a model's architecture, tensors, number formats, KV bytes per token, tokenizer and chat template.",
-        "compress": "Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block "
-        "can have, or so that the layers' outputs on texts change least (--method).",
+        "compress": "Write a model as a GGUF file, or a folder, with numbers in fewer bits: each rounded to the nearest its "
+        "block can have, or so that the layers' outputs on texts change least (--method).",
         "distil": "Train a smaller model to do as MODEL does, or heal one that was pruned or rounded; OUT is a folder as any "
         "model's.",
         "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",

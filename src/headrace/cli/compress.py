@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
             "headrace compress MODEL -o OUT.gguf -f Q4_0 --method awq,gptq",
             "The same bytes, better: measured on texts of the model.",
         ),
+        ("headrace compress MODEL -o FOLDER -f int4-g128 --method gptq", "A folder that other engines read, too."),
         ("headrace compress MODEL -o OUT.gguf --method gptq --calibrate train.txt --judge valid.txt", "On texts of one's own."),
     )
     app.command(cls=short)(with_groups(compress))
@@ -58,6 +59,12 @@ class MethodOptions:
     kv_heads: Annotated[int | None, _method("kv-heads: how many are left; neighbours become one (GQA, MQA).")] = None
     pool: Annotated[
         str | None, _method("kv-heads: aligned (turned towards each other, then the mean), mean, or first of each group.")
+    ] = None
+    layout: Annotated[
+        str | None,
+        _method(
+            "Of a folder: compressed (compressed-tensors, the default), gptq, awq, or 2:4 (where that is in groups of 32)."
+        ),
     ] = None
     budget: Annotated[
         str | None, _method("Bytes of all tensors, as in 100MB: more bits where they count most, fewer elsewhere.")
@@ -92,7 +99,7 @@ def compress(
     model: ModelName,
     methods: MethodOptions,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The .gguf file to write, or a folder (2:4).", callback=writable)
+        Path | None, typer.Option("--out", "-o", help="The .gguf file to write, or a folder.", callback=writable)
     ] = None,
     number_format: Annotated[
         str,
@@ -100,7 +107,8 @@ def compress(
             "--format",
             "-f",
             help="F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, IQ4_NL, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, Q2_K …: "
-            "as llama.cpp names them. Of a folder int4-g32-sym or int8-g32-sym.",
+            "as llama.cpp names them. Of a folder int4-g128, int4-g64-sym, int8, w8a8 …: bits, numbers with one scale, and "
+            "whether there are zero points.",
         ),
     ] = "Q4_K_M",
     head: Annotated[str | None, typer.Option(help="Another kind for the output projection, as in Q8_0.")] = None,
@@ -114,11 +122,11 @@ def compress(
     matrices: Annotated[bool, typer.Option("--matrices", help="List every tensor: kind, bytes, error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Write a model as a GGUF file with numbers in fewer bits, each rounded to the nearest that its block can have, or so that
-    the layers' outputs on texts change least (--method).
+    """Write a model as a GGUF file, or a folder, with numbers in fewer bits: each rounded to the nearest its block can have,
+    or so that the layers' outputs on texts change least (--method).
 
     MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
-    time, or one layer where texts are read; stopped, the same command goes on. A folder OUT holds two of each four weights. The
+    time, or one layer where texts are read; stopped, the same command goes on. The
     result is not the same model: --judge, or `headrace perplexity` on both, says how much was lost.
     """
     if out is None and not dry_run:
@@ -145,9 +153,9 @@ def compress(
 
 
 def _predicted(path: Path, out: Path | None, pipeline: Any) -> Any:
-    from headrace.compress import folder, run
+    from headrace.compress import folder, layouts, run
 
-    as_folder = out.suffix != ".gguf" if out is not None else pipeline.format.lower() in folder.FORMATS
+    as_folder = out.suffix != ".gguf" if out is not None else layouts.is_of_folders(pipeline.format)
     report = folder.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
     for line in report.warnings:
         say(line)
@@ -157,9 +165,9 @@ def _predicted(path: Path, out: Path | None, pipeline: Any) -> Any:
 def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
     from headrace.compress import folder, run
 
-    if out.suffix != ".gguf":
-        return folder.compress_folder(path, out, pipeline, status())
     try:
+        if out.suffix != ".gguf":
+            return folder.compress_folder(path, out, pipeline, status())
         return run.compress(path, out, pipeline, status(), overwrite)
     except KeyboardInterrupt:
         if pipeline.walks:
@@ -194,7 +202,7 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
             fields.append(
                 ("judged", f"KL {judged.kl:.4f} nats, perplexity {judged.perplexity:.3f} of {judged.perplexity_before:.3f}")
             )
-        fields.append(("file", str(out)))
+        fields.append(("file" if out.suffix == ".gguf" else "folder", str(out)))
     return fields
 
 

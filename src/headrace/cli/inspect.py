@@ -70,6 +70,8 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV per token", f"{kv['float16']:,} bytes in 16 bit, {kv['float32']:,} in 32 bit" if kv else no_kv),
         ("tokenizer", f"{found['tokenizer'] or 'unknown'}, {number(found['vocab_size'])} tokens"),
     ]
+    if found["compress"]:
+        fields.insert(2, ("compressed", f"by headrace compress: {found['compress']}"))
     if found["quantised"]:
         fields.insert(2, ("quantised", found["quantised"]))
     if found["sliding_window"]:

@@ -4,14 +4,12 @@ weights loses less, and SmoothQuant (Xiao et al. 2022, https://arxiv.org/abs/221
 What divides is folded into what makes the input: nothing is left to do when the model runs.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.compress.base import Edge, Visit
 from headrace.compress.rounding import importance_of
-from headrace.quant.encode import encode
-from headrace.weights.decode import dequantize_numpy
+from headrace.quant.targets import nearest, target
 from headrace.weights.kinds import FLOATS
 
 POWERS = 20  # of the mean |x|, from 0 up to but not 1
@@ -59,7 +57,7 @@ class Awq:
                     continue
                 w = matrix.parts[part]
                 w = w[:: max(1, len(w) // ROWS)] * columns
-                change = (_rounded(w.numpy(), kind, importance, self._threads) - w) / columns
+                change = (nearest(w, target(kind), importance, self._threads)[1] - w) / columns
                 found += float(((change @ matrix.inputs.hessian) * change).sum(dtype=torch.float64))
         return found
 
@@ -80,8 +78,3 @@ class SmoothQuant:
             largest = visit.matrices[edge.consumers[0]].inputs.largest
             x, w = (visit.shared(edge, one).amax(1).clamp_min(TINY) for one in (largest, columns))
             visit.fold(edge, x**self._alpha / w ** (1 - self._alpha))
-
-
-def _rounded(w: np.ndarray, kind: str, importance: np.ndarray, threads: int) -> Tensor:
-    rows = encode(w, kind, importance, threads)
-    return torch.from_numpy(dequantize_numpy(rows.reshape(-1), kind).reshape(w.shape))

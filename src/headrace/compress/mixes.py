@@ -48,7 +48,10 @@ def mix_named(name: str) -> str:
             grid = parse(name)
         except ValueError:
             raise ValueError(unknown(name, MIXES)) from None
-        raise ValueError(f"no kind of GGUF holds {grid}: choose {', '.join(MIXES)}; `headrace arithmetic` tells its error")
+        raise ValueError(
+            f"no kind of GGUF holds {grid}: choose {', '.join(MIXES)}; or, for int4-g128 and the like, a folder: a name that "
+            "does not end in .gguf"
+        )
     return wanted
 
 

@@ -24,17 +24,19 @@ ORDERS = (
     *((name, step) for name in ("magnitude", "wanda") for step in ("rtn", "gptq")),
 )  # of methods that go together
 FOLDS = ("awq", "smoothquant")
+LAYOUTS = ("compressed", "gptq", "awq", "2:4")  # of folders; the first is that of most
 READ = ("gptq", *FOLDS, SPARSEGPT)  # by texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """What is done to a model. `method`: some of METHODS in order (awq or smoothquant alone: then to nearest). `format`: a name
-    of mixes.MIXES. `head`: a kind for the output projection alone. `imatrix`: a file of importances, for rtn. `budget`: bytes
-    of all tensors; kinds are then chosen matrix by matrix, and `format` is where the choice begins. `sparsity`: what methods
-    that prune make 0, as quant.keep.parse_sparsity reads it. `keep_neurons`, `keep_heads` (shares), `drop_layers` and
-    `kv_heads` (counts) are the numbers of the methods that cut, which come before all others; `pool` says how K/V heads
-    become one.
+    of mixes.MIXES; of a folder integers (quant.targets.integers_named), stored in a `layout`: one of LAYOUTS, None: 2:4 where
+    that is pruned and rounded in groups of 32, else the first. `head`: a kind for the output projection alone. `imatrix`: a
+    file of importances, for rtn. `budget`: bytes of all tensors; kinds are then chosen matrix by matrix, and `format` is where
+    the choice begins. `sparsity`: what methods that prune make 0, as quant.keep.parse_sparsity reads it. `keep_neurons`,
+    `keep_heads` (shares), `drop_layers` and `kv_heads` (counts) are the numbers of the methods that cut, which come before all
+    others; `pool` says how K/V heads become one.
 
     `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
     column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
@@ -48,6 +50,7 @@ class Pipeline:
     drop_layers: int | None = None
     kv_heads: int | None = None
     pool: str | None = None
+    layout: str | None = None
     head: str | None = None
     imatrix: Path | None = None
     budget: int | None = None
@@ -100,6 +103,8 @@ class Pipeline:
             if set(rest) & set(PRUNES):
                 why = "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both"
             raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
+        if self.layout is not None and self.layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {self.layout!r}; known are {', '.join(LAYOUTS)}")
         if self.imatrix is not None and self.reads:
             raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
         if self.prunes and self.budget is not None:

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from headrace.compress.base import Coded, Inputs, Matrix, Told, Visit
 from headrace.compress.pruning import SPARSEGPT, kept_mask
-from headrace.quant.encode import encode
 from headrace.quant.hessian import DAMPING, output_error, upper
 from headrace.quant.keep import KeptBlocks, KeptMask, Sparsity
-from headrace.quant.loop import BLOCK, Keep, StoredGrids, reconstruct
-from headrace.weights.decode import dequantize_numpy
+from headrace.quant.loop import BLOCK, Keep, reconstruct
+from headrace.quant.targets import nearest, target
 from headrace.weights.kinds import FLOATS
 
 DEAD = 0.05  # the share of inputs that are always 0 from which it is said
@@ -49,17 +48,18 @@ class Rounding:
             w = matrix.parts[part]
             mask = self._mask(w, importance)
             left = w if mask is None else torch.where(torch.from_numpy(mask), w, 0.0)
-            nearest, plain = _nearest(left, kind, importance, self._threads)
-            rows, values, damping = nearest, plain, 0.0
+            to = target(kind)
+            rows, plain = nearest(left, to, importance, self._threads)
+            values, damping = plain, 0.0
             if made is not None:
-                known = nearest if self._ordered else None
-                grids = StoredGrids((w.shape[0], w.shape[1]), kind, importance, rows=known, order=order, threads=self._threads)
+                known = rows if self._ordered else None
+                grids = to.grids(left.numpy(), importance, rows=known, order=order, threads=self._threads)
                 keep = self._keep(mask, order)
                 result = reconstruct(w, made.factor, grids=grids, keep=keep, order=order, block=self._block())
                 rows, values = grids.rows(result)
                 damping = made.damping
             visit.told[matrix.target(part)] = tell(w, values, plain, kind, inputs, dead, damping)
-            matrix.coded[part] = Coded(kind, rows)
+            matrix.coded[part] = Coded(to.kind, rows)
             w.copy_(values)
 
     def _mask(self, w: Tensor, importance: np.ndarray | None) -> np.ndarray | None:
@@ -86,12 +86,6 @@ def importance_of(inputs: Inputs) -> np.ndarray | None:
     diagonal = inputs.hessian.diagonal()
     usable = bool(torch.isfinite(diagonal).all()) and bool((diagonal > 0).any())
     return np.asarray(diagonal.numpy(), np.float32).copy() if usable else None
-
-
-def _nearest(w: Tensor, kind: str, importance: np.ndarray | None, threads: int) -> tuple[np.ndarray, Tensor]:
-    """Stored rows, and what they say."""
-    rows = encode(w.numpy(), kind, importance, threads)
-    return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), kind).reshape(w.shape))
 
 
 def tell(w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, dead: int, damping: float) -> Told:

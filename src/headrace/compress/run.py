@@ -99,15 +99,13 @@ def compress(
     job = prepare(model, pipeline)
     if path.exists() and path.samefile(job.opened.path):
         raise ValueError(f"{path} is the model that is read; give another name")
-    free = shutil.disk_usage(path.parent).free
-    if job.report.bytes > free:
-        raise ValueError(f"{path} takes {human_size(job.report.bytes)} and {human_size(free)} are free in {path.parent}")
+    check_room(path, job.report.bytes)
     for line in job.report.warnings:
         tell.note(line)
-    judged, original, work = _judged(job, pipeline, tell), job.opened.source, None
+    judged, original, work = judging_texts(job.opened, pipeline, tell), job.opened.source, None
     if pipeline.reads:
         work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
-        _warn(job, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
+        warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
         if pipeline.cuts:
             job = _cut(job, model, pipeline, work, texts, tell)
         if pipeline.walks:
@@ -123,15 +121,15 @@ def compress(
         tell.finish()
     job.report.seconds = time.perf_counter() - start
     if work is not None:
-        _finish(job, pipeline, path, work)
+        finish(job.report, work, job.made, job.stored, pipeline, path.with_suffix(".report.json"))
     return job.report
 
 
-def _judged(job: Job, pipeline: Pipeline, tell: Progress) -> Texts:
+def judging_texts(opened: Opened, pipeline: Pipeline, tell: Progress) -> Texts:
     """Texts to judge by; none where nothing is judged."""
     if pipeline.judge is None:
         return []
-    return texts_of(job.opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
+    return texts_of(opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
 
 
 def _cut(job: Job, model: str | Path, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress) -> Job:
@@ -140,15 +138,15 @@ def _cut(job: Job, model: str | Path, pipeline: Pipeline, work: Work, texts: Tex
     made = prepare(model, pipeline, left.opened)
     made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
     made.report.cuts, made.report.tokens = left.told, left.tokens
-    _warn(made, left.notes, tell)
+    warn(made.report, left.notes, tell)
     return made
 
 
-def _warn(job: Job, lines: list[str], tell: Progress) -> None:
+def warn(report: Report, lines: list[str], tell: Progress) -> None:
     """Said at once, and first in the report."""
     for line in lines:
         tell.note(line)
-    job.report.warnings[:0] = lines
+    report.warnings[:0] = lines
 
 
 def _walk(job: Job, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress) -> None:
@@ -165,21 +163,36 @@ def _walk(job: Job, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress
         if pipeline.folds or not job.copied(info)
     }
     job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
-    job.report.tokens, job.report.told = job.made.tokens, job.made.told
-    _warn(job, job.made.notes, tell)
+    report_walk(job.report, job.made, tell)
 
 
-def _finish(job: Job, pipeline: Pipeline, path: Path, work: Work) -> None:
-    if pipeline.write_imatrix is not None and job.made is not None:
+def report_walk(report: Report, made: Made, tell: Progress) -> None:
+    """What a walk told goes into the report, and what went other than it should to its head."""
+    report.tokens, report.told = made.tokens, made.told
+    warn(report, made.notes, tell)
+
+
+def finish(
+    report: Report, work: Work, made: Made | None, stored: dict[str, list[WeightPart]], pipeline: Pipeline, path: Path
+) -> None:
+    """The file is whole: write what else is wanted, and let the work go. `stored`: by tensors of a GGUF file."""
+    if pipeline.write_imatrix is not None and made is not None:
         measured = {
-            name: job.made.importance(parts[0].target)
-            for name, parts in job.stored.items()
+            name: made.importance(parts[0].target)
+            for name, parts in stored.items()
             if parts[0].target.startswith("layers.") and len(parts[0].stored) > 1
         }
-        write_imatrix(pipeline.write_imatrix, measured, job.made.tokens, pipeline.calibrate)
-    path.with_suffix(".report.json").write_text(json.dumps(job.report.record(), indent=1), "utf-8")
+        write_imatrix(pipeline.write_imatrix, measured, made.tokens, pipeline.calibrate)
+    path.write_text(json.dumps(report.record(), indent=1), "utf-8")
     if not pipeline.keep_work:
         work.remove()
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Raise ValueError where the disk has less."""
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise ValueError(f"{path} takes {human_size(needed)} and {human_size(free)} are free in {path.parent}")
 
 
 def work_folder(out: Path) -> Path:
@@ -195,6 +208,8 @@ def predict(model: str | Path, pipeline: Pipeline | None = None) -> Report:
 def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) -> Job:
     """Everything but the numbers: names, kinds, metadata; `cut`: the model after its cuts. Raises as `compress` does."""
     pipeline.check()
+    if pipeline.layout is not None:
+        raise ValueError("layouts are of folders: leave --layout out, or give a name that does not end in .gguf")
     mix = mix_named(pipeline.format)
     head = kind_named(pipeline.head) if pipeline.head is not None else None
     importance = read_imatrix(pipeline.imatrix) if pipeline.imatrix is not None else {}

@@ -48,15 +48,18 @@ def lower(
     max_positions: int,
     fuse: frozenset[str] = FUSIONS,
     isa: str = "",
+    activations: str = "group",
+    threshold: float = 0.0,
     head_ids: np.ndarray | None = None,
     enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
 ) -> Lowered:
     """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits, and what
-    `enter` adds comes before the first layer.
+    `enter` adds comes before the first layer. `activations` (group, token, split) and `threshold`: how inputs of integer layers
+    become integers; but for groups only a whole row says how, so that attention and gates leave rows.
 
     Raises RecordError for what the native core has no phase for.
     """
-    made = Lowered(core().Program(pool, kv, config.hidden_size, config.vocab_size, isa))
+    made = Lowered(core().Program(pool, kv, config.hidden_size, config.vocab_size, isa, activations, threshold))
     ropes = Ropes(made.program, max_positions)
     buffers = Buffers(made.program)
     for name, segments in (("embed", (recording.embed,)), ("layer", recording.layers), ("head", (recording.head,))):
@@ -66,9 +69,8 @@ def lower(
             made.program.begin(name)
             if enter is not None and name == "layer" and segment is segments[0]:
                 enter(made, ropes, buffers)
-            Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids).run(
-                HEAD_ROWS if name == "head" else HIDDEN
-            )
+            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, by_group=activations == "group")
+            one.run(HEAD_ROWS if name == "head" else HIDDEN)
     made.program.seal()
     return made
 
@@ -86,6 +88,7 @@ class Lowering:
         buffers: Buffers,
         fuse: frozenset[str],
         head_ids: np.ndarray | None = None,
+        by_group: bool = True,
     ) -> None:
         self.made = made
         self.program = made.program
@@ -96,6 +99,7 @@ class Lowering:
         self.buffers = buffers
         self.fuse = fuse
         self.head_ids = head_ids
+        self.by_group = by_group
         self.values: dict[int, Floats | Normed | Input] = {}
         self.inputs: dict[tuple[int, str, tuple[int, ...]], int] = {}  # quantised values, by form and order
         self.fused: set[int] = set()  # nodes that earlier ones did already
@@ -295,7 +299,7 @@ class Lowering:
     def _result(self, value: int, width: int, fusion: str, possible: bool = True) -> tuple[int, int]:
         """Where attention or a gate leaves a value: as an input where only linear layers of one form read it, else as rows."""
         forms = self._forms(value)
-        if fusion in self.fuse and len(forms) == 1 and (possible or forms == {"bf16"}):
+        if fusion in self.fuse and len(forms) == 1 and ((possible and self.by_group) or forms == {"bf16"}):
             (form,) = forms
             buffer = self.buffers.take(form, width)
             self._set(value, Input(buffer, form))

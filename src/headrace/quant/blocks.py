@@ -21,18 +21,17 @@ def halves(*scales: Array) -> Array:
 
 def q8_0(x: Array, weight: Array | None) -> Array:
     """x [32, blocks] -> uint8 [blocks, bytes], as all encoders here."""
-    nearest = integers(-127, 127)
-    d, q = _settled(x, weight, nearest, [largest(np.abs(x)) / 127, best_scale(np.abs(x), weight, nearest, [127])])
+    d, q = eight_bits(x, weight)
     return _stored("Q8_0", (d,), (q + 127).astype(np.uint8))
 
 
 def q4_0(x: Array, weight: Array | None) -> Array:
-    d, q = _symmetric(x, weight, 8)
+    d, q = symmetric(x, weight, 8)
     return _stored("Q4_0", (d,), q)
 
 
 def q5_0(x: Array, weight: Array | None) -> Array:
-    d, q = _symmetric(x, weight, 16)
+    d, q = symmetric(x, weight, 16)
     return _stored("Q5_0", (d,), q)
 
 
@@ -71,8 +70,15 @@ def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array
     return best, values
 
 
-def _symmetric(x: Array, weight: Array | None, half: int) -> tuple[Array, Array]:
-    """Scale and codes from 0 to 2 · half - 1 (uint8 [32, blocks]); code `half` is zero."""
+def eight_bits(x: Array, weight: Array | None) -> tuple[Array, Array]:
+    """Scale and integers from -127 to 127 of blocks of any size: float32 [blocks], [size, blocks]."""
+    nearest = integers(-127, 127)
+    return _settled(x, weight, nearest, [largest(np.abs(x)) / 127, best_scale(np.abs(x), weight, nearest, [127])])
+
+
+def symmetric(x: Array, weight: Array | None, half: int) -> tuple[Array, Array]:
+    """Scale, of either sign, and codes from 0 to 2 · half - 1 (uint8 [size, blocks]) of blocks of any size; code `half` is
+    zero."""
     nearest = integers(-half, half - 1)
     scale = best_scale(x, weight, nearest, ends(-half, half - 1))
     d, q = _settled(x, weight, nearest, [scale, largest(x) / -half])

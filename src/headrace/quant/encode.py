@@ -51,7 +51,7 @@ def encode(values: Array, kind: str, importance: Array | None = None, threads: i
     if k % block:
         raise ValueError(f"rows of {k} numbers are no whole blocks of {block}, which {kind} has")
     if importance is not None:
-        _check(importance, k)
+        check_importance(importance, k)
     out = np.empty((n, k // block * nbytes), np.uint8)
     step = max(1, CHUNK // k)
 
@@ -64,7 +64,8 @@ def encode(values: Array, kind: str, importance: Array | None = None, threads: i
     return out
 
 
-def _check(importance: Array, k: int) -> None:
+def check_importance(importance: Array, k: int) -> None:
+    """Raise ValueError unless these are usable importances of k columns."""
     if importance.shape != (k,):
         raise ValueError(f"importance has {importance.size} columns and the matrix {k}; is it another model's?")
     if not np.isfinite(importance).all() or importance.min() < 0 or not importance.any():
@@ -77,14 +78,20 @@ def _rows(values: Array, kind: str, importance: Array | None) -> Array:
     if kind in FLOAT:
         return FLOAT[kind](np.ascontiguousarray(values, np.float32))
     size, encoder = ENCODERS[kind]
+    return encoder(*columns(values, size, importance))[: values.size // KINDS[kind].block].reshape(len(values), -1)
+
+
+def columns(values: Array, size: int, importance: Array | None) -> tuple[Array, Array | None]:
+    """Rows [n, k] as the search wants them: [size, groups], and how much each number counts. A lone group comes twice: numpy
+    would add up a lone column in another order."""
     x = np.ascontiguousarray(values.reshape(-1, size).T, np.float32)
     weight = None
     if importance is not None:
         scaled = (importance / importance.mean(dtype=np.float64)).astype(np.float32)
         weight = np.ascontiguousarray(np.tile(np.maximum(scaled, 1e-6), (len(values), 1)).reshape(-1, size).T)
-    if x.shape[1] == 1:  # numpy would add up a lone column in another order
+    if x.shape[1] == 1:
         x, weight = x.repeat(2, 1), None if weight is None else weight.repeat(2, 1)
-    return encoder(x, weight)[: values.size // KINDS[kind].block].reshape(len(values), -1)
+    return x, weight
 
 
 def _f16(values: Array) -> Array:

@@ -3,6 +3,7 @@ and Alistarh 2023, https://arxiv.org/abs/2301.00774), or both at once, column by
 after it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from headrace.quant.codes import ends, steps, with_codes
 from headrace.quant.encode import encode
+from headrace.quant.groups import Fitted, fit, stored
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
+from headrace.weights.quantized.written import Integers
 
 BLOCK = 128  # columns whose errors are spread over those behind them at once
 Round = Callable[[Tensor], Tensor]  # numbers of a column [n] -> the nearest allowed values
@@ -128,3 +131,60 @@ class StoredGrids:
             codes[:, place] = self._codes(j, made[:, place]).to(torch.uint8)
         rows = with_codes(self._rows, self._kind, codes.numpy())
         return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), self._kind).reshape(made.shape))
+
+
+class GroupGrids:
+    """The grids of integers with a scale for a group of inputs: scales and zero points as `groups.fit` finds them, integers
+    free. As StoredGrids: `fitted` says that they are there before the loop, and columns may then come in any `order`."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        of: Integers,
+        importance: np.ndarray | None = None,
+        *,
+        fitted: Fitted | None = None,
+        order: Tensor | None = None,
+        threads: int = 1,
+    ) -> None:
+        if order is not None and fitted is None:
+            raise ValueError("columns in another order need scales that are there before the loop")
+        n, k = shape
+        self._of, self._importance, self._threads = of, importance, threads
+        self._places = list(range(k)) if order is None else order.tolist()
+        self._size, self._static = of.group or k, fitted is not None
+        self._scale, self._zero = (torch.zeros(of.groups(k), n) for _ in range(2))
+        if fitted is not None:
+            self._take(fitted, 0)
+
+    def _take(self, found: Fitted, group: int) -> None:
+        last = group + found.scale.shape[1]
+        self._scale[group:last] = torch.from_numpy(found.scale.T.copy())
+        self._zero[group:last] = torch.from_numpy(found.zero.T.astype(np.float32))
+
+    def at(self, j: int, w: Tensor) -> Round:
+        if not self._static and j % self._size == 0:
+            last = j + self._size
+            importance = None if self._importance is None else self._importance[j:last]
+            if importance is not None and not importance.any():
+                importance = None
+            group = replace(self._of, group=self._size)
+            self._take(fit(np.ascontiguousarray(w[:, j:last].numpy()), group, importance, self._threads), j // self._size)
+        place = self._places[j]
+        return lambda column: self._scale[place // self._size] * self._integers(place, column)
+
+    def _integers(self, place: int, column: Tensor) -> Tensor:
+        """Of a column [n]: whole numbers as float32."""
+        scale, zero = self._scale[place // self._size], self._zero[place // self._size]
+        least, most = self._of.range
+        low, high = (least - zero, most - zero) if self._of.symmetric else (-zero, most - zero)
+        steps = torch.where(scale == 0, 0.0, column / scale).round()
+        return torch.minimum(torch.maximum(steps, low), high)
+
+    def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
+        """As StoredGrids.rows."""
+        integers = torch.empty(made.shape, dtype=torch.int8)
+        for place in range(made.shape[1]):
+            integers[:, place] = self._integers(place, made[:, place]).to(torch.int8)
+        rows = stored(self._of, self._scale.T.numpy(), integers.numpy())
+        return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), self._of.kind).reshape(made.shape))

@@ -13,7 +13,8 @@ from headrace.startup import memory
 from headrace.startup.eager import Eager
 from headrace.startup.native import Native
 from headrace.startup.offer import Loaded, Offer
-from headrace.startup.recipe import DEFERRED, EXITS, PROPAGATE, Recipe, Role
+from headrace.startup.recipe import ACTIVATIONS, DEFERRED, EXITS, PROPAGATE, Recipe, Role
+from headrace.weights.kinds import FLOATS
 
 log = logging.getLogger("headrace")
 
@@ -69,6 +70,15 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(f"unknown kv_dtype {settings.kv_dtype!r}; use one of {', '.join(sorted(known))}")
     if settings.quantize not in (None, "int8", "int4"):
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
+    if settings.activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be {', '.join(ACTIVATIONS)}, not {settings.activations!r}")
+    if settings.activations != "auto" and not settings.quantize:
+        for each in recipe.models.values():
+            if all(each.source.info(name).kind in FLOATS for name in each.source.names()):
+                raise ValueError(
+                    f"activations={settings.activations!r} rounds the inputs of integer weights, and {each.name} has floats "
+                    "alone: leave it out, or add quantize='int8'"
+                )
     if len(recipe.models) > 1 and any(each.config.source is not None for each in recipe.models.values()):
         raise ValueError("no other model works beside an encoder-decoder; leave out draft, amateur and cascade")
     if settings.exit_state not in (DEFERRED, PROPAGATE):

@@ -46,6 +46,7 @@ class Native:
             "block_size": BLOCK_SIZE,
             "max_positions": plan.max_model_len + MAX_NODES,
             "kv_dtype": settings.kv_dtype,
+            "activations": settings.activations,
             "threads": settings.threads or 0,
         }
         heads = recipe.head_ids()

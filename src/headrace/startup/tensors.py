@@ -9,6 +9,7 @@ from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
 from headrace.eager.heads import EagerHeads
 from headrace.eager.program import EagerProgram
+from headrace.eager.rounded import round_inputs
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
@@ -16,7 +17,8 @@ from headrace.startup.memory import check_weights_fit
 from headrace.startup.offer import Loaded
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
-from headrace.weights.loader import load_model
+from headrace.weights.kinds import FLOATS
+from headrace.weights.loader import load_model, weight_kinds
 
 DTYPES = {
     "float64": torch.float64,
@@ -67,7 +69,12 @@ def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.dev
         recipe.progress.advance(done - before)
         before = done
 
-    return load_model(source, dtype, device, progress=tell)
+    model = load_model(source, dtype, device, progress=tell)
+    if (activations := recipe.settings.activations) != "auto":
+        kinds = weight_kinds(model, source)
+        integers = {path: tuple(kind not in FLOATS for kind in parts) for path, parts in kinds.items()}
+        round_inputs(model, integers, activations)
+    return model
 
 
 def device(name: str) -> torch.device:

@@ -14,21 +14,23 @@ from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightSource
 
+COMPRESSED, COMPRESS_KEY = "headrace.json", "headrace.compress"  # where `headrace compress` says what it did
+
 
 def describe(path: Path) -> dict[str, Any]:
     """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
 
-    Keys: path, format, quantised (by which scheme others compressed it, and how), name, architecture, licence, tensors (name,
-    type that it is read as, shape, bytes in the file), types (tensors of each), parameters, bits (of one), bytes, layers,
-    hidden_size, heads, kv_heads, head_dim, context_length, sliding_window, kv_bytes_per_token (by number format, over all
-    layers, windows not counted), tokenizer, vocab_size, chat_template.
+    Keys: path, format, quantised (in which scheme it is compressed, and how), compress (what `headrace compress` did), name,
+    architecture, licence, tensors (name, type that it is read as, shape, bytes in the file), types (tensors of each),
+    parameters, bits (of one), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window,
+    kv_bytes_per_token (by number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template.
     Raises WeightError.
     """
     if path.is_dir():
         folder = open_folder(path)
-        return {**_tensors(folder), **_from_config(folder)}
+        return {**_tensors(folder), "compress": _text(_json(path / COMPRESSED).get("compress")), **_from_config(folder)}
     file = GGUFFile(path)
-    return {**_tensors(file), **_from_metadata(file.metadata)}
+    return {**_tensors(file), "compress": _text(file.metadata.get(COMPRESS_KEY)), **_from_metadata(file.metadata)}
 
 
 def _tensors(source: WeightSource) -> dict[str, Any]:

@@ -62,6 +62,16 @@ def load_model(
     return model
 
 
+def weight_kinds(model: Model, source: WeightSource) -> dict[str, tuple[str, ...]]:
+    """What the parts of each weight are stored as, by its holder's path: "layers.3.qkv" -> ("Q4_0", "Q4_0", "Q6_K")."""
+    plans = plan(model, source)
+    return {
+        path: tuple(source.info(part.source).kind for part in plans[f"{path}.weight"])
+        for path, holder in model.holders()
+        if "weight" in holder.params()
+    }
+
+
 def fill(target: torch.Tensor, parts: Sequence[WeightPart], source: WeightSource) -> None:
     """Read the parts of one parameter into `target`, checked for NaN and infinities."""
     start = 0

@@ -36,6 +36,18 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     return made
 
 
+def packed(fields: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `unpacked`: uint8 [n, m] below 2^bits as words, int32 [n, ⌈m · bits / 32⌉]; what is missing is 0."""
+    each = 8 // bits
+    n, m = fields.shape
+    whole = np.zeros((n, -(-m * bits // 32) * 4 * each), np.uint8)
+    whole[:, :m] = fields
+    made = np.zeros((n, whole.shape[1] // each), np.uint8)
+    for field in range(each):
+        made |= whole[:, field::each] << (field * bits)
+    return made.view("<i4")
+
+
 def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Rows of a kind of RANGES. values: int8 [n, k]; scales: float16 [n, k / 32]; uint8 [n, row bytes]."""
     n, blocks = scales.shape
@@ -50,6 +62,19 @@ def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         made[:, :, 2:6] = np.packbits(offset >> 4, axis=2, bitorder="little")
     made[:, :, -16:] = _nibbles(offset & 15)
     return made.reshape(n, -1)
+
+
+def integers_of(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of `rows_of`: int8 [n, k] and float16 [n, k / 32]."""
+    n = len(rows)
+    blocks = rows.reshape(n, -1, KINDS[kind].nbytes)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2").reshape(n, -1)
+    if kind == "Q8_0":
+        return np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(n, -1), scales
+    codes = np.concatenate([blocks[:, :, -16:] & 15, blocks[:, :, -16:] >> 4], axis=2)
+    if kind == "Q5_0":
+        codes |= np.unpackbits(blocks[:, :, 2:6], axis=2, bitorder="little") << 4
+    return (codes - np.uint8(-RANGES[kind][0])).view(np.int8).reshape(n, -1), scales
 
 
 def table_rows(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

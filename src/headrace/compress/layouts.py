@@ -1,0 +1,41 @@
+"""Which layout a folder gets: by its name, and the integers that the format asks for."""
+
+from headrace.compress.mixes import MIXES, SHORT
+from headrace.compress.report import LAYOUTS, Pipeline
+from headrace.quant.targets import EXAMPLES, integers_named
+from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout, TwoFour
+
+SPARSE = {Integers(4, 32): "S4", Integers(8, 32): "S8"}
+
+
+def layout_of(pipeline: Pipeline) -> Layout:
+    """Raises ValueError for formats and layouts that folders do not have."""
+    name = pipeline.format
+    if {name.upper(), name.upper().replace("-", "_")} & {*MIXES, *SHORT}:
+        raise ValueError(f"{name} is a format of GGUF: give a name that ends in .gguf, or a format of folders: {EXAMPLES}")
+    integers = integers_named(name)
+    two_four = pipeline.prunes is not None and str(pipeline.prunes[1]) == "2:4"
+    wanted = pipeline.layout or ("2:4" if two_four and integers in SPARSE else LAYOUTS[0])
+    if wanted == "2:4":
+        if not two_four or integers not in SPARSE:
+            raise ValueError(
+                "the layout 2:4 holds two of each four weights: give --method magnitude --sparsity 2:4 and --format "
+                "int4-g32-sym or int8-g32-sym"
+            )
+        return TwoFour(SPARSE[integers])
+    if wanted == "compressed":
+        return Compressed(integers)
+    if integers.activations:
+        raise ValueError(f"the layout {wanted} says nothing of activations, which w8a8 rounds: leave it out, or choose int8")
+    if wanted == "awq" and integers.bits != 4:
+        raise ValueError(f"the layout awq holds 4 bits, and {name} has {integers.bits}: leave it out, or choose int4-g128")
+    return Awq(integers) if wanted == "awq" else Gptq(integers)
+
+
+def is_of_folders(name: str) -> bool:
+    """Whether a format is one that folders have."""
+    try:
+        integers_named(name)
+    except ValueError:
+        return False
+    return True

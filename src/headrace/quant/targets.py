@@ -1,0 +1,111 @@
+"""What a matrix is to be stored as, for methods that round: a kind of block ("Q4_K"), or integers of a folder ("int4-g128")."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.quant.encode import WRITTEN, encode
+from headrace.quant.groups import fit, stored
+from headrace.quant.loop import Grids, GroupGrids, StoredGrids
+from headrace.quant.spec import parse
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.quantized.rows import BLOCK
+from headrace.weights.quantized.written import Integers
+
+EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8"
+SHORT = {"int8": Integers(8), "w8a8": Integers(8, activations=True)}  # a scale a row, no zero points
+
+
+class RowGrids(Grids, Protocol):
+    """Grids that store what the loop made."""
+
+    def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Stored rows of a matrix [n, k] whose numbers are the grids', and what these say."""
+        ...
+
+
+class Target(Protocol):
+    """See the module."""
+
+    @property
+    def kind(self) -> str:
+        """Of the rows."""
+        ...
+
+    def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
+        """Rows float32 [n, k], each number to the nearest: uint8 [n, row bytes]. Raises ValueError as quant.encode does."""
+        ...
+
+    def grids(
+        self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
+    ) -> RowGrids:
+        """For the column loop over a matrix like w. `rows`, what `encode` gave of w, says that its scales are taken, with which
+        columns come in `order`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of a kind."""
+
+    kind: str
+
+    def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
+        return encode(w, self.kind, importance, threads)
+
+    def grids(
+        self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
+    ) -> RowGrids:
+        return StoredGrids((w.shape[0], w.shape[1]), self.kind, importance, rows=rows, order=order, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Integers with a scale for a group."""
+
+    integers: Integers
+
+    @property
+    def kind(self) -> str:
+        return self.integers.kind
+
+    def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
+        found = fit(w, self.integers, importance, threads)
+        return stored(self.integers, found.scale, found.integers)
+
+    def grids(
+        self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
+    ) -> RowGrids:
+        fitted = None if rows is None else fit(w, self.integers, importance, threads)
+        shape = (w.shape[0], w.shape[1])
+        return GroupGrids(shape, self.integers, importance, fitted=fitted, order=order, threads=threads)
+
+
+def target(name: str) -> Target:
+    """Of a kind that is written, or of integers of a folder. Raises ValueError as `integers_named` does."""
+    return Blocks(name) if name in WRITTEN else Groups(integers_named(name))
+
+
+def integers_named(name: str) -> Integers:
+    """The integers of a folder by their name, in any case of letters. Raises ValueError for what folders do not hold."""
+    if name.lower() in SHORT:
+        return SHORT[name.lower()]
+    spec = parse(name)
+    if spec.family != "int":
+        raise ValueError(f"folders do not hold {spec}: choose {EXAMPLES}; or, for kinds of GGUF, a name that ends in .gguf")
+    if spec.bits not in (4, 8):
+        raise ValueError(f"{spec}: folders hold integers of 4 and 8 bits: choose {EXAMPLES}")
+    if spec.group is None or spec.group % BLOCK:
+        raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {EXAMPLES}")
+    if spec.bits == 8 and not spec.symmetric:
+        raise ValueError(f"{spec}: no packed kind holds 8 bits and zero points; write {spec}-sym")
+    return Integers(spec.bits, spec.group, spec.symmetric)
+
+
+def nearest(w: Tensor, to: Target, importance: np.ndarray | None, threads: int) -> tuple[np.ndarray, Tensor]:
+    """Stored rows, and what they say."""
+    rows = to.encode(w.numpy(), importance, threads)
+    return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), to.kind).reshape(w.shape))

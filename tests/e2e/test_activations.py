@@ -1,0 +1,75 @@
+"""activations: an input's scale for its row, or outliers left out: native and in torch; refused where nothing is rounded."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace import native
+from headrace.compress.folder import compress_folder
+from headrace.compress.run import Pipeline
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.startup.opening import open_files
+from tests.models.gates import program_of
+from tests.models.test_compress import write_folder
+from tests.tiny_native import Feeder
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1)
+TEXTS = [[5, 6, 7, 8, 9, 300, 11, 4], [3, 399], [12, 13, 14]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("activations")
+    compress_folder(write_folder(at / "whole", "llama-gqa"), at / "w8a8", Pipeline(format="w8a8", threads=1))
+    return at / "w8a8"
+
+
+@pytest.mark.skipif(not native.available(), reason=native.reason())
+def test_a_model_with_one_scale_for_a_token(folder: Path) -> None:
+    """Another model than with a scale for 32 inputs, near it; each text as alone; without outliers, and without a threshold,
+    the plain one to the bit."""
+    source = open_files(folder).source
+
+    def logits(texts: list[list[int]], **options: object) -> list[np.ndarray]:
+        return Feeder(program_of(source, **options), texts).whole()
+
+    plain, token = logits(TEXTS), logits(TEXTS, activations="token")
+    split, zero = logits(TEXTS, activations="split"), logits(TEXTS, activations="split", threshold=0.0)
+    endless = logits(TEXTS, activations="split", threshold=float("inf"))
+    spread = float(np.std(np.concatenate(plain)))
+    for one, other, out, all_out, none in zip(plain, token, split, zero, endless, strict=True):
+        assert np.array_equal(one.view(np.uint32), none.view(np.uint32))
+        for apart in (other - one, out - one, all_out - one):
+            assert 0 <= np.abs(apart).max() < 0.5 * spread
+        assert np.abs(other - one).max() > 0
+        assert np.abs(all_out - one).max() > 0
+    for name in ("token", "split"):
+        whole = logits(TEXTS, activations=name)
+        for number, text in enumerate(TEXTS):
+            (alone,) = logits([text], activations=name)
+            assert np.array_equal(alone.view(np.uint32), whole[number].view(np.uint32))
+
+
+@pytest.mark.parametrize("activations", ["token", "split"])
+def test_both_back_ends(activations: str, folder: Path) -> None:
+    """Near each other: of what is drawn the log-probabilities."""
+    found = []
+    for backend in ("native", "torch") if native.available() else ("torch",):
+        llm = LLM(str(folder), backend=backend, dtype="auto" if backend == "native" else "float32", activations=activations,
+                  max_model_len=64)  # fmt: skip
+        output = llm.generate([TEXTS[0]], GREEDY)[0].outputs[0]
+        assert output.logprobs is not None
+        found.append(output.logprobs[0].logprob)
+    assert max(found) - min(found) < 0.05
+
+
+def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="activations must be auto, token, split, not 'row'"):
+        LLM(str(folder), activations="row")
+    plain = write_folder(tmp_path / "plain", "llama-gqa")
+    with pytest.raises(ValueError, match="rounds the inputs of integer weights, and .*plain has floats alone: leave"):
+        LLM(str(plain), activations="token")
+    if native.available():
+        LLM(str(plain), activations="token", quantize="int8", max_model_len=64)

@@ -1,0 +1,181 @@
+"""Folders of integers: what compress writes is what was rounded, runs packed, goes on where it was stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace import native
+from headrace.compress import folder as folders
+from headrace.compress.folder import compress_folder, prepare_folder
+from headrace.compress.run import Pipeline, compress, work_folder
+from headrace.compress.work import Work
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.quant.targets import target
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.dequant import read_floats
+from headrace.weights.describe import describe
+from headrace.weights.imatrix import read_imatrix
+from headrace.weights.loader import load_model, read_tensor
+from headrace.weights.quantized.folder import QuantizedFolder, open_folder
+from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import WeightError
+from tests.models.test_compress import write_folder
+from tests.models.test_walk import book, model, pipeline  # noqa: F401
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+ROUNDED = [  # format, layout, what inspect says
+    ("int4-g32", None, "compressed-tensors, 4 bits, groups of 32"),
+    ("int4-g64-sym", None, "compressed-tensors, 4 bits, a scale a row"),  # rows of 64
+    ("int8", None, "compressed-tensors, 8 bits, a scale a row"),
+    ("w8a8", None, "compressed-tensors, 8 bits, a scale a row"),
+    ("int4-g32-sym", "gptq", "GPTQ, 4 bits, groups of 32"),
+    ("int4-g32", "awq", "AWQ, 4 bits, groups of 32"),
+]
+
+
+def opened(path: Path) -> QuantizedFolder:
+    found = open_folder(path)
+    assert isinstance(found, QuantizedFolder)
+    return found
+
+
+@pytest.mark.parametrize(("number_format", "layout", "said"), ROUNDED)
+def test_each_number_is_the_nearest_of_its_grid(number_format: str, layout: str | None, said: str, tmp_path: Path) -> None:
+    """Of a folder with biases and a tied head: matrices of whole groups are rounded, all else is as it was, which is said."""
+    source = write_folder(tmp_path / "folder", "qwen2-tied")
+    wanted = Pipeline(format=number_format, layout=layout, threads=1)
+    report = compress_folder(source, tmp_path / "out", wanted)
+    assert prepare_folder(source, wanted).report.bytes == report.bytes
+    assert report.bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    before, after = SafetensorsFolder(source), opened(tmp_path / "out")
+    rounded = {name for name in after.names() if name in after.scheme.matrices}
+    assert rounded
+    for name in after.names():
+        expected = read_floats(before, name)
+        if name in rounded:
+            to = target(number_format)
+            expected = dequantize_numpy(to.encode(expected).reshape(-1), to.kind).reshape(expected.shape)
+        assert np.array_equal(read_floats(after, name), expected), name
+    whole = {name for name in after.names() if "proj.weight" in name} - rounded
+    assert bool(whole) == any("are no whole groups" in line for line in report.warnings)
+    told = describe(tmp_path / "out")
+    assert (told["quantised"], told["compress"]) == (said, f"rtn {number_format}")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert ("input_activations" in str(config) and config["config_groups"]["group_0"]["input_activations"] is not None) == (
+        number_format == "w8a8"
+    )
+    llm = LLM(str(tmp_path / "out"), max_model_len=64)
+    assert len(llm.generate(["the water of"], GREEDY)[0].outputs[0].token_ids) == 6
+    assert llm.backend == ("native" if native.available() else "torch")
+
+
+@pytest.mark.parametrize("method", [("gptq",), ("awq", "gptq"), ("awq",)])
+def test_what_texts_chose_is_written(method: tuple[str, ...], model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """To the bit: matrices as the walk coded them, norms with what was folded into them; less is lost than to nearest."""
+    out = tmp_path / "out.v1"
+    wanted = pipeline(book, method=method, format="int4-g32", layout="gptq", keep_work=True, judge="self")
+    report = compress_folder(model, out, wanted)
+    work, read = Work(work_folder(out)), load_model(open_folder(out))
+    kinds = work.about(1)["kinds"]
+    for part, rows in zip(("q", "k", "v"), read.layers[1].qkv.weight.split(read.layers[1].qkv.sizes), strict=True):
+        name = f"layers.1.qkv.{part}.weight"
+        coded = dequantize_numpy(work.tensor(1, name).reshape(-1), kinds[name]).reshape(rows.shape)
+        assert np.array_equal(rows.numpy(), coded), name
+    if "awq" in method:
+        assert np.array_equal(read.layers[1].mlp_norm.weight.numpy(), work.tensor(1, "layers.1.mlp_norm.weight"))
+    errors = [sum(getattr(told, name) for told in report.told.values()) for name in ("error", "nearest")]
+    assert errors[0] < (0.9 if "gptq" in method else 1.01) * errors[1]
+    assert {told.kind for told in report.told.values()} == {"int4-g32"}
+    assert report.judged is not None
+    said = json.loads((tmp_path / "out.v1.report.json").read_text())
+    assert said["judged"]["kl"] == report.judged.kl
+    assert describe(out)["compress"] == f"{','.join(method)} int4-g32"
+
+
+def test_it_goes_on_where_it_was_stopped(model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """After a full disk: the layers are not made again, and the bytes are those of a run that was not stopped."""
+    wanted = pipeline(book, format="int8", write_imatrix=tmp_path / "i.gguf")
+    compress_folder(model, tmp_path / "whole", wanted)
+    assert "blk.1.ffn_down.weight" in read_imatrix(tmp_path / "i.gguf")
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "write_safetensors", full)
+        with pytest.raises(OSError, match="no space left"):
+            compress_folder(model, tmp_path / "out", wanted)
+    assert not (tmp_path / "out").exists()
+    assert Work(work_folder(tmp_path / "out")).done == 2
+    with pytest.raises(WeightError, match="was begun for something else"):
+        compress_folder(model, tmp_path / "out", pipeline(book, format="int4-g32"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "finish_layer", full)
+        compress_folder(model, tmp_path / "out", wanted)
+    assert not work_folder(tmp_path / "out").exists()
+    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The folder 2:4 holds what the GGUF file of the same command holds."""
+    chosen: dict[str, Any] = {"method": ("sparsegpt",), "sparsity": "2:4"}
+    report = compress_folder(model, tmp_path / "out", pipeline(book, format="int4-g32-sym", **chosen))
+    assert report.zeros is not None
+    assert report.zeros >= 0.5
+    assert describe(tmp_path / "out")["quantised"] == "2:4, 4 bits, groups of 32"
+    with pytest.raises(ValueError, match="the layout 2:4 holds two of each four weights"):
+        compress_folder(model, tmp_path / "two", pipeline(book, format="int4-g32-sym", layout="2:4"))
+    compress_folder(model, tmp_path / "dense", pipeline(book, format="int4-g32-sym", layout="compressed", **chosen))
+    for name in opened(tmp_path / "dense").scheme.matrices:
+        one, two = (read_tensor(open_folder(tmp_path / path), name) for path in ("out", "dense"))
+        assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"format": "Q4_K_M"}, "Q4_K_M is a format of GGUF: give a name that ends in .gguf"),
+        ({"format": "nf4"}, "folders do not hold nf4"),
+        ({"format": "int4-g96"}, "rows of 32, 64 numbers are no whole groups of int4-g96"),
+        ({"layout": "marlin"}, "unknown layout 'marlin'; known are compressed, gptq, awq, 2:4"),
+        ({"layout": "awq", "format": "int8"}, "the layout awq holds 4 bits, and int8 has 8"),
+        ({"layout": "gptq", "format": "w8a8"}, "the layout gptq says nothing of activations"),
+        ({"head": "Q8_0"}, "a folder keeps tables of tokens and the head as they are"),
+        ({"budget": 10**6, "method": ("gptq",)}, "--budget chooses among kinds of GGUF"),
+    ],
+)
+def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=line) as found:
+        compress_folder(model, tmp_path / "out", Pipeline(**{"format": "int4-g32", **changes}))
+    assert "\n" not in str(found.value)
+    with pytest.raises(ValueError, match="layouts are of folders"):
+        compress(model, tmp_path / "out.gguf", Pipeline(format="Q4_0", layout="gptq"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("number_format", ["int4-g32", "int4-g32-sym", "int8", "w8a8"])
+def test_compressed_tensors_decompresses_it_alike(number_format: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Its own code, by its own reading of config.json, in float32."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra peers)")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    compress_folder(model, tmp_path / "out", Pipeline(format=number_format, threads=1))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(said)
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    ours, tensors = opened(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+    for name in ours.scheme.matrices:
+        matrix = name.removesuffix("weight")
+        fields = {key.removeprefix(matrix): value for key, value in tensors.items() if key.startswith(matrix)}
+        fields["weight_scale"] = fields["weight_scale"].float()
+        theirs = compressor.decompress(fields, config.config_groups["group_0"])["weight"].float()
+        assert np.array_equal(theirs.numpy(), read_floats(ours, name)), name
