@@ -47,8 +47,8 @@ class LLM:
     (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `activations`: inputs
     of integer weights are rounded: auto, token (one scale for a row), split (but for outliers). `kv_cache_memory`: bytes or
     "2GiB". Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is for contrastive
-    decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks,
-    None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend on the
+    decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self,
+    blocks, None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend on the
     request and its seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and block draw
     others by design). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises
     ValueError.
@@ -137,8 +137,7 @@ class LLM:
         `SamplingParams()` where none are given; single `settings` (max_tokens=48) go over them. No chat template is applied,
         and nothing is taken from the model's own settings. A request that fails while running has `error` set and finish_reason
         "error"; one that could never run raises AdmissionError before anything runs. Threads may call at once: their requests
-        run together, and each gets its own. One `strategy` object serves the whole batch: what it remembers belongs in
-        `request.state` and `seq.decode.state`.
+        run together. One `strategy` object serves the whole batch: what it keeps belongs in request.state, seq.decode.state.
         """
         batch = as_batch(prompts)
         each = each_of(len(batch), params, sampling_params, settings)

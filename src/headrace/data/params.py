@@ -153,10 +153,7 @@ class SamplingParams(
     ] = None
     exit_criterion: Annotated[
         Literal["max_prob", "margin", "saturation", "classifier"],
-        Field(
-            "How sure it is: the likeliest token's probability, its lead, how little the last layer changed, or a classifier's",
-            DETAIL,
-        ),
+        Field("How sure it is: the likeliest token's probability, its lead, how still the row is, or a classifier's", DETAIL),
     ] = "max_prob"
     exit_decay: Annotated[float, Field("Above 0: it falls towards max_tokens, the faster the more", DETAIL, ge=0, le=100)] = 0.0
     exit_audit: Annotated[
