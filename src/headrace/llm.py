@@ -48,10 +48,9 @@ class LLM:
     of integer weights are rounded: auto, token (one scale for a row), split (but for outliers). `kv_cache_memory`: bytes or
     "2GiB". Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is for contrastive
     decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self,
-    blocks, None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend on the
-    request and its seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and block draw
-    others by design). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises
-    ValueError.
+    blocks, None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend
+    on request and seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and block draw
+    others). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises ValueError.
     """
 
     def __init__(
