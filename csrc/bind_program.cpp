@@ -251,10 +251,11 @@ void bind_building(nb::class_<Program>& c) {
             "distance (key - row) from -d to d adds to a score before it is scaled; what is farther is as far as d.")
         .def(
             "store",
-            [](Program& self, int layer, At k, At v, uint8_t sublayer, const std::string& name) {
-                self.add({StorePhase{layer, place(k), place(v)}, sublayer, name});
+            [](Program& self, int layer, At k, At v, uint8_t sublayer, const std::string& name, bool fills) {
+                self.add({StorePhase{layer, place(k), place(v)}, sublayer, name, fills});
             },
-            "layer"_a, "k"_a, "v"_a, "sublayer"_a = 0, "name"_a = "", "K and V into the pool; nothing is read.");
+            "layer"_a, "k"_a, "v"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+            "K and V into the pool; nothing is read.");
 }
 
 }  // namespace

@@ -53,6 +53,8 @@ class LLM:
     others). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises ValueError.
     """
 
+    _open: dict[str, tuple[RequestOutput, Inbox]]
+
     def __init__(
         self,
         model: str | Path,
@@ -109,12 +111,10 @@ class LLM:
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         started.runner.exits = None if self.classifier is None else self.classifier.exits
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
-        log.info("%s; %s (%s) on %s, %s", self.memory_plan.said, self.backend, self.exactness, self.device, self.dtype)
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
         drafts = speculation(speculate, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
         self.engine = self._engine(recipe, scheduler, enable_prefix_caching, drafts)
-        self._open: dict[str, tuple[RequestOutput, Inbox]] = {}
-        self._turns, self._seeds = Turns(), random.Random(seed) if seed is not None else None
+        self._turns, self._seeds, self._open = Turns(), random.Random(seed) if seed is not None else None, {}
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **settings: Any) -> Self:
@@ -292,6 +292,7 @@ class LLM:
     # -- driving the engine --------------------------------------------------------------------------------------------
     def _engine(self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, drafts: Speculation | None) -> Engine:
         config, plan = self.model_config, self.memory_plan
+        log.info("%s; %s (%s) on %s, %s", plan.said, self.backend, self.exactness, self.device, self.dtype)
         scheduler = replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
         return Engine(
             InProcess(self.runner),

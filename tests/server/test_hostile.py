@@ -65,7 +65,9 @@ def longest_wait(work: Callable[[], Any]) -> float:
     began = last = time.process_time()
     longest = 0.0
     thread.start()
-    while thread.is_alive():
+    alive = True
+    while alive:  # once at least: a thread that keeps the interpreter may be done before `start` is
+        alive = thread.is_alive()
         time.sleep(0.001)
         now = time.process_time()
         longest, last = max(longest, now - last), now

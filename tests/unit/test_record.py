@@ -69,7 +69,8 @@ def test_what_a_source_leaves_is_a_segment_a_layer() -> None:
         norm, linear, store = layer.nodes
         assert norm.settings["w"] is model.encoder.norm  # type: ignore[union-attr]
         assert linear.settings["w"] is model.layers[number].cross_kv
-        assert (store.inputs, store.settings) == (dict(zip("kv", linear.outputs, strict=True)), {"layer": number})
+        assert store.inputs == dict(zip("kv", linear.outputs, strict=True))
+        assert store.settings == {"layer": number, "rope": None, "k_norm": None}
         assert layer.result == layer.entry
     assert not recording.embed.nodes
     assert not recording.head.nodes

@@ -86,8 +86,8 @@ def leave_out(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: Tens
     matrix = reader(visit, role)
     w, inputs = matrix.linear.weight, matrix.inputs
     measured = Residual.of_kept(w, inputs.hessian, columns)
-    change = measured.repair()
     held = Residual.of_kept(w, inputs.held, columns) if inputs.held_count else None
+    change = measured.repair(held)
     if change is None:
         visit.notes.append(f"{matrix.path}: {SINGULAR}")
     visit.extra |= errors(measured, held, change)

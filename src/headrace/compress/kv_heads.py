@@ -41,7 +41,7 @@ class KVHeads:
             (held if is_held else measured).add(made, wanted, wanted - linear(made, out.linear.weight))
         measured.finish()
         held.finish()
-        change = measured.repair()
+        change = measured.repair(held if held.count else None)
         visit.extra |= errors(measured, held if held.count else None, change)
         if change is None:
             visit.notes.append(f"{out.path}: {SINGULAR}")

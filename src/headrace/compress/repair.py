@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headrace.quant.hessian import DAMPING, TIMES, TRIES, output_error
 
+HELD_TRIES = 6  # dampings, ten times as much each: where texts are few, more than GPTQ's
 SINGULAR = "the moments of its inputs cannot be inverted: nothing is made good; more texts help"
 
 
@@ -50,16 +51,25 @@ class Residual:
         self.missing /= count
         self.squares, self.energy = self.squares / count, self.energy / count
 
-    def repair(self) -> Tensor | None:
-        """D [n, k] that makes E|r - D x'|² least, damped as for GPTQ; None where no damping makes the moment invertible."""
+    def repair(self, held: "Residual | None" = None) -> Tensor | None:
+        """D [n, k] that makes E|r - D x'|² least, damped as for GPTQ. Where texts were held out, of several dampings that which
+        leaves least of theirs, and zeros where none helps there. None where no damping makes the moment invertible."""
         mean = float(self.moment.diagonal().double().mean())
-        for attempt in range(TRIES):
+        best: Tensor | None = None
+        for attempt in range(TRIES if held is None else HELD_TRIES):
             damped = self.moment.clone()
             damped.diagonal().add_(DAMPING * TIMES**attempt * mean)
             lower, failed = torch.linalg.cholesky_ex(damped)
-            if not failed and bool(torch.isfinite(lower.diagonal()).all()):
-                return torch.cholesky_solve(self.missing.t(), lower).t().contiguous()
-        return None
+            if failed or not bool(torch.isfinite(lower.diagonal()).all()):
+                continue
+            change = torch.cholesky_solve(self.missing.t(), lower).t().contiguous()
+            if held is None:
+                return change
+            if best is None or held.error(change) < held.error(best):
+                best = change
+        if best is None or held is None or held.error(best) < held.error():
+            return best
+        return torch.zeros_like(best)
 
     def error(self, change: Tensor | None = None) -> float:
         """E|r - D x'|² / E|y|²."""

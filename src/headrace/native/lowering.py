@@ -230,6 +230,8 @@ class Lowering:
         return by_distance(self.weights.numbers(relative), relative.distance, relative.both) / np.float32(unit)
 
     def _store(self, index: int, node: Node) -> None:
+        if node.settings["rope"] is not None or node.settings["k_norm"] is not None:
+            raise RecordError("the native core turns and normalises K in attention alone, of which a step may run that part")
         k, v = self._side_by_side(index, node)
         self.program.store(node.settings["layer"], k.at, v.at, **self._mark(index, "store"))
 
