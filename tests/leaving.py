@@ -5,7 +5,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 import torch
 
 from headrace.bench.fake_model import Deferred
@@ -243,3 +245,36 @@ def played(engine: Engine, jobs: list[Job], preempt: int = 0) -> list[list[list[
     for request in requests:
         assert request.error is None, request.error
     return [tokens_of(request) for request in requests]
+
+
+def told(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    """What is said of every token of the answers: its log-probabilities, and those of the likeliest."""
+    engine.add(prompt, params)
+    entries = []
+    while engine.busy:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            entries += [(delta.index, entry) for entry in delta.logprobs]
+    return [msgspec.to_builtins(entry) for entry in sorted(entries, key=lambda entry: entry[0])]
+
+
+def told_of_exits(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], list[Any]]:
+    """The tokens of an answer, and who wrote each."""
+    engine.add(prompt, params)
+    tokens, exits = [], []
+    while engine.busy:
+        for delta in engine.step():
+            assert len(delta.exits) == len(delta.token_ids)
+            tokens += delta.token_ids
+            exits += delta.exits
+    return tokens, exits
+
+
+def assert_told_alike(one: list[Any], other: list[Any], bitwise: bool) -> None:
+    """Log-probabilities as `told` gives them: the same, or the same tokens up to the order of sums."""
+    if bitwise:
+        assert one == other
+        return
+    for (_, (token, logprob, *_)), (_, (its, its_logprob, *_)) in zip(one, other, strict=True):
+        assert token == its
+        assert logprob == pytest.approx(its_logprob, abs=1e-9)

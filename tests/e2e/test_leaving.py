@@ -1,7 +1,6 @@
 """Tokens that leave early, unverified: who writes them is a pure function of the tokens before, on either back end."""
 
 import json
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,32 @@ import msgspec
 import pytest
 
 from headrace.data.params import ParamError, SamplingParams
-from headrace.data.plan import Feed
 from headrace.data.types import Request
 from headrace.decoding.processors import LengthNudge
-from headrace.engine.engine import AdmissionError, Engine
-from headrace.kv.blocks import BlockManager
+from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.runner import leaving
-from headrace.runner.leaving import MOST_BEHIND, Leaving, Said
+from headrace.runner.leaving import MOST_BEHIND
 from headrace.startup import rules
 from headrace.training.leaving import Task, calibrated, likeness
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
-from tests.leaving import AFTER, LAYERS, Job, Reference, engine_of, expected, jobs_of, played, side_of, write_exits
+from tests.leaving import (
+    AFTER,
+    LAYERS,
+    Job,
+    Reference,
+    assert_told_alike,
+    engine_of,
+    expected,
+    jobs_of,
+    played,
+    side_of,
+    told,
+    told_of_exits,
+    write_exits,
+)
+from tests.leaving_controls import deciding, no_catching_up, published_too_early
 from tests.tiny import finish
 from tests.tiny_files import write_tiny_gguf
 
@@ -130,17 +142,6 @@ def test_what_each_step_computes(native: Case) -> None:
     assert sum(first == 0 for first, _ in rows) == 2 + 2 * (MOST_BEHIND + 1)
 
 
-def told(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
-    """What is said of every token of the answers: its log-probabilities, and those of the likeliest."""
-    engine.add(prompt, params)
-    entries = []
-    while engine.busy:
-        for delta in engine.step():
-            assert delta.error is None, delta.error
-            entries += [(delta.index, entry) for entry in delta.logprobs]
-    return [msgspec.to_builtins(entry) for entry in sorted(entries, key=lambda entry: entry[0])]
-
-
 SAMPLED = GREEDY.replace(temperature=0.9, seed=4, n=2, exit_criterion="saturation")
 
 
@@ -153,25 +154,13 @@ def test_a_threshold_nobody_reaches_is_the_whole_model(case: Case, params: Sampl
         left = told(engine_of(side), prompt, whole.replace(exit_threshold=1.01))
         plain = told(engine_of(side, leaves=False), prompt, whole)
         assert len(left) == params.n * 12
-        if side.block == 16:
-            assert left == plain
-        else:
-            for (_, (token, logprob, *_)), (_, (other, its, *_)) in zip(left, plain, strict=True):
-                assert token == other
-                assert logprob == pytest.approx(its, abs=1e-9)
+        assert_told_alike(left, plain, side.block == 16)
 
 
 def test_what_is_told_of_each_token(native: Case) -> None:
     """The layers it was written after, how sure the exit was, and under an audit what both would say."""
     side, _, _ = native
-    engine = engine_of(side)
-    engine.add([9, 8, 7], GREEDY.replace(exit_threshold=0.17, exit_audit=True))
-    tokens, exits = [], []
-    while engine.busy:
-        for delta in engine.step():
-            assert len(delta.exits) == len(delta.token_ids)
-            tokens += delta.token_ids
-            exits += delta.exits
+    tokens, exits = told_of_exits(engine_of(side), [9, 8, 7], GREEDY.replace(exit_threshold=0.17, exit_audit=True))
     assert exits[0].layers == LAYERS
     assert exits[0].confidence is None
     assert not exits[0].votes
@@ -199,29 +188,6 @@ def test_w19_the_lead_is_not_the_probability(native: Case) -> None:
 # -- negative controls: each of these must be seen -------------------------------------------------------------------------
 
 
-def no_catching_up(patch: pytest.MonkeyPatch) -> None:
-    """The layers above never see the tokens that left."""
-    above = Leaving._above
-
-    def holes(self: Leaving, feeds: list[Feed], *more: Any) -> Any:
-        return above(self, [msgspec.structs.replace(feed, lag=0) for feed in feeds], *more)
-
-    patch.setattr(Leaving, "_above", holes)
-
-
-def deciding(who: Callable[[Feed], bool]) -> Callable[[pytest.MonkeyPatch], None]:
-    def patched(patch: pytest.MonkeyPatch) -> None:
-        judge = Leaving._judge
-
-        def judged(self: Leaving, feeds: list[Feed], *more: Any) -> dict[int, Said]:
-            said = judge(self, feeds, *more)
-            return {at: Said(one.answers, one.confidence, one.sure and who(feeds[at])) for at, one in said.items()}
-
-        patch.setattr(Leaving, "_judge", judged)
-
-    return patched
-
-
 CONTROLS = {
     "no catching up": no_catching_up,
     "by how far the layers above lag": deciding(lambda feed: feed.lag < 2),
@@ -237,14 +203,7 @@ def test_who_answers_by_anything_else_would_be_seen(native: Case, control: str, 
 
 
 def test_a_prefix_that_some_layers_have_not_seen_would_be_seen(native: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = BlockManager.publish
-
-    def rashly(self: BlockManager, seq: Any) -> None:
-        publish(self, seq)
-        for block in seq.kv.tables[0][: seq.kv.published]:
-            self.pool.filled[block] = seq.kv.groups
-
-    monkeypatch.setattr(BlockManager, "publish", rashly)
+    published_too_early(monkeypatch)
     with pytest.raises(AssertionError):
         continued(native[0])
 

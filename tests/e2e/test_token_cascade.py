@@ -15,14 +15,14 @@ from headrace.data.plan import Feed, Sample
 from headrace.data.types import Request
 from headrace.decoding.processors import LengthNudge
 from headrace.engine.engine import AdmissionError, Engine
-from headrace.kv.blocks import BlockManager
 from headrace.llm import LLM
 from headrace.runner import leaving
-from headrace.runner.leaving import MOST_BEHIND, Cascade, Said
+from headrace.runner.leaving import MOST_BEHIND, Cascade
 from tests.cascading import Reference, engine_of, jobs_of, smaller
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
-from tests.leaving import LAYERS, Job, played, side_of, write_exits
+from tests.leaving import LAYERS, Job, assert_told_alike, played, side_of, told, told_of_exits, write_exits
+from tests.leaving_controls import deciding, no_catching_up, published_too_early
 from tests.tiny import finish, run_alone
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_native import native_alone
@@ -162,17 +162,6 @@ def test_plain_requests_cost_the_smaller_model_nothing(native: Case) -> None:
 # -- its ends --------------------------------------------------------------------------------------------------------------
 
 
-def told(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
-    """What is said of every token of the answers: its log-probabilities, and those of the likeliest."""
-    engine.add(prompt, params)
-    entries = []
-    while engine.busy:
-        for delta in engine.step():
-            assert delta.error is None, delta.error
-            entries += [(delta.index, entry) for entry in delta.logprobs]
-    return [msgspec.to_builtins(entry) for entry in sorted(entries, key=lambda entry: entry[0])]
-
-
 SAMPLED = GREEDY.replace(temperature=0.9, seed=4, n=2, cascade_criterion="margin")
 
 
@@ -185,12 +174,7 @@ def test_a_threshold_nobody_reaches_is_the_larger_model(case: Case, params: Samp
         both = told(engine_of(side), prompt, whole.replace(cascade_threshold=1.01))
         plain = told(engine_of(side, cascade=False), prompt, whole)
         assert len(both) == params.n * 12
-        if side.block == 16:
-            assert both == plain
-        else:
-            for (_, (token, logprob, *_)), (_, (other, its, *_)) in zip(both, plain, strict=True):
-                assert token == other
-                assert logprob == pytest.approx(its, abs=1e-9)
+        assert_told_alike(both, plain, side.block == 16)
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.9])
@@ -207,14 +191,7 @@ def test_a_threshold_of_0_is_the_smaller_model_after_the_first_token(case: Case,
 
 def test_what_is_told_of_each_token(native: Case) -> None:
     """Who wrote it, how sure the smaller model was, and under an audit what both would say."""
-    engine = engine_of(native[0])
-    engine.add([9, 8, 7], CASCADES.replace(cascade_audit=True))
-    tokens, exits = [], []
-    while engine.busy:
-        for delta in engine.step():
-            assert len(delta.exits) == len(delta.token_ids)
-            tokens += delta.token_ids
-            exits += delta.exits
+    tokens, exits = told_of_exits(engine_of(native[0]), [9, 8, 7], CASCADES.replace(cascade_audit=True))
     assert exits[0].layers == LAYERS
     assert exits[0].confidence is None
     for token, one in zip(tokens[1:], exits[1:], strict=True):
@@ -225,16 +202,6 @@ def test_what_is_told_of_each_token(native: Case) -> None:
 
 
 # -- negative controls: each of these must be seen -------------------------------------------------------------------------
-
-
-def holes(patch: pytest.MonkeyPatch) -> None:
-    """The larger model is fed the last token alone."""
-    above = Cascade._above
-
-    def hollow(self: Cascade, feeds: list[Feed], *more: Any) -> Any:
-        return above(self, [msgspec.structs.replace(feed, lag=0) for feed in feeds], *more)
-
-    patch.setattr(Cascade, "_above", hollow)
 
 
 def other_noise(patch: pytest.MonkeyPatch) -> None:
@@ -248,24 +215,11 @@ def other_noise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leaving, "_with_top", shifted)
 
 
-def deciding(who: Callable[[Feed], bool]) -> Callable[[pytest.MonkeyPatch], None]:
-    def patched(patch: pytest.MonkeyPatch) -> None:
-        judge = Cascade._judge
-
-        def judged(self: Cascade, feeds: list[Feed], *more: Any) -> dict[int, Said]:
-            said = judge(self, feeds, *more)
-            return {at: Said(one.answers, one.confidence, one.sure and who(feeds[at])) for at, one in said.items()}
-
-        patch.setattr(Cascade, "_judge", judged)
-
-    return patched
-
-
 CONTROLS = {
-    "the last token alone": holes,
+    "the last token alone": no_catching_up,
     "other noise": other_noise,
-    "by how far the larger model lags": deciding(lambda feed: feed.lag < 2),
-    "by what is fed again": deciding(lambda feed: feed.count == 1),
+    "by how far the larger model lags": deciding(lambda feed: feed.lag < 2, Cascade),
+    "by what is fed again": deciding(lambda feed: feed.count == 1, Cascade),
 }
 
 
@@ -277,14 +231,7 @@ def test_anything_else_would_be_seen(native: Case, control: str, monkeypatch: py
 
 
 def test_a_prefix_that_the_larger_model_has_not_seen_would_be_seen(native: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = BlockManager.publish
-
-    def rashly(self: BlockManager, seq: Any) -> None:
-        publish(self, seq)
-        for block in seq.kv.tables[0][: seq.kv.published]:
-            self.pool.filled[block] = seq.kv.groups
-
-    monkeypatch.setattr(BlockManager, "publish", rashly)
+    published_too_early(monkeypatch)
     with pytest.raises(AssertionError):
         continued(native[0], WRITES, GREEDY)
 

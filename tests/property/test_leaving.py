@@ -2,9 +2,7 @@
 output equals the reference, in which who writes depends on the tokens before alone."""
 
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 import pytest
 
 from headrace.data.config import EngineConfig
@@ -12,8 +10,7 @@ from headrace.data.plan import StepOutput, StepPlan
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
-from headrace.kv.blocks import BlockManager
-from headrace.runner.leaving import Leaving
+from tests.leaving_controls import no_catching_up, published_too_early
 from tests.property.drafters import Guessing
 from tests.property.staged import CascadingJob, LeavingJob, StagedJob, with_a_smaller_model, with_an_exit
 from tests.property.test_engine import assert_reference, run
@@ -67,28 +64,6 @@ def test_every_output_equals_the_reference(kind: str) -> None:
 
 
 # -- negative controls: each breaks one rule, and the loads above must notice ----------------------------------------------
-
-
-def no_catching_up(patch: pytest.MonkeyPatch) -> None:
-    """The layers above, or the larger model, never see what others wrote."""
-    above = Leaving._above
-
-    def holes(self: Leaving, feeds: Any, *more: Any) -> Any:
-        return above(self, [msgspec.structs.replace(feed, lag=0) for feed in feeds], *more)
-
-    patch.setattr(Leaving, "_above", holes)
-
-
-def published_too_early(patch: pytest.MonkeyPatch) -> None:
-    """Blocks that not all layers have seen are found all the same."""
-    publish = BlockManager.publish
-
-    def rashly(self: BlockManager, seq: Any) -> None:
-        publish(self, seq)
-        for block in seq.kv.tables[0][: seq.kv.published]:
-            self.pool.filled[block] |= seq.kv.groups
-
-    patch.setattr(BlockManager, "publish", rashly)
 
 
 CONTROLS = {"no catching up": no_catching_up, "published too early": published_too_early}

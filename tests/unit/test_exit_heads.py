@@ -8,8 +8,8 @@ import torch
 from headrace.runner.heads import EXIT, HeadInputs, Heads
 from headrace.startup.opening import open_model
 from headrace.training.calibration import calibration_error
-from headrace.training.heads import Trained
 from headrace.training.exits import Rated, check, classifiers, confidences, cost_of, default_exits, seen_share
+from headrace.training.heads import Trained
 from headrace.training.kinds import begin
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Text

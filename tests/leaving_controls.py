@@ -1,0 +1,48 @@
+"""What tests of tokens that leave, by an exit or by a smaller model, must notice: each breaks one rule of `runner.leaving`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.data.plan import Feed
+from headrace.kv.blocks import BlockManager
+from headrace.runner.leaving import Leaving, Said
+
+
+def no_catching_up(patch: pytest.MonkeyPatch) -> None:
+    """The layers above, or the larger model, never see what others wrote."""
+    above = Leaving._above
+
+    def holes(self: Leaving, feeds: list[Feed], *more: Any) -> Any:
+        return above(self, [msgspec.structs.replace(feed, lag=0) for feed in feeds], *more)
+
+    patch.setattr(Leaving, "_above", holes)
+
+
+def deciding(who: Callable[[Feed], bool], kind: type[Leaving] = Leaving) -> Callable[[pytest.MonkeyPatch], None]:
+    """Whoever is asked first is sure only where a rule about the feed allows it, too."""
+
+    def patched(patch: pytest.MonkeyPatch) -> None:
+        judge = kind._judge
+
+        def judged(self: Leaving, feeds: list[Feed], *more: Any) -> dict[int, Said]:
+            said = judge(self, feeds, *more)
+            return {at: Said(one.answers, one.confidence, one.sure and who(feeds[at])) for at, one in said.items()}
+
+        patch.setattr(kind, "_judge", judged)
+
+    return patched
+
+
+def published_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that not all layers have seen are found all the same."""
+    publish = BlockManager.publish
+
+    def rashly(self: BlockManager, seq: Any) -> None:
+        publish(self, seq)
+        for block in seq.kv.tables[0][: seq.kv.published]:
+            self.pool.filled[block] |= seq.kv.groups
+
+    patch.setattr(BlockManager, "publish", rashly)
