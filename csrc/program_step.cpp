@@ -326,7 +326,8 @@ std::vector<int32_t> wanted_units(std::span<const Ask> asks, int first, int last
                 if (ask.allowed->data()[words * (place + row) + word]) wanted[word / kWords] = true;
             }
         }
-        for (const int32_t id : masked ? std::vector<int32_t>{} : params.allowed) {
+        if (masked) continue;
+        for (const int32_t id : params.allowed) {
             if (id >= 0 && id < vocab_size) wanted[static_cast<size_t>(id) / kVocabBlock] = true;
         }
     }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Hold the engines that Headrace is measured against to an older CPU's instructions, to compare both as on such a CPU.
 
-    python3 tools/hold_peers.py avx2 HOME        avx2 or avxvnni; HOME: a new folder
+    .venv/bin/python tools/hold_peers.py avx2 HOME        avx2 or avxvnni; HOME: a new folder
     HEADRACE_HOME=HOME HEADRACE_ISA=avx2 HEADRACE_HOLD=avx2 LD_PRELOAD=HOME/hold.so headrace bench peers MODEL
 
 Copies `$HEADRACE_HOME/peers` as `headrace bench peers --install` made it (links, where nothing changes). In the copies of
