@@ -95,7 +95,7 @@ void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds, bool apart) 
     tiles_.clear();
     const int tokens = capacity();
     const auto fits = [&](const AttentionFeed& feed) { return feed.rows <= tokens; };
-    fused_ = view_.source || (!apart && std::all_of(feeds.begin(), feeds.end(), fits));
+    fused_ = !view_.stores() || (!apart && std::all_of(feeds.begin(), feeds.end(), fits));
     for (int f = 0; f < static_cast<int>(feeds.size()); ++f) {
         const AttentionFeed& feed = feeds[static_cast<size_t>(f)];
         for (int head = 0; head < kv_.heads; ++head) {
@@ -220,7 +220,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
         const int splits = tile.last_split - tile.first_split;
         const int step = step_of(tile.tokens, tile.last_split - tile.own_split);
         // The item that stores K and V must also be the one that reads them.
-        const bool stores = fused_ && !view_.source;
+        const bool stores = fused_ && view_.stores();
         const int tail = stores ? feed.kv_start / kSplit : tile.last_split;
         int first = tile.own_split;
         do {

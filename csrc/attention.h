@@ -33,7 +33,9 @@ struct AttentionView {
     bool causal;
     bool source = false;  // every row sees all of its feed's source, and nothing is stored
     bool biased = false;  // scores depend on the distance, so a row's place matters and tiles are not joined
+    bool shared = false;  // an earlier layer has stored what is read, and nothing is stored
 
+    bool stores() const { return !source && !shared; }
     bool operator==(const AttentionView&) const = default;
 };
 

@@ -77,13 +77,13 @@ struct Options {
     int heads = 1;
     float scale = 1.0f, softcap = 0.0f, norm_eps = 1e-6f;
     int window = 0;
-    bool causal = true, source = false, interleaved = false;
+    bool causal = true, source = false, shared = false, interleaved = false;
     BiasLines bias;
     std::vector<float> q_norm, k_norm, sinks, cos, sin;
     int rope_positions = 0;
 
     const float* or_null(const std::vector<float>& x) const { return x.empty() ? nullptr : x.data(); }
-    AttentionView view() const { return {heads, window, causal, source, !bias.values.empty()}; }
+    AttentionView view() const { return {heads, window, causal, source, !bias.values.empty(), shared}; }
 };
 
 void set_rope(Options& self, const Table& cos, const Table& sin, bool interleaved) {
@@ -175,7 +175,7 @@ private:
         const size_t kv_width = static_cast<size_t>(kv.heads * kv.dim);
         require(layer >= 0 && layer < pool_.layers(), "no such layer");
         require(options.heads > 0 && options.heads % kv.heads == 0, "heads must be a multiple of the pool's KV heads");
-        require(options.source ? !k && !v : k && v, "rows have K and V, or read a source");
+        require(options.view().stores() ? k && v : !k && !v, "rows have K and V, or read a source or another layer's");
         require(q.shape(0) == rows && q.shape(1) == width && (rows < 2 || q.stride(1) == 1),
                 "q must be [rows, heads * dim]");
         for (const auto* side : {&k, &v}) {
@@ -267,6 +267,7 @@ void bind_attention(nb::module_& m) {
         .def_rw("window", &Options::window)
         .def_rw("causal", &Options::causal)
         .def_rw("source", &Options::source)
+        .def_rw("shared", &Options::shared)
         .def(
             "set_bias",
             [](Options& self, const Table& values) {

@@ -99,16 +99,16 @@ void add_embed(Program& program, const BoundTensor& table, int out, float scale,
                  0, name});
 }
 
-// Rows that read a source have no k and v.
+// Rows that read a source have no k and v, nor have those that read what an earlier layer stored.
 void add_attention(Program& program, int layer, int heads, At q, std::optional<At> k, std::optional<At> v, At out,
                    float scale, int rope, const NormWeights* q_norm, const NormWeights* k_norm, int window,
                    float softcap, const std::optional<FloatVector>& sinks, bool causal,
                    const std::optional<FloatVector>& k_shift, bool source, const std::optional<FloatTable>& bias,
                    uint8_t sublayer, const std::string& name, bool fills) {
-    require(source ? !k && !v : k && v, "rows have K and V, or read a source");
+    require(k.has_value() == v.has_value() && !(source && k), "rows have K and V, or read a source or another layer's");
     const BiasLines lines = bias ? bias_lines(bias->data(), bias->shape(0), bias->shape(1)) : BiasLines{};
     program.add({AttentionPhase{layer,
-                                {heads, window, causal, source, bias.has_value()},
+                                {heads, window, causal, source, bias.has_value(), !source && !k},
                                 place(q),
                                 k ? place(*k) : Place{},
                                 v ? place(*v) : Place{},

@@ -118,6 +118,7 @@ struct NeedsOf {
             require(work.view.window == 0, "rows that read a source see all of it: they have no window");
             return {reads(work.q, width), result};
         }
+        if (work.view.shared) return {reads(work.q, width), result};
         const int64_t stride = shape.buffer(work.q.buffer).stride();
         require(shape.buffer(work.k.buffer).stride() == stride && shape.buffer(work.v.buffer).stride() == stride,
                 "q, k and v must be columns of one buffer, or of buffers of one width");

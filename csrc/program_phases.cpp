@@ -206,7 +206,7 @@ void run(const AttentionPhase& phase, Worker& w) {
     AttentionTask task{};
     attention.prepare(layout, phase.layer, task);
     task.q = w.floats(phase.q);
-    if (!phase.view.source) task.k = w.floats(phase.k), task.v = w.floats(phase.v);
+    if (phase.view.stores()) task.k = w.floats(phase.k), task.v = w.floats(phase.v);
     task.stride = w.stride(phase.q);
     if (phase.q_norm.kind != NormKind::kNone)
         task.q_norm = phase.q_norm.weight.data(), task.norm_eps = phase.q_norm.eps;

@@ -94,7 +94,8 @@ struct ResidualPhase {
     int width;
 };
 
-// The result goes to the float or input buffer of `out`. Rows that read a source have no k and v.
+// The result goes to the float or input buffer of `out`. Rows that read a source, or what an
+// earlier layer stored, have no k and v.
 struct AttentionPhase {
     int layer;
     AttentionView view;

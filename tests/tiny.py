@@ -23,7 +23,8 @@ VOCAB = 97
 
 def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
     """Two layers, four heads over two K/V heads. `changes` are of the model, or of each of its layers; `num_layers` and, of
-    gemma, which of them slide."""
+    gemma, which of them slide; `share`: how many neighbours read one layer's K and V."""
+    share = changes.pop("share", 1)
     layer: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "rope": RopeConfig()}
     model: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "max_position": 512}
     slides = [False] * changes.pop("num_layers", 2)
@@ -42,7 +43,7 @@ def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
     each = LayerConfig(**{**layer, **{name: value for name, value in changes.items() if name in numbers}})
     sliding = replace(each, window=12, rope=RopeConfig(theta=1000.0))
     model |= {name: value for name, value in changes.items() if name not in numbers}
-    return ModelConfig(architecture, layers=tuple(sliding if slid else each for slid in slides), **model)
+    return ModelConfig(architecture, layers=tuple(sliding if slid else each for slid in slides), **model).sharing(share)
 
 
 def tiny_model(config: ModelConfig | None = None, dtype: torch.dtype = torch.float64, seed: int = 0) -> Model:

@@ -116,7 +116,7 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
     """The config.json of a decoder of Llama's family, with rotary settings in the old form and the new."""
     if config.architecture not in CLASSES:
         raise ValueError(f"{config.architecture} is not translated for other engines; known are {', '.join(CLASSES)}")
-    layer = config.each_layer
+    layer = config.sharing(1).each_layer
     rope = layer.rope
     if rope is None or rope.scaling not in ("none", "linear") or rope.dim is not None or layer.window:
         raise ValueError("rotary scaling other than linear, partial rotary heads and sliding windows are not translated")
@@ -146,6 +146,7 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
         "bos_token_id": bos,
         "eos_token_id": eos,
         "use_cache": True,
+        **({"kv_share": config.kv_share} if config.kv_share > 1 else {}),
     }
 
 

@@ -31,6 +31,7 @@ class LayerConfig:
     ffn: int  # width of the MLP between its matrices
     window: int | None = None  # how many tokens it attends to; None: all
     rope: RopeConfig | None = None  # None: nothing is turned here
+    shares: bool = False  # it has no K and V, and reads those of the nearest layer below that has (CLA)
 
     @property
     def q_size(self) -> int:
@@ -45,7 +46,8 @@ class LayerConfig:
     @property
     def qkv(self) -> dict[str, int]:
         """The widths of the projections that attention reads."""
-        return {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
+        own = {} if self.shares else {"k": self.kv_size, "v": self.kv_size}
+        return {"q": self.q_size} | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,27 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def kv_layer(self, layer: int) -> int:
+        """Whose K and V a layer reads; pools number the layers that have their own."""
+        return sum(not each.shares for each in self.layers[: layer + 1]) - 1
+
+    def sharing(self, neighbours: int) -> "ModelConfig":
+        """The same model where the first of each so many layers has K and V, and the others read them (cross-layer attention,
+        Brandon et al. 2024, https://arxiv.org/abs/2405.12981)."""
+        layers = (replace(layer, shares=at % neighbours > 0) for at, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def kv_share(self) -> int:
+        """How many neighbours read one layer's K and V, from the first on; 1: each its own."""
+        return next((at for at in range(1, self.num_layers) if not self.layers[at].shares), self.num_layers)
+
     @property
     def each_layer(self) -> LayerConfig:
         """The numbers that all layers have. Raises ValueError where they differ."""
         if len(set(self.layers)) != 1:
-            raise ValueError(f"the layers of this {self.architecture} model are not all alike")
+            why = ", as some share K and V of others: begin with its original" if self.kv_share > 1 else ""
+            raise ValueError(f"the layers of this {self.architecture} model are not all alike{why}")
         return self.layers[0]
 
 

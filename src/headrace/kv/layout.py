@@ -6,7 +6,7 @@ from headrace.data.config import ModelConfig
 
 
 class KVShape(NamedTuple):
-    """What a token keeps: `heads` vectors of `head_dim` for K and as many for V, in each of `layers`."""
+    """What a token keeps: `heads` vectors of `head_dim` for K and as many for V, in each of `layers` that have some."""
 
     layers: int
     heads: int
@@ -22,4 +22,4 @@ def kv_shape(config: ModelConfig) -> KVShape:
     shapes = {(layer.kv_heads, layer.head_dim) for layer in config.layers} or {(1, 1)}
     if len(shapes) > 1:
         raise ValueError(f"a pool holds K and V of one shape, and this {config.architecture} has {sorted(shapes)}")
-    return KVShape(config.num_layers, *shapes.pop())
+    return KVShape(sum(not layer.shares for layer in config.layers), *shapes.pop())

@@ -80,6 +80,11 @@ def decoder(
     )
 
 
+def sharing(read: Reader, config: ModelConfig) -> ModelConfig:
+    """The same, where `kv_share` neighbours read the K and V of the first of them (Headrace's own key)."""
+    return config.sharing(read.size("kv_share", 1, most=MAX_LAYERS))
+
+
 def even_layers(read: Reader, hidden: str, heads: str, layers: str, ffn: int) -> tuple[LayerConfig, ...]:
     """Layers without rotary positions, whose heads share the width evenly and have their own K and V; numbers by their keys."""
     width, count = read.size(hidden), read.size(heads)

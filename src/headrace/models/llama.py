@@ -17,7 +17,7 @@ class Block(Group):
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=c.qkv_bias, split=True, rows="heads")
         self.q_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
-        self.k_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm and not layer.shares else None
         self.out = Linear(layer.q_size, c.hidden_size, bias=c.out_bias, columns="heads")
         self.mlp_norm = Norm(c.hidden_size, c.norm_eps)
         self.gate_up = Linear(c.hidden_size, {"gate": layer.ffn, "up": layer.ffn}, bias=c.mlp_bias, rows="ffn")
@@ -38,10 +38,20 @@ class Llama(Model):
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         c, block = self.config, self.layers[i]
-        q, k, v = linear(norm(x, block.attn_norm), block.qkv, ctx)
+        q, *own = linear(norm(x, block.attn_norm), block.qkv, ctx)
+        k, v = own or (None, None)
         window, scale = c.layers[i].window, c.attn_scale
         attended = attention(
-            q, k, v, ctx, i, rope=self.ropes[i], q_norm=block.q_norm, k_norm=block.k_norm, window=window, scale=scale
+            q,
+            k,
+            v,
+            ctx,
+            c.kv_layer(i),
+            rope=self.ropes[i],
+            q_norm=block.q_norm,
+            k_norm=block.k_norm,
+            window=window,
+            scale=scale,
         )
         x = residual(x, linear(attended, block.out, ctx))
         x = residual(x, linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), "silu"), block.down, ctx))

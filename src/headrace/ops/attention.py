@@ -37,8 +37,9 @@ def attention(
     the last `window` positions, its own included. `scale`: default head_dim ** -0.5. `softcap` c: scores become
     c * tanh(score / c). `sinks` (weight [heads]): a logit per head that takes part in the softmax and has no value.
     `causal=False`: every row of a feed sees the whole feed (encoders; feeds must then be whole). `source`: every row sees the
-    whole source of its feed, whose K and V `store` has put into table 1; then k and v are None. `bias`: a number per head is
-    added to the scaled scores, by how far the key is from the row (T5). Scores and sums are float32, or float64 of float64. A
+    whole source of its feed, whose K and V `store` has put into table 1; then k and v are None, as where another layer has
+    stored those that are read. `bias`: a number per head is added to the scaled scores, by how far the key is from the row
+    (T5). Scores and sums are float32, or float64 of float64. A
     row that sees nothing gives 0.
     """
     dim = ctx.pool.kv(layer)[0].shape[-1]
@@ -47,8 +48,8 @@ def attention(
     query = _prepare(q.view(n, heads, dim), q_norm, rope, ctx) * (dim**-0.5 if scale is None else scale)
     if k is not None and v is not None:
         _write(k, v, ctx, layer, rope, k_norm)
-    elif not source:
-        raise ValueError("attention: only rows that read a source come without K and V")
+    elif k is not v:
+        raise ValueError("attention: rows come with K and V or without both")
     key_pool, value_pool = ctx.pool.kv(layer)  # after the write: a pool that keeps gradients holds others then
     out = torch.empty(n, heads, dim, dtype=acc, device=q.device)
     sink = None if sinks is None else sinks.weight.to(acc)

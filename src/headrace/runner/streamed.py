@@ -43,6 +43,8 @@ class Streamed:
 
     def __init__(self, source: WeightSource, dtype: torch.dtype = torch.float32) -> None:
         self.model = describe(read_config(source))
+        if self.model.config.kv_share > 1:
+            raise ValueError(f"{source.path}: layers that share K and V do not go one by one; begin with the original")
         self.dtype = dtype
         self._source = source
         self._plans = plan(self.model, source)

@@ -51,6 +51,11 @@ class Trial:
         self.block_size = block_size
         self.verify = self._verify_costs()
 
+    def sublayers(self, layer: int) -> tuple[int, ...]:
+        """What of a layer may be left out: not the attention whose K and V a layer above reads."""
+        above = self.runner.programs[0].config.layers[layer + 1 :]
+        return (MLP,) if above and above[0].shares else (ATTENTION, MLP)
+
     def rate(self, span: Span, repeats: int = 5) -> Rated:
         """Agreement over all texts, cost by the clock, and the speed-up of the best chain length."""
         agreed = [same for text in self.texts for same in self._agreement(span, *text)]
@@ -116,7 +121,7 @@ def search(trial: Trial, seconds: float, say: Callable[[Rated], None] = lambda r
     best = max((trial.rate(Span(layers=n)) for n in range(2, trial.layers, max(1, trial.layers // 8))), key=_speedup)
     say(best)
     skips, since = [0] * trial.layers, 0
-    choices = [(layer, bit) for layer in range(trial.layers) for bit in (ATTENTION, MLP)]
+    choices = [(layer, bit) for layer in range(trial.layers) for bit in trial.sublayers(layer)]
     while choices and since < 6 and time.monotonic() < until:
         round_ = []
         for layer, bit in choices:

@@ -14,7 +14,7 @@ from headrace.weights.loader import Allocator, load_model
 
 SPREAD = 0.02  # of random weights to begin with
 FFN = 32  # widths of MLPs are multiples of it
-FORMS = "layers:0,1,5-9 (of the teacher's), depth=8, depth=8,width=384, or a model"
+FORMS = "layers:0,1,5-9 (of the teacher's), depth=8, depth=8,width=384, share=2, or a model"
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
@@ -34,6 +34,8 @@ def student_of(wanted: str, teacher: Model, opened: Opened, seed: int = 0) -> St
     config = teacher.config
     if wanted.startswith("layers:"):
         return _of_layers(kept_layers(wanted.removeprefix("layers:"), config.num_layers), teacher, opened)
+    if wanted.startswith("share="):
+        return _of_layers(list(range(config.num_layers)), teacher, opened, neighbours(wanted, config))
     if wanted.startswith(("depth=", "width=")):
         sizes = _sizes(wanted)
         depth = sizes.get("depth", config.num_layers)
@@ -96,15 +98,28 @@ def _sizes(text: str) -> dict[str, int]:
     return found
 
 
-def _of_layers(kept: list[int], teacher: Model, opened: Opened) -> Student:
-    """Copies of these layers and of all that is in no layer. A layer stands for itself and for those left out behind it."""
-    model = describe(replace(teacher.config, layers=tuple(teacher.config.layers[at] for at in kept)))
+def neighbours(wanted: str, config: ModelConfig) -> int:
+    """How many layers `share=N` gives the K and V of one. Raises ValueError."""
+    number = wanted.removeprefix("share=")
+    if not number.isdecimal() or not 2 <= int(number) <= config.num_layers:
+        raise ValueError(f"share=N: 2 to {config.num_layers} layers read the K and V of the first of them, not {number!r}")
+    if config.kv_share > 1:
+        raise ValueError(f"layers share K and V already, {config.kv_share} at a time; begin with the original")
+    return int(number)
+
+
+def _of_layers(kept: list[int], teacher: Model, opened: Opened, share: int = 1) -> Student:
+    """Copies of these layers and of all that is in no layer, of which `share` neighbours read the K and V of the first. A layer
+    stands for itself and for those left out behind it."""
+    config = replace(teacher.config, layers=tuple(teacher.config.layers[at] for at in kept))
+    model = describe(config.sharing(share) if share > 1 else config)
     values = dict(teacher.named_parameters())
     for path, holder in model.holders():
         holder.create(Allocator(torch.float32))
         of = _LAYER.sub(lambda found: f"layers.{kept[int(found[1])]}.", path)
         for name in holder.params():
-            getattr(holder, name).copy_(values[f"{of}.{name}"])
+            own = getattr(holder, name)
+            own.copy_(values[f"{of}.{name}"][: len(own)])  # q alone, of a layer that shares K and V
         holder.finish()
     return Student(model, opened, [after - 1 for after in [*kept[1:], teacher.config.num_layers]])
 

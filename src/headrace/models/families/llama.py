@@ -52,7 +52,7 @@ PAIRED = ("qkv.q.weight", "qkv.k.weight", "qkv.q.bias", "qkv.k.bias")
 def from_hf(read: Reader) -> ModelConfig:
     if read.get("sliding_window") is not None:
         raise read.error("asks for sliding_window, which llama does not have; is it a mistral?")
-    return hf.decoder(read)
+    return hf.sharing(read, hf.decoder(read))
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ from headrace.models.reader import Reader, windowed
 
 
 def from_hf(read: Reader) -> ModelConfig:
-    return windowed(hf.decoder(read), hf.windows(read, lambda layer: True))
+    return windowed(hf.sharing(read, hf.decoder(read)), hf.windows(read, lambda layer: True))
 
 
 FAMILY = Family(

@@ -22,7 +22,7 @@ def _biased(config: ModelConfig) -> ModelConfig:
 
 
 def from_hf(read: Reader) -> ModelConfig:
-    return _biased(windowed(hf.decoder(read), windows(read)))
+    return _biased(windowed(hf.sharing(read, hf.decoder(read)), windows(read)))
 
 
 def from_gguf(read: Reader) -> ModelConfig:

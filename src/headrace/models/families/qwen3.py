@@ -10,7 +10,7 @@ from headrace.models.reader import Reader, windowed
 
 
 def from_hf(read: Reader) -> ModelConfig:
-    return replace(windowed(hf.decoder(read), qwen2.windows(read)), qk_norm=True, mlp_bias=False)
+    return replace(windowed(hf.sharing(read, hf.decoder(read)), qwen2.windows(read)), qk_norm=True, mlp_bias=False)
 
 
 def from_gguf(read: Reader) -> ModelConfig:
