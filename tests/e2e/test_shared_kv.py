@@ -161,6 +161,8 @@ def test_a_student_shares_and_is_trained(shell: Shell, teacher: Path, tmp_path: 
     code, _, said = shell("compress", out, "-o", tmp_path / "small.gguf", "--format", "Q8_0", "--method", "gptq")
     assert code == 1, said
     assert "share K and V" in said
+    code, _, said = shell(*args[:2], "-o", tmp_path / "no", *args[4:], "--student", "share=2", "--loss", "attention")
+    assert (code, "leave the loss attention out" in said) == (1, True), said
     for wanted, words in (("share=1", "2 to 4 layers"), ("share=9", "2 to 4 layers")):
         code, _, said = shell("distil", teacher, "-o", tmp_path / "no", "--student", wanted, "--steps", "1")
         assert (code, words in said) == (1, True), said

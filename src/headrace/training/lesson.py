@@ -48,6 +48,8 @@ class Lesson:
             counts = [{layer.heads for layer in model.config.layers} for model in (teacher, student.model)]
             if counts[0] != counts[1]:
                 raise ValueError("attention maps are compared head by head, and the student has other heads; leave them out")
+            if student.model.config.kv_share > 1:
+                raise ValueError("layers that share K and V have no maps of their own keys; leave the loss attention out")
             self.recordings = record(teacher, embeds=False), record(student.model, embeds=False)
 
     def learn(self, items: Sequence[Item]) -> float:
