@@ -53,11 +53,7 @@ def train_heads(
     source: Annotated[
         list[Path] | None,
         typer.Option(
-            "--input",
-            "-i",
-            exists=True,
-            dir_okay=False,
-            help="Prompts, one a line (default: the model writes some).",
+            "--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line (default: the model writes some)."
         ),
     ] = None,
     texts: Annotated[int, typer.Option(min=32, help="Answers to learn from.")] = 2048,
