@@ -64,12 +64,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def table(llm: LLM, cascading: LLM, sources: LLM) -> str:
-    """The table and the reasons under it, in Markdown. `cascading`: with a smaller model; `sources`: an encoder-decoder."""
+def table(llm: LLM, cascading: LLM, sources: LLM, cascading_sources: LLM) -> str:
+    """The table and the reasons under it, in Markdown, of models as `opened` has them."""
     reasons: dict[str, int] = {}
 
     def asked(method: dict[str, Any], feature: dict[str, Any]) -> str:
         return refusal(cascading if "cascade_threshold" in {**method, **feature} else llm, method, feature)
+
+    def from_source(method: dict[str, Any]) -> str:
+        return refusal(cascading_sources if "cascade_threshold" in method else sources, method, {})
 
     def cell(feature: dict[str, Any], answer: str) -> str:
         field = next(iter(feature))
@@ -81,7 +84,7 @@ def table(llm: LLM, cascading: LLM, sources: LLM) -> str:
     lines.append(_row("optional drafts", [_yes(speculates(params_of(one))) for one in METHODS.values()]))
     for name, feature in FEATURES.items():
         lines.append(_row(name, [cell(feature, asked(method, feature)) for method in METHODS.values()]))
-    lines.append(_row("from a source", [cell({"": 0}, refusal(sources, method, {})) for method in METHODS.values()]))
+    lines.append(_row("from a source", [cell({"": 0}, from_source(method)) for method in METHODS.values()]))
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([*lines, "", *notes])
 
@@ -113,12 +116,16 @@ def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
 
 
-def opened(folder: Path, **settings: Any) -> tuple[LLM, LLM, LLM]:
-    """A decoder with an amateur and an exit, one with a smaller model, and an encoder-decoder."""
-    path = write_tiny_gguf(folder / "tiny.gguf", mask=MASK)
-    llm = LLM(path, amateur=path, exits=write_exits(folder / "exits", path), threads=1, device="cpu", **settings)
-    cascading = LLM(path, cascade=path, threads=1, device="cpu", **settings)
-    return llm, cascading, LLM(write_tiny_marian(folder / "marian"), dtype="float64", threads=1, device="cpu")
+def opened(folder: Path, **settings: Any) -> tuple[LLM, LLM, LLM, LLM]:
+    """A decoder with an amateur and an exit, and one with a smaller model; two encoder-decoders alike."""
+    decoder, translator = write_tiny_gguf(folder / "tiny.gguf", mask=MASK), write_tiny_marian(folder / "marian")
+    return *_both(decoder, **settings), *_both(translator, **settings)
+
+
+def _both(path: Path, **settings: Any) -> tuple[LLM, LLM]:
+    exits = write_exits(path.with_name(f"{path.stem}-exits"), path)
+    llm = LLM(path, amateur=path, exits=exits, threads=1, device="cpu", **settings)
+    return llm, LLM(path, cascade=path, threads=1, device="cpu", **settings)
 
 
 def main() -> None:

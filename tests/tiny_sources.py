@@ -51,13 +51,14 @@ def _t5(**changes: Any) -> Any:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**given, **near, **changes}))
 
 
-def oracle(kind: str) -> Any:
+def oracle(kind: str, **changes: Any) -> Any:
     """marian, marian-gelu, t5 (1.0: a tied, scaled head) or t5-gated (1.1), in float64 with values that float32 has."""
     if kind.startswith("marian"):
-        model = _marian(**({"activation_function": "gelu", "scale_embedding": False} if kind == "marian-gelu" else {}))
+        gelu = {"activation_function": "gelu", "scale_embedding": False} if kind == "marian-gelu" else {}
+        model = _marian(**gelu, **changes)
     else:
         gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-        model = _t5(**(gated if kind == "t5-gated" else {}))
+        model = _t5(**(gated if kind == "t5-gated" else {}), **changes)
     if kind == "t5-gated":
         model.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCAB, 32))
     rng = torch.Generator().manual_seed(1)
@@ -94,7 +95,7 @@ def logits(model: Model, source: Sequence[int], ids: Sequence[int]) -> torch.Ten
     pool = KVPool(model.config, 32, BLOCK, torch.float64)
     blocks = torch.randperm(32, generator=torch.Generator().manual_seed(2)).tolist()
     own, read = blocks[:8], blocks[8 : 8 + -(-len(source) // BLOCK)]
-    EagerProgram(model, pool).encode(source, read)
+    EagerProgram(model, pool).encode([(source, read)])
     rows: torch.Tensor = model(build(pool, [FeedRows(ids, own, source=len(source), source_table=read)]))
     return rows
 
@@ -136,8 +137,9 @@ def pieces() -> list[tuple[str, float, int]]:
     return made + [("▁", -5.0, 1)] + [(letter, -6.0 - at / 100, 1) for at, letter in enumerate(letters)]
 
 
-def write_tiny_marian(folder: Path) -> Path:
-    """A folder as opus-mt models are published, with safetensors. Its translations are nonsense of readable words."""
+def write_tiny_marian(folder: Path, **changes: Any) -> Path:
+    """A folder as opus-mt models are published, with safetensors. Its translations are nonsense of readable words. `changes`:
+    of its numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     known = [text for text, _, kind in pieces() if kind == 1]
     names = ["</s>", "<unk>", *known, ">>fra<<"]
@@ -145,7 +147,7 @@ def write_tiny_marian(folder: Path) -> Path:
     (folder / "vocab.json").write_text(json.dumps({text: number for number, text in enumerate(names)}, ensure_ascii=False))
     for name in ("source.spm", "target.spm"):
         (folder / name).write_bytes(spm_bytes(pieces()))
-    theirs = oracle("marian").float()
+    theirs = oracle("marian", **changes).float()
     (folder / "config.json").write_text(json.dumps(theirs.config.to_dict(), default=str))
     tensors = {name: value.contiguous().clone() for name, value in source_of(theirs).tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

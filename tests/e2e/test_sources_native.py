@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from headrace import native
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.engine.engine import Engine
+from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.native import lowering
 from headrace.native.encoder import NativeEncoder
@@ -27,7 +29,7 @@ from tests.models.zoo import MemorySource
 from tests.native_reference import reference_of
 from tests.tiny import finish, tokens_of
 from tests.tiny_native import BLOCK, Feeder
-from tests.tiny_sources import VOCAB, logits, oracle, source_of
+from tests.tiny_sources import VOCAB, logits, oracle, source_of, write_tiny_marian
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
@@ -97,6 +99,21 @@ def distance(kind: str, reference: Model, **options: Any) -> tuple[float, float]
     usual, largest = float(np.median([np.median(rows) for rows in found])), float(np.max(np.concatenate(found)))
     print(f"{kind}: median {usual:.1e}, largest {largest:.1e} of a row's spread")
     return usual, largest
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_model_len": 48}])
+def test_the_plan_has_what_sources_are_encoded_in(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """As much as the pools take, of the model and of one that drafts for it; in torch one source at a time."""
+    folder = write_tiny_marian(tmp_path)
+    with LLM(folder, device="cpu", threads=1, draft=folder, **settings) as llm:
+        encoders = [made.encoder for made in llm.runner.programs]
+        assert llm.memory_plan.scratch == sum(encoder.scratch_bytes for encoder in encoders)
+        assert llm.memory_plan.scratch == 2 * 2 * 2 * 1024 * 4 * 16 * 4  # models, layers, K and V, tokens, heads of 16, float32
+    with LLM(folder, device="cpu", threads=1, backend="torch", **settings) as llm:
+        assert llm.memory_plan.scratch == 2 * 2 * settings.get("max_model_len", 96) * 32 * 4
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,16 @@ def test_what_is_no_size(text: int | str) -> None:
         memory.parse_bytes(text)
 
 
+def test_sources_are_encoded_beside_the_kv_cache() -> None:
+    """What that takes is not there for K and V, and where it is all there is, the message says so."""
+    both = plan(4 * 2**20, max_num_seqs=32, scratch=2 * 2**20)
+    assert (both.scratch, both.kv_bytes, both.bytes) == (2 * 2**20, 2**19, 2**19 + 2 * 2**20)
+    assert both.spare == 4 * 2**20 - both.bytes
+    assert both.said.endswith("context 4,096, sources encoded in 2.0 MiB")
+    with pytest.raises(DoesNotFit, match=r"sources are encoded in 2.0 MiB, and 1.0 MiB are free beside the weights"):
+        plan(2**20, scratch=2 * 2**20)
+
+
 def test_hidden_states_are_bounded_by_what_the_plan_left_over() -> None:
     """1 MiB of KV (128 bytes a token), hidden states of as many bytes a token."""
     free = 2**20 + 2**19

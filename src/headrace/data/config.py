@@ -74,6 +74,7 @@ class ModelConfig:
     mask_id: int | None = None  # the token that stands for one to be guessed, of models that were trained to fill it in
     source: "ModelConfig | None" = None  # of an encoder-decoder: the encoder, which reads what the decoder writes from
     head_scale: float = 1.0
+    head_bias: bool = False  # of a tied head
     start: int = 0  # the token that an output from a source begins with
     never: int | None = None  # a token that is never written (Marian's padding)
     activation: str = ""  # of the MLP, where a family has several

@@ -92,7 +92,7 @@ class DraftModel:
         for work in sorted(works, key=lambda work: len(work.seq.tokens) - self._start(work)):
             start, length = self._start(work), len(work.seq.tokens)
             count = min(length - start, room)
-            if count > 0:
+            if count > 0 and not work.feed.source:  # a source that comes with the step itself has not been encoded yet
                 wants = (self._want(work),) if start + count == length else ()
                 allowed = mask_behind(work, []) if wants else b""
                 feeds.append((work, Feed(work.seq.wire.slot, start, count, work.feed.new, wants, allowed=allowed)))

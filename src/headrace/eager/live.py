@@ -29,6 +29,10 @@ class EagerLive:
     def table(self) -> list[int]:
         return self.tables[0]
 
+    @property
+    def source_table(self) -> list[int]:
+        return self.tables[1]
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -14,7 +14,7 @@ from headrace.eager.step import EagerStep
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
-from headrace.runner.program import InputRows
+from headrace.runner.program import InputRows, Source
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
 from headrace.runner.uses import filling, sublayers
@@ -37,9 +37,12 @@ class EagerProgram:
         return EagerLive.of(new)
 
     def step(self) -> EagerStep:
+        self._take_threads()
+        return EagerStep()
+
+    def _take_threads(self) -> None:
         if self.threads is not None and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-        return EagerStep()
 
     @torch.inference_mode()
     def run(self, step: EagerStep, span: Span, rows: torch.Tensor | None = None, keep: bool = False) -> torch.Tensor:
@@ -53,13 +56,10 @@ class EagerProgram:
                 parents=fed.feed.parents,
                 full=fed.feed.full,
                 source=fed.live.reads,
-                source_table=fed.live.tables[1],
+                source_table=fed.live.source_table,
             )
             for fed in step.fed
         ]
-        for fed in step.fed:
-            if fed.feed.source:
-                self.encode(fed.feed.source, fed.live.tables[1])
         ctx = build(self.pool, feeds)
         x = rows if span.first and rows is not None else self.enter(ctx, rows)
         for layer in range(span.first, span.layers or self.config.num_layers):
@@ -72,11 +72,17 @@ class EagerProgram:
         step.logits = self.head(x[index]) if step.index else x[:0]
         return x
 
-    def encode(self, source: Sequence[int], table: Sequence[int]) -> None:
-        """Encode a source and store its K and V of every decoder layer in the blocks of a table. One source at a time, so that
-        they depend on nothing else."""
-        encoder = self.model.encoder
-        assert encoder is not None, "only an encoder-decoder has sources"
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Source]) -> None:
+        """One source at a time, so that its K and V depend on nothing else."""
+        if self.model.encoder is None:
+            return
+        self._take_threads()
+        for source, table in sources:
+            self._encode(self.model.encoder, source, table)
+
+    def _encode(self, encoder: Model, source: Sequence[int], table: Sequence[int]) -> None:
+        """Encode a source and store its K and V of every decoder layer in the blocks of a table."""
         size, numbers = self.pool.block_size, (self._weight.dtype, self._weight.device)
         blocks = -(-len(source) // size)
         ctx = build(KVPool(encoder.config, blocks, size, *numbers), [FeedRows(source, range(blocks))])

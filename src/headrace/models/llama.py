@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
-from headrace.layers.embedding import Embedding
+from headrace.layers.embedding import Biased, Embedding
 from headrace.layers.holder import Group
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
@@ -31,7 +31,8 @@ class Llama(Model):
         self.ropes = rotaries(config)
         self.layers = [Block(config, layer) for layer in config.layers]
         self.norm = Norm(config.hidden_size, config.norm_eps)
-        self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
+        tied = Biased(self.tokens, config.never) if config.head_bias else self.tokens
+        self.output = tied if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 
     def embed(self, ctx: Any) -> Value:
         return embed(ctx.ids, self.tokens, scale=self.config.embed_scale)

@@ -10,11 +10,15 @@ from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.lowering import lower
 from headrace.native.weights import PackedWeights
+from headrace.runner.program import Source
 from headrace.runner.record import record, record_cross
 
 TOGETHER = 1024  # tokens of sources that are encoded at once, where there are so many
 
-Source = tuple[Sequence[int], Sequence[int]]  # its tokens, and the blocks of the decoder's pool where it will be read
+
+def scratch_blocks(block_size: int, max_positions: int) -> int:
+    """Of the encoder's pool: room for one source of any length, or for many short ones."""
+    return -(-max(max_positions, TOGETHER) // block_size)
 
 
 class NativeEncoder:
@@ -27,8 +31,9 @@ class NativeEncoder:
         assert encoder is not None, "only an encoder-decoder has sources"
         layers, heads, head_dim = kv_shape(encoder.config)
         self._size, self._width = kv.block_size, encoder.config.hidden_size
-        self._blocks = -(-max(max_positions, TOGETHER) // self._size)
+        self._blocks = scratch_blocks(self._size, max_positions)
         scratch = core().KVPool(layers, self._blocks, self._size, heads, head_dim, "f32")
+        self.scratch_bytes = int(scratch.bytes)
         settings["max_positions"] = max_positions
         self._encoder = lower(record(encoder), weights, encoder.config, kv=scratch, **settings).program
         self._cross = lower(record_cross(model), weights, model.config, kv=kv, **settings).program

@@ -74,7 +74,7 @@ class NativeHeads(NativeProgram):
             describe(config),
             own,
             **settings,
-            quantize="int8" if any(own.info(name).kind in FLOATS for name in own.names() if name != "norm.weight") else "",
+            quantize="int8" if any(own.info(name).kind in FLOATS for name in own.names() if own.info(name).rows > 1) else "",
             head_ids=heads.vocab,
             inputs=inputs,
             enter=inputs.lower,

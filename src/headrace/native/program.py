@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.native import core
 from headrace.native.buffers import Buffers, Ropes
-from headrace.native.encoder import NativeEncoder
+from headrace.native.encoder import NativeEncoder, scratch_blocks
 from headrace.native.kept import NativeKept
 from headrace.native.live import NativeLive
 from headrace.native.lowering import FUSIONS, Lowered, lower
 from headrace.native.step import NativeStep
 from headrace.native.threads import thread_pool
 from headrace.native.weights import PackedWeights
-from headrace.runner.program import InputRows
+from headrace.runner.program import InputRows, Source
 from headrace.runner.record import record
 from headrace.runner.span import Span
 from headrace.weights.source import WeightSource
@@ -35,6 +35,11 @@ def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
     """Bytes that one block of the pool takes in all layers."""
     layers, heads, head_dim = kv_shape(config)
     return int(core().KVPool.block_bytes(layers, block_size, heads, head_dim, KV_DTYPES[kv_dtype]))
+
+
+def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:
+    """Bytes of the pool in which sources are encoded, by the encoder's config."""
+    return scratch_blocks(block_size, max_positions) * kv_block_bytes(encoder, block_size, "float32")
 
 
 class NativeProgram:
@@ -119,10 +124,12 @@ class NativeProgram:
         self._step.clear()
         return self._step
 
+    def encode(self, sources: Sequence[Source]) -> None:
+        if self.encoder is not None:
+            self.encoder.encode(sources)
+
     def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
         """Rows [n, hidden] after the last layer, if they are to be kept."""
-        if self.encoder is not None:
-            self.encoder.encode(step.sources)
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (span.first, span.layers or -1)
         self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips), fill=span.fill)

@@ -42,18 +42,17 @@ class NativeStep:
         self.vocab_size = vocab_size
         self._asked: list[tuple[NativeLive, list[Asked]]] = []
         self._kept: dict[int, list[int]] = {}  # by slot: where the rows of logits are that were asked for as they are
-        self.sources: list[tuple[tuple[int, ...], list[int]]] = []  # that it brings: their tokens, and where they will be read
 
     def clear(self) -> None:
         self.core.clear()
-        self._asked, self._kept, self.sources = [], {}, []
+        self._asked, self._kept = [], {}
 
     def draw_each(self, feeds: Sequence[Feed], lives: Sequence[NativeLive]) -> bool:
         """The short way for most steps: after one known token of each feed a token is drawn, and nothing else is asked. Where
         some feed is or wants anything else: False, and nothing was done."""
         sequences, starts = [], []
         for feed, live in zip(feeds, lives, strict=True):
-            if feed.count != 1 or feed.nodes or feed.allowed or feed.source or len(feed.wants) != 1 or not live.plain:
+            if feed.count != 1 or feed.nodes or feed.allowed or len(feed.wants) != 1 or not live.plain:
                 return False
             want = feed.wants[0]
             if type(want) is not Sample or want.at is not Where.LAST or want.n != 1 or want.logprobs is not None:
@@ -82,8 +81,6 @@ class NativeStep:
 
     def feed(self, feed: Feed, live: NativeLive, amateur: "NativeStep | None" = None) -> None:
         """Add a feed and what it wants, combined with the rows that an amateur's step kept for its slot; they are used up."""
-        if feed.source:
-            self.sources.append((feed.source, live.source_table))
         step, rows = self.core, logit_rows(feed)
         last = rows - len(feed.nodes) - 1  # where there are any
         if feed.nodes:

@@ -91,6 +91,8 @@ def heads_config(kind: str, target: ModelConfig) -> ModelConfig:
         max_position=target.max_position,
         norm_eps=target.norm_eps,
         tied_head=target.tied_head,
+        head_bias=target.head_bias,
+        never=target.never,
     )
 
 
@@ -153,8 +155,8 @@ class HeadsSource:
         self._own["norm.weight"] = heads.tensors["norm.weight"]
         plans = plan(describe(target), source)
         self._shared = {"embed_tokens.weight": plans["tokens.weight"][0].source}
-        if not target.tied_head:
-            self._shared["lm_head.weight"] = plans["output.weight"][0].source
+        fields = [name for name, there in (("weight", not target.tied_head), ("bias", target.head_bias)) if there]
+        self._shared |= {f"lm_head.{field}": plans[f"output.{field}"][0].source for field in fields}
 
     def names(self) -> list[str]:
         return [*self._own, *self._shared]

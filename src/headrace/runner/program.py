@@ -16,14 +16,17 @@ from headrace.runner.span import Span
 
 
 class Live(Protocol):
-    """A live sequence: its known tokens, whose number is its length, its block tables (`table`: that of its tokens), and how it
-    is sampled."""
+    """A live sequence: its known tokens, whose number is its length, its block tables (`table`: that of its tokens,
+    `source_table`: that of its source), and how it is sampled."""
 
     params: SamplingParams
     prompt_len: int
 
     @property
     def table(self) -> list[int]: ...
+
+    @property
+    def source_table(self) -> list[int]: ...
 
     def __len__(self) -> int: ...
 
@@ -35,6 +38,7 @@ class Live(Protocol):
 
 
 AnyLive = Any  # a Live of the back end at hand
+Source = tuple[Sequence[int], Sequence[int]]  # what an encoder reads: its tokens, and the blocks where it will be found
 
 
 class Step(Protocol):
@@ -87,6 +91,9 @@ class Program(Protocol):
 
     def step(self) -> Any:
         """An empty Step; the one before it is over."""
+
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Encode sources, and store what each layer reads of them; a model without an encoder has nothing to do."""
 
     def run(self, step: Any, span: Span, rows: Any = None, keep: bool = False) -> Any:
         """Carry out a step; `rows` [n, hidden] are what it begins with where `inputs` are there. Returns the rows [n, hidden]

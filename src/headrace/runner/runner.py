@@ -63,6 +63,7 @@ class Runner:
         self.slots.apply(plan)
         if not plan.model:
             self._rearrange(plan)
+            self._encode(plan.feeds)
         return self.run(plan) if plan.feeds else StepOutput(plan.step)
 
     def run(self, plan: StepPlan, span: Span | None = None) -> StepOutput:
@@ -144,6 +145,13 @@ class Runner:
                 program.rearrange(plan)
             for kept in self.kept.values():
                 kept.rearrange(plan)
+
+    def _encode(self, feeds: Sequence[Feed]) -> None:
+        """Have the sources that feeds bring encoded, by every model that reads them: all do so from the same blocks."""
+        sources = [(feed.source, self.slots[feed.slot].source_table) for feed in feeds if feed.source]
+        if sources:
+            for program in self.programs:
+                program.encode(sources)
 
     def _follow(self, model: int, feeds: list[Feed], lives: list[AnyLive]) -> tuple[list[Feed], list[AnyLive]]:
         """The feeds of a companion, with draft chains as known tokens of scratch copies of their slots.

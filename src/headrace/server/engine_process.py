@@ -214,7 +214,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
             note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}",
-            memory=host.anonymous_memory() + llm.memory_plan.kv_bytes,
+            memory=host.anonymous_memory() + llm.memory_plan.bytes,
             exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,
             layers=llm.model_config.num_layers,
             usual=next(((rule.layers, rule.spread) for rule in calibrated), None),

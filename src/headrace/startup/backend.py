@@ -79,8 +79,11 @@ def _check(recipe: Recipe) -> None:
                     f"activations={settings.activations!r} rounds the inputs of integer weights, and {each.name} has floats "
                     "alone: leave it out, or add quantize='int8'"
                 )
-    if len(recipe.models) > 1 and any(each.config.source is not None for each in recipe.models.values()):
-        raise ValueError("no other model works beside an encoder-decoder; leave out draft, amateur and cascade")
+    if len({each.config.source is None for each in recipe.models.values()}) > 1:
+        raise ValueError(
+            "beside an encoder-decoder only another one works, as both read its source; leave out draft, amateur and cascade, "
+            "or name a smaller model of its kind"
+        )
     if settings.exit_state not in (DEFERRED, PROPAGATE):
         raise ValueError(f"unknown exit_state {settings.exit_state!r}; use {DEFERRED} or {PROPAGATE}")
     if settings.exit_state != DEFERRED and recipe.leaves is None:

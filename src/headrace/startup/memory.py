@@ -15,7 +15,8 @@ class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """KV blocks and the context they allow. `spare`: bytes that were free beside them. `said`: one line for the user. `longer`:
-    the setting that would allow a longer context; empty where it is the model's."""
+    the setting that would allow a longer context; empty where it is the model's. `scratch`: bytes of the pools in which an
+    encoder-decoder's sources are encoded."""
 
     num_blocks: int
     max_model_len: int
@@ -23,6 +24,12 @@ class MemoryPlan:
     said: str
     spare: int
     longer: str = ""
+    scratch: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all pools."""
+        return self.kv_bytes + self.scratch
 
 
 def check_weights_fit(need: int, free: int, what: str) -> None:
@@ -43,12 +50,19 @@ def plan(
     max_num_seqs: int,
     max_model_len: int | None = None,
     kv_cache_memory: int | str | None = None,
+    scratch: int = 0,
 ) -> MemoryPlan:
-    """Blocks of `block_size` tokens for the paged pool, given `free` bytes after the weights.
+    """Blocks of `block_size` tokens for the paged pool, given `free` bytes after the weights, of which `scratch` are taken.
 
     The pool takes `kv_cache_memory`, or `usual_blocks`, but 25 % of free memory at most. A context the caller asked for must
     fit; one he did not ask for is shortened to the pool. Raises DoesNotFit with the numbers.
     """
+    if scratch and scratch >= free:
+        raise DoesNotFit(
+            f"sources are encoded in {gib(scratch)}, and {gib(max(free, 0))} are free beside the weights; "
+            "lower max_model_len, or free memory"
+        )
+    free -= scratch
     context = max_model_len or config.max_position
     if max_model_len is not None and max_model_len > config.max_position:
         raise DoesNotFit(
@@ -75,8 +89,10 @@ def plan(
     said = f"KV cache of at most {gib(kv_bytes)} for {blocks * block_size:,} tokens, context {context:,}"
     if config.encoder:  # its K and V last for a step
         said = f"texts of at most {context:,} tokens"
+    if scratch:
+        said += f", sources encoded in {gib(scratch)}"
     longer = "" if context == config.max_position else "kv_cache_memory" if max_model_len is None else "max_model_len"
-    return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes, longer)
+    return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes, longer, scratch)
 
 
 def usual_blocks(context: int, block_size: int, max_num_seqs: int) -> int:

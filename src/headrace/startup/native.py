@@ -6,7 +6,7 @@ from headrace import host, native
 from headrace.data.late import late
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.models.registry import describe
-from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
+from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
 from headrace.native.weights import packed_bytes
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
@@ -40,7 +40,8 @@ class Native:
         need = sum(packed_bytes(described[role], each.source, quantize) for role, each in models.items())
         free = host.free_memory()
         memory.check_weights_fit(need, free, " and ".join(each.name for each in models.values()))
-        plan = recipe.plan(lambda config: kv_block_bytes(config, BLOCK_SIZE, settings.kv_dtype), 4, free - need)
+        scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
+        plan = recipe.plan(lambda config: kv_block_bytes(config, BLOCK_SIZE, settings.kv_dtype), 4, free - need, scratch)
         shared: dict[str, Any] = {
             "num_blocks": plan.num_blocks,
             "block_size": BLOCK_SIZE,

@@ -148,9 +148,19 @@ class Recipe:
         count = DRAFT_VOCAB if asked is None else asked
         return {DRAFT: np.array(frequent_tokens(draft.tokenizer, size, count))} if 0 < count < 0.75 * size else {}
 
-    def plan(self, kv_bytes: Callable[[ModelConfig], int], row_bytes: int, free: int) -> memory.MemoryPlan:
+    @property
+    def longest(self) -> int:
+        """Positions of the longest context there may be: that which all models know, or was asked for."""
+        known = min(model.config.max_position for model in self.models.values())
+        return min(known, self.settings.max_model_len or known)
+
+    def scratch(self, pool_bytes: Callable[[ModelConfig], int]) -> int:
+        """Bytes of the pools in which sources are encoded, by what an encoder's takes."""
+        return sum(pool_bytes(each.config.source) for each in self.models.values() if each.config.source is not None)
+
+    def plan(self, kv_bytes: Callable[[ModelConfig], int], row_bytes: int, free: int, scratch: int = 0) -> memory.MemoryPlan:
         """The memory plan for `free` bytes beside the weights. `kv_bytes`: of a block, in all layers of a model; `row_bytes`:
-        of a number in a hidden row. Raises DoesNotFit."""
+        of a number in a hidden row; `scratch`: what sources are encoded in. Raises DoesNotFit."""
         settings, config = self.settings, self.target.config
         block_bytes = sum(kv_bytes(model.config) for model in self.models.values())
         if self.features:  # the target's rows, and K and V of the heads' own
@@ -166,4 +176,5 @@ class Recipe:
             max_num_seqs=min(settings.max_num_seqs, ENCODER_TEXTS) if config.encoder else settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             kv_cache_memory=settings.kv_cache_memory,
+            scratch=scratch,
         )

@@ -44,7 +44,11 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
         return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
 
     models = {role: _model(recipe, each, dtype, device, free_memory(recipe)) for role, each in recipe.models.items()}
-    plan = recipe.plan(kv_bytes, dtype.itemsize, free_memory(recipe))
+
+    def pool_bytes(encoder: ModelConfig) -> int:
+        return -(-recipe.longest // BLOCK_SIZE) * kv_shape(encoder).block_bytes(BLOCK_SIZE, dtype.itemsize)
+
+    plan = recipe.plan(kv_bytes, dtype.itemsize, free_memory(recipe), recipe.scratch(pool_bytes))
     heads = recipe.head_ids()
     programs: dict[str, EagerProgram] = {}
     for role, model in models.items():

@@ -131,7 +131,7 @@ def cost_of(opened: Opened, layers: int, vocab: int) -> float:
         for part in parts:
             info = source.info(part.source)
             size = info.nbytes * math.prod(part.shape) / max(1, math.prod(info.shape))
-            of_layers += size if path.startswith("layers.") else 0.0
+            of_layers += size if path.startswith("layers.") and ".cross_kv." not in path else 0.0  # read once a source
             head += size if path == ("tokens.weight" if config.tied_head else "output.weight") else 0.0
     exit = head * vocab / config.vocab_size + config.hidden_size**2
     return (of_layers * layers / config.num_layers + exit) / (of_layers + head)
@@ -205,7 +205,7 @@ def _leaving(sure: torch.Tensor, right: torch.Tensor, threshold: float, cost: fl
 def _fresh(opened: Opened, held: Sequence[Text], recipe: Recipe) -> list[Text]:
     """New answers to held-out prompts, all of them drawn."""
     llm = open_writer(opened, recipe.threads)
-    prompts = [text.tokens[: text.answer].tolist() for text in held[:FRESH]]
+    prompts = [text.prompt for text in held[:FRESH]]
     texts = write_texts(llm, prompts, recipe.max_tokens, recipe.seed + 7, recipe.exits, (TEMPERATURE,))
     llm.close()
     return texts

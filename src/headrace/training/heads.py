@@ -10,7 +10,7 @@ import torch
 
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.runner.heads import Heads
+from headrace.runner.heads import EXIT, Heads
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
@@ -93,13 +93,14 @@ def train(opened: Opened, out: Path, recipe: Recipe, tell: Tell) -> Trained:
     """Write the texts and learn from them. Raises ValueError as `distil` does."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
+    check_sources(opened, recipe)
     work = out / "work"
     _write(opened, Shards(work / "texts"), recipe, tell)
     texts = Shards(work / "texts").read()
     if texts[0].hidden.shape[1] != opened.config.hidden_size * (len(recipe.exits) + 1):
         raise ValueError(f"{work} holds the texts of other heads; take another folder, or remove it")
     held, learned = texts[::HELD], [text for at, text in enumerate(texts) if at % HELD]
-    vocab = frequent(learned, opened.config.vocab_size, recipe.vocab, opened.eos_ids)
+    vocab = frequent(learned, opened.config.vocab_size, recipe.vocab, opened.eos_ids, opened.config.never)
     teacher = read_teacher(opened, vocab)
     training = Training(recipe.kind, teacher, work, depth=recipe.places, minutes=recipe.minutes, rate=recipe.rate)
     training.run(
@@ -142,18 +143,33 @@ def asked_tokens(llm: LLM, prompt: Prompt) -> list[int]:
         return llm.tokenizer.encode(prompt)
 
 
-def frequent(texts: Sequence[Text], vocab_size: int, count: int, always: frozenset[int]) -> torch.Tensor:
-    """The `count` tokens that answers have most often, ascending; where they have fewer, the first of the vocabulary too."""
+def check_sources(opened: Opened, recipe: Recipe) -> None:
+    """Raise ValueError for what an encoder-decoder cannot learn: it drafts by exits alone, and writes from sources."""
+    if opened.config.source is None:
+        return
+    if recipe.kind != EXIT:
+        raise ValueError(f"heads of an encoder-decoder are exits, and {recipe.kind} was asked for; use --kind {EXIT}")
+    if not recipe.prompts:
+        raise ValueError(f"{opened.name} writes from sources, and cannot write these itself; name a file of them with --input")
+
+
+def frequent(
+    texts: Sequence[Text], vocab_size: int, count: int, always: frozenset[int], never: int | None = None
+) -> torch.Tensor:
+    """The `count` tokens that answers have most often, ascending; where they have fewer, the first of the vocabulary too. Those
+    that must come are among them, and that which is `never` written is not."""
     seen = torch.zeros(vocab_size, dtype=torch.int64)
     for text in texts:
         seen += torch.bincount(text.tokens[text.answer :], minlength=vocab_size)
     seen[torch.tensor(sorted(always), dtype=torch.int64)] = int(seen.max()) + 1
-    return seen.argsort(descending=True, stable=True)[: min(count, vocab_size)].sort().values
+    if never is not None:
+        seen[never] = -1
+    return seen.argsort(descending=True, stable=True)[: min(count, vocab_size - (never is not None))].sort().values
 
 
 def judge(opened: Opened, out: Path, held: Sequence[Text], recipe: Recipe, temperature: float = 0.0) -> tuple[float, float]:
     """Answer held-out prompts with the heads: accepted of drafted tokens, and tokens of an output for each step."""
-    prompts = [text.tokens[: text.answer].tolist() for text in held]
+    prompts = [text.prompt for text in held]
     how = SamplingParams(temperature=temperature, seed=recipe.seed, max_tokens=ANSWER)
     return acceptance(opened, out, "heads", prompts, recipe.count, how, recipe.threads)
 

@@ -99,16 +99,23 @@ class Trial:
 
 
 class ScratchLive:
-    """A slot with a text, for as long as a `with` lasts."""
+    """A slot with a text, for as long as a `with` lasts; `source`: what an encoder-decoder has written it from."""
 
-    def __init__(self, runner: Runner, tokens: list[int], block_size: int) -> None:
+    def __init__(self, runner: Runner, tokens: list[int], block_size: int, source: Sequence[int] = ()) -> None:
         self.runner = runner
-        new = NewSlot(slot=SLOT, prompt_len=len(tokens), tokens=list(tokens), params=SamplingParams(temperature=0.0))
-        blocks = list(range(-(-(len(tokens) + MOST) // block_size)))
-        self.plan = StepPlan(0, new=[new], tables=[TableDelta(SLOT, 0, 0, blocks)])
+        params, reads = SamplingParams(temperature=0.0), len(source)
+        new = NewSlot(slot=SLOT, prompt_len=len(tokens), tokens=list(tokens), params=params, reads=reads)
+        own = -(-(len(tokens) + MOST) // block_size)
+        blocks = list(range(own + -(-reads // block_size)))
+        self.plan = StepPlan(0, new=[new], tables=[TableDelta(SLOT, 0, 0, blocks[:own])])
+        if reads:
+            self.plan.tables.append(TableDelta(SLOT, 1, 0, blocks[own:]))
+        self.sources = [(source, blocks[own:])] if reads else []
 
     def __enter__(self) -> None:
         self.runner.slots.apply(self.plan)
+        if self.sources:
+            self.runner.programs[0].encode(self.sources)
 
     def __exit__(self, *error: Any) -> None:
         self.runner.slots.apply(StepPlan(0, free=[SLOT]))

@@ -1,6 +1,6 @@
 """What heads learn from: the target's own numbers, and its texts side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +17,20 @@ from headrace.weights.parts import plan
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """What heads need of the target: its embeddings, its last norm, and its lm_head over the heads' vocabulary."""
+    """What heads need of the target: its embeddings, its last norm, and its lm_head over the heads' vocabulary. `normed`: its
+    last layer ends in a norm, so that its rows go to the lm_head as they are; `norm` then is how long they are."""
 
     config: ModelConfig
     embeddings: torch.Tensor  # [vocabulary, hidden] bfloat16
     norm: torch.Tensor  # [hidden]
     head: torch.Tensor  # [heads' vocabulary, hidden] bfloat16
+    bias: torch.Tensor | None = None  # [heads' vocabulary], of the lm_head
+    normed: bool = False
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [n, hidden] after the last norm -> [n, heads' vocabulary], float32."""
-        return (rows.to(torch.bfloat16) @ self.head.t()).float()
+        """Rows [..., hidden] after the last norm -> [..., heads' vocabulary], float32."""
+        made = (rows.to(torch.bfloat16) @ self.head.t()).float()
+        return made if self.bias is None else made + self.bias
 
     def last(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of rows side by side those after the last layer: [..., width] -> [..., hidden]."""
@@ -34,7 +38,7 @@ class Teacher:
 
     def said(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's own distribution at rows [n, hidden] after its last layer."""
-        return softmax(self.logits(norm(hidden, self.norm, self.config.norm_eps)), -1)
+        return softmax(self.logits(hidden if self.normed else norm(hidden, self.norm, self.config.norm_eps)), -1)
 
 
 def read_teacher(opened: Opened, vocab: torch.Tensor) -> Teacher:
@@ -45,11 +49,20 @@ def read_teacher(opened: Opened, vocab: torch.Tensor) -> Teacher:
     def read(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.cat([read_part(part, source, dtype) for part in plans[name]])
 
-    if getattr(model, "norm", None) is None or model.norm.kind != "rms" or "tokens.weight" not in plans:
+    normed = model.norm is None and model.encoder is not None
+    if not normed and (model.norm is None or model.norm.kind != "rms" or "tokens.weight" not in plans):
         raise ValueError(f"heads need a decoder that ends in an RMSNorm, and {opened.name} is none")
     embeddings = read("tokens.weight", torch.bfloat16)
     head = read("output.weight", torch.bfloat16) if "output.weight" in plans else embeddings
-    return Teacher(opened.config, embeddings, read("norm.weight"), head[vocab])
+    bias = read("output.bias").flatten()[vocab] if "output.bias" in plans else None
+    weight = _length(read, opened.config) if normed else read("norm.weight") * opened.config.head_scale
+    return Teacher(opened.config, embeddings, weight, head[vocab], bias, normed)
+
+
+def _length(read: Callable[[str], torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """[hidden], by which a row of length 1 is as long as what the last layer's norm leaves."""
+    weight, bias = (read(f"layers.{config.num_layers - 1}.mlp_norm.{name}") for name in ("weight", "bias"))
+    return torch.full_like(weight, float((weight**2 + bias**2).mean().sqrt()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,19 @@ STARTS = (
 @dataclass(frozen=True, slots=True)
 class Text:
     """A prompt and its answer as tokens; `answer` is where the answer begins. `hidden` [tokens, width] bfloat16: the rows
-    after the target's last layer; for exits those that their layers left, and these, side by side."""
+    after the target's last layer; for exits those that their layers left, and these, side by side. Of an encoder-decoder the
+    prompt is `source`, and `tokens` are what it starts with and the answer."""
 
     tokens: torch.Tensor
     answer: int
     hidden: torch.Tensor
+    source: torch.Tensor | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        """What was asked."""
+        asked: list[int] = (self.tokens[: self.answer] if self.source is None else self.source).tolist()
+        return asked
 
 
 def open_writer(opened: Opened, threads: int | None = None) -> LLM:
@@ -119,18 +127,21 @@ def write_texts(
     outputs = llm.generate(kept, params)
     if failed := next((output.error for output in outputs if output.error), None):
         raise RuntimeError(f"an answer to learn from failed: {failed}")
-    return [
-        Text(torch.tensor(tokens), len(output.prompt_token_ids), hidden_rows(llm.runner, tokens, layers))
-        for output in outputs
-        if len(tokens := output.prompt_token_ids + output.outputs[0].token_ids) > len(output.prompt_token_ids) + 2
-    ]
+    config, made = llm.model_config, []
+    for output in outputs:
+        asked, answer = output.prompt_token_ids, output.outputs[0].token_ids
+        before, source = (asked, []) if config.source is None else ([config.start], asked)
+        if len(answer) > 2:
+            hidden = hidden_rows(llm.runner, before + answer, layers, source)
+            made.append(Text(torch.tensor(before + answer), len(before), hidden, torch.tensor(source) if source else None))
+    return made
 
 
-def hidden_rows(runner: Runner, tokens: list[int], layers: Sequence[int] = ()) -> torch.Tensor:
+def hidden_rows(runner: Runner, tokens: list[int], layers: Sequence[int] = (), source: Sequence[int] = ()) -> torch.Tensor:
     """The rows [tokens, width] after each of `layers` of the target, side by side, and after its last, bfloat16. Nothing else
     may be in its pool, which is written."""
     program, first, rows, made = runner.programs[0], 0, None, []
-    with ScratchLive(runner, tokens, BLOCK_SIZE):
+    with ScratchLive(runner, tokens, BLOCK_SIZE, source):
         for last in (*layers, program.config.num_layers):
             step = program.step()
             step.feed(Feed(SLOT, 0, len(tokens)), runner.slots[SLOT])
@@ -161,6 +172,9 @@ class Shards:
             "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),
             "answers": torch.tensor([text.answer for text in texts], dtype=torch.int32),
         }
+        if sources := [text.source for text in texts if text.source is not None]:
+            tensors["sources"] = torch.cat(sources).to(torch.int32)
+            tensors["asked"] = torch.tensor([len(source) for source in sources], dtype=torch.int32)
         unfinished = self.path(number).with_suffix(".part")
         save_file(tensors, unfinished)
         os.replace(unfinished, self.path(number))
@@ -173,6 +187,9 @@ class Shards:
 def _texts(path: Path) -> Iterator[Text]:
     tensors = load_file(path)
     lengths = tensors["lengths"].tolist()
-    parts = zip(tensors["tokens"].long().split(lengths), tensors["hidden"].split(lengths), strict=True)
-    for (tokens, hidden), answer in zip(parts, tensors["answers"].tolist(), strict=True):
-        yield Text(tokens, answer, hidden)
+    sources: Sequence[torch.Tensor | None] = [None] * len(lengths)
+    if "sources" in tensors:
+        sources = tensors["sources"].long().split(tensors["asked"].tolist())
+    parts = zip(tensors["tokens"].long().split(lengths), tensors["hidden"].split(lengths), sources, strict=True)
+    for (tokens, hidden, source), answer in zip(parts, tensors["answers"].tolist(), strict=True):
+        yield Text(tokens, answer, hidden, source)

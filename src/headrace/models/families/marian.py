@@ -62,6 +62,7 @@ def from_hf(read: Reader) -> ModelConfig:
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
+        head_bias=True,
         embed_scale=read.size("d_model") ** 0.5 if read.get("scale_embedding") else 1.0,
         encoder=True,
         activation=ACTIVATIONS[said],
