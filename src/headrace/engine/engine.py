@@ -372,10 +372,8 @@ class Engine:
         changed.sort(key=lambda pair: bool(pair[1]))  # those that end first: their slots may be all there are
         for parent, survivors in changed:
             self.scheduler.commit(request, parent, survivors)
-        metrics = request.metrics
-        metrics.last_token = now
-        if metrics.first_token is None:
-            metrics.first_token = now
+        if any(child.token is not None or child.path for children in chosen for child in children):  # some only mend a draft
+            request.metrics.wrote(now)
         if request.error is None and (request.strategy.done(request) or not request.seqs):
             self._end(request, None)
 
