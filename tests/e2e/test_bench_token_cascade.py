@@ -32,6 +32,13 @@ def llm(files: tuple[Path, Path]) -> LLM:
     return LLM(large, draft=small, amateur=small, cascade=small, speculate="draft", threads=1, device="cpu")
 
 
+def test_a_file_in_several_roles_is_packed_once(llm: LLM) -> None:
+    """Whoever drafts, is the amateur and writes first has one copy of the weights; the larger model has its own."""
+    packed = [program.weights for program in llm.runner.programs]  # type: ignore[attr-defined]
+    assert [one.source.path.name for one in packed] == ["large.gguf", "small.gguf", "small.gguf", "small.gguf"]
+    assert len(set(map(id, packed))) == 2
+
+
 def silent(line: str) -> None:
     assert line
 
