@@ -18,6 +18,7 @@ from headrace.engine.engine import AdmissionError, Engine
 from headrace.llm import LLM
 from headrace.runner import leaving
 from headrace.runner.leaving import MOST_BEHIND, Cascade
+from headrace.startup import rules
 from tests.cascading import Reference, engine_of, jobs_of, smaller
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
@@ -333,10 +334,17 @@ def test_a_calibrated_threshold(shell: Shell, files: tuple[Path, Path]) -> None:
     code, out, err = shell(*calibrate, "--cascade", model)
     assert code == 0, err
     assert "max_prob 0.05: text loss at most 0.1 with probability 0.95" in " ".join(f"{out} {err}".split())
+    (rule,) = rules.load(rules.folder_of(model, model))
+    assert (rule.threshold, rule.n, rule.loss) == (0.05, 30, "text")
+    assert 0 < rule.layers < LAYERS
     code, out, err = shell(*calibrate, "--cascade", small)
     assert code == 0, err
     assert "max_prob 0.05: text" not in " ".join(f"{out} {err}".split())
-    for more, why in (((), "or a smaller model: --cascade MODEL"), (("--cascade", small, "--decay", "2"), "are of exits")):
+    assert all(one.threshold > 0.05 for one in rules.load(rules.folder_of(model, small)))  # its own, not the other pair's
+    assert rules.load(rules.folder_of(small, model)) == ()
+    of_exits = (("--decay", "2"), ("--criterion", "classifier"), ("--criterion", "saturation"))
+    refused = [(("--cascade", small, *one), "are of exits") for one in of_exits]
+    for more, why in (((), "or a smaller model: --cascade MODEL"), *refused):
         code, _, err = shell(*calibrate, *more)
         assert code == 2
         assert why in " ".join(err.split())

@@ -273,9 +273,11 @@ class Metrics:
         self.asked_n.observe(ticket.params.n)
         if ticket.params.max_tokens is not None:
             self.asked_tokens.observe(ticket.params.max_tokens)
-        if metrics.scheduled is None or metrics.first_token is None or metrics.last_token is None:
+        if metrics.scheduled is None:
             return
         self.queued.observe(metrics.scheduled - metrics.arrival)
+        if metrics.first_token is None or metrics.last_token is None:
+            return
         self.prefill.observe(metrics.first_token - metrics.scheduled)
         self.decode.observe(metrics.last_token - metrics.first_token)
         self.inference.observe(metrics.last_token - metrics.scheduled)
@@ -298,7 +300,7 @@ class Metrics:
     def begin(self, loaded: Loaded) -> None:
         """An engine process is ready."""
         self._num_blocks = max(loaded.num_blocks, 1)
-        self._usual = loaded.usual
+        self._usual = None if loaded.rule is None else (loaded.rule.layers, loaded.rule.spread)
 
     def end(self) -> None:
         """It ended: nothing runs, and its counts begin anew."""
