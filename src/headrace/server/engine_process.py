@@ -198,11 +198,9 @@ def _said(error: BaseException) -> str:
 
 def _calibrated(llm: LLM, settings: dict[str, Any]) -> rules.Rule | None:
     """The newest threshold for tokens that leave by the model's exits, or that its smaller model writes. Raises ValueError."""
-    exits, smaller = settings.get("exits"), settings.get("cascade")
-    if smaller is not None:
-        found = rules.load(rules.folder_of(llm.opened.path, hub.resolve(str(smaller), download=False)))
-    else:
-        found = () if exits is None else rules.load(exits, settings.get("exit_state", "deferred"))
+    cascade = settings.get("cascade")
+    smaller = None if cascade is None else hub.resolve(str(cascade), download=False)
+    found = rules.known(llm.opened.path, settings.get("exits"), smaller, settings.get("exit_state", "deferred"))
     return next(iter(found), None)
 
 

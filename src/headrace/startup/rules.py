@@ -75,3 +75,10 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
         return tuple(one for one in rules if state in ("", one.state))
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
+
+
+def known(model: Path, exits: str | Path | None, smaller: Path | None, state: str = "deferred") -> tuple[Rule, ...]:
+    """The thresholds, the newest first, of a model that is opened with a folder of exits, with a smaller model, or with
+    neither. Raises ValueError as `load`."""
+    folder = Path(exits) if exits is not None else None if smaller is None else folder_of(model, smaller)
+    return () if folder is None else load(folder, state)
