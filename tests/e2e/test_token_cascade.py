@@ -325,6 +325,22 @@ def test_the_command_line(shell: Shell, files: tuple[Path, Path]) -> None:
     assert "needs a smaller model of the same vocabulary: --cascade MODEL" in " ".join(err.split())
 
 
+def test_a_rule_is_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, and as they are: other weights in their place, or in one of a folder's files, have no rule yet."""
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    file, folder = tmp_path / "large.gguf", tmp_path / "small"
+    folder.mkdir()
+    (part := folder / "model.safetensors").write_bytes(b"12")
+    file.write_bytes(b"1")
+    places = [rules.folder_of(file, folder), rules.folder_of(folder, file)]
+    assert rules.folder_of(file, folder) == places[0]
+    for changed in (file, part):
+        changed.write_bytes(b"123")
+        places.append(rules.folder_of(file, folder))
+    assert len(set(places)) == 4
+    assert all(place.parent == tmp_path / "home" / "cascades" for place in places)
+
+
 def test_a_calibrated_threshold(shell: Shell, files: tuple[Path, Path]) -> None:
     """By writing answers with it; a smaller model that says what the model does may always write."""
     model, small = files
