@@ -372,7 +372,8 @@ class Engine:
         changed.sort(key=lambda pair: bool(pair[1]))  # those that end first: their slots may be all there are
         for parent, survivors in changed:
             self.scheduler.commit(request, parent, survivors)
-        if any(child.token is not None or child.path for children in chosen for child in children):  # some only mend a draft
+        # a strategy with drafts of its own has passes that only mend them
+        if not request.drafts or any(child.token is not None or child.path for children in chosen for child in children):
             request.metrics.wrote(now)
         if request.error is None and (request.strategy.done(request) or not request.seqs):
             self._end(request, None)

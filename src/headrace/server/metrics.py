@@ -273,11 +273,9 @@ class Metrics:
         self.asked_n.observe(ticket.params.n)
         if ticket.params.max_tokens is not None:
             self.asked_tokens.observe(ticket.params.max_tokens)
-        if metrics.scheduled is None:
+        if metrics.scheduled is None or metrics.first_token is None or metrics.last_token is None:
             return
         self.queued.observe(metrics.scheduled - metrics.arrival)
-        if metrics.first_token is None or metrics.last_token is None:
-            return
         self.prefill.observe(metrics.first_token - metrics.scheduled)
         self.decode.observe(metrics.last_token - metrics.first_token)
         self.inference.observe(metrics.last_token - metrics.scheduled)
