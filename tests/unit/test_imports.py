@@ -77,7 +77,7 @@ ROOMS = {
     "bench.linears": "bench bench.profile native weights",  # so too
     "bench.tools": "bench server decoding llm data",  # asks as the server asks
     "bench.cascade": "bench llm workflows training data",
-    "bench.token_cascade": "bench llm runner training data",
+    "bench.token_cascade": "bench llm drafting runner training data",
     "bench.exits": "bench llm runner startup.exits training",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds

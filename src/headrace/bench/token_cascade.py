@@ -15,6 +15,7 @@ from headrace.bench.plots import Line
 from headrace.bench.speculation import timed
 from headrace.data.outputs import CompletionOutput
 from headrace.data.params import SamplingParams
+from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.runner.leaving import MOST_BEHIND
 from headrace.training.leaving import likeness
@@ -93,6 +94,10 @@ def measure(
     Raises RuntimeError where a request fails, or a lossless draft changes a token.
     """
     ours = llm.engine.speculation
+    assert ours is not None, "it has a draft"
+    limit = llm.memory_plan.max_model_len
+    # Each way learns what its own steps cost: two models' are not one's.
+    learnt = {way.name: Speculation(ours.drafters, limit, ours.gamma) if way.drafts else None for way in each}
     groups = [list(prompts[at : at + batch]) for at in range(0, len(prompts), batch)]
     rows: list[Row] = []
     texts: list[list[list[int]]] = []
@@ -110,8 +115,7 @@ def measure(
         order = list(zip(each, rows, strict=True))
         for number in range(rounds):
             for way, row in order if number % 2 == 0 else reversed(order):
-                llm.engine.speculation = ours if way.drafts else None
-                found = [timed(llm, group, [way.params] * len(group), llm.engine.speculation)[0] for group in groups]
+                found = [timed(llm, group, [way.params] * len(group), learnt[way.name])[0] for group in groups]
                 row.speeds.append(sum(one.tokens for one in found) / sum(one.seconds for one in found))
                 if way.drafts:
                     row.passes = sum(one.steps for one in found) / sum(one.tokens for one in found)
