@@ -1,6 +1,7 @@
 """Blocks filled in by the engine equal a reference that knows no cache, batch or loop, and leave in the pool what known tokens
 would."""
 
+import itertools
 import random
 from typing import Any
 
@@ -101,6 +102,23 @@ def watched(engine: Engine) -> list[tuple[int, int, bool]]:
 
     engine.executor.submit = watching  # type: ignore[method-assign]
     return seen
+
+
+def test_a_pass_that_writes_nothing_is_no_first_token(model: Model) -> None:
+    """Times move on in the steps that bring tokens, and in no other."""
+    engine = with_masks(tiny_engine(model))
+    engine._clock = itertools.count().__next__  # type: ignore[assignment]
+    request = engine.add(prompts(5)[0], params_of(RefineParams(block=6, passes=4)))
+    silent = 0
+    while engine.busy:
+        before = request.metrics.last_token
+        came = any(delta.token_ids for delta in engine.step())
+        assert (request.metrics.last_token != before) == came
+        silent += not came
+        assert (request.metrics.first_token is None) == (request.metrics.last_token is None)
+    assert silent > 6
+    assert request.metrics.first_token is not None
+    assert request.metrics.first_token < (request.metrics.last_token or 0)
 
 
 @pytest.mark.parametrize(("block", "passes", "masks"), [(8, 1, [8]), (8, 2, [8, 4]), (8, 4, [8, 6, 4, 2]), (3, 3, [3, 2, 1])])

@@ -18,6 +18,7 @@ from headrace.engine.engine import AdmissionError, Engine
 from headrace.llm import LLM
 from headrace.runner import leaving
 from headrace.runner.leaving import MOST_BEHIND, Cascade
+from headrace.startup import rules
 from tests.cascading import Reference, engine_of, jobs_of, smaller
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
@@ -324,6 +325,22 @@ def test_the_command_line(shell: Shell, files: tuple[Path, Path]) -> None:
     assert "needs a smaller model of the same vocabulary: --cascade MODEL" in " ".join(err.split())
 
 
+def test_a_rule_is_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, and as they are: other weights in their place, or in one of a folder's files, have no rule yet."""
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    file, folder = tmp_path / "large.gguf", tmp_path / "small"
+    folder.mkdir()
+    (part := folder / "model.safetensors").write_bytes(b"12")
+    file.write_bytes(b"1")
+    places = [rules.folder_of(file, folder), rules.folder_of(folder, file)]
+    assert rules.folder_of(file, folder) == places[0]
+    for changed in (file, part):
+        changed.write_bytes(b"123")
+        places.append(rules.folder_of(file, folder))
+    assert len(set(places)) == 4
+    assert all(place.parent == tmp_path / "home" / "cascades" for place in places)
+
+
 def test_a_calibrated_threshold(shell: Shell, files: tuple[Path, Path]) -> None:
     """By writing answers with it; a smaller model that says what the model does may always write."""
     model, small = files
@@ -333,10 +350,20 @@ def test_a_calibrated_threshold(shell: Shell, files: tuple[Path, Path]) -> None:
     code, out, err = shell(*calibrate, "--cascade", model)
     assert code == 0, err
     assert "max_prob 0.05: text loss at most 0.1 with probability 0.95" in " ".join(f"{out} {err}".split())
+    (rule,) = rules.load(rules.folder_of(model, model))
+    assert (rule.threshold, rule.n, rule.loss) == (0.05, 30, "text")
+    assert 0 < rule.layers < LAYERS
     code, out, err = shell(*calibrate, "--cascade", small)
     assert code == 0, err
     assert "max_prob 0.05: text" not in " ".join(f"{out} {err}".split())
-    for more, why in (((), "or a smaller model: --cascade MODEL"), (("--cascade", small, "--decay", "2"), "are of exits")):
+    assert all(one.threshold > 0.05 for one in rules.load(rules.folder_of(model, small)))  # its own, not the other pair's
+    assert rules.load(rules.folder_of(small, model)) == ()
+    ask = ("run", model, "The mill", "--raw", "-m", "2", "--threads", "1")
+    assert f"calibrated: {rule.said()}" in " ".join(shell(*ask, "--cascade", model)[2].split())
+    assert rule.said() not in " ".join(shell(*ask, "--cascade", small)[2].split())
+    of_exits = (("--decay", "2"), ("--criterion", "classifier"), ("--criterion", "saturation"))
+    refused = [(("--cascade", small, *one), "are of exits") for one in of_exits]
+    for more, why in (((), "or a smaller model: --cascade MODEL"), *refused):
         code, _, err = shell(*calibrate, *more)
         assert code == 2
         assert why in " ".join(err.split())

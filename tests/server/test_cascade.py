@@ -23,6 +23,7 @@ from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown
 from tests.server.browser import ask, opened
 from tests.server.harness import ENGINE, PATIENT, Running
+from tests.server.test_figures import exposed, on_the_dashboard
 from tests.tiny_files import write_tiny_gguf
 
 PROMPTS = ["The mill", "stands by a river", "wheels", "of water and of stone", "so"]
@@ -156,7 +157,9 @@ def test_nothing_is_left_of_who_was_not_sure(server: Running) -> None:
         assert (service.llm.tickets, service.llm._asking) == ({}, set())
     assert server.figure("cascade_answers_total") == before["cascade_answers_total"] + 2
     assert server.figure("cascade_score_count") == before["cascade_score_count"] + 2
-    assert 'cascade_answers_total{model_name="never",tier="large"}' in server.http.get("/metrics").text
+    found = server.http.get("/metrics").text
+    assert 'cascade_answers_total{model_name="never",tier="large"}' in found
+    assert {name for name in on_the_dashboard() if name.startswith("cascade_")} - exposed(found) == set()
 
 
 def test_a_prompt_that_a_tier_cannot_hold_is_for_the_next(server: Running) -> None:

@@ -23,6 +23,7 @@ from tests.tiny_files import write_tiny_gguf
 
 AFTER, LAYERS = 1, 2
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "exit_threshold": 0.02, "return_exits": True}
+RULE = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 6.0, 0.5, "0" * 64)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_a_slowdown_is_seen() -> None:
     """The alarm's figure: the last answers' layers a token less the calibrated mean, in its standard deviations."""
     figures = Figures()
     metrics = Metrics(figures, "m")
-    metrics.begin(Loaded(64, 4, 100, 10, 16, "", exit=4, layers=12, usual=(6.0, 0.5)))
+    metrics.begin(Loaded(64, 4, 100, 10, 16, "", exit=4, layers=12, rule=RULE))
 
     def above() -> float:
         text = figures.text(Principal()).decode()
@@ -130,11 +131,12 @@ def test_a_slowdown_is_seen() -> None:
 
 def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[Path, Path]) -> None:
     model, exits = folders
-    rule = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64)
-    rules.save(exits, rule)
+    rules.save(exits, RULE)
     with Running(model, exits=str(exits)) as running:
         assert running.llm.loaded is not None
-        assert running.llm.loaded.usual == (1.5, 0.25)
+        assert running.llm.loaded.rule == RULE
+        told = running.http.get("/v1/models/tiny").json()["exit"]
+    assert told["calibrated"] == {"criterion": "max_prob", "threshold": 0.5, "decay": 0.0, "promise": RULE.said()}
     (exits / rules.CALIBRATION).unlink()
 
 

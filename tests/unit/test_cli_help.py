@@ -20,6 +20,7 @@ from tests.cli_shell import Shell
 LONG = (
     "run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare", "distil", "train-heads",
     "bench local", "bench peers", "bench peers-speculate", "bench serve", "bench speculate", "bench cascade", "bench tools",
+    "bench token-cascade",
 )  # fmt: skip
 # What costs a help more than all else of it.
 SLOW = ("pydantic", "rich.console", "filelock", "numpy", "torch", "huggingface_hub", "headrace.llm")

@@ -63,7 +63,7 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
-    "startup.rules": "",
+    "startup.rules": "weights",
     "startup.runnable": "host startup.opening startup.memory native weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
@@ -77,6 +77,7 @@ ROOMS = {
     "bench.linears": "bench bench.profile native weights",  # so too
     "bench.tools": "bench server decoding llm data",  # asks as the server asks
     "bench.cascade": "bench llm workflows training data",
+    "bench.token_cascade": "bench llm drafting runner training data",
     "bench.exits": "bench llm runner startup.exits training",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
@@ -84,8 +85,8 @@ ROOMS = {
     "bench.workers.ours_speculation": "",
     "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
     "native confined host data",
-    "cli": "server bench.tools bench.cascade bench.linears bench.exits bench.profile bench workflows training compress llm "
-    "startup startup.opening startup.rules startup.runnable decoding text weights native host data",
+    "cli": "server bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.profile bench workflows "
+    "training compress llm startup startup.opening startup.rules startup.runnable decoding text weights native host data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -102,8 +103,8 @@ STOREYS = (
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
-    "server bench bench.profile bench.linears bench.tools bench.cascade bench.exits bench.workers.ours bench.workers.ours_beam "
-    "bench.workers.ours_speculation",
+    "server bench bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.workers.ours "
+    "bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",
 )

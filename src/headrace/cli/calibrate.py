@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from headrace.cli.help import short_help
-from headrace.cli.opening import open_llm
+from headrace.cli.opening import fetch, open_llm
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
 
@@ -58,8 +58,8 @@ def calibrate(
     """Find the lowest threshold for tokens that leave early with which little is lost for sure (Learn then Test).
 
     Each threshold is tried by writing answers with it, the safest first, until one cannot be shown to be good enough. The last
-    that could is written to calibration.json in the folder of --exits; for a smaller model it is said. The promise is for
-    prompts like these.
+    that could is kept: in calibration.json in the folder of --exits, for a smaller model in Headrace's own folder, where a
+    server with both models finds it. The promise is for prompts like these.
     """
     _check(options, criterion, decay)
     if not 0 < delta < 1 or not 0 < epsilon < 1:
@@ -67,7 +67,7 @@ def calibrate(
     options.check()
 
     from headrace.bench.prompts import read_prompts
-    from headrace.startup.rules import save
+    from headrace.startup.rules import folder_of, save
     from headrace.training.calibration import minimum_n
     from headrace.training.heads import asked_tokens
     from headrace.training.leaving import Task, calibrated
@@ -92,8 +92,8 @@ def calibrate(
     if rule is None:
         say(f"no threshold loses at most {delta:g} for sure on {found.n} prompts: none is set, and the whole model writes")
         return
-    if options.exits is not None:
-        save(Path(options.exits), rule)
+    folder = Path(options.exits) if options.exits is not None else folder_of(llm.opened.path, fetch(str(options.cascade)))
+    save(folder, rule)
     say(rule.said())
 
 
@@ -104,5 +104,5 @@ def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:
             "calibrate needs exits of the model: --exits FOLDER (headrace train-heads --kind exit), "
             "or a smaller model: --cascade MODEL"
         )
-    if options.cascade is not None and (criterion is Criterion.SATURATION or decay):
-        raise typer.BadParameter("--criterion saturation and --decay are of exits; leave them out with --cascade")
+    if options.cascade is not None and (criterion in (Criterion.SATURATION, Criterion.CLASSIFIER) or decay):
+        raise typer.BadParameter("--criterion saturation, classifier and --decay are of exits; leave them out with --cascade")

@@ -75,8 +75,8 @@ def chat(
     Answers go to stdout, everything else to stderr, so that pipes work. When the context is full the oldest turns go.
     """
     check(options, sampling)
-    if show_exits and options.exits is None:
-        raise typer.BadParameter("--show-exits goes with --exits FOLDER")
+    if show_exits and options.exits is None and options.cascade is None:
+        raise typer.BadParameter("--show-exits goes with --exits FOLDER or --cascade MODEL")
     conversation = Conversation() if resume is None else load(resume)
     llm = open_llm(model, options, sampling=sampling, max_num_seqs=1, preset="online")
     if llm.opened.template is None or llm.opened.template.source is None:
@@ -186,7 +186,7 @@ class Chat:
 
     def _depths(self) -> Any:
         """What colours the tokens of an answer that may leave early; None where that is not asked for."""
-        if not self.show_exits or self.params.exit_threshold is None:
+        if not self.show_exits or not self.params.leaves:
             return None
         from headrace.cli.origins import Depths
 

@@ -75,6 +75,8 @@ BENCH = {
         "tools": "How many tool calls fit their schema, and how many are right, with the calls' grammar and without.",
         "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
         "guarantee.",
+        "token-cascade": "Cascades by token and speculative cascades over thresholds, beside plain decoding and a draft by the "
+        "same smaller model.",
         "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
         "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
     }

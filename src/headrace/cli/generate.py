@@ -46,7 +46,9 @@ def generate(
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answers, one a line.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew where OUT.jsonl is there.")] = False,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
-    show_exits: Annotated[bool, typer.Option("--show-exits", help="Sum up after how many layers tokens were written.")] = False,
+    show_exits: Annotated[
+        bool, typer.Option("--show-exits", help="Sum up after how many layers, or by whom, tokens came.")
+    ] = False,
 ) -> int:
     """Answer every line of a file; answers come in order of completion.
 
@@ -62,15 +64,17 @@ def generate(
     input, model or setting is refused.
     """
     check(options, sampling, choice)
-    if show_exits and options.exits is None:
-        raise typer.BadParameter("--show-exits goes with --exits FOLDER")
+    if show_exits and options.exits is None and options.cascade is None:
+        raise typer.BadParameter("--show-exits goes with --exits FOLDER or --cascade MODEL")
     more = choice.changes()
     exits = {} if options.exits is None else {"exits": options.exits, "exit_state": options.exit_state}
+    others = {"amateur": options.amateur, "cascade": options.cascade}  # what these write is theirs
+    beside = exits | {role: str(fetch(name).resolve()) for role, name in others.items() if name is not None}
     if target.exists() and source.samefile(target):
         raise typer.BadParameter("input and output are the same file; name another output")
     found = survey(source)
     output = BatchOutput(
-        target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings() | more | exits}
+        target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings() | more | beside}
     )
     output.look(overwrite)
     if len(output.done) < found.lines:
@@ -95,7 +99,7 @@ def _say_exits(exits: list[Any], layers: int) -> None:
     for _, line in legend(exits, layers):
         say(line)
     if not exits:
-        say("no token could leave early; set an exit_threshold")
+        say("no token could leave early, or be a smaller model's; set an exit_threshold or a cascade_threshold")
 
 
 def _conclude(output: BatchOutput, found: Input) -> int:

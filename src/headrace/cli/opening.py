@@ -66,4 +66,15 @@ def open_llm(
     llm = LLM(model, **asdict(options), **more, progress=told)
     if not quiet:
         note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
+        if isinstance(options, ModelOptions):
+            _say_calibrated(llm, options)
     return llm
+
+
+def _say_calibrated(llm: Any, options: ModelOptions) -> None:
+    """The thresholds that were calibrated for the exits, or the smaller model, that it was opened with."""
+    from headrace.startup.rules import known
+
+    smaller = None if options.cascade is None else fetch(options.cascade)
+    for rule in known(llm.opened.path, options.exits, smaller, options.exit_state):
+        note(f"calibrated: {rule.said()}")

@@ -26,7 +26,9 @@ FORM_PANEL = "Form of the answer"
 SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="The system prompt (default: the catalog's or the template's own).")
 ]
-ShowExits = Annotated[bool, typer.Option("--show-exits", help="Colour each token that has left early, and sum them up.")]
+ShowExits = Annotated[
+    bool, typer.Option("--show-exits", help="Colour tokens that left early, or are a smaller model's, and sum them up.")
+]
 ModelName = Annotated[
     str,
     typer.Argument(

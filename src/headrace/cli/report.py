@@ -47,7 +47,7 @@ def speeds(output: RequestOutput) -> dict[str, float | None]:
 
 
 def figures(output: RequestOutput) -> str:
-    """One line: prompt tokens, TTFT, tokens/s, and how deep they were written where they may leave early."""
+    """One line: prompt tokens, TTFT, tokens/s; of tokens that may leave early, how deep or by whom they were written."""
     prompt, cached = len(output.prompt_token_ids), output.metrics.cached_tokens
     found = speeds(output)
     parts = [counted(prompt, "prompt tokens") + (f" ({cached} cached)" if cached else "")]
@@ -56,7 +56,8 @@ def figures(output: RequestOutput) -> str:
     speed = found["tokens_per_s"]
     parts.append(counted(_tokens(output), "tokens") + (f" at {speed:.1f} tokens/s" if speed is not None else ""))
     if exits := [one.layers for each in output.outputs for one in each.exits or []]:
-        parts.append(f"{sum(exits) / len(exits):.1f} layers a token")
+        smaller = exits.count(0) / len(exits)
+        parts.append(f"{smaller:.0%} by the smaller model" if smaller else f"{sum(exits) / len(exits):.1f} layers a token")
     return ", ".join(parts)
 
 

@@ -203,6 +203,12 @@ class RequestMetrics(msgspec.Struct):
     accepted: int = 0
     accepted_at: list[int] = []  # how many drafts were accepted as far as their first, second, … token
 
+    def wrote(self, now: float) -> None:
+        """A step has brought tokens."""
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+
     def accept(self, count: int) -> None:
         """A draft was accepted for `count` tokens."""
         self.accepted += count

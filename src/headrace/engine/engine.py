@@ -372,10 +372,9 @@ class Engine:
         changed.sort(key=lambda pair: bool(pair[1]))  # those that end first: their slots may be all there are
         for parent, survivors in changed:
             self.scheduler.commit(request, parent, survivors)
-        metrics = request.metrics
-        metrics.last_token = now
-        if metrics.first_token is None:
-            metrics.first_token = now
+        # a strategy with drafts of its own has passes that only mend them
+        if not request.drafts or any(child.token is not None or child.path for children in chosen for child in children):
+            request.metrics.wrote(now)
         if request.error is None and (request.strategy.done(request) or not request.seqs):
             self._end(request, None)
 

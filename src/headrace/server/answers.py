@@ -130,6 +130,31 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class Calibrated(msgspec.Struct):
+    """A threshold that was calibrated, by what somebody is so sure, how it falls, and for which inputs that promises what."""
+
+    criterion: str
+    threshold: float
+    decay: float
+    promise: str
+
+
+class Exit(msgspec.Struct):
+    """After how many of a model's layers tokens may leave."""
+
+    after: int
+    layers: int
+    calibrated: Calibrated | msgspec.UnsetType = msgspec.UNSET
+
+
+class TokenCascade(msgspec.Struct):
+    """Who may write tokens in a model's place; its own are written after `layers` layers."""
+
+    smaller: str
+    layers: int
+    calibrated: Calibrated | msgspec.UnsetType = msgspec.UNSET
+
+
 class Model(msgspec.Struct):
     id: str
     created: int
@@ -137,7 +162,8 @@ class Model(msgspec.Struct):
     status: str  # the state of its engine
     defaults: dict[str, Any] | msgspec.UnsetType = {}  # by name the settings in force where a request says nothing
     tiers: list[str] | msgspec.UnsetType = msgspec.UNSET  # of a cascade: its models, who is asked first before the others
-    exit: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # after how many of its layers tokens may leave
+    exit: Exit | msgspec.UnsetType = msgspec.UNSET  # by which tokens may leave
+    cascade: TokenCascade | msgspec.UnsetType = msgspec.UNSET  # a smaller model opened with it
     object: str = "model"
     owned_by: str = "headrace"
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from headrace.confined.pool import BusyError
 from headrace.data.params import ParamError
 from headrace.decoding.tools import ToolError
 from headrace.server import chat, classes, completions, embeddings, tokens
-from headrace.server.answers import Model
+from headrace.server.answers import Calibrated, Exit, Model, TokenCascade
 from headrace.server.api import Api, Call, as_response
 from headrace.server.async_llm import (
     DeadlineError,
@@ -65,6 +66,7 @@ from headrace.server.storage_routes import add_batches, add_files, add_responses
 from headrace.server.store import Store
 from headrace.server.stream import ClientGoneError
 from headrace.server.tickets import RETRY_DOWN
+from headrace.startup.rules import Rule
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 from headrace.weights.defaults import as_json
@@ -258,5 +260,13 @@ def _model(service: Service) -> Model:
     name, created, state = service.name, service.created, service.llm.state
     if loaded is None:
         return Model(name, created, None, state)
-    exit = {"after": loaded.exit, "layers": loaded.layers} if loaded.exit else msgspec.UNSET
-    return Model(name, created, loaded.max_model_len, state, as_json(service.llm.opened.defaults), exit=exit)
+    made = Model(name, created, loaded.max_model_len, state, as_json(service.llm.opened.defaults))
+    if loaded.exit:
+        made.exit = Exit(loaded.exit, loaded.layers, _rule(loaded.rule))
+    elif (smaller := service.llm.settings.get("cascade")) is not None:
+        made.cascade = TokenCascade(Path(str(smaller)).name.removesuffix(".gguf"), loaded.layers, _rule(loaded.rule))
+    return made
+
+
+def _rule(rule: Rule | None) -> Calibrated | msgspec.UnsetType:
+    return msgspec.UNSET if rule is None else Calibrated(rule.criterion, rule.threshold, rule.decay, rule.said())

@@ -45,6 +45,7 @@ from headrace.server.messages import (
     read_to_engine,
 )
 from headrace.startup import rules
+from headrace.weights import hub
 
 log = logging.getLogger("headrace.engine")
 
@@ -195,12 +196,19 @@ def _said(error: BaseException) -> str:
     return "the constraint could not be compiled; say less in it"
 
 
+def _calibrated(llm: LLM, settings: dict[str, Any]) -> rules.Rule | None:
+    """The newest threshold for tokens that leave by the model's exits, or that its smaller model writes. Raises ValueError."""
+    cascade = settings.get("cascade")
+    smaller = None if cascade is None else hub.resolve(str(cascade), download=False)
+    found = rules.known(llm.opened.path, settings.get("exits"), smaller, settings.get("exit_state", "deferred"))
+    return next(iter(found), None)
+
+
 def load(message: Load, channel: Channel) -> LLM | None:
     """The opened model, or None after saying why there is none."""
     try:
         llm = LLM(message.model, **message.settings)
-        exits = message.settings.get("exits")
-        calibrated = () if exits is None else rules.load(exits, message.settings.get("exit_state", "deferred"))
+        rule = _calibrated(llm, message.settings)
     except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
         log.debug("loading failed", exc_info=True)
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
@@ -213,11 +221,12 @@ def load(message: Load, channel: Channel) -> LLM | None:
             vocab_size=llm.model_config.vocab_size,
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
-            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}",
+            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}"
+            + ("" if rule is None else f"; calibrated: {rule.said()}"),
             memory=host.anonymous_memory() + llm.memory_plan.bytes,
             exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,
             layers=llm.model_config.num_layers,
-            usual=next(((rule.layers, rule.spread) for rule in calibrated), None),
+            rule=rule,
         )
     )
     return llm

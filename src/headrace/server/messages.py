@@ -12,6 +12,7 @@ import msgspec
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
+from headrace.startup.rules import Rule
 
 MAX_FRAME = 256 << 20  # bytes; a prompt's log-probabilities are the largest thing sent
 PREFIX = struct.Struct("<I")
@@ -71,7 +72,7 @@ class Loaded(msgspec.Struct, tag=True):
     memory: int = 0  # bytes that weights and KV take; 0: not known
     exit: int = 0  # layers below the exit by which tokens may leave; 0: there is none
     layers: int = 0
-    usual: tuple[float, float] | None = None  # layers a token of an answer, as calibrated, and their standard deviation
+    rule: Rule | None = None  # the threshold that was calibrated for tokens that leave, or that a smaller model writes
 
 
 class NotLoaded(msgspec.Struct, tag=True):

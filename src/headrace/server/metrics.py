@@ -298,7 +298,7 @@ class Metrics:
     def begin(self, loaded: Loaded) -> None:
         """An engine process is ready."""
         self._num_blocks = max(loaded.num_blocks, 1)
-        self._usual = loaded.usual
+        self._usual = None if loaded.rule is None else (loaded.rule.layers, loaded.rule.spread)
 
     def end(self) -> None:
         """It ended: nothing runs, and its counts begin anew."""

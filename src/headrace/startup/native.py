@@ -1,5 +1,6 @@
 """The native core as a back end."""
 
+from pathlib import Path
 from typing import Any
 
 from headrace import host, native
@@ -35,9 +36,9 @@ class Native:
 
     def load(self, recipe: Recipe) -> Loaded:
         settings, models = recipe.settings, recipe.models
-        described = {role: describe(each.config) for role, each in models.items()}
-        quantize = settings.quantize or ""
-        need = sum(packed_bytes(described[role], each.source, quantize) for role, each in models.items())
+        quantize, owners = settings.quantize or "", _owners(recipe)
+        described = {role: describe(models[role].config) for role in dict.fromkeys(owners.values())}
+        need = sum(packed_bytes(model, models[role].source, quantize) for role, model in described.items())
         free = host.free_memory()
         memory.check_weights_fit(need, free, " and ".join(each.name for each in models.values()))
         scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
@@ -51,10 +52,17 @@ class Native:
             "threads": settings.threads or 0,
         }
         heads = recipe.head_ids()
-        programs = {
-            role: NativeProgram(described[role], each.source, quantize=quantize, head_ids=heads.get(role), pack=False, **shared)
-            for role, each in models.items()
-        }
+        programs: dict[str, NativeProgram] = {}
+        for name, owner in owners.items():
+            programs[name] = NativeProgram(
+                described[owner],
+                models[owner].source,
+                quantize=quantize,
+                weights=programs[owner].weights if owner in programs else None,
+                head_ids=heads.get(name),
+                pack=False,
+                **shared,
+            )
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
         for program in programs.values():
             program.weights.pack(recipe.progress)
@@ -62,3 +70,9 @@ class Native:
             heads_of = late("headrace.native.heads", "NativeHeads")  # torch: it makes their first products
             programs[role.name] = heads_of(role.heads, programs[TARGET.name], recipe.target.source, **shared)
         return Loaded(programs, plan, "bfloat16")
+
+
+def _owners(recipe: Recipe) -> dict[str, str]:
+    """By role who brings its weights: the first role of the same file."""
+    firsts: dict[Path, str] = {}
+    return {role: firsts.setdefault(each.path.resolve(), role) for role, each in recipe.models.items()}

@@ -1,18 +1,34 @@
-"""Thresholds that were calibrated for the exits of a decoder, in calibration.json beside them. Needs no torch."""
+"""Thresholds that were calibrated for the exits of a decoder, in calibration.json beside them, and for a model with a smaller
+one that writes first, in Headrace's own folder. Needs no torch."""
 
+import hashlib
 from pathlib import Path
 
 import msgspec
 
+from headrace.weights.store import home
+
 CALIBRATION = "calibration.json"
+
+
+def folder_of(model: Path, smaller: Path) -> Path:
+    """Where the thresholds of a cascade of these two files, or folders of weights, are kept. Others of the same names have
+    their own: the sizes count."""
+    signs = [f"{one.resolve()}:{_size(one)}" for one in (model, smaller)]
+    return home() / "cascades" / hashlib.sha256("\n".join(signs).encode()).hexdigest()[:24]
+
+
+def _size(model: Path) -> int:
+    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)
 
 
 class Rule(msgspec.Struct, frozen=True):
     """A threshold for which it was shown, on `n` prompts, that with probability 1 - epsilon answers to prompts like them lose
     at most `delta` on average against the whole model's. `loss` is text (1 - ROUGE-L of the tokens) or token (the share of
     tokens that left and are not what the whole model says there), `risk` its mean over the n. An answer's tokens were written
-    after `layers` layers on average, with a standard deviation of `spread` between answers. `data`: SHA-256 of the prompts.
-    `state`: the exit_state that it was tried with."""
+    after `layers` layers on average (of a cascade: of the larger model, 0 where the smaller one wrote), with a standard
+    deviation of `spread` between answers. `data`: SHA-256 of the prompts. `state`: the exit_state that it was tried with."""
 
     criterion: str
     threshold: float
@@ -46,6 +62,7 @@ def save(folder: Path, rule: Rule) -> None:
 
     others = [one for one in load(folder) if kind(one) != kind(rule)]
     made = msgspec.json.encode([rule, *others])
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / CALIBRATION).write_bytes(msgspec.json.format(made, indent=2) + b"\n")
 
 
@@ -58,3 +75,10 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
         return tuple(one for one in rules if state in ("", one.state))
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
+
+
+def known(model: Path, exits: str | Path | None, smaller: Path | None, state: str = "deferred") -> tuple[Rule, ...]:
+    """The thresholds, the newest first, of a model that is opened with a folder of exits, with a smaller model, or with
+    neither. Raises ValueError as `load`."""
+    folder = Path(exits) if exits is not None else None if smaller is None else folder_of(model, smaller)
+    return () if folder is None else load(folder, state)

@@ -183,10 +183,11 @@ export class Chat {
   // -- an answer ------------------------------------------------------------------------------------------------------
   /** A new answer at the end of a conversation, or more of its last message. */
   answer(conversation, message = null) {
-    const body = asked(conversation.messages, this.hooks.model(), !!message, this.hooks.leaves());
+    const body = asked(conversation.messages, this.hooks.model(), !!message, this.hooks.early());
     if (!message) {
       message = { role: "assistant", content: "", figures: null, model: this.hooks.model() };
       if (settings.tokens) message.tokens = [];
+      if ("cascade_threshold" in body) message.cascade = true;
       conversation.messages.push(message);
     } else if (!message.tokens || !settings.tokens) delete message.tokens;
     for (const name of ["finish", "stopped", "cut", "error"]) delete message[name];

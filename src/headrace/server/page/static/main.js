@@ -9,6 +9,7 @@ import { read } from "/page/export.js";
 import { Watch } from "/page/figures.js";
 import { icon } from "/page/icons.js";
 import { drawPanel } from "/page/panel.js";
+import { early } from "/page/request.js";
 import { key, look, saveLook, setKey } from "/page/storage.js";
 import { language, number, t, translate } from "/page/texts.js";
 
@@ -28,7 +29,7 @@ const chat = new Chat({
   key: (wrong) => askKey(wrong),
   look: () => watch.ask(),
   model: () => model,
-  leaves: () => !!models.find((one) => one.id === model)?.exit,
+  early: () => early(models.find((one) => one.id === model)),
 });
 const list = new Conversations(chat, address);
 

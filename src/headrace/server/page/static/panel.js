@@ -1,6 +1,7 @@
 // The sampling panel. A field left empty is what the server says is in force, and where that comes from.
 import { button } from "/page/buttons.js";
 import { $, h } from "/page/dom.js";
+import { early } from "/page/request.js";
 import { DEFAULTS, saveSettings, settings } from "/page/storage.js";
 import { has, t } from "/page/texts.js";
 
@@ -22,7 +23,7 @@ export function drawPanel(model, close) {
     text("system", t("system"), t("systemHint"), 4),
     ...NUMBERS.map(([name, ...row]) => numeric(name, inForce(defaults, name), ...row)),
     seed(),
-    ...(model?.exit ? [numeric("exit_threshold", undefined, 0, 1, 0.01)] : []),
+    ...[early(model)].filter(Boolean).map((name) => numeric(name, undefined, 0, 1, 0.01)),
     text("stop", t("stopAt"), t("stopAtHint"), 2),
     check("tokens", t("askTokens"), t("askTokensHint")),
     reset,
@@ -42,7 +43,7 @@ function set(name, value) {
 
 function numeric(name, usual, min, max, step, end = max) {
   const origin = usual && (has(`origin_${usual.origin}`) ? t(`origin_${usual.origin}`) : usual.origin);
-  const placeholder = usual ? t("inForce", { value: usual.value, origin }) : t(name === "exit_threshold" ? "none" : "own");
+  const placeholder = usual ? t("inForce", { value: usual.value, origin }) : t(name.endsWith("_threshold") ? "none" : "own");
   const field = h("input", { type: "number", id: `set-${name}`, min, max, step, value: settings[name] ?? "", placeholder, inputMode: "decimal", title: usual?.of });
   const slider = h("input", { type: "range", min, max: end, step, "aria-label": t(name) });
   const range = wrong(max === null ? t("rangeLeast", { min }) : t("rangeBoth", { min, max }));

@@ -12,16 +12,19 @@ function said(messages) {
   return list;
 }
 
+/** The setting by which an exit of a model (as /v1/models has it), or a smaller one beside it, may write its tokens. */
+export const early = (model) => (model?.exit ? "exit_threshold" : model?.cascade ? "cascade_threshold" : null);
+
 /** The body of a request: the conversation so far, with the settings that were made. `goesOn`: its last message is continued;
- * `leaves`: the model has an exit, by which tokens may leave. */
-export function asked(messages, model, goesOn, leaves) {
+ * `early`: the name of the setting by which somebody may write tokens in the model's place. */
+export function asked(messages, model, goesOn, early) {
   const body = { model, messages: said(messages), stream: true, stream_options: { include_usage: true } };
   if (goesOn) body.continue_final_message = true;
   for (const name of SENT) if (settings[name] !== null) body[name] = settings[name];
   if (settings.max_tokens !== null) body.max_completion_tokens = settings.max_tokens;
   const stop = settings.stop.split("\n").filter((line) => line);
   if (stop.length) body.stop = stop;
-  if (leaves && settings.exit_threshold !== null) Object.assign(body, { exit_threshold: settings.exit_threshold, return_exits: true });
+  if (early && settings[early] !== null) Object.assign(body, { [early]: settings[early], return_exits: true });
   if (settings.tokens) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
   return body;
 }

@@ -23,7 +23,7 @@ function write(part, value) {
 
 export const DEFAULTS = {
   system: "", temperature: null, top_p: null, top_k: null, min_p: null, repetition_penalty: null, max_tokens: 1024, seed: null,
-  stop: "", tokens: true, exit_threshold: null,
+  stop: "", tokens: true, exit_threshold: null, cascade_threshold: null,
 };
 
 export const settings = { ...DEFAULTS, ...read("settings", {}) };

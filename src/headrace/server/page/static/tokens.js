@@ -12,8 +12,8 @@ const percent = (logprob) => {
 /** Spaces and line ends made visible, for the list of alternatives. */
 const spelled = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 
-/** The tokens as buttons in a flow of text. */
-export function tokenView(tokens) {
+/** The tokens as buttons in a flow of text. `cascade`: a smaller model might write them, and no exit. */
+export function tokenView(tokens, cascade) {
   const node = h("div", { className: "tokens", role: "group", "aria-label": t("tokens") });
   const exits = tokens.filter((token) => token.exit).map((token) => token.exit.layers);
   const deepest = Math.max(...exits); // the first token of an answer is always the whole model's
@@ -23,7 +23,7 @@ export function tokenView(tokens) {
     const left = token.exit && token.exit.layers < deepest ? " left" : "";
     const one = h("span", { className: `token p${step}${left}`, tabIndex: index ? -1 : 0 }, text.replaceAll("\n", "⏎\n"));
     one.setAttribute("role", "button"); // it shows the alternatives
-    one.setAttribute("aria-label", `${spelled(text)} ${percent(token.logprob)}${left && ` ${layers(token.exit)}`}`);
+    one.setAttribute("aria-label", `${spelled(text)} ${percent(token.logprob)}${left && ` ${writer(token.exit, cascade)}`}`);
     node.append(one);
   });
   const at = (target) => {
@@ -32,7 +32,7 @@ export function tokenView(tokens) {
   };
   const show = (event) => {
     const one = at(event.target);
-    if (one) showTip(one, tokens[[...node.children].indexOf(one)]);
+    if (one) showTip(one, tokens[[...node.children].indexOf(one)], cascade);
   };
   const scale = h("div", { className: "scale" }, t("unlikely"), ...[0, 1, 3, 5, 7, 9].map((step) => h("i", { className: `p${step}` })), t("likely"));
   node.addEventListener("pointerover", show);
@@ -42,8 +42,8 @@ export function tokenView(tokens) {
   node.addEventListener("keydown", (event) => walk(event, at(event.target)));
   const early = exits.filter((depth) => depth < deepest).length;
   const mean = exits.reduce((sum, depth) => sum + depth, 0) / exits.length;
-  const said = t("exits", { mean: number(mean, 1), deepest, early: number((100 * early) / exits.length) });
-  return h("div", {}, node, scale, exits.length > 0 && h("p", { className: "exits faint" }, h("span", { className: "token left" }, t("left")), said));
+  const said = t(cascade ? "turns" : "exits", { mean: number(mean, 1), deepest, early: number((100 * early) / exits.length) });
+  return h("div", {}, node, scale, exits.length > 0 && h("p", { className: "exits faint" }, h("span", { className: "token left" }, t(cascade ? "bySmaller" : "left")), said));
 }
 
 function walk(event, one) {
@@ -56,12 +56,13 @@ function walk(event, one) {
   next.focus();
 }
 
-/** After how many layers a token was written, and how sure the exit was. */
-function layers({ layers: depth, confidence }) {
-  return t(confidence == null ? "layers" : "layersSure", { n: depth, sure: number((confidence ?? 0) * 100, 1) });
+/** After how many layers, or by whom, a token was written, and how sure was who is asked first. */
+function writer({ layers, confidence }, cascade) {
+  const by = !cascade ? "layers" : layers ? "byItself" : "bySmaller";
+  return t(confidence == null ? by : `${by}Sure`, { n: layers, sure: number((confidence ?? 0) * 100, 1) });
 }
 
-function showTip(one, token) {
+function showTip(one, token, cascade) {
   const tip = $("#tip");
   const best = token.top_logprobs ?? [];
   const row = (entry, drawn) => {
@@ -74,7 +75,7 @@ function showTip(one, token) {
     rows.push(row(token, true));
     if (best.length) rows.push(h("tr", {}, h("td", { colSpan: 3, className: "faint" }, t("among", { n: best.length }))));
   }
-  if (token.exit) rows.push(h("tr", {}, h("td", { colSpan: 3, className: "faint" }, layers(token.exit))));
+  if (token.exit) rows.push(h("tr", {}, h("td", { colSpan: 3, className: "faint" }, writer(token.exit, cascade))));
   tip.replaceChildren(h("table", {}, h("tbody", {}, ...rows)));
   tip.hidden = false;
   const box = one.getClientRects()[0];
