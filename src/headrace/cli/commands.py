@@ -76,6 +76,7 @@ BENCH = {
         "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
         "guarantee.",
         "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
+        "kv": "K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.",
         "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
     }
 }

@@ -17,7 +17,7 @@ import torch
 from headrace.compress.budget import chosen
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge, judge_bytes
-from headrace.compress.measured import Made, begun, few, sensitivities, threads_of, tokens_wanted, walked
+from headrace.compress.measured import Made, begun, few, kv_measured, sensitivities, threads_of, tokens_wanted, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pruning import is_pruned, pruned, zero_kind
 from headrace.compress.report import Matrix, Pipeline, Report
@@ -40,7 +40,7 @@ from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks, file_size, write_gguf
+from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
 
 __all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
 
@@ -103,6 +103,7 @@ def compress(
     for line in job.report.warnings:
         tell.note(line)
     judged, original, work = judging_texts(job.opened, pipeline, tell), job.opened.source, None
+    texts: Texts = []
     if pipeline.reads:
         work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
         warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
@@ -110,6 +111,9 @@ def compress(
             job = _cut(job, model, pipeline, work, texts, tell)
         if pipeline.walks:
             _walk(job, pipeline, work, texts, tell)
+    if (kept := kv_measured(job.opened, pipeline, texts, tell)) is not None:
+        job.entries += [entry(key, value) for key, value in kept.metadata().items()]
+        job.report.bytes = file_size(job.entries, job.tensors, job.alignment)
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
         write_gguf(path, job.entries, job.tensors, _chunks(job, pipeline, tell.advance), job.alignment)

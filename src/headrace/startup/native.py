@@ -5,12 +5,14 @@ from typing import Any
 from headrace import host, native
 from headrace.data.late import late
 from headrace.data.plan import MAX_NODES, TARGET
+from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
 from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes
 from headrace.native.weights import packed_bytes
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
+from headrace.weights.kv_settings import kv_settings
 
 
 class Native:
@@ -51,7 +53,15 @@ class Native:
         }
         heads = recipe.head_ids()
         programs = {
-            role: NativeProgram(described[role], each.source, quantize=quantize, head_ids=heads.get(role), pack=False, **shared)
+            role: NativeProgram(
+                described[role],
+                each.source,
+                quantize=quantize,
+                head_ids=heads.get(role),
+                centre=None if (said := kv_settings(each.source, kv_shape(each.config))) is None else said.centre,
+                pack=False,
+                **shared,
+            )
             for role, each in models.items()
         }
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
