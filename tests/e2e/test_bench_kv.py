@@ -36,7 +36,7 @@ def test_more_bits_lose_less_and_a_format_without_rounding_nothing(tiny_gguf: Pa
 
 def test_figures_of_a_text(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "kv.json"
-    text.write_text(" ".join(f"{number}" for number in range(2600)))
+    text.write_text(" ".join(f"{number}" for number in range(300)))
     given = ("bench", "kv", tiny_gguf, "--text", text, "--limit", 256, "--window", 64, "--json", file)
     code, out, err = shell(*given)
     assert code == 1

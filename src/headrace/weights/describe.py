@@ -128,7 +128,7 @@ def _folder_template(folder: Path) -> str | None:
 
 
 def _kv_bytes(heads: int, dims: int) -> dict[str, int] | None:
-    """Bytes of K and V of one token, for `heads` KV heads of all layers with `dims` numbers each (K and V together); in integers
+    """Bytes of K and V of one token, for `heads` KV heads of all layers with `dims` numbers each (both together); in integers
     as the native core keeps them."""
     if not (heads and dims):
         return None
