@@ -65,7 +65,7 @@ def _pool(opened: Opened, kv_dtype: str, blocks: int, dtype: torch.dtype, device
         return KVPool(opened.config, blocks, BLOCK_SIZE, dtype, device)
     shape = kv_shape(opened.config)
     said = kv_settings(opened.source, shape)
-    centre = None if said is None else torch.from_numpy(said.centre).view(shape)
+    centre = None if said is None else torch.tensor(said.centre).view(shape)
     return RoundedPool(opened.config, blocks, BLOCK_SIZE, dtype, device, format=kv_dtype, centre=centre)
 
 
