@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv import rounded
 from headrace.kv.rounded import RoundedPool

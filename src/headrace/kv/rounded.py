@@ -31,7 +31,8 @@ def to_int8(x: torch.Tensor) -> torch.Tensor:
 def to_int4(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Integers from 0 to 15 above a minimum, for each of `parts` equal runs of a vector's dimensions; their scale and minimum
     are bfloat16."""
-    runs = pad(x, (0, -x.shape[-1] % LINE)).unflatten(-1, (parts, -1))
+    padded = pad(x, (0, -x.shape[-1] % LINE))
+    runs = padded.reshape(*x.shape[:-1], parts, -1)
     return _range(runs, -1).flatten(-2)[..., : x.shape[-1]]
 
 
@@ -39,7 +40,7 @@ def by_channel(x: torch.Tensor, tokens: int = 32) -> torch.Tensor:
     """The same for each dimension of `tokens` tokens in a row; the last ones, fewer than that, stay as they are (KIVI, Liu et
     al. 2024). What a key becomes depends on those after it, so no pool keeps it so."""
     whole = len(x) // tokens * tokens
-    return torch.cat([_range(x[:whole].unflatten(0, (-1, tokens)), 1).flatten(0, 1), x[whole:]])
+    return torch.cat([_range(x[:whole].reshape(-1, tokens, *x.shape[1:]), 1).flatten(0, 1), x[whole:]])
 
 
 def _range(x: torch.Tensor, dim: int) -> torch.Tensor:

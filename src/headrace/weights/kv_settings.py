@@ -41,6 +41,7 @@ def kv_settings(source: WeightSource, shape: tuple[int, int, int]) -> KVSettings
     if found.get("format") is None:
         return None
     layers, heads, head_dim = shape
+    centre: np.ndarray
     try:
         centre = np.asarray(found.get("centre"), np.float32).reshape(layers, heads * head_dim)
     except (TypeError, ValueError):
