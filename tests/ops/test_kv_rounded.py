@@ -18,7 +18,7 @@ SHAPE = Shape(4, 2, 64)
 
 
 def both(isa: str, format: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the core gives for feeds of many rows and of a draft, what torch gives, and what it gives for K and V as they are."""
+    """What the core gives for many rows and a draft, what torch gives, and what it gives for K and V as they are."""
     config = ModelConfig("llama", 10, 256, (LayerConfig(4, 2, 64, 64),), 512)
     feeds = [Feed(0, 70), Feed(0, 5, [-1, 0, 0, 1]), Feed(0, 1)]
     made, blocks = tables(random.Random(3), [feed.rows for feed in feeds], 16)
