@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.compress.centre import TOKENS
 from headrace.compress.export import CONFIG, settings_of, write_json, write_words
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.layouts import layout_of
@@ -150,6 +151,8 @@ def prepare_folder(model: str | Path, pipeline: Pipeline) -> Job:
     if pipeline.walks:
         tokens = tokens_wanted(pipeline, layer_width(decoder))
         largest = max(largest, peak_bytes(config, decoder, tokens, min(WINDOW, config.max_position)))
+    if pipeline.kv is not None:
+        largest = max(largest, peak_bytes(config, decoder, TOKENS, min(WINDOW, config.max_position)))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     size = len(safetensors_header(tensors)) + sum(info.nbytes for info in tensors)

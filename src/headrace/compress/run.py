@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headrace.compress.budget import chosen
+from headrace.compress.centre import TOKENS
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.measured import Made, begun, few, kv_measured, sensitivities, threads_of, tokens_wanted, walked
@@ -255,6 +256,8 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
         largest = max(largest, rows + peak_bytes(config, decoder, wanted, min(WINDOW, config.max_position)))
+    if pipeline.kv is not None:
+        largest = max(largest, peak_bytes(config, describe(config), TOKENS, min(WINDOW, config.max_position)))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     job.report = Report(0, {}, [], largest)
