@@ -136,15 +136,15 @@ template <class Pool, int rows, bool fetch>
 __attribute__((noinline)) static void attend_rows(const Tile& tile, int first, ChunkView view, const ChunkPages& chunk,
                                                   float* room) {
     const float* q = tile.q + first * tile.q_stride;
-    const int dp = tile.task.kv.padded;
+    const KVShape& kv = tile.task.kv;
     int b = 0;
     for (; kMaxPages >= 4 && b + 4 <= chunk.count; b += 4) {
-        scores<Pool, rows, kMaxPages, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
+        scores<Pool, rows, kMaxPages, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
     }
     for (; kMaxPages >= 4 && b + 2 <= chunk.count; b += 2) {
-        scores<Pool, rows, 2, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
+        scores<Pool, rows, 2, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
     }
-    for (; b < chunk.count; ++b) scores<Pool, rows, 1, fetch>(q, tile.q_stride, dp, chunk, b, room + b * kPageTokens);
+    for (; b < chunk.count; ++b) scores<Pool, rows, 1, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
     typename Pool::Weights weights;
     float keep[16];
     softmax_update<Pool, rows>(tile, first, view, room, chunk, keep, weights);
@@ -417,6 +417,8 @@ static void attend(const AttentionTask& task, const AttentionItem& item, const A
             return attend_item<Bf16Pages>(task, item, after, scratch);
         case KVType::kInt8:
             return attend_item<Int8Pages>(task, item, after, scratch);
+        case KVType::kInt4:
+            return attend_item<Int4Pages>(task, item, after, scratch);
         case KVType::kF32:
             return attend_item<F32Pages>(task, item, after, scratch);
     }

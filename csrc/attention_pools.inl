@@ -3,7 +3,7 @@
 // depends on them.
 //
 // A line is 64 bytes: 16 tokens of K, or 16 dimensions of V, by kDeep dimensions or tokens; a product with a line takes
-// kDeep numbers of a row at once.
+// kDeep numbers of a row at once. A key is kHalves vectors, each with a scale of its own.
 constexpr int kParts = 16 / kLanes;  // vectors of a line
 constexpr int kMaxRows = kTuning.attention_rows, kMaxPages = kTuning.attention_pages;
 
@@ -15,7 +15,7 @@ struct ChunkPages {
 };
 
 struct Bf16Pages {
-    static constexpr int kDeep = 2, kRows = kMaxRows;
+    static constexpr int kDeep = 2, kRows = kMaxRows, kHalves = 1;
     static constexpr bool kScaled = false;
     using Sum = F32v;
     struct Row {  // numbers of one row: a query, or the weights of a chunk
@@ -46,7 +46,7 @@ struct Bf16Pages {
 };
 
 struct F32Pages {
-    static constexpr int kDeep = 1, kRows = kMaxRows;
+    static constexpr int kDeep = 1, kRows = kMaxRows, kHalves = 1;
     static constexpr bool kScaled = false;
     using Sum = F32v;
     struct Row {
@@ -79,7 +79,7 @@ struct F32Pages {
 // Keys and values are bytes above 128. The other side is two signed bytes a number, high * 128 + low, so that what is
 // lost is what was lost when K and V were stored. Sums are exact integers.
 struct Int8Pages {
-    static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2;
+    static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2, kHalves = 1;
     static constexpr int kOffset = 128 - kWideZero;  // of the bytes that are multiplied
     static constexpr bool kScaled = true;
     struct Sum {
@@ -160,18 +160,80 @@ struct Int8Pages {
     }
 };
 
-// Products of rows q [rows][q_stride] with keys of `pages` pages from `at` on -> out [rows][kChunk].
+// Numbers are least + scale * code, with codes of 4 bits. Products with codes are as Int8Pages has them; what minima
+// add is a sum of the other side's numbers.
+struct Int4Pages : Int8Pages {
+    static constexpr int kDeep = 8, kHalves = 2;
+    struct Weights : Int8Pages::Weights {
+        float least[kRows][kChunk];  // by the values' minima
+        float base[kRows];           // what these add up to
+    };
+
+    HEADRACE_INLINE I32v add_codes(I32v sum, U8v low, U8v high, const int8_t* x) {
+        return dot_end(sum, dot_add<false>(dot_add<false>(dot_begin(sum), low, x), high, x + 4));
+    }
+    HEADRACE_INLINE Sum multiply(Sum sum, U8v line, Row row, int i) {
+        const U8v low = field<4, 0, 0>(line), high = field<4, 4, 0>(line);
+        return {add_codes(sum.high, low, high, row.high + i), add_codes(sum.low, low, high, row.low + i)};
+    }
+    HEADRACE_INLINE F32v score(Sum sum, const float*, int) { return to_f32(total(sum, 0)); }
+    // What a half of a key's dimensions adds to scores `before` it. A query has the sums of its halves' integers.
+    HEADRACE_INLINE F32v add_half(int half, F32v x, const float* q, const uint8_t* page, const KVShape& kv, int part,
+                                  const float* before) {
+        const uint16_t* scales = (const uint16_t*)(page + kv.scales_offset()) + 32 * half + part * kLanes;
+        const F32v least = load_bf16(scales + kPageTokens) * set_f32(q[kv.padded / 2 + 1 + half]);
+        const F32v own = multiply_add(x, load_bf16(scales), least);
+        return half ? load_f32(before) + own : own;
+    }
+    HEADRACE_INLINE F32v finish(F32v o, Sum sum, float keep, const Weights& weights, int r) {
+        const F32v rest = multiply_add(o, set_f32(keep), set_f32(weights.base[r]));
+        return multiply_add(to_f32(total(sum, 0)), set_f32(weights.unit[r]), rest);
+    }
+
+    static void prepare(const float* x, int dp, float* row) {
+        Int8Pages::prepare(x, dp, row);
+        const int8_t *high = (const int8_t*)row, *low = high + dp;
+        for (int half = 0, d = 0; half < 2; ++half) {
+            int32_t sum = 0;
+            for (; d < (half + 1) * dp / 2; ++d) sum += high[d] * 128 + low[d];
+            row[dp / 2 + 1 + half] = (float)sum;
+        }
+    }
+    HEADRACE_INLINE F32v scale(F32v x, const float* q, const uint8_t*, const KVShape& kv, int) {
+        return x * set_f32(q[kv.padded / 2]);
+    }
+    HEADRACE_INLINE void rescale(F32v weight, int i, const ChunkPages& chunk, const KVShape& kv, int r, Weights& out,
+                                 F32v& sum) {
+        const uint16_t* scales = (const uint16_t*)(chunk.page[i / kParts] + kv.scales_offset()) + 4 * kPageTokens;
+        scales += i % kParts * kLanes;
+        store_f32(out.scaled[r] + i * kLanes, weight * load_bf16(scales));
+        store_f32(out.least[r] + i * kLanes, weight * load_bf16(scales + kPageTokens));
+        sum = sum + weight;
+    }
+    HEADRACE_INLINE void quantize_weights(const ChunkPages& chunk, int r, Weights& out) {
+        Int8Pages::quantize_weights(chunk, r, out);
+        Lanes16 base = zero_lanes();
+        for (int i = 0; i < chunk.count * kParts; ++i)
+            base.part[i % kParts] = base.part[i % kParts] + load_f32(out.least[r] + i * kLanes);
+        out.base[r] = sum_lanes(base);
+    }
+};
+
+// Products of rows q [rows][q_stride] with one of the halves of keys, of `pages` pages from `at` on -> out
+// [rows][kChunk].
 template <class Pool, int rows, int pages, bool fetch>
-HEADRACE_INLINE void scores(const float* q, int q_stride, int dp, const ChunkPages& chunk, int at, float* out) {
+HEADRACE_INLINE void half_scores(int half, const float* q, int q_stride, const KVShape& kv, const ChunkPages& chunk,
+                                 int at, float* out) {
     typename Pool::Sum sum[rows][pages][kParts];
     typename Pool::Row row[rows];
+    const int dp = kv.padded, width = dp / Pool::kHalves, first = half * width;
     for (int r = 0; r < rows; ++r) {
         row[r] = Pool::query(q + r * q_stride, dp);
         for (int b = 0; b < pages; ++b)
             for (int p = 0; p < kParts; ++p) sum[r][b][p] = Pool::zero();
     }
 #pragma GCC unroll 1
-    for (int d = 0, line = 0; d < dp; d += Pool::kDeep, line += 64) {
+    for (int d = first, line = first / Pool::kDeep * 64; d < first + width; d += Pool::kDeep, line += 64) {
 #pragma GCC unroll 4
         for (int b = 0; b < pages; ++b) {
             if (fetch) prefetch(chunk.next[at + b] + line);
@@ -186,8 +248,21 @@ HEADRACE_INLINE void scores(const float* q, int q_stride, int dp, const ChunkPag
     for (int r = 0; r < rows; ++r)
         for (int b = 0; b < pages; ++b)
             for (int p = 0; p < kParts; ++p) {
-                store_f32(out + r * kChunk + b * 16 + p * kLanes, Pool::score(sum[r][b][p], q + r * q_stride, dp));
+                const float* query = q + r * q_stride;
+                float* to = out + r * kChunk + b * 16 + p * kLanes;
+                F32v x = Pool::score(sum[r][b][p], query, dp);
+                if constexpr (Pool::kHalves == 2) x = Pool::add_half(half, x, query, chunk.page[at + b], kv, p, to);
+                store_f32(to, x);
             }
+}
+
+// The same with whole keys.
+template <class Pool, int rows, int pages, bool fetch>
+HEADRACE_INLINE void scores(const float* q, int q_stride, const KVShape& kv, const ChunkPages& chunk, int at,
+                            float* out) {
+#pragma GCC unroll 1
+    for (int half = 0; half < Pool::kHalves; ++half)
+        half_scores<Pool, rows, pages, fetch>(half, q, q_stride, kv, chunk, at, out);
 }
 
 // o = o * keep + weights times values, for `vectors` vectors of dimensions from d on.

@@ -15,9 +15,7 @@ HEADRACE_INLINE void fetch(const void* from, int bytes) {
 // What storing the feed's first token writes (a piece of every line of K, one line of tokens of V), and what it stores.
 HEADRACE_INLINE void fetch_append(const AttentionTask& task, const AttentionFeed& feed, int kv_head) {
     const KVShape& kv = task.kv;
-    const int slot = feed.kv_start % kPageTokens, deep = kv.type == KVType::kBf16   ? 2
-                                                         : kv.type == KVType::kInt8 ? 4
-                                                                                    : 1;
+    const int slot = feed.kv_start % kPageTokens, deep = kv.deep();
     const uint8_t* page =
         task.pool + kv.page_offset(task.page_table[feed.pages + feed.kv_start / kPageTokens], kv_head);
     fetch(page, kv.half_bytes);

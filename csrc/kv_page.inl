@@ -73,6 +73,33 @@ HEADRACE_INLINE float quantize_token(const float* x, int n, uint8_t* out) {
     return !finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
 }
 
+// `n` values as integers from 0 to 15 above a minimum; this and their scale, as bfloat16 holds them, go to `scale` and
+// 16 places on.
+HEADRACE_INLINE void quantize_range(const float* x, int n, uint8_t* out, uint16_t* scale) {
+    float low = x[0], high = x[0];
+    bool finite = true;
+    for (int i = 0; i < n; ++i) {
+        finite &= (x[i] < 0 ? -x[i] : x[i]) <= __FLT_MAX__;
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    const float nan = __builtin_nanf(""), least = finite ? from_bf16(to_bf16(low)) : nan;
+    const float step = finite ? from_bf16(to_bf16((high - least) / 15.0f)) : nan;
+    const float inverse = step > 1e-35f ? 1.0f / step : 0.0f;
+    for (int i = 0; i < n; ++i) {
+        const float scaled = (x[i] - least) * inverse, held = scaled > 0.0f ? scaled < 15.0f ? scaled : 15.0f : 0.0f;
+        out[i] = (uint8_t)__builtin_rintf(held);
+    }
+    scale[0] = to_bf16(inverse == 0.0f && finite ? 0.0f : step);
+    scale[16] = to_bf16(least);
+}
+
+// The low or high half of a byte.
+HEADRACE_INLINE uint8_t get_nibble(uint8_t byte, int high) { return (uint8_t)(byte >> 4 * high & 15); }
+HEADRACE_INLINE void put_nibble(uint8_t* byte, int high, uint8_t x) {
+    *byte = (uint8_t)((*byte & (0xf0 >> 4 * high)) | x << 4 * high);
+}
+
 // `room`: 4 * padded bytes, 64-byte aligned.
 static void write_token(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, uint8_t* room) {
     uint8_t* values = page + kv.half_bytes;
@@ -92,6 +119,15 @@ static void write_token(const KVShape& kv, uint8_t* page, int slot, const float*
     } else if (kv.type == KVType::kF32) {
         float *to_k = (float*)page + slot, *to_v = (float*)values + slot * dp;
         for (int d = 0; d < dp; ++d) to_k[16 * d] = k[d], to_v[d] = v[d];
+    } else if (kv.type == KVType::kInt4) {
+        uint16_t* scales = (uint16_t*)(page + kv.scales_offset()) + slot;
+        quantize_range(k, dp / 2, room, scales);
+        quantize_range(k + dp / 2, dp / 2, room + dp / 2, scales + 32);
+        quantize_range(v, dp, room + dp, scales + 64);
+        uint8_t *to_k = page + 4 * slot, *to_v = values + slot / 8 * 4 * dp + slot % 4;
+        for (int d = 0; d < dp; d += 8)
+            for (int i = d; i < d + 4; ++i) to_k[8 * d + i % 4] = (uint8_t)(room[i] | room[i + 4] << 4);
+        for (int d = 0; d < dp; ++d) put_nibble(to_v + 4 * d, slot / 4 % 2, room[dp + d]);
     } else {
         float* scales = (float*)(page + kv.scales_offset()) + slot;
         scales[0] = quantize_token(k, dp, room);
@@ -112,6 +148,13 @@ static void read_token(const KVShape& kv, const uint8_t* page, int slot, float* 
         } else if (kv.type == KVType::kF32) {
             k[d] = ((const float*)page)[d * 16 + slot];
             v[d] = ((const float*)values)[slot * dp + d];
+        } else if (kv.type == KVType::kInt4) {
+            const uint16_t *scales = (const uint16_t*)(page + kv.scales_offset()) + slot, *of_v = scales + 64;
+            const uint16_t* of_k = scales + (d < dp / 2 ? 0 : 32);
+            const uint8_t key = get_nibble(page[d / 8 * 64 + 4 * slot + d % 4], d / 4 % 2);
+            const uint8_t value = get_nibble(values[slot / 8 * 4 * dp + 4 * d + slot % 4], slot / 4 % 2);
+            k[d] = from_bf16(of_k[16]) + from_bf16(of_k[0]) * (float)key;
+            v[d] = from_bf16(of_v[16]) + from_bf16(of_v[0]) * (float)value;
         } else {
             const float* scales = (const float*)(page + kv.scales_offset()) + slot;
             k[d] = scales[0] * (float)(page[d / 4 * 64 + 4 * slot + d % 4] - 128);
@@ -122,20 +165,21 @@ static void read_token(const KVShape& kv, const uint8_t* page, int slot, float* 
 
 // A token is a piece of four bytes of every line of K, a piece of every dimension of V, and its scales.
 static void copy_token(const KVShape& kv, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
-    const int deep = kv.type == KVType::kBf16 ? 2 : kv.type == KVType::kInt8 ? 4 : 1, width = 4 / deep;
+    const int deep = kv.deep(), from_half = from_slot / 4 % 2, to_half = to_slot / 4 % 2;
     for (int line = 0; line < kv.padded / deep; ++line)
         __builtin_memcpy(to + 64 * line + 4 * to_slot, from + 64 * line + 4 * from_slot, 4);
-    const uint8_t* values = from + kv.half_bytes + from_slot / deep * kv.padded * 4 + from_slot % deep * width;
-    uint8_t* out = to + kv.half_bytes + to_slot / deep * kv.padded * 4 + to_slot % deep * width;
-    for (int d = 0; d < kv.padded; ++d) {
-        if (width == 2) __builtin_memcpy(out + 4 * d, values + 4 * d, 2);
-        if (width == 1) out[4 * d] = values[4 * d];
-        if (width == 4) __builtin_memcpy(out + 4 * d, values + 4 * d, 4);
+    const uint8_t* values = from + kv.half_bytes + from_slot / deep * kv.padded * 4;
+    uint8_t* out = to + kv.half_bytes + to_slot / deep * kv.padded * 4;
+    for (int d = 0; d < kv.padded; ++d, values += 4, out += 4) {
+        if (deep == 1) __builtin_memcpy(out, values, 4);
+        if (deep == 2) __builtin_memcpy(out + to_slot % 2 * 2, values + from_slot % 2 * 2, 2);
+        if (deep == 4) out[to_slot % 4] = values[from_slot % 4];
+        if (deep == 8) put_nibble(out + to_slot % 4, to_half, get_nibble(values[from_slot % 4], from_half));
     }
-    if (kv.type != KVType::kInt8) return;
-    for (int i = 0; i < 2; ++i) {
-        const int scales = kv.scales_offset() + i * 64;
-        __builtin_memcpy(to + scales + 4 * to_slot, from + scales + 4 * from_slot, 4);
+    const int rows = kv.type == KVType::kInt8 ? 2 : kv.type == KVType::kInt4 ? 6 : 0, size = rows == 6 ? 2 : 4;
+    for (int i = 0; i < rows; ++i) {
+        const int scales = kv.scales_offset() + i * kPageTokens * size;
+        __builtin_memcpy(to + scales + size * to_slot, from + scales + size * from_slot, (size_t)size);
     }
 }
 

@@ -25,8 +25,9 @@ KVShape checked(KVType type, int layers, int num_blocks, int block_size, int hea
         throw std::invalid_argument("a KV pool has at most 2^31 positions, not " + std::to_string(num_blocks) +
                                     " blocks of " + std::to_string(block_size));
     }
-    if (type == KVType::kInt8 && dim > 512) {
-        throw std::invalid_argument("int8 KV takes heads of up to 512 dimensions, not " + std::to_string(dim));
+    if ((type == KVType::kInt8 || type == KVType::kInt4) && dim > 512) {
+        throw std::invalid_argument(std::string(type == KVType::kInt8 ? "int8" : "int4") +
+                                    " KV takes heads of up to 512 dimensions, not " + std::to_string(dim));
     }
     return kv_shape(type, heads, dim);
 }
@@ -36,8 +37,9 @@ KVShape checked(KVType type, int layers, int num_blocks, int block_size, int hea
 KVType parse_kv_type(std::string_view name) {
     if (name == "bf16") return KVType::kBf16;
     if (name == "int8") return KVType::kInt8;
+    if (name == "int4") return KVType::kInt4;
     if (name == "f32") return KVType::kF32;
-    throw std::invalid_argument("unknown KV type '" + std::string(name) + "'; use bf16, int8 or f32");
+    throw std::invalid_argument("unknown KV type '" + std::string(name) + "'; use bf16, int8, int4 or f32");
 }
 
 KVPool::KVPool(KVType type, int layers, int num_blocks, int block_size, int heads, int dim)

@@ -15,14 +15,14 @@
 
 namespace headrace {
 
-// "bf16", "int8" or "f32"; throws std::invalid_argument, one line, for another name.
+// "bf16", "int8", "int4" or "f32"; throws std::invalid_argument, one line, for another name.
 KVType parse_kv_type(std::string_view name);
 
 class KVPool {
 public:
     // Zeroed; memory is taken as blocks are first provided or written. Throws std::invalid_argument for sizes that
-    // cannot be: block_size must be a multiple of 16, a head of kInt8 at most 512 wide (its integer sums), one of other
-    // types at most 65536, and 32 bits must count all positions.
+    // cannot be: block_size must be a multiple of 16, a head of kInt8 and kInt4 at most 512 wide (integer sums), one of
+    // other types at most 65536, and 32 bits must count all positions.
     KVPool(KVType type, int layers, int num_blocks, int block_size, int heads, int dim);
 
     const KVShape& shape() const { return shape_; }

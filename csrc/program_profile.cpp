@@ -55,6 +55,8 @@ struct CostOf {
                 return {"attention bf16", bytes, 0, macs, Products::kBf16};
             case KVType::kInt8:  // a product with each of two bytes
                 return {"attention int8", bytes, 0, 2 * macs, Products::kInt8};
+            case KVType::kInt4:
+                return {"attention int4", bytes, 0, 2 * macs, Products::kInt8};
             default:
                 return {"attention f32", bytes, 0, macs, Products::kF32};
         }

@@ -43,8 +43,8 @@ class LLM:
     """A model ready to generate, in this process.
 
     `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
-    torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8
-    (native), or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `activations`: inputs
+    torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8,
+    int4, or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `activations`: inputs
     of integer weights are rounded: auto, token (one scale for a row), split (but for outliers). `kv_cache_memory`: bytes or
     "2GiB". Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is for contrastive
     decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self,

@@ -288,10 +288,11 @@ def test_inspect_of_a_folder(headrace: Shell, tmp_path: Path) -> None:
     assert {key: found[key] for key in expected} == expected
     assert found["types"] == {"F32": 1, "F16": 1}
     assert (found["parameters"], found["bytes"]) == (256, 16 * 8 * 6)
-    assert found["kv_bytes_per_token"] == {"float16": 2 * 2 * 2 * 2 * 2, "float32": 2 * 2 * 2 * 2 * 4}
+    core = {"int8": 2 * 2 * (2 * 16 + 8), "int4": 2 * 2 * (16 + 12)}  # heads padded to 16, with their scales
+    assert found["kv_bytes_per_token"] == {"float16": 2 * 2 * 2 * 2 * 2, "float32": 2 * 2 * 2 * 2 * 4, **core}
     code, out, _ = headrace("inspect", "--tensors", str(folder))
     assert code == 0
-    assert "KV per token:    32 bytes in 16 bit, 64 in 32 bit" in out.splitlines()
+    assert "KV per token:    32 bytes in 16 bit, 64 in 32 bit, 160 in int8, 112 in int4" in out.splitlines()
     assert "embed\tF32\t16 × 8\t512" in out.splitlines()
     assert headrace("inspect", "--template", str(folder))[1] == "{{ messages }}\\x1b[2J\n\n", (
         "what steers a terminal is shown, not done"

@@ -86,7 +86,13 @@ def test_a_broken_vocabulary_is_said_in_one_line(tiny: Path, tmp_path: Path) -> 
 
 
 def test_native_is_the_default_on_a_cpu(tiny: Path) -> None:
-    for settings in ({}, {"backend": "native"}, {"dtype": "bfloat16"}, {"device": "cpu", "kv_dtype": "int8"}):
+    for settings in (
+        {},
+        {"backend": "native"},
+        {"dtype": "bfloat16"},
+        {"device": "cpu", "kv_dtype": "int8"},
+        {"kv_dtype": "int4"},
+    ):
         llm = open_tiny(tiny, **settings)
         assert llm.backend == "native"
         assert isinstance(llm.runner.programs[0], NativeProgram)

@@ -83,7 +83,7 @@ def test_random_loads_equal_single_runs(seed: int) -> None:
     """Arrivals, shared prefixes, n, small budgets and small pools, all at once; the books balance after every step."""
     rng = random.Random(seed)
     model = native_model("llama")
-    forms = {"quantize": rng.choice(["", "int8"]), "kv_dtype": rng.choice(["auto", "int8"])}
+    forms = {"quantize": rng.choice(["", "int8"]), "kv_dtype": rng.choice(["auto", "int8", "int4"])}
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.choice([16, 40]))] for _ in range(2)]
     jobs = []
     for _ in range(10):

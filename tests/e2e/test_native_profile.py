@@ -60,8 +60,10 @@ def test_what_attention_reads_and_multiplies() -> None:
     page = 2 * 16 * 16 * 2  # K and V of 16 tokens, heads padded to 16, bfloat16
     assert line["weight_bytes"] == LAYERS * KV_HEADS * 2 * page
     assert (line["kernel"], line["products"]) == ("attention bf16", "bf16")
-    int8 = by_phase(profiled(steps=((0, 20), (20, 25)), kv_dtype="int8"), 5)["attention"]
-    assert int8["macs"] == 2 * line["macs"], "two bytes for each number beside K and V"
+    for kv_dtype, page in (("int8", 2 * 16 * 16 + 128), ("int4", 16 * 16 + 192)):
+        integers = by_phase(profiled(steps=((0, 20), (20, 25)), kv_dtype=kv_dtype), 5)["attention"]
+        assert integers["macs"] == 2 * line["macs"], "two bytes for each number beside K and V"
+        assert (integers["kernel"], integers["weight_bytes"]) == (f"attention {kv_dtype}", LAYERS * KV_HEADS * 2 * page)
 
 
 def test_steps_are_told_apart_by_their_rows() -> None:
@@ -122,7 +124,7 @@ def by_name(step: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {line["phase"]: line for line in step["phases"]}
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
 def test_blocks_that_several_hold_are_read_once_and_change_no_bit(kv_dtype: str) -> None:
     """Five texts with 530 tokens in common, in blocks of their own and in the same ones: the same logits, less to read."""
     prefix, ends = [number % VOCAB for number in range(530)], range(3, 8)

@@ -350,7 +350,7 @@ int main() {
     ThreadPool threads(3);
     const Layer layers[] = {{3, 1, 64, 0, 0.0f}, {4, 4, 8, 50, 0.0f}, {4, 2, 80, 0, 5.0f}, {4, 2, 16, 0, 0.0f, 20}};
     for (const Isa isa : supported_isas()) {
-        for (const KVType type : {KVType::kBf16, KVType::kInt8, KVType::kF32}) {
+        for (const KVType type : {KVType::kBf16, KVType::kInt8, KVType::kInt4, KVType::kF32}) {
             for (const Layer& layer : layers) check(kernels_for(isa), type, layer, threads, rng);
             check_families(kernels_for(isa), type, layers[0], threads, rng);
             check_sources(kernels_for(isa), type, threads, rng);

@@ -442,7 +442,7 @@ void sources(Model& model) {
 
 int main() {
     for (const Isa isa : supported_isas()) {
-        for (const KVType type : {KVType::kBf16, KVType::kInt8}) {
+        for (const KVType type : {KVType::kBf16, KVType::kInt8, KVType::kInt4}) {
             auto pool = std::make_shared<ThreadPool>(3);
             Model one(pool, kernels_for(isa), type);
             Model two(pool, kernels_for(isa), type, true);

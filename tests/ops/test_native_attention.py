@@ -10,6 +10,7 @@ import torch
 from headrace import native
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
+from headrace.kv.rounded import to_int4
 from headrace.ops.attention import attention
 from headrace.ops.context import FeedRows, build, tree
 from tests.ops.native_step import Feed, Shape, Stepper, reference
@@ -19,8 +20,8 @@ if not native.available():
 
 core = native.core()
 ISAS = core.cpu_info()["isas"]
-DTYPES = ("bf16", "int8", "f32")
-TOLERANCE = {"bf16": 1e-2, "int8": 1e-3, "f32": 3e-6}  # of the largest value; bf16 rounds queries and weights
+DTYPES = ("bf16", "int8", "int4", "f32")
+TOLERANCE = {"bf16": 1e-2, "int8": 1e-3, "int4": 1e-3, "f32": 3e-6}  # of the largest value; bf16 rounds queries and weights
 THREADS = {n: core.ThreadPool(n) for n in (1, 2)}
 
 
@@ -142,10 +143,12 @@ def test_int8_sums_of_512_dimensions_at_their_extremes(isa, signs):
     assert np.int64(past_32_bits).astype(np.int32) < 0
     with pytest.raises(ValueError, match="512"):
         core.KVPool(1, 1, 16, 1, 528, "int8")
+    with pytest.raises(ValueError, match="int4 KV takes heads of up to 512"):
+        core.KVPool(1, 1, 16, 1, 528, "int4")
 
 
 def test_what_the_pool_holds_is_what_was_given(isa):
-    """K after norm and rotation, V as it is: rounded to bfloat16, or to 8 bits with a scale per token and head."""
+    """K after norm and rotation, V as it is: rounded to bfloat16, or to 8 or 4 bits with scales per token and head."""
     shape = Shape(4, 2, 48, k_norm=[0.5 + i / 48 for i in range(48)], rope_dim=32)
     feed = Feed(0, 37, (), [2, 0, 3])
     x = rows(37, shape, 0)
@@ -158,6 +161,10 @@ def test_what_the_pool_holds_is_what_was_given(isa):
         if dtype == "int8":
             for held, given in ((held_k, k), (held_v, v)):
                 assert ((held - given).abs() <= given.abs().amax(-1, keepdim=True) / 254 * 1.001).all()
+        elif dtype == "int4":
+            for held, given, wanted in ((held_k, k, to_int4(k, 2)), (held_v, v, to_int4(v))):
+                assert (held - given).abs().max() < 0.04 * (given.amax(-1) - given.amin(-1)).max()
+                assert torch.isclose(held, wanted, rtol=0, atol=1e-5).double().mean() > 0.999  # but for ties
         elif dtype == "bf16":
             assert torch.equal(held_v, v.bfloat16().double())
             assert torch.equal(held_k, held_k.bfloat16().double())

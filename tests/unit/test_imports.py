@@ -25,6 +25,7 @@ ROOMS = {
     "quant": "weights kv.layout data",
     "kv.layout": "data",
     "kv.pool": "kv.layout data",
+    "kv.rounded": "kv.pool data",
     "kv.block_pool": "data",
     "kv.blocks": "kv.block_pool data",
     "ops": "kv.pool data",
@@ -58,7 +59,7 @@ ROOMS = {
     "engine.signals": "",
     "engine.turns": "",
     "startup": "host startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
-    "runner.heads runner weights.loader drafting kv.layout kv.pool models text weights data",
+    "runner.heads runner weights.loader drafting kv.layout kv.pool kv.rounded models text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
@@ -68,11 +69,12 @@ ROOMS = {
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
     "weights.loader weights.parts weights models layers eager ops kv.pool text data",
-    "compress": "quant llm startup.opening runner.streamed runner text models layers ops weights.loader weights.parts weights "
-    "native data",
+    "compress": "quant llm startup.opening runner.streamed runner kv.layout text models layers ops weights.loader "
+    "weights.parts weights native data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
     "bench": "compress llm engine startup decoding drafting eager runner kv.layout text ops weights host data",
+    "bench.kv": "bench compress startup runner.streamed models ops kv.layout kv.rounded weights host",
     "bench.profile": "bench llm native.program native data",  # of the native core alone
     "bench.linears": "bench bench.profile native weights",  # so too
     "bench.tools": "bench server decoding llm data",  # asks as the server asks
@@ -85,7 +87,7 @@ ROOMS = {
     "bench.workers.ours_speculation": "",
     "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
     "native confined host data",
-    "cli": "server bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.profile bench workflows "
+    "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.profile bench workflows "
     "training compress llm startup startup.opening startup.rules startup.runnable decoding text weights native host data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
@@ -93,7 +95,7 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data host bench.workers",
-    "kv.layout kv.pool kv.blocks kv.block_pool weights native confined quant",
+    "kv.layout kv.pool kv.rounded kv.blocks kv.block_pool weights native confined quant",
     "ops layers models",
     "weights.loader weights.parts text",
     "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
@@ -103,7 +105,7 @@ STOREYS = (
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
-    "server bench bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.workers.ours "
+    "server bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.workers.ours "
     "bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",

@@ -29,7 +29,7 @@ def arithmetic(
     ] = None,
     context: Annotated[int, typer.Option(min=0, help="Tokens that each sequence has behind it.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that take a token together.")] = 1,
-    kv_dtype: Annotated[str, typer.Option(help="Number format of K and V: bfloat16, int8 or float32.")] = "bfloat16",
+    kv_dtype: Annotated[str, typer.Option(help="Number format of K and V: bfloat16, int8, int4 or float32.")] = "bfloat16",
     bandwidth: Annotated[
         float | None, typer.Option(min=0.001, help="Of memory, in GB/s (default: measured now, by reading).")
     ] = None,

@@ -78,6 +78,7 @@ BENCH = {
         "token-cascade": "Cascades by token and speculative cascades over thresholds, beside plain decoding and a draft by the "
         "same smaller model.",
         "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
+        "kv": "K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.",
         "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
     }
 }

@@ -77,6 +77,10 @@ class MethodOptions:
         Path | None,
         typer.Option(help="Write the importance measured to a .gguf file.", callback=writable, rich_help_panel=PANEL),
     ] = None
+    kv: Annotated[
+        str | None,
+        _method("K and V as int8 or int4 from then on, less the mean of keys on those texts; OUT says so to who opens it."),
+    ] = None
     seed: Annotated[int, _method("Of the choice of texts.")] = 0
     keep_work: Annotated[
         bool, typer.Option("--keep-work", help="Leave OUT.work, from which a stopped run goes on.", rich_help_panel=PANEL)

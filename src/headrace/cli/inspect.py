@@ -50,6 +50,10 @@ def inspect(
             print_table(("TENSOR", "TYPE", "SHAPE", "BYTES"), rows)
 
 
+def _kv(kv: dict[str, int]) -> str:
+    return f"{kv['float16']:,} bytes in 16 bit, {kv['float32']:,} in 32 bit, {kv['int8']:,} in int8, {kv['int4']:,} in int4"
+
+
 def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
     def number(value: int | None, unit: str = "") -> str:
         return "unknown" if value is None else f"{value:,}{unit}"
@@ -67,9 +71,11 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("layers", f"{number(found['layers'])}, hidden size {number(found['hidden_size'])}"),
         ("heads", f"{number(found['heads'])}, KV heads {number(found['kv_heads'])}, head size {number(found['head_dim'])}"),
         ("context", number(found["context_length"], " tokens")),
-        ("KV per token", f"{kv['float16']:,} bytes in 16 bit, {kv['float32']:,} in 32 bit" if kv else no_kv),
+        ("KV per token", _kv(kv) if kv else no_kv),
         ("tokenizer", f"{found['tokenizer'] or 'unknown'}, {number(found['vocab_size'])} tokens"),
     ]
+    if found["kv"]:
+        fields.append(("K and V", f"{found['kv']}, unless another number format is asked for"))
     if found["compress"]:
         fields.insert(2, ("compressed", f"by headrace compress: {found['compress']}"))
     if found["quantised"]:

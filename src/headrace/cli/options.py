@@ -128,7 +128,7 @@ class WeightOptions:
         str | None,
         _model("Memory for the KV cache at most, as in 2GiB (default: a context, and 2048 tokens for each sequence at once)."),
     ] = None
-    kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, or a dtype.")] = "auto"
+    kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, int4, or a dtype.")] = "auto"
     quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
     activations: Annotated[
         str, _model("How inputs of integer weights are rounded: auto, token (one scale for a row), split (outliers left out).")

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.compress.centre import TOKENS
 from headrace.compress.export import CONFIG, settings_of, write_json, write_words
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.layouts import layout_of
-from headrace.compress.measured import Made, begun, few, threads_of, tokens_wanted, walked
+from headrace.compress.measured import Made, begun, few, kv_measured, threads_of, tokens_wanted, walked
 from headrace.compress.pruning import pruned
 from headrace.compress.report import Matrix, Pipeline, Report
 from headrace.compress.run import CHUNK, check_room, finish, judging_texts, report_walk, warn, work_folder
-from headrace.compress.texts import WINDOW
+from headrace.compress.texts import WINDOW, Texts
 from headrace.compress.walk import layer_width, peak_bytes
 from headrace.data.config import ModelConfig
 from headrace.models.gguf_keys import named
@@ -32,6 +33,7 @@ from headrace.weights.describe import COMPRESSED
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.kv_settings import KVSettings
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.progress import Progress, Silent
@@ -57,6 +59,7 @@ class Job:
     tensors: list[TensorInfo]
     report: Report
     made: Made | None = None  # what reading texts left
+    kept: KVSettings | None = None  # of K and V
 
     def rounded(self, name: str) -> bool:
         """Whether a stored tensor becomes integers."""
@@ -78,12 +81,14 @@ def compress_folder(model: str | Path, out: str | Path, pipeline: Pipeline, tell
     for line in job.report.warnings:
         tell.note(line)
     judged, work = judging_texts(job.opened, pipeline, tell), None
+    texts: Texts = []
     if pipeline.walks:
         work, texts = begun(job.opened, pipeline, pipeline.format.lower(), work_folder(path), judged, tell)
         warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
         kinds = {part.target: pipeline.format for name, parts in job.stored.items() if job.rounded(name) for part in parts}
         job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
         report_walk(job.report, job.made, tell)
+    job.kept = kv_measured(job.opened, pipeline, texts, tell)
     _write(job, path, tell)
     if pipeline.judge is not None:
         tell.start("beside the original")
@@ -146,6 +151,8 @@ def prepare_folder(model: str | Path, pipeline: Pipeline) -> Job:
     if pipeline.walks:
         tokens = tokens_wanted(pipeline, layer_width(decoder))
         largest = max(largest, peak_bytes(config, decoder, tokens, min(WINDOW, config.max_position)))
+    if pipeline.kv is not None:
+        largest = max(largest, peak_bytes(config, decoder, TOKENS, min(WINDOW, config.max_position)))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     size = len(safetensors_header(tensors)) + sum(info.nbytes for info in tensors)
@@ -219,7 +226,8 @@ def _write_settings(job: Job, folder: Path) -> None:
     whole = [name.removesuffix(".weight") for name in job.kinds if _is_matrix(name, job.stored[name][0])]
     config["quantization_config"] = job.layout.settings(whole)
     write_json(folder / CONFIG, config)
-    write_json(folder / COMPRESSED, {"compress": said(job.pipeline)})
+    kept = {} if job.kept is None else {"kv": job.kept.record()}
+    write_json(folder / COMPRESSED, {"compress": said(job.pipeline), **kept})
 
 
 def said(pipeline: Pipeline) -> str:

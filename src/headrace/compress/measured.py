@@ -12,15 +12,18 @@ import torch
 from headrace import native
 from headrace.compress.base import Compressor, Told, Visit, visited
 from headrace.compress.budget import Sensitivity
+from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
 from headrace.compress.report import Pipeline
 from headrace.compress.rounding import Rounding
 from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, texts_of
 from headrace.compress.walk import Clock, Walk, layer_width
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
+from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.weights.decode import dequantize_numpy
+from headrace.weights.kv_settings import KVSettings, kv_settings
 from headrace.weights.progress import Moving, Progress, human_size
 
 ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: what is taken, and below what it is said
@@ -93,6 +96,18 @@ def begun(opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Te
     texts: Texts = work.read(TEXTS)["texts"]
     check_apart(texts, judged)
     return work, texts
+
+
+def kv_measured(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress) -> KVSettings | None:
+    """What the file is to say of K and V, with the mean of keys over `texts`, or, where there are none, over others made for
+    it."""
+    if pipeline.kv is None:
+        if (said := kv_settings(opened.source, kv_shape(opened.config))) is not None:
+            tell.note(f"{opened.path.name} asks for K and V in {said.format}, and what is written does not; for that give --kv")
+        return None
+    if not texts:
+        texts = texts_of(opened, pipeline.calibrate, pipeline.tokens or TOKENS, pipeline.seed, tell, WINDOW, pipeline.threads)
+    return KVSettings(pipeline.kv, mean_keys(opened.source, texts[: -(-TOKENS // len(texts[0]))], tell))
 
 
 def sensitivities(opened: Opened, work: Work, texts: Texts, tell: Progress, threads: int) -> dict[str, dict[str, float]]:

@@ -11,6 +11,7 @@ from headrace.compress.pruning import PRUNES, SPARSEGPT, pruning
 from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, STRUCTURES, Cut, CutReport, cuts_of
 from headrace.compress.texts import SELF
 from headrace.quant.keep import Sparsity
+from headrace.weights.kv_settings import FORMATS
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant", *PRUNES, *STRUCTURES)
 ORDERS = (
@@ -40,7 +41,8 @@ class Pipeline:
 
     `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
     column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
-    that was measured goes. `threads` 0: as many as there are cores for this process."""
+    that was measured goes. `kv`: what the result asks for as format of K and V (weights.kv_settings.FORMATS), with the mean of
+    keys on the same texts. `threads` 0: as many as there are cores for this process."""
 
     method: tuple[str, ...] = ("rtn",)
     format: str = "Q4_K_M"
@@ -60,6 +62,7 @@ class Pipeline:
     judge: str | None = None
     write_imatrix: Path | None = None
     seed: int = 0
+    kv: str | None = None
     keep_work: bool = False
     threads: int = 0
 
@@ -103,6 +106,8 @@ class Pipeline:
             if set(rest) & set(PRUNES):
                 why = "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both"
             raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
+        if self.kv is not None and self.kv not in FORMATS:
+            raise ValueError(f"K and V are kept as {' or '.join(FORMATS)}, not {self.kv!r}")
         if self.layout is not None and self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known are {', '.join(LAYOUTS)}")
         if self.imatrix is not None and self.reads:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from headrace.compress.budget import chosen
+from headrace.compress.centre import TOKENS
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge, judge_bytes
-from headrace.compress.measured import Made, begun, few, sensitivities, threads_of, tokens_wanted, walked
+from headrace.compress.measured import Made, begun, few, kv_measured, sensitivities, threads_of, tokens_wanted, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pruning import is_pruned, pruned, zero_kind
 from headrace.compress.report import Matrix, Pipeline, Report
@@ -40,7 +41,7 @@ from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks, file_size, write_gguf
+from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
 
 __all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
 
@@ -103,6 +104,7 @@ def compress(
     for line in job.report.warnings:
         tell.note(line)
     judged, original, work = judging_texts(job.opened, pipeline, tell), job.opened.source, None
+    texts: Texts = []
     if pipeline.reads:
         work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
         warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
@@ -110,6 +112,9 @@ def compress(
             job = _cut(job, model, pipeline, work, texts, tell)
         if pipeline.walks:
             _walk(job, pipeline, work, texts, tell)
+    if (kept := kv_measured(job.opened, pipeline, texts, tell)) is not None:
+        job.entries += [entry(key, value) for key, value in kept.metadata().items()]
+        job.report.bytes = file_size(job.entries, job.tensors, job.alignment)
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
         write_gguf(path, job.entries, job.tensors, _chunks(job, pipeline, tell.advance), job.alignment)
@@ -251,6 +256,8 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
         largest = max(largest, rows + peak_bytes(config, decoder, wanted, min(WINDOW, config.max_position)))
+    if pipeline.kv is not None:
+        largest = max(largest, peak_bytes(config, describe(config), TOKENS, min(WINDOW, config.max_position)))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     job.report = Report(0, {}, [], largest)

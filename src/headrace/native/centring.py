@@ -1,7 +1,8 @@
-"""K less a constant: softmax does not see it, and what is left loses less when it is rounded to bfloat16 or int8.
+"""K less a constant: softmax does not see it, and what is left loses less when it is rounded to bfloat16, int8 or int4.
 
-Qwen2's keys carry biases of up to some hundreds, in pairs of values that the rotation hardly turns within the context. They
-add the same to the scores of all tokens but for that turn, and their rounding was most of the error of attention.
+A model's file may have the mean of its keys (weights.kv_settings). Else it is of their bias: Qwen2's keys carry biases of up
+to some hundreds, in pairs of values that the rotation hardly turns within the context. They add the same to the scores of all
+tokens but for that turn, and their rounding was most of the error of attention.
 """
 
 import math
@@ -11,19 +12,25 @@ import numpy as np
 from headrace.data.config import ModelConfig
 from headrace.native.weights import PackedWeights
 from headrace.runner.record import Node, Segment
+from headrace.runner.uses import by_softmax_alone
 
 TURN = math.pi / 3  # a vector that turns by less is, less its first place, no longer than it was
 
 
-def k_shift(segment: Segment, node: Node, weights: PackedWeights, config: ModelConfig) -> np.ndarray | None:
-    """What to take off every K [kv_heads * head_dim] of an attention node once it is turned: its bias, where the rotation
-    stays below a sixth of a turn. None: there is no bias, or more than softmax sees the scores."""
+def k_shift(
+    segment: Segment, node: Node, weights: PackedWeights, config: ModelConfig, centre: np.ndarray | None = None
+) -> np.ndarray | None:
+    """What to take off every K [kv_heads * head_dim] of an attention node once it is turned: `centre` [layers, kv_heads *
+    head_dim], or its bias where the rotation stays below a sixth of a turn. None: there is neither, or more than softmax sees
+    the scores."""
     settings = node.settings
-    rope = settings["rope"]
-    if rope is None or "k" not in node.inputs:
+    if "k" not in node.inputs or not by_softmax_alone(node):
         return None
-    bias = _bias(segment, node.inputs["k"], weights)
-    if bias is None or any(settings[name] is not None for name in ("k_norm", "softcap", "sinks")):
+    if centre is not None:
+        own: np.ndarray = centre[settings["layer"]]
+        return own if own.any() else None
+    rope, bias = settings["rope"], _bias(segment, node.inputs["k"], weights)
+    if rope is None or bias is None or settings["k_norm"] is not None:
         return None
     still = rope.frequencies * config.max_position <= TURN
     pairs = np.repeat(still, 2) if rope.interleaved else np.tile(still, 2)

@@ -52,10 +52,12 @@ def lower(
     threshold: float = 0.0,
     head_ids: np.ndarray | None = None,
     enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
+    centre: np.ndarray | None = None,
 ) -> Lowered:
     """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits, and what
-    `enter` adds comes before the first layer. `activations` (group, token, split) and `threshold`: how inputs of integer layers
-    become integers; but for groups only a whole row says how, so that attention and gates leave rows.
+    `enter` adds comes before the first layer; `centre` is as k_shift takes it. `activations` (group, token, split) and
+    `threshold`: how inputs of integer layers become integers; but for groups only a whole row says how, so that attention and
+    gates leave rows.
 
     Raises RecordError for what the native core has no phase for.
     """
@@ -69,7 +71,8 @@ def lower(
             made.program.begin(name)
             if enter is not None and name == "layer" and segment is segments[0]:
                 enter(made, ropes, buffers)
-            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, by_group=activations == "group")
+            by_group = activations == "group"
+            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, by_group, centre)
             one.run(HEAD_ROWS if name == "head" else HIDDEN)
     made.program.seal()
     return made
@@ -89,6 +92,7 @@ class Lowering:
         fuse: frozenset[str],
         head_ids: np.ndarray | None = None,
         by_group: bool = True,
+        centre: np.ndarray | None = None,
     ) -> None:
         self.made = made
         self.program = made.program
@@ -100,6 +104,7 @@ class Lowering:
         self.fuse = fuse
         self.head_ids = head_ids
         self.by_group = by_group
+        self.centre = centre
         self.values: dict[int, Floats | Normed | Input] = {}
         self.inputs: dict[tuple[int, str, tuple[int, ...]], int] = {}  # quantised values, by form and order
         self.fused: set[int] = set()  # nodes that earlier ones did already
@@ -216,7 +221,7 @@ class Lowering:
             window=settings["window"] or 0,
             softcap=settings["softcap"] or 0.0,
             sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
-            k_shift=k_shift(self.segment, node, self.weights, self.config),
+            k_shift=k_shift(self.segment, node, self.weights, self.config, self.centre),
             causal=settings["causal"],
             source=settings["source"],
             bias=self._bias(settings["bias"], settings["softcap"] or scale),

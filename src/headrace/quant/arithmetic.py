@@ -6,7 +6,8 @@ from math import ceil, inf, log2
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 
-KV_BITS = {"float32": (32, 0), "bfloat16": (16, 0), "int8": (8, 32)}  # of a number, and of the scale of each vector
+# Of a number, and of the scales of a vector; int4 has two pairs for K and one for V.
+KV_BITS = {"float32": (32, 0), "bfloat16": (16, 0), "int8": (8, 32), "int4": (4, 48)}
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> float:

@@ -1,6 +1,6 @@
 """A model that need not fit into memory: all texts go through a layer before the next layer's weights are read."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -41,11 +41,18 @@ class OneLayer(KVPool):
 class Streamed:
     """The dequantised weights of an open file in torch: of the table of tokens, a layer or the head while it is held."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype = torch.float32,
+        pool: Callable[[Model, int, torch.dtype], OneLayer] = OneLayer,
+    ) -> None:
+        """`pool` makes what keeps K and V, of a model and the tokens of a text."""
         self.model = describe(read_config(source))
         if self.model.config.kv_share > 1:
             raise ValueError(f"{source.path}: layers that share K and V do not go one by one; begin with the original")
         self.dtype = dtype
+        self._pool = pool
         self._source = source
         self._plans = plan(self.model, source)
         self._holders = dict(self.model.holders())
@@ -64,7 +71,7 @@ class Streamed:
 
     def contexts(self, texts: Sequence[Sequence[int]]) -> list[Context]:
         """One a text."""
-        pool = OneLayer(self.model, max(map(len, texts)), self.dtype)
+        pool = self._pool(self.model, max(map(len, texts)), self.dtype)
         return [pool.context(text) for text in texts]
 
     @torch.inference_mode()

@@ -92,3 +92,8 @@ def leading_to_kv(segment: Segment) -> list[int]:
             needed.update(segment.nodes[at].inputs.values())
             nodes = [at, *nodes]
     return nodes
+
+
+def by_softmax_alone(node: Node) -> bool:
+    """Whether nothing but softmax sees an attention's scores, so that a constant on all its keys changes nothing."""
+    return node.settings["softcap"] is None and node.settings["sinks"] is None

@@ -1,9 +1,10 @@
 """What runs a model: the native core where it can, torch where it must. Decided once, at load, and said in one line."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
+from headrace.kv.layout import kv_shape
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
@@ -15,6 +16,7 @@ from headrace.startup.native import Native
 from headrace.startup.offer import Loaded, Offer
 from headrace.startup.recipe import ACTIVATIONS, DEFERRED, EXITS, PROPAGATE, Recipe, Role
 from headrace.weights.kinds import FLOATS
+from headrace.weights.kv_settings import kv_settings
 
 log = logging.getLogger("headrace")
 
@@ -43,6 +45,7 @@ def start(recipe: Recipe) -> Started:
     Raises ValueError, DoesNotFit, WeightError, in one line. With backend "auto", what one back end cannot do runs in the next,
     which is logged; with a back end's name it is an error.
     """
+    recipe = _as_asked(recipe)
     settings = recipe.settings
     _check(recipe)
     asked = [offer for offer in OFFERS if settings.backend in ("auto", offer.name)]
@@ -58,6 +61,16 @@ def start(recipe: Recipe) -> Started:
         if number < len(asked) and settings.device.startswith("cpu"):
             log.log(level, "running in %s: %s", asked[number].name, problem)
     raise ValueError(f"no back end can run this: {problem}")
+
+
+def _as_asked(recipe: Recipe) -> Recipe:
+    """With K and V in the format that the target's file asks for, where the caller asks for none."""
+    target = recipe.target
+    said = None if target.config.encoder else kv_settings(target.source, kv_shape(target.config))
+    if said is None or recipe.settings.kv_dtype != "auto":
+        return recipe
+    log.info("K and V in %s, as %s asks for", said.format, target.path.name)
+    return replace(recipe, settings=replace(recipe.settings, kv_dtype=said.format))
 
 
 def _check(recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ class Eager:
 
     name = "torch"
     row_invariant = False
-    kv_dtypes = frozenset({"float64", "float32", "bfloat16", "float16"})
+    kv_dtypes = frozenset({"float64", "float32", "bfloat16", "float16", "int8", "int4"})
 
     def why_not(self, recipe: Recipe) -> str:
         return ""

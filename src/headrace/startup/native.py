@@ -6,12 +6,14 @@ from typing import Any
 from headrace import host, native
 from headrace.data.late import late
 from headrace.data.plan import MAX_NODES, TARGET
+from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
 from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
 from headrace.native.weights import packed_bytes
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
+from headrace.weights.kv_settings import kv_settings
 
 
 class Native:
@@ -54,12 +56,14 @@ class Native:
         heads = recipe.head_ids()
         programs: dict[str, NativeProgram] = {}
         for name, owner in owners.items():
+            kept = kv_settings(models[owner].source, kv_shape(models[owner].config))
             programs[name] = NativeProgram(
                 described[owner],
                 models[owner].source,
                 quantize=quantize,
                 weights=programs[owner].weights if owner in programs else None,
                 head_ids=heads.get(name),
+                centre=None if kept is None else kept.centre,
                 pack=False,
                 **shared,
             )

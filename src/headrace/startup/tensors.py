@@ -1,5 +1,6 @@
 """Models in torch: on which device, in which number format."""
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -12,13 +13,17 @@ from headrace.eager.program import EagerProgram
 from headrace.eager.rounded import round_inputs
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
+from headrace.kv.rounded import FORMATS, RoundedPool
 from headrace.models.base import Model
 from headrace.startup.memory import check_weights_fit
 from headrace.startup.offer import Loaded
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.weights.kinds import FLOATS
+from headrace.weights.kv_settings import kv_settings
 from headrace.weights.loader import load_model, weight_kinds
+
+log = logging.getLogger("headrace")
 
 DTYPES = {
     "float64": torch.float64,
@@ -36,9 +41,7 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     target = recipe.target.config
     exact = (target.encoder or target.source is not None) and settings.dtype == "auto" and device.type == "cpu"
     dtype = pick_dtype("float32" if exact else settings.dtype, device)
-    if settings.kv_dtype not in {"auto", *DTYPES}:
-        raise ValueError(f"torch keeps no KV in {settings.kv_dtype}; use kv_dtype auto, {', '.join(DTYPES)}")
-    kv_type = dtype if settings.kv_dtype == "auto" else DTYPES[settings.kv_dtype]
+    kv_type = DTYPES.get(settings.kv_dtype, dtype)
 
     def kv_bytes(config: ModelConfig) -> int:
         return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
@@ -52,11 +55,22 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     heads = recipe.head_ids()
     programs: dict[str, EagerProgram] = {}
     for role, model in models.items():
-        pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device)
+        pool = _pool(recipe.models[role], settings.kv_dtype, plan.num_blocks, kv_type, device)
         programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
+    if settings.kv_dtype in FORMATS:
+        log.warning("torch rounds K and V to %s and keeps them as %s: it saves no memory", settings.kv_dtype, kv_type)
     for each in recipe.headed:
         programs[each.name] = EagerHeads(each.heads, programs[TARGET.name], recipe.target.source)
     return Loaded(programs, plan, str(dtype).removeprefix("torch."))
+
+
+def _pool(opened: Opened, kv_dtype: str, blocks: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+    if kv_dtype not in FORMATS:
+        return KVPool(opened.config, blocks, BLOCK_SIZE, dtype, device)
+    shape = kv_shape(opened.config)
+    said = kv_settings(opened.source, shape)
+    centre = None if said is None else torch.tensor(said.centre).view(shape)
+    return RoundedPool(opened.config, blocks, BLOCK_SIZE, dtype, device, format=kv_dtype, centre=centre)
 
 
 def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device, free: int) -> Model:

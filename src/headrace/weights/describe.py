@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.kv_settings import FILE, FORMAT_KEY
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightSource
 
-COMPRESSED, COMPRESS_KEY = "headrace.json", "headrace.compress"  # where `headrace compress` says what it did
+LINE = 16  # dimensions that the core pads heads to
+COMPRESSED, COMPRESS_KEY = FILE, "headrace.compress"  # where `headrace compress` says what it did
 
 
 def describe(path: Path) -> dict[str, Any]:
     """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
 
-    Keys: path, format, quantised (in which scheme it is compressed, and how), compress (what `headrace compress` did), name,
+    Keys: path, format, quantised (in which scheme it is compressed, and how), compress (what `headrace compress` did), kv (what
+    it asks for as number format of K and V), name,
     architecture, licence, tensors (name, type that it is read as, shape, bytes in the file), types (tensors of each),
     parameters, bits (of one), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window,
     kv_bytes_per_token (by number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template.
@@ -28,9 +31,12 @@ def describe(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         folder = open_folder(path)
-        return {**_tensors(folder), "compress": _text(_json(path / COMPRESSED).get("compress")), **_from_config(folder)}
+        said = _json(path / COMPRESSED)
+        kv = said["kv"].get("format") if isinstance(said.get("kv"), dict) else None
+        return {**_tensors(folder), "compress": _text(said.get("compress")), "kv": _text(kv), **_from_config(folder)}
     file = GGUFFile(path)
-    return {**_tensors(file), "compress": _text(file.metadata.get(COMPRESS_KEY)), **_from_metadata(file.metadata)}
+    ours = {"compress": _text(file.metadata.get(COMPRESS_KEY)), "kv": _text(file.metadata.get(FORMAT_KEY))}
+    return {**_tensors(file), **ours, **_from_metadata(file.metadata)}
 
 
 def _tensors(source: WeightSource) -> dict[str, Any]:
@@ -122,8 +128,13 @@ def _folder_template(folder: Path) -> str | None:
 
 
 def _kv_bytes(heads: int, dims: int) -> dict[str, int] | None:
-    """Bytes of K and V of one token, for `heads` KV heads of all layers with `dims` numbers each (K and V together)."""
-    return {"float16": 2 * heads * dims, "float32": 4 * heads * dims} if heads and dims else None
+    """Bytes of K and V of one token, for `heads` KV heads of all layers with `dims` numbers each (both together); in integers
+    as the native core keeps them."""
+    if not (heads and dims):
+        return None
+    padded = 2 * (-(-dims // 2 // LINE) * LINE)
+    ours = {"int8": heads * (padded + 8), "int4": heads * (padded // 2 + 12)}  # two scales in float32, six in bfloat16
+    return {"float16": 2 * heads * dims, "float32": 4 * heads * dims, **ours}
 
 
 def _per_layer(value: Any, layers: int | None) -> list[int]:

@@ -1,0 +1,188 @@
+"""What number formats of K and V cost: how far a model's predictions move in torch, with each vector rounded as the pools round
+it, and tokens/s of the native core at long contexts."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.bench.bandwidth import BandwidthProbe
+from headrace.bench.cells import Cell
+from headrace.bench.engines import Engine, Say
+from headrace.bench.pairs import ratio
+from headrace.bench.peers import OURS, fitting, kv_bytes, line_up
+from headrace.bench.rounds import measure as measure_rounds
+from headrace.compress.judge import judged
+from headrace.host import cores
+from headrace.kv.layout import kv_shape
+from headrace.kv.rounded import Rounding, as_it_is, by_channel, to_bfloat16, to_int4, to_int8
+from headrace.models.base import Model
+from headrace.ops.context import Context
+from headrace.runner.streamed import TABLE, OneLayer, Streamed
+from headrace.startup.loading import open_model
+from headrace.weights.progress import Progress, Silent
+from headrace.weights.source import WeightSource
+
+SPEEDS = ("bfloat16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How K and V are rounded: `bits` of a number of each, and of the `scales` of a vector. `centred`: K is less the mean of
+    keys."""
+
+    name: str
+    k: Rounding = as_it_is
+    v: Rounding = as_it_is
+    bits: tuple[float, float] = (16, 16)
+    scales: tuple[float, float] = (0, 0)
+    centred: bool = False
+
+    def token_bytes(self, model: Model) -> float:
+        """Of K and V over all layers; what is left as it is counts as bfloat16."""
+        layers, heads, head_dim = kv_shape(model.config)
+        return layers * heads * (head_dim * sum(self.bits) + sum(self.scales)) / 8
+
+
+HALVES = partial(to_int4, parts=2)
+EXACT = Variant("float32", bits=(32, 32))
+VARIANTS = (
+    Variant("bfloat16", to_bfloat16, to_bfloat16),
+    Variant("int8", to_int8, to_int8, (8, 8), (32, 32), True),
+    Variant("int4", HALVES, to_int4, (4, 4), (64, 32), True),
+    Variant("int8, K alone", to_int8, bits=(8, 16), scales=(32, 0), centred=True),
+    Variant("int8, V alone", v=to_int8, bits=(16, 8), scales=(0, 32)),
+    Variant("int4, K alone", HALVES, bits=(4, 16), scales=(64, 0), centred=True),
+    Variant("int4, V alone", v=to_int4, bits=(16, 4), scales=(0, 32)),
+    Variant("int4, K as it is", HALVES, to_int4, (4, 4), (64, 32)),
+    Variant("int4, one scale for K", to_int4, to_int4, (4, 4), (32, 32), True),
+    Variant("int4, one scale, K as it is", to_int4, to_int4, (4, 4), (32, 32)),
+    Variant("int4, K by channel (not served)", by_channel, to_int4, (4, 4), (32, 32)),
+)
+
+
+@dataclass(slots=True)
+class Loss:
+    """Beside float32 on the same tokens, a text each: nats of likelihood lost, KL of the next token, and how often the first
+    choice is the same."""
+
+    name: str
+    token_bytes: float
+    nll: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    same_choice: list[float] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON; errors are standard errors over texts."""
+        many = len(self.nll) > 1
+        errors = {f"{name}_error": stdev(values) / math.sqrt(len(values)) if many else None for name, values in self._means}
+        return {"name": self.name, "token_bytes": self.token_bytes, **{n: mean(x) for n, x in self._means}, **errors}
+
+    @property
+    def _means(self) -> list[tuple[str, list[float]]]:
+        return [("nll", self.nll), ("kl", self.kl), ("same_choice", self.same_choice)]
+
+
+class Tried(OneLayer):
+    """K and V of one layer, rounded as a variant says."""
+
+    def __init__(self, variant: Variant, centre: torch.Tensor, model: Model, tokens: int, dtype: torch.dtype) -> None:
+        super().__init__(model, tokens, dtype)
+        self._variant, self._centre = variant, centre
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        k = k - self._centre[layer] if self._variant.centred else k
+        super().write(layer, slots, self._variant.k(k), self._variant.v(v))
+
+
+@torch.inference_mode()
+def losses(
+    source: WeightSource,
+    texts: Sequence[Sequence[int]],
+    centre: np.ndarray,
+    variants: Sequence[Variant] = VARIANTS,
+    tell: Progress | None = None,
+) -> tuple[float, list[Loss]]:
+    """Perplexity in float32 of the second halves of texts, and what each variant loses there. All go through a layer before the
+    next one's weights are read. `centre`: the mean of keys [layers, KV heads * head size]."""
+    tell, streamed = tell or Silent(), Streamed(source)
+    model, longest = streamed.model, max(map(len, texts))
+    mean_key, all_of = torch.from_numpy(centre).view(kv_shape(model.config)), (EXACT, *variants)
+    tell.start("layers", model.config.num_layers, unit="layers")
+    pools = [Tried(variant, mean_key, model, longest, torch.float32) for variant in all_of]
+    contexts = [[pool.context(text) for text in texts] for pool in pools]
+    with streamed.holding(TABLE):
+        rows = [[model.embed(context) for context in some] for some in contexts]
+    for number in range(model.config.num_layers):
+        with streamed.holding(f"layers.{number}"):
+            rows = [_through(model, number, *both) for both in zip(rows, contexts, strict=True)]
+        tell.advance(1)
+    tell.finish()
+    made = [Loss(variant.name, variant.token_bytes(model)) for variant in variants]
+    whole: list[float] = []
+    with streamed.holding(streamed.head):
+        for at, text in enumerate(texts):
+            count = len(text) // 2
+            before, *after = (model.head(some[at][-count - 1 : -1]).numpy() for some in rows)
+            for loss, logits in zip(made, after, strict=True):
+                one = judged([text[-count:]], [(before, logits)], loss.name)
+                loss.nll.append(math.log(one.perplexity / one.perplexity_before))
+                loss.kl.append(one.kl)
+                loss.same_choice.append(one.same_choice)
+            whole.append(math.log(one.perplexity_before))
+    return math.exp(mean(whole)), made
+
+
+def _through(model: Model, number: int, rows: list[torch.Tensor], contexts: list[Context]) -> list[torch.Tensor]:
+    return [model.layer(number, x, context) for x, context in zip(rows, contexts, strict=True)]
+
+
+def speeds(
+    model: str,
+    cells: Sequence[Cell],
+    *,
+    rounds: int = 5,
+    threads: int | None = None,
+    say: Say = lambda line: None,
+    done: Callable[[dict[str, Any]], None] = lambda figures: None,
+) -> dict[str, Any]:
+    """Tokens/s of the native core in each of SPEEDS, in turns, by cell; `ratio` of int4 to int8, with its interval."""
+    opened = open_model(model)
+    opened.source.close()
+    cells = fitting(cells, opened.config, say)
+    task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
+    first, *others = SPEEDS
+    settings = {name: _setting(name) for name in others}
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        theirs = Engine(OURS, "ours.py", (), settings, place=Path(sys.prefix))
+        lineup = line_up(stack, opened.path, [theirs], _setting(first), task, say)
+        if lineup.left_out:
+            raise ValueError(next(iter(lineup.left_out.values())))
+        probe = BandwidthProbe()
+        for cell in cells:
+            around = measure_rounds(lineup.parties, cell, rounds, opened.tokenizer.vocab_size, probe.gb_per_s)
+            by_name = {party.setting or first: party.samples[cell.name] for party in lineup.parties}
+            beside = ratio(by_name["int4"], by_name["int8"])
+            found[cell.name] = {
+                "tokens_per_s": {name: median(samples) for name, samples in by_name.items()},
+                "samples": by_name,
+                "ratio": beside.median,
+                "interval": [beside.low, beside.high],
+                "others_cpu": median(around.others_cpu),
+                "bandwidth_gb_s": median(around.bandwidth),
+            }
+            done({"cell": cell.name, **found[cell.name]})
+    return found
+
+
+def _setting(kv_dtype: str) -> dict[str, Any]:
+    return {"backend": "native", "kv_dtype": kv_dtype}

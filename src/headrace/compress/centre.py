@@ -1,0 +1,56 @@
+"""What keys have in common: their mean over texts, which the pool can keep them less."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from headrace.kv.layout import kv_shape
+from headrace.models.base import Model
+from headrace.runner.record import record
+from headrace.runner.streamed import OneLayer, Streamed
+from headrace.runner.uses import by_softmax_alone
+from headrace.weights.progress import Progress, Silent
+from headrace.weights.source import WeightSource
+
+TOKENS = 4096  # of texts: means of so many keys are near enough
+
+
+class Means(OneLayer):
+    """Adds up the keys that layers store."""
+
+    def __init__(self, model: Model, tokens: int, dtype: torch.dtype) -> None:
+        super().__init__(model, tokens, dtype)
+        layers, heads, head_dim = kv_shape(model.config)
+        self.sums = torch.zeros(layers, heads, head_dim, dtype=torch.float64)
+        self.counts = torch.zeros(layers, 1, 1, dtype=torch.float64)
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.sums[layer] += k.double().sum(0)
+        self.counts[layer] += len(k)
+        super().write(layer, slots, k, v)
+
+
+def mean_keys(source: WeightSource, texts: Sequence[Sequence[int]], tell: Progress | None = None) -> np.ndarray:
+    """The mean of each layer's keys over texts, normalised and turned as the pool keeps them: float32 [layers, KV heads * head
+    size], and 0 for layers in which more than softmax sees the scores. Layer by layer in float32 torch."""
+    made: list[Means] = []
+
+    def pool(model: Model, tokens: int, dtype: torch.dtype) -> OneLayer:
+        made.append(Means(model, tokens, dtype))
+        return made[-1]
+
+    tell = tell or Silent()
+    tell.start("the mean of keys", len(texts), unit="texts")
+    streamed = Streamed(source, pool=pool)
+    for _ in streamed.logits(texts, 1):
+        tell.advance(1)
+    tell.finish()
+    (means,) = made
+    centre = means.sums / means.counts.clamp_min(1)
+    for segment in record(streamed.model, embeds=False).layers:
+        for node in segment.nodes:
+            if node.op == "attention" and not by_softmax_alone(node):
+                centre[node.settings["layer"]] = 0
+    rows: np.ndarray = centre.flatten(1).float().numpy()
+    return rows
