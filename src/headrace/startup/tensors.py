@@ -18,7 +18,7 @@ from headrace.startup.offer import Loaded
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.weights.kinds import FLOATS
-from headrace.weights.loader import load_model, weight_kinds
+from headrace.weights.loader import input_scales, load_model, weight_kinds
 
 DTYPES = {
     "float64": torch.float64,
@@ -73,7 +73,7 @@ def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.dev
     if (activations := recipe.settings.activations) != "auto":
         kinds = weight_kinds(model, source)
         integers = {path: tuple(kind not in FLOATS for kind in parts) for path, parts in kinds.items()}
-        round_inputs(model, integers, activations)
+        round_inputs(model, integers, activations, input_scales(model, source))
     return model
 
 
