@@ -76,6 +76,18 @@ HEADRACE_INLINE void quantize_token(const float* x, int k, A8Block* blocks, int 
     for (int g = 0; g < tiles * 2; ++g) put_group(group_of(x, k, g, padded), scale, blocks + g / 2, g % 2);
 }
 
+// The same with a scale that is given: x over it, what is beyond 127 cut off.
+HEADRACE_INLINE void quantize_given(const float* x, int k, float scale, A8Block* blocks, int tiles) {
+    float padded[32], cut[32];
+    const F32v unit = set_f32(scale), most = set_f32(127.0f);
+    for (int g = 0; g < tiles * 2; ++g) {
+        const float* from = group_of(x, k, g, padded);
+        const bool finite = max_i32(sizes_of(from, set_i32(0))) < 0x7f800000;
+        for (int i = 0; i < 32; i += kLanes) store_f32(cut + i, min(max(load_f32(from + i) / unit, -most), most));
+        put_group(cut, {finite ? scale : __builtin_nanf(""), 1.0f, finite}, blocks + g / 2, g % 2);
+    }
+}
+
 HEADRACE_INLINE int32_t size_bits(const float* x) {
     int32_t bits;
     __builtin_memcpy(&bits, x, 4);

@@ -27,9 +27,12 @@ inline const Kernels& kernels_named(const std::string& isa) {
 }
 
 inline Rounding rounding_named(const std::string& name) {
-    require(name == "group" || name == "token" || name == "split",
-            "activations must be group, token or split, not " + name);
-    return name == "group" ? Rounding::kGroup : name == "token" ? Rounding::kToken : Rounding::kSplit;
+    require(name == "group" || name == "token" || name == "split" || name == "tensor",
+            "activations must be group, token, split or tensor, not " + name);
+    return name == "group"   ? Rounding::kGroup
+           : name == "token" ? Rounding::kToken
+           : name == "split" ? Rounding::kSplit
+                             : Rounding::kTensor;
 }
 
 // Zeros, and the array that owns them.

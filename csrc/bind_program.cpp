@@ -193,11 +193,12 @@ void bind_building(nb::class_<Program>& c) {
             "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
         .def(
             "quantize",
-            [](Program& self, At in, int out, const NormWeights* norm, const std::vector<int32_t>& order,
-               uint8_t sublayer, const std::string& name,
-               bool fills) { self.add({QuantizePhase{norm_of(norm), place(in), out, order}, sublayer, name, fills}); },
-            "source"_a, "out"_a, "norm"_a.none() = nb::none(), "order"_a = std::vector<int32_t>{}, "sublayer"_a = 0,
-            "name"_a = "", "fills"_a = false,
+            [](Program& self, At in, int out, const NormWeights* norm, const std::vector<int32_t>& order, float scale,
+               uint8_t sublayer, const std::string& name, bool fills) {
+                self.add({QuantizePhase{norm_of(norm), place(in), out, order, scale}, sublayer, name, fills});
+            },
+            "source"_a, "out"_a, "norm"_a.none() = nb::none(), "order"_a = std::vector<int32_t>{}, "scale"_a = 0.0f,
+            "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
             "Floats into a linear layer's input, whose column i is column order[i] of theirs.")
         .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "silu", "scale"_a = 1.0f,
              "softcap"_a = 0.0f, "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)

@@ -1,4 +1,4 @@
-// Block layouts after the GGUF specification (ggml-org/ggml, docs/gguf.md), and of NF4, FP4, S4 and S8 (kinds.py).
+// Block layouts after the GGUF specification (ggml-org/ggml, docs/gguf.md), and of those that GGUF lacks (kinds.py).
 // Plain C++: the compiler vectorises it. Products and sums are rounded one by one (built with -ffp-contract=off), so
 // every machine gives the same bits.
 #include "dequant.h"
@@ -241,6 +241,22 @@ void decode_s8(const uint8_t* src, float* dst, size_t n) {
     }
 }
 
+// A half, a zero point from 0 to 16 (any other is no number), and `groups` times 32 nibbles.
+template <int groups>
+void decode_g4(const uint8_t* src, float* dst, size_t n) {
+    for (; n--; src += 3 + 16 * groups) {
+        const int zero = src[2];
+        const float d = zero > 16 ? std::numeric_limits<float>::quiet_NaN() : load_half(src);
+        for (int g = 0; g < groups; ++g, dst += 32) {
+            for (int i = 0; i < 16; ++i) {
+                const int both = src[3 + 16 * g + i];
+                dst[i] = d * static_cast<float>((both & 15) - zero);
+                dst[16 + i] = d * static_cast<float>((both >> 4) - zero);
+            }
+        }
+    }
+}
+
 // 2^(e - 128).
 float power_of_two(uint32_t e) { return std::bit_cast<float>(e < 2 ? 0x200000u << e : (e - 1) << 23); }
 
@@ -280,6 +296,8 @@ constexpr Format kFormats[] = {
     {"FP4", 32, 18, decode_half_table<kFp4Values>},
     {"S4", 32, 14, decode_s4},
     {"S8", 32, 22, decode_s8},
+    {"G4_32", 32, 19, decode_g4<1>},
+    {"G4_128", 128, 67, decode_g4<4>},
 };
 
 }  // namespace

@@ -28,7 +28,8 @@ struct UnpackedTile {
 template <int quad, PackedKind kind>
 HEADRACE_INLINE U8v quad_of(const PackedTile<kind>& tile, int half, int part) {
     const uint8_t* integers = tile.integers + half * layout_of(kind).group_bytes();
-    return load_quad<kind, quad>(integers + part * kPartBytes, tile.table);
+    return load_quad<kind, quad>(integers + part * kPartBytes,
+                                 group_values<kind>(tile.block, tile.inner * 2 + half, part, tile.table));
 }
 template <int quad>
 HEADRACE_INLINE U8v quad_of(const UnpackedTile& tile, int half, int part) {
@@ -55,7 +56,8 @@ HEADRACE_INLINE void unpack_tile(const PackedTile<kind>& from, UnpackedTile& to)
         for (int part = 0; part < kParts; ++part) {
             const uint8_t* integers = from.integers + half * layout.group_bytes() + part * kPartBytes;
             U8v quads[8];
-            load_quads<kind, 0, 8>(integers, from.table, quads);
+            const U8v values = group_values<kind>(from.block, from.inner * 2 + half, part, from.table);
+            load_quads<kind, 0, 8>(integers, values, quads);
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) to.w[8 * half + j][part] = quads[j];
         }

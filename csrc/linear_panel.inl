@@ -35,7 +35,8 @@ static void fill_panel(const uint8_t* data, int first, int last, int column, Pan
         for (int half = 0; half < 2; ++half, to += panel_group_bytes(layout.group(), layout.has_min())) {
             for (int part = 0; part < kParts; ++part) {
                 U8v w[8];
-                load_quads<kind, 0, 8>(integers + half * layout.group_bytes() + part * kPartBytes, table, w);
+                const U8v values = group_values<kind>(block, inner * 2 + half, part, table);
+                load_quads<kind, 0, 8>(integers + half * layout.group_bytes() + part * kPartBytes, values, w);
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; ++j) store_u8(to + j * 128 + part * kPartBytes, w[j]);
                 float* scale = (float*)(to + 1024) + part * kLanes;

@@ -8,15 +8,16 @@ constexpr int kPrefetchBytes = 8192;  // ahead of the reading, little enough for
 
 #include "linear_sparse.inl"
 
-// The two planes' share of quad j, joined. `group`: the group's integers at the part.
+// The two planes' share of quad j, joined. `group`: the group's integers at the part. `values`: group_values.
 template <PackedKind kind, int j>
-HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v table) {
+HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v values) {
     if constexpr (layout_of(kind).sparse) return sparse_quad<kind, j>(group);
     constexpr int low = layout_of(kind).low, high = layout_of(kind).high;
     U8v w = load_u8(group + 64 * (j % low));
     if constexpr (low < 8) w = field<low, low*(j / low), 0>(w);
     if constexpr (high > 0) w = w | field<high, high*(j / high), low>(load_u8(group + 64 * (low + j % high)));
-    if constexpr (layout_of(kind).table) return lookup(table, w);
+    if constexpr (layout_of(kind).table) return lookup(values, w);
+    if constexpr (layout_of(kind).point()) return w + values;
     return layout_of(kind).wide() ? wide_bytes(w) : w;
 }
 
@@ -25,9 +26,30 @@ HEADRACE_INLINE U8v load_values(const uint8_t* values) { return wide_bytes(load_
 
 // Quads [first, first + count) of a group.
 template <PackedKind kind, int first, int count>
-HEADRACE_INLINE void load_quads(const uint8_t* group, U8v table, U8v* w) {
-    w[0] = load_quad<kind, first>(group, table);
-    if constexpr (count > 1) load_quads<kind, first + 1, count - 1>(group, table, w + 1);
+HEADRACE_INLINE void load_quads(const uint8_t* group, U8v values, U8v* w) {
+    w[0] = load_quad<kind, first>(group, values);
+    if constexpr (count > 1) load_quads<kind, first + 1, count - 1>(group, values, w + 1);
+}
+
+// The bytes of sixteen rows that are added to their integers in group g of 32 columns.
+template <PackedKind kind>
+HEADRACE_INLINE const uint8_t* points_of(const uint8_t* header, int g) {
+    constexpr Layout layout = layout_of(kind);
+    return header + 32 * layout.spans() + g * 32 / layout.span * 16;
+}
+
+// The row of every byte of a quad.
+alignas(64) static constexpr uint8_t kRowOfByte[64] = {0,  0,  0,  0,  1,  1,  1,  1,  2,  2,  2,  2,  3,  3,  3,  3,
+                                                       4,  4,  4,  4,  5,  5,  5,  5,  6,  6,  6,  6,  7,  7,  7,  7,
+                                                       8,  8,  8,  8,  9,  9,  9,  9,  10, 10, 10, 10, 11, 11, 11, 11,
+                                                       12, 12, 12, 12, 13, 13, 13, 13, 14, 14, 14, 14, 15, 15, 15, 15};
+
+// What load_quad wants of group g of a block beside the integers: the table that they are looked up in (load_values),
+// or what is added to each row's.
+template <PackedKind kind>
+HEADRACE_INLINE U8v group_values(const uint8_t* header, int g, int part, U8v table) {
+    if constexpr (!layout_of(kind).point()) return table;
+    return lookup(load_table(points_of<kind>(header, g)), load_u8(kRowOfByte + part * kPartBytes));
 }
 
 HEADRACE_INLINE F32v half_row(const uint8_t* header, int index, int part) {
@@ -39,6 +61,7 @@ template <PackedKind kind>
 HEADRACE_INLINE F32v load_scale(const uint8_t* header, int g, int part) {
     constexpr Scales scales = layout_of(kind).scales;
     if constexpr (scales == Scales::kZero32 || scales == Scales::kMin32) return half_row(header, g, part);
+    if constexpr (scales == Scales::kPoint) return half_row(header, g * 32 / layout_of(kind).span, part);
     const F32v d = half_row(header, 0, part);
     if constexpr (scales == Scales::kSuper16 || scales == Scales::kSuperI8) {
         return d * load_i8_f32((const int8_t*)header + 32 + 16 * g + part * kLanes);

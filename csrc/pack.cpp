@@ -23,6 +23,7 @@ constexpr SourceFormat kSources[] = {
     {"Q2_K", 256, 84},  {"Q3_K", 256, 110},   {"Q4_K", 256, 144}, {"Q5_K", 256, 176}, {"Q6_K", 256, 210},
     {"IQ4_NL", 32, 18}, {"IQ4_XS", 256, 136}, {"BF16", 1, 2},     {"F16", 1, 2},      {"F32", 1, 4},
     {"MXFP4", 32, 17},  {"NF4", 32, 18},      {"FP4", 32, 18},    {"S4", 32, 14},     {"S8", 32, 22},
+    {"G4_32", 32, 19},  {"G4_128", 128, 67},
 };
 
 const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int>(kind)]; }

@@ -224,7 +224,7 @@ HEADRACE_INLINE void row_scales(const uint8_t* header, int group16, int row, flo
     constexpr Scales scales = layout_of(kind).scales;
     const int group32 = group16 / 2;
     uint16_t d, m = 0;
-    const int d_index = layout_of(kind).super() ? row : group32 * 16 + row;
+    const int d_index = layout_of(kind).super() ? row : group32 * 32 / layout_of(kind).span * 16 + row;
     __builtin_memcpy(&d, header + 2 * d_index, 2);
     scale = half_value(d);
     addend = 0;
@@ -241,6 +241,13 @@ HEADRACE_INLINE void row_scales(const uint8_t* header, int group16, int row, flo
     } else if (scales == Scales::kSuper16 || scales == Scales::kSuperI8) {
         scale *= (float)(int8_t)header[32 + (scales == Scales::kSuper16 ? group16 : group32) * 16 + row];
     }
+}
+
+// What is added to a row's integers in group `group32` of a block.
+template <PackedKind kind>
+HEADRACE_INLINE int row_point(const uint8_t* header, int group32, int row) {
+    constexpr Layout layout = layout_of(kind);
+    return layout.point() ? header[32 * layout.spans() + group32 * 32 / layout.span * 16 + row] : 0;
 }
 
 // Quad j of a row in a group of 32: four integers as bytes.
@@ -273,13 +280,14 @@ static void unpack_blocks(const PackedTensor& tensor, int row, float* out) {
     for (int k = 0; k < tensor.k; k += 32) {
         const int group = k / 32 % (2 * layout.tiles());
         const uint8_t* integers = block + layout.header_bytes() + group * layout.group_bytes();
+        const int zero = layout.zero - row_point<kind>(block, group, row % 16);
         for (int j = 0; j < 8; ++j) {
             float scale, addend;
             uint8_t q[4];
             row_scales<kind>(block, 2 * group + j / 4, row % 16, scale, addend);
             row_quad<kind>(integers, j, row % 16, q);
             for (int i = 0; i < 4 && k + 4 * j + i < tensor.k; ++i) {
-                const int value = (layout.table ? table_of(kind)[q[i]] : q[i]) - layout.zero;
+                const int value = (layout.table ? table_of(kind)[q[i]] : q[i]) - zero;
                 const float product = scale * (float)value;
                 out[k + 4 * j + i] = layout.has_min() ? product + addend : product;
             }

@@ -1,6 +1,6 @@
 // Stored rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs), but for NF4 and
-// FP4 (half d, then nibbles as IQ4_NL has them), S4 and S8 (half d, 2-bit indices, kept integers). A block's columns go
-// to q[column], its scales into the header at `row`.
+// FP4 (half d, then nibbles as IQ4_NL has them), S4 and S8 (half d, 2-bit indices, kept integers), G4_32 and G4_128
+// (half d, zero point, nibbles). A block's columns go to q[column], its scales into the header at `row`.
 #pragma once
 
 struct Staged {
@@ -91,6 +91,21 @@ HEADRACE_INLINE void decode_sparse(const uint8_t* src, int row, int groups, Stag
         for (int i = 0; i < 16; ++i) {
             q[i] = kind == PackedKind::kS8 ? src[6 + i] : (src[6 + i % 8] >> (i / 8 * 4) & 15) ^ 8;
         }
+    }
+}
+
+// Nibbles, and what makes a zero point the format's zero. One beyond that makes the scale a NaN, which is refused.
+template <PackedKind kind>
+HEADRACE_INLINE void decode_points(const uint8_t* src, int row, int groups, Staged& to) {
+    constexpr Layout layout = layout_of(kind);
+    constexpr int spans = layout.spans(), each = layout.span / 32;
+    for (int s = 0; s < spans && s * each < groups; ++s, src += 3 + 16 * each) {
+        uint16_t d;
+        __builtin_memcpy(&d, src, 2);
+        if (src[2] > layout.zero) d = 0x7e00;
+        put16(to.header, s * 16 + row, (const uint8_t*)&d);
+        to.header[32 * spans + 16 * s + row] = (uint8_t)(layout.zero - src[2]);
+        for (int g = 0; g < each; ++g) decode_nibbles(src + 3 + 16 * g, to.q[row] + 32 * (s * each + g));
     }
 }
 
@@ -201,6 +216,10 @@ static constexpr int source_block_bytes(PackedKind kind) {
             return 28;
         case PackedKind::kS8:
             return 44;
+        case PackedKind::kG4_32:
+            return 38;
+        case PackedKind::kG4_128:
+            return 67;
         default:
             return 0;
     }
@@ -223,6 +242,8 @@ HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Stage
         decode_iq4xs(src, row, to);
     } else if constexpr (kind == PackedKind::kMxfp4) {
         decode_mxfp4(src, row, groups < 2 ? groups : 2, to);
+    } else if constexpr (layout_of(kind).point()) {
+        decode_points<kind>(src, row, groups, to);
     } else if constexpr (layout_of(kind).sparse) {
         decode_sparse<kind>(src, row, groups < 2 ? groups : 2, to);
     } else {

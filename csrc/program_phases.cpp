@@ -58,11 +58,21 @@ void quantize_ordered(const QuantizePhase& phase, Worker& w, int first, int last
     }
 }
 
+// The phase's input, to be rounded as it says.
+A8 input_of(const QuantizePhase& phase, const Worker& w) {
+    A8 a8 = w.buffer(phase.out).a8(w.rows, w.thread);
+    if (a8.rounding == Rounding::kTensor) {
+        a8.rounding = phase.scale > 0 ? Rounding::kTensor : Rounding::kToken;
+        a8.threshold = phase.scale;
+    }
+    return a8;
+}
+
 // Quantises rows [first, last) of a phase's input, into this thread's own memory where that is where it is kept.
 void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
     const Buffer& out = w.buffer(phase.out);
     const QuantizeKernels& kernels = *w.run.kernels.quantize;
-    const A8 a8 = out.a8(w.rows, w.thread);
+    const A8 a8 = input_of(phase, w);
     auto* scratch = reinterpret_cast<float*>(w.scratch);
     const float* in = w.floats(phase.in);
     const int64_t stride = w.stride(phase.in);

@@ -54,12 +54,14 @@ struct NormPhase {
 };
 
 // Floats (through a norm, unless its kind is kNone) into the input of a linear layer, whose column i is column order[i]
-// of the floats; empty: as they stand.
+// of the floats; empty: as they stand. `scale`: of all rows, where inputs are rounded by such (kTensor); 0: a row's
+// own.
 struct QuantizePhase {
     NormWeights norm;
     Place in;
     int out;
     std::vector<int32_t> order{};
+    float scale = 0.0f;
 };
 
 // kStore and kAdd leave floats at `out`; kGated an input in buffer `out`, or floats where that is a float buffer;

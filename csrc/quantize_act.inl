@@ -82,6 +82,9 @@ static void to_a8(const float* x, int64_t stride, int first, int last, int k, co
             case Rounding::kSplit:
                 quantize_split(row, k, out.threshold, out.outliers[r], blocks, out.tiles);
                 break;
+            case Rounding::kTensor:
+                quantize_given(row, k, out.threshold, blocks, out.tiles);
+                break;
         }
     }
 }

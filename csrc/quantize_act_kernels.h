@@ -18,8 +18,8 @@ struct A8Block {
 };
 
 // What decides the scale of 32 columns: they themselves; all of their row; they themselves, once the row's outliers are
-// out.
-enum class Rounding : int32_t { kGroup, kToken, kSplit };
+// out; nothing, as it is given for all rows (what is beyond it is cut off).
+enum class Rounding : int32_t { kGroup, kToken, kSplit, kTensor };
 
 constexpr int kMostOutliers = 64;  // of a row
 
@@ -37,7 +37,7 @@ struct A8 {
     A8Block* blocks;
     int32_t tiles;
     Rounding rounding = Rounding::kGroup;
-    float threshold = 0.0f;        // kSplit
+    float threshold = 0.0f;        // kSplit; of kTensor the scale
     Outliers* outliers = nullptr;  // kSplit: of row r at outliers[r]; else null
 };
 

@@ -6,8 +6,8 @@ namespace headrace {
 namespace {
 
 // The f16 values at the beginning of a header.
-int halves(Scales scales) {
-    switch (scales) {
+int halves(const Layout& layout) {
+    switch (layout.scales) {
         case Scales::kZero32:
         case Scales::kSuper32:
         case Scales::kSuper16Min:
@@ -17,6 +17,8 @@ int halves(Scales scales) {
         case Scales::kSuper16:
         case Scales::kSuperI8:
             return 16;
+        case Scales::kPoint:
+            return 16 * layout.spans();
         case Scales::kNone:
             return 0;
     }
@@ -42,8 +44,7 @@ bool row_block_is_finite(const PackedTensor& tensor, int block) {
     const int64_t bytes = row_block_bytes(tensor.kind, tensor.k);
     for (int64_t at = 0; at < bytes; at += layout.block_bytes()) {
         const bool plain = layout.scales == Scales::kNone;
-        if (plain ? broken(data + at, layout.block_bytes() / 2, 0x7f80)
-                  : broken(data + at, halves(layout.scales), 0x7c00))
+        if (plain ? broken(data + at, layout.block_bytes() / 2, 0x7f80) : broken(data + at, halves(layout), 0x7c00))
             return false;
     }
     return true;

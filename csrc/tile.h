@@ -18,6 +18,8 @@
 //   kSuper16    d[16] i8 sc[16][16]                   w = (d * sc) * (q - zero)
 //   kSuper16Min d[16] dmin[16] u8 (sc | m << 4)[16][16]    w = (d * sc) * q - dmin * m
 //   kSuperI8    d[16] i8 sc[8][16]                    w = (d * sc) * (q - zero)
+//   kPoint      d[s][16] u8 p[s][16]                  w = d * (q + p - zero), s = 2, or 1 of 128 columns; p = zero less
+//                                                     the zero point, so that q + p - zero is the format's integer
 //   kNone       bfloat16 pairs: 32 vectors a tile, 2 columns x 16 rows each
 #pragma once
 
@@ -44,18 +46,20 @@ enum class PackedKind : int32_t {
     kNf4,
     kFp4,
     kS4,
-    kS8
+    kS8,
+    kG4_32,
+    kG4_128
 };
 
 // Those with kernels of their own.
 #define HEADRACE_DENSE_KINDS(X) \
     X(kQ4_0) X(kQ4_1) X(kQ5_0) X(kQ5_1) X(kQ8_0) X(kQ2K) X(kQ3K) X(kQ4K) X(kQ5K) X(kQ6K) X(kIq4Nl) X(kIq4Xs)
-#define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8)
-constexpr int kKernelKinds = 14;
+#define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8) X(kG4_32) X(kG4_128)
+constexpr int kDenseKinds = 12, kKernelKinds = 16;
 // All but kBf16.
 #define HEADRACE_INTEGER_KINDS(X) HEADRACE_KERNEL_KINDS(X) X(kMxfp4) X(kNf4) X(kFp4)
 
-enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kNone };
+enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kPoint, kNone };
 
 struct Layout {
     int low, high;  // bits of the two planes
@@ -63,17 +67,22 @@ struct Layout {
     Scales scales;
     int zero;             // a power of two; 0 exactly where the format has minima
     bool sparse = false;  // 2:4
+    int span = 32;        // columns of a scale: of kPoint also 128
 
+    constexpr bool point() const { return scales == Scales::kPoint; }
     constexpr bool super() const {
-        return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone;
+        return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone && !point();
     }
-    constexpr int tiles() const { return super() ? 4 : 1; }  // of a block
+    constexpr int tiles() const { return super() ? 4 : span / 64 > 1 ? span / 64 : 1; }  // of a block
+    constexpr int spans() const { return 64 * tiles() / span; }                          // of a block of kPoint
     constexpr int group() const { return scales == Scales::kSuper16 || scales == Scales::kSuper16Min ? 16 : 32; }
     constexpr bool has_min() const {
         return scales == Scales::kMin32 || scales == Scales::kSuper32 || scales == Scales::kSuper16Min;
     }
     constexpr bool wide() const { return table || low == 8; }  // multiplied bytes may be 128 or more
-    constexpr int most() const { return wide() ? 255 : (1 << (low + high)) - 1; }  // of the bytes that are multiplied
+    constexpr int most() const {                               // of the bytes that are multiplied
+        return wide() ? 255 : point() ? 2 * zero - 1 : (1 << (low + high)) - 1;
+    }
     constexpr int header_bytes() const {
         switch (scales) {
             case Scales::kZero32:
@@ -82,6 +91,8 @@ struct Layout {
                 return 128;
             case Scales::kSuperI8:
                 return 192;
+            case Scales::kPoint:
+                return spans() * 64;
             case Scales::kNone:
                 return 0;
             default:
@@ -128,6 +139,10 @@ static constexpr Layout layout_of(PackedKind kind) {
             return {4, 0, false, Scales::kZero32, 8, true};
         case PackedKind::kS8:
             return {8, 0, false, Scales::kZero32, 128, true};
+        case PackedKind::kG4_32:
+            return {4, 0, false, Scales::kPoint, 16};
+        case PackedKind::kG4_128:
+            return {4, 0, false, Scales::kPoint, 16, false, 128};
         default:
             return {0, 0, false, Scales::kNone, 0};
     }
@@ -162,7 +177,7 @@ static constexpr const uint8_t* table_of(PackedKind kind) {
 // The place in HEADRACE_KERNEL_KINDS of the kind whose direct kernels multiply this one: those of one layout differ in
 // their table alone.
 static constexpr int kernel_index(PackedKind kind) {
-    if (layout_of(kind).sparse) return kKernelKinds - (kind == PackedKind::kS4 ? 2 : 1);
+    if (kind >= PackedKind::kS4) return kDenseKinds + static_cast<int>(kind) - static_cast<int>(PackedKind::kS4);
     return static_cast<int>(kind > PackedKind::kBf16 ? PackedKind::kIq4Nl : kind);
 }
 

@@ -24,8 +24,11 @@ SCALES = {
     "FP4": (0,),
     "S4": (0,),
     "S8": (0,),
+    "G4_32": (0,),
+    "G4_128": (0,),
 }
 SPARSE = {"S4": "Q4_0", "S8": "Q8_0"}  # and dense kinds of the same integers
+POINTS = ("G4_32", "G4_128")  # with zero points from 0 to 16 in their third byte
 
 INTEGER_KINDS = tuple(SCALES)
 FLOAT_KINDS = ("BF16", "F16", "F32")
@@ -46,6 +49,8 @@ def random_rows(kind: str, n: int, k: int, seed: int = 0, scales: np.ndarray | N
     if kind == "MXFP4":  # powers of two that halves hold
         powers = np.array([2.0**-6, 2.0**-5, 2.0**-20, 0.25]) if scales is None else np.abs(scales[scales != 0])
         rows[:, :, 0] = 128 + np.log2(rng.choice(powers, (n, k // block)))
+    if kind in POINTS:
+        rows[:, :, 2] %= 17
     if kind in SPARSE:  # indices of two that ascend
         low, high = rng.choice([0x4, 0x8, 0xC, 0x9, 0xD, 0xE], (2, n, k // block, 4)).astype(np.uint8)
         rows[:, :, 2:6] = low | high << 4
@@ -70,7 +75,7 @@ def dense(rows: np.ndarray, kind: str, k: int) -> np.ndarray:
 def columns(kind: str) -> tuple[int, ...]:
     """Widths to test: one block, and an odd number of them (half a tile left over where blocks are small)."""
     block = KINDS[kind].block
-    return {1: (1, 63, 172), 32: (32, 160, 192), 256: (256, 768)}[block]
+    return {1: (1, 63, 172), 32: (32, 160, 192), 128: (128, 384), 256: (256, 768)}[block]
 
 
 def round_bf16(values: np.ndarray) -> np.ndarray:

@@ -66,28 +66,39 @@ def others(rng: np.random.Generator) -> Tensors:
 
 
 def words(fields: np.ndarray, bits: int) -> torch.Tensor:
-    """int32 words of the last axis, the first field lowest; a field below 0 takes one from the next, as subtraction does."""
-    each = 32 // bits
+    """int32 words of the last axis, the first field lowest; a field below 0 takes one from the next, as subtraction does. Where
+    no whole fields make a word, they run on into the next one."""
+    each, count = (32 // bits, 1) if 32 % bits == 0 else (32, bits)  # fields, and the words they make
     parts = fields.reshape(*fields.shape[:-1], -1, each).astype(object)
-    whole = sum(parts[..., i] * (1 << bits * i) for i in range(each)) % 2**32
-    return torch.from_numpy(whole.astype(np.uint32).view(np.int32))
+    whole = sum(parts[..., i] * (1 << bits * i) for i in range(each))
+    made = np.stack([whole >> 32 * i & 0xFFFFFFFF for i in range(count)], axis=-1).astype(np.uint32)
+    return torch.from_numpy(made.reshape(*fields.shape[:-1], -1).view(np.int32))
 
 
 def gptq(
-    bits: int = 4, group: int = 32, *, sym: bool = True, act_order: bool = False, version: int = 1, seed: int = 0, **said: Any
+    bits: int = 4,
+    group: int = 32,
+    *,
+    sym: bool = True,
+    act_order: bool = False,
+    version: int = 1,
+    ffn: int = FFN,
+    seed: int = 0,
+    **said: Any,
 ) -> Made:
-    """w = scale * (q - zero): words of qweight along the inputs, of qzeros along the outputs. Version 1 stores zero - 1."""
+    """w = scale * (q - zero): words of qweight along the inputs, of qzeros along the outputs. Version 1 stores zero - 1; fields
+    of 3 bits cross words there, so that a zero of 0 has no form."""
     rng = np.random.default_rng(seed)
     settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": act_order, **said}
     if version == 2:
         settings["checkpoint_format"] = "gptq_v2"
-    made = Made(settings, others(rng))
-    for name, (n, k) in MATRICES.items():
+    made = Made(settings, others(rng), config={**LLAMA, "intermediate_size": ffn})
+    for name, (n, k) in matrices(ffn).items():
         groups, most = (1 if group == -1 else k // group), (1 << bits) - 1
         index = np.arange(k) // (k // groups)
         index = rng.permutation(index) if act_order else index
         q = rng.integers(0, most + 1, (n, k))
-        zero = np.full((groups, n), 1 << bits - 1) if sym else rng.integers(0, most + 1, (groups, n))
+        zero = np.full((groups, n), 1 << bits - 1) if sym else rng.integers(bits == 3, most + 1, (groups, n))
         scale = (rng.uniform(0.2, 1, (groups, n)) * 2 / most / k**0.5).astype(np.float16)
         made.tensors[f"{name}.qweight"] = words(q, bits).T
         made.tensors[f"{name}.qzeros"] = words(zero - (version == 1), bits)
@@ -111,6 +122,51 @@ def awq(group: int = 32, *, zeros: bool = True, seed: int = 0, **said: Any) -> M
         made.tensors[f"{name}.scales"] = torch.from_numpy(scale)
         index = np.arange(k) // group
         made.values[name] = np.ascontiguousarray(scale[index].T.astype(np.float32) * (q - zero[index]).T.astype(np.float32))
+    return made
+
+
+def packed_integers(bits: int, *, padded: bool = False, sym: bool = True, group: int = 32, seed: int = 0) -> Made:
+    """compressed-tensors, pack-quantized: integers + 2^(bits - 1), which run on from word to word, or (`padded`) fill one with
+    as many as go into it; zero points so along the outputs."""
+    rng, half = np.random.default_rng(seed), 1 << bits - 1
+    weights = {"num_bits": bits, "type": "int", "symmetric": sym, "strategy": "group", "group_size": group}
+    made = Made({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}, others(rng))
+
+    def stored(x: np.ndarray) -> torch.Tensor:
+        x = x + half
+        each = 32 // bits if padded else 32
+        x = np.pad(x, ((0, 0), (0, -x.shape[1] % each)))
+        if padded:
+            shifts = bits * np.arange(each)
+            return torch.from_numpy((x.reshape(len(x), -1, each) << shifts).sum(2).astype(np.uint32).view(np.int32))
+        return words(x, bits)
+
+    for name, (n, k) in MATRICES.items():
+        q = rng.integers(-half, half, (n, k))
+        zero = np.zeros((n, k // group), np.int64) if sym else rng.integers(-half, half, (n, k // group))
+        scale = (rng.uniform(0.2, 1, zero.shape) / half / k**0.5).astype(np.float16)
+        made.tensors |= {f"{name}.weight_packed": stored(q), f"{name}.weight_shape": torch.tensor([n, k])}
+        made.tensors[f"{name}.weight_scale"] = torch.from_numpy(scale)
+        if not sym:
+            made.tensors[f"{name}.weight_zero_point"] = stored(zero.T).T
+        each = np.repeat(zero, group, axis=1)
+        made.values[name] = np.repeat(scale, group, axis=1).astype(np.float32) * (q - each).astype(np.float32)
+    return made
+
+
+def nvfp4(seed: int = 0) -> Made:
+    """compressed-tensors, nvfp4-pack-quantized: E2M1 in pairs, the low half of a byte first, times an E4M3 over a float32."""
+    rng = np.random.default_rng(seed)
+    made = Made({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, others(rng))
+    sizes = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name, (n, k) in MATRICES.items():
+        codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
+        scale = torch.from_numpy(rng.uniform(20, 448, (n, k // 16)).astype(np.float32)).to(torch.float8_e4m3fn)
+        whole = torch.tensor([float(np.float32(rng.uniform(500, 900) * k**0.5))])
+        made.tensors[f"{name}.weight_packed"] = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4)
+        made.tensors |= {f"{name}.weight_scale": scale, f"{name}.weight_global_scale": whole}
+        numbers = np.concatenate([sizes, -sizes])[codes].reshape(n, -1, 16)
+        made.values[name] = (numbers * (scale.float() / whole).numpy()[:, :, None]).reshape(n, k) + np.float32(0)
     return made
 
 

@@ -1,6 +1,7 @@
 """Writes tests/data/quantized: a tiny llama as other projects compress it, packed and read back by their own code.
 
-    pip install torch transformers auto-round compressed-tensors bitsandbytes        # in an environment of its own
+    pip install torch transformers auto-round compressed-tensors bitsandbytes        # in an environment of its own; for
+        # int8-2of4 and int5-words compressed-tensors 0.9.4, as later ones have no 2:4 and let fields cross words
     python tools/quantized_fixtures.py [FORMAT...]
     python tools/quantized_fixtures.py --gptq FOLDER OUT        # a whole model in 4 bits with zero points, for measurements
 
@@ -86,6 +87,45 @@ def compressed(w: torch.Tensor, name: str, arguments: dict[str, object]) -> Pack
     return fields, compressor.decompress(wide, scheme)["weight"].float()
 
 
+def nvfp4(w: torch.Tensor) -> Packed:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    args = QuantizationArgs(**NVFP4)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    whole = generate_gparam(w.amin(), w.amax()).float().reshape(1)
+    parts = w.reshape(len(w), -1, 16)
+    scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args, global_scale=whole)
+    state = {"weight": w, "weight_scale": scale, "weight_zero_point": zero, "weight_global_scale": whole}
+    fields = compressor.compress(dict(state), scheme)
+    numbers = unpack_fp4_from_uint8(fields["weight_packed"], *w.shape, dtype=torch.float32)
+    return fields, dequantize(numbers, fields["weight_scale"].float(), global_scale=whole, args=args, dtype=torch.float32)
+
+
+def sparse(w: torch.Tensor) -> Packed:
+    from compressed_tensors.compressors.sparse_compressors.sparse_24_bitmask import Sparse24BitMaskTensor
+
+    scale = (w.abs().amax(1, keepdim=True) / 127).bfloat16()
+    held = Sparse24BitMaskTensor.from_dense((w / scale.float()).round().clamp(-127, 127).to(torch.int8))
+    fields = {name.rpartition(".")[2]: x for name, x in held.dict("matrix.weight").items()}
+    return {**fields, "weight_scale": scale}, held.decompress().float() * scale.float()
+
+
+def whole_words(w: torch.Tensor, bits: int) -> Packed:
+    from compressed_tensors.compressors.quantized_compressors.pack_quantized import pack_to_int32, unpack_from_int32
+
+    parts, half = w.reshape(len(w), -1, GROUP), 2 ** (bits - 1)
+    scale = (parts.abs().amax(-1) / half).bfloat16()
+    q = (parts / scale.float()[:, :, None]).round().clamp(-half, half - 1).to(torch.int8).reshape(w.shape)
+    fields = {"weight_packed": pack_to_int32(q, bits), "weight_shape": torch.tensor(w.shape), "weight_scale": scale}
+    read = unpack_from_int32(fields["weight_packed"], bits, w.shape)
+    return fields, read.float() * scale.float().repeat_interleave(GROUP, 1)
+
+
 def bitsandbytes(w: torch.Tensor, kind: str, nested: bool = False) -> Packed:
     from bitsandbytes import functional
 
@@ -97,15 +137,20 @@ def bitsandbytes(w: torch.Tensor, kind: str, nested: bool = False) -> Packed:
     return fields, functional.dequantize_4bit(packed, state).float()
 
 
-CT = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
+CT_NAME = "compressed-tensors"
+CT = {"quant_method": CT_NAME, "quantization_status": "compressed", "ignore": ["lm_head"]}
 
 
 def of_compressed(name: str, **arguments: object) -> tuple[Callable[[torch.Tensor], Packed], dict[str, object], str]:
+    return (lambda w: compressed(w, name, arguments)), settings_of(name, arguments), CT_NAME
+
+
+def settings_of(name: str, arguments: dict[str, object]) -> dict[str, object]:
     group = {"targets": ["Linear"], "weights": arguments, "input_activations": None, "output_activations": None}
-    settings = {**CT, "format": name, "config_groups": {"group_0": group}}
-    return (lambda w: compressed(w, name, arguments)), settings, "compressed-tensors"
+    return {**CT, "format": name, "config_groups": {"group_0": group}}
 
 
+NVFP4: dict[str, object] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 BNB = {"quant_method": "bitsandbytes", "bnb_4bit_compute_dtype": "float32"}
 FORMATS: dict[str, tuple[Callable[[torch.Tensor], Packed], dict[str, object], str]] = {
@@ -119,6 +164,10 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Packed], dict[str, object], st
     "int8": of_compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
     "fp8": of_compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True),
     "mxfp4": of_compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True),
+    "int3-asym": of_compressed("pack-quantized", num_bits=3, type="int", strategy="group", group_size=GROUP, symmetric=False),
+    "nvfp4": (nvfp4, settings_of("nvfp4-pack-quantized", NVFP4), CT_NAME),
+    "int8-2of4": (sparse, {**CT, "format": "int-quantized", "sparsity_config": {"format": "sparse-24-bitmask"}}, CT_NAME),
+    "int5-words": (lambda w: whole_words(w, 5), settings_of("pack-quantized", {"num_bits": 5, "group_size": GROUP}), CT_NAME),
     "bnb-int8": (lambda w: bitsandbytes(w, "int8"), {**BNB, "load_in_8bit": True}, "bitsandbytes"),
     "bnb-nf4-nested": (
         lambda w: bitsandbytes(w, "nf4", True),

@@ -66,7 +66,7 @@ def test_both_back_ends(activations: str, folder: Path) -> None:
 
 
 def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="activations must be auto, token, split, not 'row'"):
+    with pytest.raises(ValueError, match="activations must be auto, token, split, tensor, not 'row'"):
         LLM(str(folder), activations="row")
     plain = write_folder(tmp_path / "plain", "llama-gqa")
     with pytest.raises(ValueError, match="rounds the inputs of integer weights, and .*plain has floats alone: leave"):

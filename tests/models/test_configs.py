@@ -265,6 +265,7 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
         ({"general.architecture": "bert"}, "BERT is read from safetensors"),
         ({"gemma3.block_count": None}, "must have gemma3.block_count as an integer from 1 to 1024, not None"),
         ({"gemma3.attention.value_length": 128}, "different widths"),
+        ({"gemma3.expert_count": 8}, "has layers of 8 experts, which are not built; take a model without experts"),
         ({"gemma3.rope.scaling.type": "yarn"}, "rotary scaling 'yarn'; known are none, linear and llama3"),
         ({"gemma3.rope.freq_base": "fast"}, "must have gemma3.rope.freq_base as a number above 0, not 'fast'"),
         (

@@ -36,6 +36,8 @@ ROUNDED = [  # format, layout, what inspect says
     ("w8a8", None, "compressed-tensors, 8 bits, a scale a row"),
     ("int4-g32-sym", "gptq", "GPTQ, 4 bits, groups of 32"),
     ("int4-g32", "awq", "AWQ, 4 bits, groups of 32"),
+    ("int3-g32", "gptq", "GPTQ, 3 bits, groups of 32"),
+    ("int6-g32", None, "compressed-tensors, 6 bits, groups of 32"),
 ]
 
 
@@ -146,6 +148,8 @@ def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -
         ({"format": "int4-g96"}, "rows of 32, 64 numbers are no whole groups of int4-g96"),
         ({"layout": "marlin"}, "unknown layout 'marlin'; known are compressed, gptq, awq, 2:4"),
         ({"layout": "awq", "format": "int8"}, "the layout awq holds 4 bits, and int8 has 8"),
+        ({"layout": "gptq", "format": "int5-g32"}, "the layout gptq holds 2, 3, 4, 8 bits, and int5-g32 has 5"),
+        ({"format": "w8a8-static"}, "w8a8-static measures inputs on texts: choose a --method that reads them"),
         ({"layout": "gptq", "format": "w8a8"}, "the layout gptq says nothing of activations"),
         ({"head": "Q8_0"}, "a folder keeps tables of tokens and the head as they are"),
         ({"budget": 10**6, "method": ("gptq",)}, "--budget chooses among kinds of GGUF"),
@@ -161,7 +165,7 @@ def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: P
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("number_format", ["int4-g32", "int4-g32-sym", "int8", "w8a8"])
+@pytest.mark.parametrize("number_format", ["int4-g32", "int4-g32-sym", "int8", "w8a8", "int3-g32", "int5-g32-sym"])
 def test_compressed_tensors_decompresses_it_alike(number_format: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
     """Its own code, by its own reading of config.json, in float32."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra peers)")

@@ -26,7 +26,21 @@ from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.models.gates import program_of
 from tests.native_reference import Faked, bfloat16_attention, int8_groups, rounded
-from tests.quantized import DATA, LAYER, MATRICES, VOCAB, Made, awq, fp8_blocks, gptq, kept, mxfp4, sparse
+from tests.quantized import (
+    DATA,
+    LAYER,
+    MATRICES,
+    VOCAB,
+    Made,
+    awq,
+    fp8_blocks,
+    gptq,
+    kept,
+    mxfp4,
+    nvfp4,
+    packed_integers,
+    sparse,
+)
 from tests.tiny_native import Feeder
 from tests.unit.gguf_bytes import damaged
 
@@ -34,18 +48,35 @@ TEXT = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
 FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "gptq": (gptq, {"Q4_0"}, "GPTQ, 4 bits, groups of 32"),
     "gptq by row": (lambda: gptq(group=-1), {"Q4_0"}, "GPTQ, 4 bits, a scale a row"),
-    "gptq v2": (lambda: gptq(version=2, sym=False), {"Q5_0"}, "GPTQ, 4 bits, groups of 32"),
-    "gptq with zeros": (lambda: gptq(sym=False), {"Q5_0"}, "GPTQ, 4 bits, groups of 32"),
+    "gptq v2": (lambda: gptq(version=2, sym=False), {"G4_32"}, "GPTQ, 4 bits, groups of 32"),
+    "gptq with zeros": (lambda: gptq(sym=False), {"G4_32"}, "GPTQ, 4 bits, groups of 32"),
+    "gptq with zeros by row": (
+        lambda: gptq(group=-1, sym=False, ffn=128), {"G4_32", "G4_128"}, "GPTQ, 4 bits, a scale a row"
+    ),
     "gptq in act-order": (lambda: gptq(act_order=True), {"Q4_0"}, "GPTQ, 4 bits, groups of 32, act-order"),
     "gptq in act-order with zeros": (
-        lambda: gptq(act_order=True, sym=False, version=2), {"Q5_0"}, "GPTQ, 4 bits, groups of 32, act-order"
+        lambda: gptq(act_order=True, sym=False, version=2), {"G4_32"}, "GPTQ, 4 bits, groups of 32, act-order"
+    ),
+    "gptq int3": (lambda: gptq(3), {"Q4_0"}, "GPTQ, 3 bits, groups of 32"),
+    "gptq int3 with zeros": (lambda: gptq(3, sym=False), {"Q4_0"}, "GPTQ, 3 bits, groups of 32"),
+    "gptq int3 v2 in act-order": (
+        lambda: gptq(3, sym=False, version=2, act_order=True), {"Q4_0"}, "GPTQ, 3 bits, groups of 32, act-order"
     ),
     "gptq int8": (lambda: gptq(8), {"Q8_0"}, "GPTQ, 8 bits, groups of 32"),
     "gptq int8 in act-order": (lambda: gptq(8, act_order=True), {"Q8_0"}, "GPTQ, 8 bits, groups of 32, act-order"),
     "gptq int2": (lambda: gptq(2, sym=False), {"Q4_0"}, "GPTQ, 2 bits, groups of 32"),
-    "awq": (awq, {"Q5_0"}, "AWQ, 4 bits, groups of 32"),
+    "awq": (awq, {"G4_32"}, "AWQ, 4 bits, groups of 32"),
     "awq without zeros": (lambda: awq(zeros=False), {"Q4_0"}, "AWQ, 4 bits, groups of 32"),
     "2:4": (sparse, {"S8"}, "compressed-tensors, 2:4, 8 bits, a scale a row"),
+    "int3": (lambda: packed_integers(3, sym=False), {"Q4_0"}, "compressed-tensors, 3 bits, groups of 32"),
+    "int3 in whole words": (lambda: packed_integers(3, padded=True), {"Q4_0"}, "compressed-tensors, 3 bits, groups of 32"),
+    "int5": (lambda: packed_integers(5), {"Q5_0"}, "compressed-tensors, 5 bits, groups of 32"),
+    "int6 in whole words with zeros": (
+        lambda: packed_integers(6, padded=True, sym=False), {"Q8_0"}, "compressed-tensors, 6 bits, groups of 32"
+    ),
+    "int7 with zeros": (lambda: packed_integers(7, sym=False), {"Q8_0"}, "compressed-tensors, 7 bits, groups of 32"),
+    "int7 in whole words": (lambda: packed_integers(7, padded=True), {"Q8_0"}, "compressed-tensors, 7 bits, groups of 32"),
+    "nvfp4": (nvfp4, {"F32"}, "compressed-tensors, NVFP4 as bfloat16"),
     "mxfp4": (mxfp4, {"MXFP4"}, "MXFP4"),
     "fp8": (fp8_blocks, {"F32"}, "FP8, E4M3 as bfloat16"),
 }  # fmt: skip
@@ -64,6 +95,8 @@ def test_matrices_are_what_the_format_says(name: str, tmp_path: Path) -> None:
         assert np.array_equal(read_floats(source, f"{matrix}.weight").view(np.uint32), values.view(np.uint32)), matrix
     told = describe(tmp_path)
     assert told["quantised"] == said
+    assert sum(f"packed as {kind}" in told["core"] for kind in kinds) == len(kinds - {"F32"})
+    assert told["core"].endswith(" in bfloat16")
     assert told["bytes"] == sum(x.nbytes for x in made.tensors.values()), "what the file has, not what it becomes"
     q_proj = load_model(source).layers[0].qkv.weight[: len(values := made.values[f"{LAYER}.self_attn.q_proj"])]
     assert np.array_equal(q_proj.numpy(), values)
@@ -75,12 +108,16 @@ def by_bits(values: np.ndarray) -> str:
 
 # What other projects wrote, and how it is read; exact, or with a bound of the largest number of a block.
 KEPT: dict[str, tuple[set[str], str]] = {
-    "gptq-asym": ({"Q5_0"}, "GPTQ, 4 bits, groups of 32"),
-    "awq": ({"Q5_0"}, "AWQ, 4 bits, groups of 32"),
-    "int4-asym": ({"Q5_0"}, "compressed-tensors, 4 bits, groups of 32"),
+    "gptq-asym": ({"G4_32"}, "GPTQ, 4 bits, groups of 32"),
+    "awq": ({"G4_32"}, "AWQ, 4 bits, groups of 32"),
+    "int4-asym": ({"G4_32"}, "compressed-tensors, 4 bits, groups of 32"),
     "int8": ({"Q8_0"}, "compressed-tensors, 8 bits, a scale a row"),
     "fp8": ({"F32"}, "compressed-tensors, F8_E4M3 as bfloat16"),
     "mxfp4": ({"MXFP4"}, "compressed-tensors, MXFP4"),
+    "int3-asym": ({"Q4_0"}, "compressed-tensors, 3 bits, groups of 32"),
+    "nvfp4": ({"F32"}, "compressed-tensors, NVFP4 as bfloat16"),
+    "int5-words": ({"Q5_0"}, "compressed-tensors, 5 bits, groups of 32"),
+    "int8-2of4": ({"S8"}, "compressed-tensors, 2:4, 8 bits, a scale a row"),
 }
 
 
@@ -209,7 +246,11 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         changed("scales", lambda x: x.int()),
         "scales of I32 2 x 96 and needs F16",
     ),
-    "gptq of 3 bits": (gptq, changed("qzeros", lambda x: x[:, :9]), "has 3 bits; 2, 4, 8 are read: take another checkpoint"),
+    "gptq of 5 bits": (
+        gptq,
+        changed("qzeros", lambda x: x.repeat(1, 2)[:, :15]),
+        "has 5 bits; 2, 3, 4, 8 are read: take another",
+    ),
     "gptq of groups of 16": (lambda: gptq(group=16), lambda made: None, "groups of a multiple of 32 are read"),
     "gptq of 8 bits with zeros": (lambda: gptq(8, sym=False), lambda made: None, "no packed kind holds; take a symmetric"),
     "awq without zeros": (awq, without("qzeros"), "has no qzeros; the file is incomplete"),
@@ -227,7 +268,7 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "int4 of 5 bits": (
         lambda: kept("int4-asym"),
         changed("weight_packed", lambda x: x[:, :5].repeat(1, 2)),
-        "has 5 bits; 2, 4, 8 are read",
+        "has 96 x 10 words for 96 x 64 numbers of 4 bits; the file is damaged",
     ),
     "int4 of fewer scales": (
         lambda: kept("int4-asym"),
@@ -249,10 +290,18 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "fp8 of fewer scales": (lambda: kept("fp8"), changed("weight_scale", lambda x: x[1:]), "weight_scale of BF16 95 x 1"),
     "fp8 without a weight": (lambda: kept("fp8"), without("weight"), "has no weight; the file is incomplete"),
     "blocks of fp8 of whole scales": (fp8_blocks, changed("weight_scale_inv", lambda x: x.int()), "weight_scale_inv of I32"),
-    "nvfp4": (
+    "nvfp4 of powers": (
         lambda: kept("mxfp4"),
         lambda made: made.tensors.update({f"{UP}.weight_global_scale": torch.ones(1)}),
-        "weight_global_scale .NVFP4., which is not read",
+        "weight_scale of U8 96 x 2 and needs F8_E4M3 96 x 4",
+    ),
+    "nvfp4 of fewer scales": (nvfp4, changed("weight_scale", lambda x: x[:, 1:]), "weight_scale of F8_E4M3 96 x 3 and needs"),
+    "nvfp4 of half a group": (nvfp4, changed("weight_packed", lambda x: x[:, :-4]), "weight_scale of F8_E4M3 96 x 4 and needs"),
+    "nvfp4 over 0": (nvfp4, changed("weight_global_scale", lambda x: x * 0), "NaN or infinite in float32"),
+    "int3 of fewer words": (
+        lambda: packed_integers(3),
+        changed("weight_packed", lambda x: x[:, 1:]),
+        "has 96 x 5 words for 96 x 64 numbers of 3 bits; the file is damaged",
     ),
     "mxfp4 of fewer scales": (mxfp4, changed("weight_scales", lambda x: x[1:]), "lacks scales or has odd blocks"),
     "mxfp4 of experts": (mxfp4, changed("weight_blocks", lambda x: x[None]), "is one of experts, which are not built"),

@@ -45,6 +45,10 @@ std::vector<uint8_t> some_rows(const Case& which, std::mt19937& rng) {
     if (which.kind == static_cast<SourceKind>(PackedKind::kMxfp4)) {
         for (size_t at = 0; at < rows.size(); at += 17) rows[at] |= 0x68;  // halves hold 2^(e - 128)
     }
+    const size_t block = which.kind == static_cast<SourceKind>(PackedKind::kG4_32)    ? 19
+                         : which.kind == static_cast<SourceKind>(PackedKind::kG4_128) ? 67
+                                                                                      : 0;
+    for (size_t at = 2; block && at < rows.size(); at += block) rows[at] = static_cast<uint8_t>(rng() % 17);  // zeros
     const size_t kept = which.kind == static_cast<SourceKind>(PackedKind::kS4)   ? 8
                         : which.kind == static_cast<SourceKind>(PackedKind::kS8) ? 16
                                                                                  : 0;

@@ -5,7 +5,7 @@ import pytest
 
 from headrace import native
 from headrace.weights.kinds import KINDS as STORED
-from tests.native_blocks import INTEGER_KINDS, SCALES, SPARSE, columns, dense, random_rows, round_bf16
+from tests.native_blocks import INTEGER_KINDS, POINTS, SCALES, SPARSE, columns, dense, random_rows, round_bf16
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
@@ -74,6 +74,8 @@ def test_the_largest_integers(kind: str, isa: str, pool) -> None:
             rows[:, :, at : at + 2] = np.float16([0.5]).view(np.uint8)
         if kind == "MXFP4":
             rows[:, :, 0] = 127
+        if kind in POINTS:
+            rows[:, :, 2] = 0 if byte == 0xFF else 16
         if kind in SPARSE:
             rows[:, :, 2:6] = 0x4E, 0x8C, 0x9D, 0xE4  # all patterns
         rows = rows.reshape(20, -1)

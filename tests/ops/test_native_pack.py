@@ -211,6 +211,8 @@ def test_the_size_is_what_the_design_says(pool, arena) -> None:
         "Q5_K": 5.625,
         "Q6_K": 6.625,
         "BF16": 16,
+        "G4_32": 5,
+        "G4_128": 4.25,
     }
     for kind, per_weight in stored.items():
         before = arena.used

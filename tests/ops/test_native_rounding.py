@@ -66,6 +66,23 @@ def test_a_scale_for_a_row(k: int, isa: str) -> None:
     assert np.isnan(core.quantize_a8(x, isa=isa, activations="token")[1][3]).all()
 
 
+@pytest.mark.parametrize("k", [1, 33, 64, 172])
+def test_a_scale_that_is_given(k: int, isa: str) -> None:
+    """For all rows: to nearest, what is beyond 127 cut off; as torch has it; a number that is not finite shows in its group."""
+    x, given = rows(5, k), np.float32(0.011)
+    q, scale, scaled_sum, neg32, _ = core.quantize_a8(x, isa=isa, activations="tensor", threshold=float(given))
+    assert np.array_equal(q[:, :k], np.rint(np.clip(x / given, -127, 127)).astype(np.int8))
+    assert (np.abs(q) == 127).any() or k == 1
+    assert not q[:, k:].any()
+    assert (scale == given).all()
+    assert np.array_equal(scaled_sum, scale * -neg32.astype(np.float32))
+    made = rounded(torch.from_numpy(x), "tensor", scale=float(given)).numpy()
+    assert np.array_equal(made, q[:, :k] * given)
+    x[3, k // 2] = np.nan
+    found = core.quantize_a8(x, isa=isa, activations="tensor", threshold=float(given))[1]
+    assert np.argwhere(np.isnan(found)).tolist() == [[3, k // 2 // 32]]
+
+
 def test_the_product_of_a_row_with_one_scale(isa: str, pool) -> None:
     """Integers times integers, exactly, times the two scales."""
     k, n = 160, 37
@@ -192,5 +209,5 @@ def test_outliers_hurt_one_scale_and_not_the_others(pool) -> None:
 
 
 def test_what_is_not_known_is_said(pool) -> None:
-    with pytest.raises(ValueError, match="activations must be group, token or split, not row"):
+    with pytest.raises(ValueError, match="activations must be group, token, split or tensor, not row"):
         core.quantize_a8(rows(1, 32), activations="row")

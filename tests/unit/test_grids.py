@@ -14,8 +14,8 @@ from headrace.quant.grid import Table, Uniform, fit, grouped
 from headrace.quant.spec import Spec, parse
 from headrace.weights.kinds import KINDS
 
-NAMES = "int4 int8-tensor-sym int3-g64 nf4-g64 e4m3-tensor e5m2 e2m1-g32 pow4-g64 lloyd4 Q4_K Q8_0 BF16".split()
-FAMILIES = ("int4", "int4-sym", "int8", "nf4", "e4m3", "e2m1", "pow4", "lloyd4")
+NAMES = "int4 int8-tensor-sym int3-g64 nf4-g64 e4m3-tensor e5m2 e2m1-g32 mxfp4 nvfp4 pow4-g64 lloyd4 Q4_K Q8_0 BF16".split()
+FAMILIES = ("int4", "int4-sym", "int8", "nf4", "e4m3", "e2m1", "mxfp4", "nvfp4", "pow4", "lloyd4")
 RNG = np.random.default_rng(5)
 NORMAL = RNG.standard_normal((64, 512)).astype(np.float32)
 EVEN = RNG.uniform(-1, 1, (64, 512)).astype(np.float32)

@@ -13,15 +13,19 @@ from headrace.quant.targets import integers_named, target
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.dequant import read_floats
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
+from headrace.weights.quantized.gptq import BITS
 from headrace.weights.quantized.rows import integers_of, packed, rows_of, unpacked
 from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout
 from tests.quantized import MATRICES, Made, awq, gptq, kept, others
 
-GRIDS = [Integers(4, 128), Integers(4, 64), Integers(4, 32, symmetric=False), Integers(4, symmetric=False), Integers(8)]
+GRIDS = [
+    *(Integers(4, 128), Integers(4, 64), Integers(4, 32, symmetric=False), Integers(4, symmetric=False), Integers(8)),
+    *(Integers(4, 128, symmetric=False), Integers(3, 64, symmetric=False), Integers(5, 32), Integers(7, symmetric=False)),
+]
 LAYOUTS: list[Layout] = [
     *(Compressed(each) for each in GRIDS),
     Compressed(Integers(8, activations=True)),
-    *(Gptq(each) for each in GRIDS),
+    *(Gptq(each) for each in GRIDS if each.bits in BITS),
     *(Awq(each) for each in GRIDS if each.bits == 4),
 ]
 
@@ -111,7 +115,7 @@ def test_the_loop_leaves_integers_of_the_grid(of: Integers) -> None:
 
 def test_words_are_packed_and_unpacked() -> None:
     rng = np.random.default_rng(0)
-    for bits in (2, 4, 8):
+    for bits in range(2, 9):
         fields = rng.integers(0, 1 << bits, (3, 40)).astype(np.uint8)
         words = packed(fields, bits)
         assert words.dtype == np.dtype("<i4")
@@ -184,7 +188,7 @@ def test_names_and_what_is_refused() -> None:
         ("int8-g32", "no packed kind holds 8 bits and zero points; write int8-g32-sym"),
         ("int4-g48", "groups of a multiple of 32"),
         ("int4-tensor", "groups of a multiple of 32"),
-        ("int3-g32", "integers of 4 and 8 bits"),
+        ("int2-g32", "integers of 3 to 8 bits"),
         ("nf4-g64", "folders do not hold nf4-g64"),
         ("int9", "unknown format 'int9'"),
     ):

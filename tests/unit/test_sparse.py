@@ -4,6 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.quant.arithmetic import sparse_bytes
 from headrace.quant.encode import encode
@@ -28,6 +29,25 @@ def test_two_of_four_and_back() -> None:
         compacted(np.ones((1, 8)))
     with pytest.raises(ValueError, match="do not ascend"):
         spread(packed, np.zeros_like(indices))
+
+
+def test_torch_finds_the_same_two_of_four() -> None:
+    """The numbers and the 2-bit indices of torch's own packer for sparse tensor cores, once its words are in order again."""
+    conversions = pytest.importorskip("torch.sparse._semi_structured_conversions", reason="this torch has no packer of 2:4")
+    rng, (n, k) = np.random.default_rng(6), (32, 128)
+    w = (rng.integers(1, 128, (n, k)) * rng.choice([-1, 1], (n, k))).astype(np.int8)
+    w[~kept(np.abs(w.astype(np.int32)), parse_sparsity("2:4"))] = 0
+    packed, indices = compacted(w)
+    theirs, words = conversions.sparse_semi_structured_from_dense_cutlass(torch.from_numpy(w))
+    order = conversions._calculate_meta_reordering_scatter_offsets(n, k // 32, torch.int32, "cpu")
+    assert np.array_equal(packed, theirs.numpy())
+    assert np.array_equal(indices.view("<i4"), words.flatten()[order].view(n, -1).numpy())
+    in_their_order = torch.empty_like(words.flatten()).scatter_(0, order, torch.from_numpy(indices.view("<i4")).flatten())
+    back = conversions.sparse_semi_structured_to_dense_cutlass(torch.from_numpy(packed), in_their_order.view(n, -1))
+    assert np.array_equal(back.numpy(), w)
+    swapped = indices.view("<i4").copy()
+    swapped[0, 0] ^= 0xFF
+    assert not np.array_equal(swapped, words.flatten()[order].view(n, -1).numpy()), "the control: one index"
 
 
 @pytest.mark.parametrize("kind", DENSE)

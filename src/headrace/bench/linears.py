@@ -11,9 +11,28 @@ from headrace.bench.profile import limits, share_of
 from headrace.native import core
 from headrace.native.threads import thread_pool
 from headrace.weights.kinds import KINDS
+from headrace.weights.quantized.rows import POINTS
 from headrace.weights.sparse import INDICES, ZEROS
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "S4", "S8", "BF16")
+TYPES = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "S4",
+    "S8",
+    "G4_32",
+    "G4_128",
+    "BF16",
+)
 ROWS = (1, 8, 16, 32, 256)
 SHAPE = (4096, 2048)  # outputs, inputs
 MEBIBYTES = 64  # of packed weights, at least: more than most caches hold
@@ -68,4 +87,6 @@ def _stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
     rows = rng.integers(0, 256, (n, k // block, block_bytes), np.uint8) & 0x3B
     if kind in ZEROS:
         rows[:, :, 2:6] = INDICES[rng.integers(0, 6, (n, k // block, 4))] | INDICES[rng.integers(0, 6, (n, k // block, 4))] << 4
+    if kind in POINTS:
+        rows[:, :, 2] &= 15
     return rows.reshape(n, -1)

@@ -131,7 +131,11 @@ class WeightOptions:
     kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, int4, or a dtype.")] = "auto"
     quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
     activations: Annotated[
-        str, _model("How inputs of integer weights are rounded: auto, token (one scale for a row), split (outliers left out).")
+        str,
+        _model(
+            "How inputs of integer weights are rounded: auto, token (one scale for a row), split (outliers left out), tensor "
+            "(the folder's own scales)."
+        ),
     ] = "auto"
 
     def check(self) -> None:

@@ -69,7 +69,8 @@ class Told:
     """What is said of a matrix (a part of a fused one) after it was rounded. Errors are of its outputs, over the mean square
     of these: `error` on the texts measured, `held` on those held out (None: there were none), `nearest` and `held_nearest` for
     rounding to nearest in the same kind what is not left out (of SparseGPT what Wanda leaves); `lost` and `energy` are square
-    sums of the rounding and of the weights. `damping` 0: rounded to nearest."""
+    sums of the rounding and of the weights. `damping` 0: rounded to nearest. `largest`: of the inputs on the texts measured, in
+    size."""
 
     kind: str
     weights: int
@@ -82,6 +83,7 @@ class Told:
     energy: float
     dead: int = 0
     damping: float = 0.0
+    largest: float = 0.0
 
 
 @dataclass(slots=True)

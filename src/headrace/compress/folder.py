@@ -242,7 +242,8 @@ def _chunks(job: Job, threads: int, tell: Progress) -> Iterator[tuple[str, np.nd
         try:
             if job.rounded(name):
                 rows, error, zeros = _rows(job, name, threads)
-                arrays = list(job.layout.tensors(rows).values())
+                largest = max(job.made.told[part.target].largest for part in parts) if job.made is not None else 0.0
+                arrays = list(job.layout.tensors(rows, largest).values())
             else:
                 data, zeros = _floats(job, name)
                 arrays, error = [data], 0.0

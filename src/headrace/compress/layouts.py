@@ -3,6 +3,7 @@
 from headrace.compress.mixes import MIXES, SHORT
 from headrace.compress.report import LAYOUTS, Pipeline
 from headrace.quant.targets import EXAMPLES, integers_named
+from headrace.weights.quantized.gptq import BITS as GPTQ_BITS
 from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout, TwoFour
 
 SPARSE = {Integers(4, 32): "S4", Integers(8, 32): "S8"}
@@ -15,6 +16,8 @@ def layout_of(pipeline: Pipeline) -> Layout:
         raise ValueError(f"{name} is a format of GGUF: give a name that ends in .gguf, or a format of folders: {EXAMPLES}")
     integers = integers_named(name)
     two_four = pipeline.prunes is not None and str(pipeline.prunes[1]) == "2:4"
+    if integers.static and not pipeline.walks:
+        raise ValueError(f"{name} measures inputs on texts: choose a --method that reads them (smoothquant, gptq), or w8a8")
     wanted = pipeline.layout or ("2:4" if two_four and integers in SPARSE else LAYOUTS[0])
     if wanted == "2:4":
         if not two_four or integers not in SPARSE:
@@ -29,6 +32,9 @@ def layout_of(pipeline: Pipeline) -> Layout:
         raise ValueError(f"the layout {wanted} says nothing of activations, which w8a8 rounds: leave it out, or choose int8")
     if wanted == "awq" and integers.bits != 4:
         raise ValueError(f"the layout awq holds 4 bits, and {name} has {integers.bits}: leave it out, or choose int4-g128")
+    if wanted == "gptq" and integers.bits not in GPTQ_BITS:
+        bits = ", ".join(map(str, GPTQ_BITS))
+        raise ValueError(f"the layout gptq holds {bits} bits, and {name} has {integers.bits}: leave it out, or choose int4")
     return Awq(integers) if wanted == "awq" else Gptq(integers)
 
 

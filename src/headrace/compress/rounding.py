@@ -107,4 +107,5 @@ def tell(w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, de
         energy=float(w.square().sum(dtype=torch.float64)),
         dead=dead,
         damping=damping,
+        largest=float(inputs.largest.max()),
     )

@@ -17,11 +17,14 @@ MOST = 64  # of a row
 GROUP = 32
 
 
-def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD) -> Tensor:
+def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD, scale: float = 0.0) -> Tensor:
     """What rows x [n, k] become, in x's dtype. token: int8 with one scale for a row (largest / 127). split: int8 with a scale
-    for 32 columns, but for those at or beyond the threshold, at most the 64 largest of a row, which stay."""
+    for 32 columns, but for those at or beyond the threshold, at most the 64 largest of a row, which stay. tensor: int8 with the
+    scale that is given, what is beyond cut off; 0: as token."""
     wide = x.float()
-    if activations == "token":
+    if activations == "tensor" and scale:
+        return ((wide / scale).clamp(-127, 127).round() * scale).to(x.dtype)
+    if activations in ("token", "tensor"):
         return _int8(wide).to(x.dtype)
     sizes = torch.where(wide.isfinite(), wide.abs(), -1.0)
     order = sizes.argsort(dim=-1, descending=True, stable=True)[:, :MOST]
@@ -39,9 +42,9 @@ def _int8(x: Tensor) -> Tensor:
 class RoundedInputs:
     """A LinearMethod: dense products of rounded inputs, for the outputs of parts that are stored as integers."""
 
-    def __init__(self, activations: str, parts: Sequence[tuple[int, bool]]) -> None:
-        """`parts`: outputs, and whether they are of integers."""
-        self.activations, self.parts = activations, tuple(parts)
+    def __init__(self, activations: str, parts: Sequence[tuple[int, bool]], scale: float = 0.0) -> None:
+        """`parts`: outputs, and whether they are of integers. `scale`: the file's."""
+        self.activations, self.parts, self.scale = activations, tuple(parts), scale
 
     def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
         raise AssertionError("inputs are rounded of a model that is there")
@@ -50,7 +53,7 @@ class RoundedInputs:
         raise AssertionError("inputs are rounded of a model that is there")
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = linear(rounded(x, self.activations), layer.weight, bias)
+        y = linear(rounded(x, self.activations, scale=self.scale), layer.weight, bias)
         if all(integers for _, integers in self.parts):
             return y
         sizes = [rows for rows, _ in self.parts]
@@ -58,9 +61,10 @@ class RoundedInputs:
         return torch.cat([mine if integers else plain for mine, plain, (_, integers) in pairs], -1)
 
 
-def round_inputs(model: Model, integers: dict[str, tuple[bool, ...]], activations: str) -> None:
-    """Round the inputs of a model's integer weights. `integers`: of each holder's parts whether they are stored so, by path."""
+def round_inputs(model: Model, integers: dict[str, tuple[bool, ...]], activations: str, scales: dict[str, float]) -> None:
+    """Round the inputs of a model's integer weights. By path: of each holder's parts whether they are stored so, and the scales
+    that inputs have in the file."""
     for path, holder in model.holders():
         if isinstance(holder, Linear | Embedding) and any(flags := integers.get(path, ())):
             sizes = [rows for _, rows in holder.params()["weight"].parts]
-            holder.method = RoundedInputs(activations, list(zip(sizes, flags, strict=True)))
+            holder.method = RoundedInputs(activations, list(zip(sizes, flags, strict=True)), scales.get(path, 0.0))

@@ -55,9 +55,9 @@ def lower(
     centre: np.ndarray | None = None,
 ) -> Lowered:
     """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits, and what
-    `enter` adds comes before the first layer; `centre` is as k_shift takes it. `activations` (group, token, split) and
-    `threshold`: how inputs of integer layers become integers; but for groups only a whole row says how, so that attention and
-    gates leave rows.
+    `enter` adds comes before the first layer; `centre` is as k_shift takes it. `activations` (group, token, split, tensor) and
+    `threshold`: how inputs of integer layers become integers; but for groups only a whole row, or the layer, says how:
+    attention and gates leave rows.
 
     Raises RecordError for what the native core has no phase for.
     """
@@ -71,8 +71,7 @@ def lower(
             made.program.begin(name)
             if enter is not None and name == "layer" and segment is segments[0]:
                 enter(made, ropes, buffers)
-            by_group = activations == "group"
-            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, by_group, centre)
+            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, activations, centre)
             one.run(HEAD_ROWS if name == "head" else HIDDEN)
     made.program.seal()
     return made
@@ -91,7 +90,7 @@ class Lowering:
         buffers: Buffers,
         fuse: frozenset[str],
         head_ids: np.ndarray | None = None,
-        by_group: bool = True,
+        activations: str = "group",
         centre: np.ndarray | None = None,
     ) -> None:
         self.made = made
@@ -103,10 +102,10 @@ class Lowering:
         self.buffers = buffers
         self.fuse = fuse
         self.head_ids = head_ids
-        self.by_group = by_group
+        self.by_group, self.static = activations == "group", activations == "tensor"
         self.centre = centre
         self.values: dict[int, Floats | Normed | Input] = {}
-        self.inputs: dict[tuple[int, str, tuple[int, ...]], int] = {}  # quantised values, by form and order
+        self.inputs: dict[tuple[int, str, tuple[int, ...], float], int] = {}  # quantised values, by form, order and scale
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = Uses(segment)
         self.fills = _fills(segment)
@@ -175,7 +174,7 @@ class Lowering:
     def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Floats) -> None:
         name = self.weights.name(node.settings["w"])
         for part in parts:
-            source = self._input(index, node.inputs["x"], part.form, part.order)
+            source = self._input(index, node.inputs["x"], part.form, part.order, part.scale)
             at = (out.buffer, out.column + part.column)
             self.program.linear(part.linear, source, kind, at, **self._mark(index, name))
 
@@ -191,7 +190,7 @@ class Lowering:
         if linear is None:
             return False
         (form,), (order,) = self.weights.form(node.settings["w"]), self.weights.order(node.settings["w"])
-        source = self._input(index, node.inputs["x"], form, order)
+        source = self._input(index, node.inputs["x"], form, order, self.weights.scale(node.settings["w"]))
         out = self._result(act_mul.outputs[0], linear.n, "linear_act_mul")
         name = self.weights.name(node.settings["w"])
         self.program.linear(linear, source, "gated", out, act=act_mul.settings["kind"], **self._mark(index, name))
@@ -313,19 +312,20 @@ class Lowering:
             return buffer, 0
         return self._float(value, width).at
 
-    def _input(self, index: int, value: int, form: str, order: tuple[int, ...]) -> int:
+    def _input(self, index: int, value: int, form: str, order: tuple[int, ...], scale: float = 0.0) -> int:
         """The buffer with a value as a linear layer's input, made when it is first needed."""
         place = self.values[value]
         if isinstance(place, Input):
             return place.buffer
-        if (value, form, order) not in self.inputs:
+        key = (value, form, order, scale if self.static else 0.0)
+        if key not in self.inputs:
             rows, norm = (place.rows, place.norm) if isinstance(place, Normed) else (place, None)
             buffer = self.buffers.take(form, rows.width, local=True)
-            self.inputs[value, form, order] = buffer
+            self.inputs[key] = buffer
             self.held.setdefault(buffer, set()).add(value)
             reader = next((at for at in self.uses.of(value) if at in self.fills), index)  # K and V may be another's beside it
-            self.program.quantize(rows.at, buffer, norm, order=order, **self._mark(reader, "quantize"))
-        return self.inputs[value, form, order]
+            self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **self._mark(reader, "quantize"))
+        return self.inputs[key]
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
         """q, k and v, as far as a node has them, as columns of one buffer, which attention wants; copied there where they are

@@ -21,6 +21,7 @@ from headrace.weights.dequant import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
 from headrace.weights.parts import WeightPart, plan
 from headrace.weights.progress import Progress, Silent
+from headrace.weights.quantized.folder import input_scale
 from headrace.weights.source import WeightError, WeightSource
 
 log = logging.getLogger("headrace")
@@ -32,12 +33,13 @@ PACKED_AT_ONCE = 64 << 20  # bytes: a moment in which Python does not see a Ctrl
 @dataclass(frozen=True, slots=True)
 class PackedPart:
     """Some outputs of a linear layer: those from `column` on. `form` is the input they take: a8 (int8 with scales) or bf16;
-    `order`: its column i is the value's column order[i] (empty: as they stand)."""
+    `order`: its column i is the value's column order[i] (empty: as they stand). `scale`: that int8 inputs have in the file."""
 
     linear: Any  # _core.PackedLinear
     column: int
     form: str
     order: tuple[int, ...] = ()
+    scale: float = 0.0
 
 
 def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
@@ -132,6 +134,10 @@ class PackedWeights:
         """The orders in which a linear layer takes its input's columns: {()} where they are taken as they stand."""
         return {self._order(part) for part in self._parts(holder, "weight")}
 
+    def scale(self, holder: Holder) -> float:
+        """That of a linear layer's int8 inputs in the file; 0 where it has none for all its parts."""
+        return input_scale(self.source, [part.source for part in self._parts(holder, "weight")]) or 0.0
+
     def linear(self, holder: Holder, segment_unit: int = 0) -> list[PackedPart]:
         """A linear layer, as one packed layer for each run of parts that take the same input."""
         path = self._paths[id(holder)]
@@ -143,7 +149,8 @@ class PackedWeights:
                 zip(parts, biases, strict=True), key=lambda pair: (self._form(pair[0]), self._order(pair[0]))
             ):
                 tensors = [self._pack(part, bias) for part, bias in run]
-                made.append(PackedPart(core().PackedLinear(tensors, segment_unit=segment_unit), column, form, order))
+                linear = core().PackedLinear(tensors, segment_unit=segment_unit)
+                made.append(PackedPart(linear, column, form, order, self.scale(holder)))
                 column += sum(tensor.n for tensor in tensors)
             self._linears[path] = made
         return self._linears[path]

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.quant import tables
-from headrace.quant.spec import FLOATS, Spec
+from headrace.quant.spec import E4M3, E8M0, FLOATS, Spec
 
 
 class Grid(Protocol):
@@ -91,7 +91,7 @@ def fit(w: np.ndarray, spec: Spec) -> Grid:
     if spec.family != "int":
         most = np.abs(w).max(1, keepdims=True)
         table = _table(w, most, spec)
-        return Table((most / np.abs(table).max()).astype(np.float32), table)
+        return Table(_scale(most, float(np.abs(table).max()), spec.scales).astype(np.float32), table)
     if spec.symmetric:
         high = 2 ** (spec.bits - 1) - 1
         scale = np.abs(w).max(1, keepdims=True) / high
@@ -102,6 +102,20 @@ def fit(w: np.ndarray, spec: Spec) -> Grid:
     with np.errstate(divide="ignore", invalid="ignore"):
         zero = np.where(scale > 0, np.rint(-low / scale), 0).astype(np.int32)
     return Uniform(scale, zero, 0, high)
+
+
+def _scale(most: np.ndarray, last: float, scales: str) -> np.ndarray:
+    """What makes the largest number of each group the last of a table, in the format that scales have. Powers of two: that of
+    the largest number over that of the last value (OCP Microscaling Formats 1.0), so that numbers above are cut off."""
+    if scales == E8M0:
+        power = np.frexp(most)[1] - np.frexp(np.float32(last))[1]
+        return np.where(most > 0, np.ldexp(np.float32(1), power), 0)
+    found = most / last
+    if scales == E4M3 and most.any():
+        table = tables.minifloat("e4m3")
+        unit = found.max() / table[-1]
+        return Table(np.full_like(found, unit), table).snap(found)
+    return found
 
 
 def _table(w: np.ndarray, most: np.ndarray, spec: Spec) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Integers with a scale for a group of inputs, or for a whole row, and with a zero point or without: the grids of folders
 (`weights.quantized.written.Integers`), searched as the scales of stored blocks are (`quant.search`)."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -53,22 +52,24 @@ def _rows(values: Array, of: Integers, importance: Array | None) -> Fitted:
     n, k = values.shape
     groups = of.groups(k)
     x, weight = columns(values, k // groups, importance)
-    scale, zero, q = SEARCHES[of.bits, of.symmetric](x, weight)
+    scale, zero, q = _search(of, x, weight)
     integers = np.ascontiguousarray(q[:, : n * groups].T).astype(np.int8).reshape(n, k)
     return Fitted(scale[: n * groups].reshape(n, groups), zero[: n * groups].reshape(n, groups).astype(np.int16), integers)
 
 
-def _four(x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
-    scale, codes = symmetric(x, weight, 8)
-    return scale, np.zeros_like(scale), codes.astype(np.int16) - 8
+def _search(of: Integers, x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
+    """Scales, zero points and integers less these of groups x [size, groups]."""
+    if not of.symmetric:
+        return _with_zero(x, weight, (1 << of.bits) - 1)
+    if of.bits == 8:
+        scale, q = eight_bits(x, weight)
+        return scale, np.zeros_like(scale), q
+    half = 1 << of.bits - 1
+    scale, codes = symmetric(x, weight, half)
+    return scale, np.zeros_like(scale), codes.astype(np.int16) - half
 
 
-def _eight(x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
-    scale, q = eight_bits(x, weight)
-    return scale, np.zeros_like(scale), q
-
-
-def _four_with_zero(x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
+def _with_zero(x: Array, weight: Array | None, most: int) -> tuple[Array, Array, Array]:
     """Of several shares of the range, each with the scale that is best for its integers, the one with the least error. 0 is
     always a value."""
     if np.abs(x).max() > MOST:
@@ -77,10 +78,10 @@ def _four_with_zero(x: Array, weight: Array | None) -> tuple[Array, Array, Array
     best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x)]
     least = np.full_like(low, np.inf)
     for cut in CUTS.astype(np.float32):
-        scale = to_half((top - low) * (cut / np.float32(15)))
-        zero = np.clip(np.rint(-low * cut * inverse(scale)), 0, 15)
+        scale = to_half((top - low) * (cut / np.float32(most)))
+        zero = np.clip(np.rint(-low * cut * inverse(scale)), 0, most)
         for again in range(2):
-            q = np.clip(np.rint(x * inverse(scale)), -zero, 15 - zero)
+            q = np.clip(np.rint(x * inverse(scale)), -zero, most - zero)
             found = error(x, scale * q, weight)
             better = found < least
             best = [np.where(better, new, old) for new, old in zip((scale, zero, q), best, strict=True)]
@@ -88,10 +89,3 @@ def _four_with_zero(x: Array, weight: Array | None) -> tuple[Array, Array, Array
             if not again:
                 scale = to_half(total(weight, q, x) * inverse(total(weight, q, q)))
     return best[0], best[1], best[2]
-
-
-SEARCHES: dict[tuple[int, bool], Callable[[Array, Array | None], tuple[Array, Array, Array]]] = {  # bits, symmetric
-    (4, True): _four,
-    (4, False): _four_with_zero,
-    (8, True): _eight,
-}

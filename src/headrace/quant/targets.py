@@ -15,8 +15,13 @@ from headrace.weights.decode import dequantize_numpy
 from headrace.weights.quantized.rows import BLOCK
 from headrace.weights.quantized.written import Integers
 
-EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8"
-SHORT = {"int8": Integers(8), "w8a8": Integers(8, activations=True)}  # a scale a row, no zero points
+EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static"
+BITS = range(3, 9)
+SHORT = {  # a scale a row, no zero points
+    "int8": Integers(8),
+    "w8a8": Integers(8, activations=True),
+    "w8a8-static": Integers(8, activations=True, static=True),
+}
 
 
 class RowGrids(Grids, Protocol):
@@ -96,8 +101,8 @@ def integers_named(name: str) -> Integers:
     spec = parse(name)
     if spec.family != "int":
         raise ValueError(f"folders do not hold {spec}: choose {EXAMPLES}; or, for kinds of GGUF, a name that ends in .gguf")
-    if spec.bits not in (4, 8):
-        raise ValueError(f"{spec}: folders hold integers of 4 and 8 bits: choose {EXAMPLES}")
+    if spec.bits not in BITS:
+        raise ValueError(f"{spec}: folders hold integers of {BITS[0]} to {BITS[-1]} bits: choose {EXAMPLES}")
     if spec.group is None or spec.group % BLOCK:
         raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {EXAMPLES}")
     if spec.bits == 8 and not spec.symmetric:

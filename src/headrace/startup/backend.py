@@ -17,6 +17,7 @@ from headrace.startup.offer import Loaded, Offer
 from headrace.startup.recipe import ACTIVATIONS, DEFERRED, EXITS, PROPAGATE, Recipe, Role
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
+from headrace.weights.quantized.folder import input_scale
 
 log = logging.getLogger("headrace")
 
@@ -91,6 +92,13 @@ def _check(recipe: Recipe) -> None:
                 raise ValueError(
                     f"activations={settings.activations!r} rounds the inputs of integer weights, and {each.name} has floats "
                     "alone: leave it out, or add quantize='int8'"
+                )
+    if settings.activations == "tensor":
+        for each in recipe.models.values():
+            if all(input_scale(each.source, [name]) is None for name in each.source.names()):
+                raise ValueError(
+                    f"activations='tensor' takes the scales of inputs that a folder of compressed-tensors has (static W8A8), "
+                    f"and {each.name} has none: choose token, which needs none"
                 )
     if len({each.config.source is None for each in recipe.models.values()}) > 1:
         raise ValueError(

@@ -20,7 +20,7 @@ from headrace.weights.progress import Progress, Silent
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
-ACTIVATIONS = ("auto", "token", "split")  # how inputs of integer weights are rounded; auto: as the back end does it
+ACTIVATIONS = ("auto", "token", "split", "tensor")  # how inputs of integer weights are rounded; auto: as the back end does it
 HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
 DEFERRED, PROPAGATE = "deferred", "propagate"  # what becomes of the layers above an exit by which a token has left
 

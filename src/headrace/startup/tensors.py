@@ -21,7 +21,7 @@ from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
-from headrace.weights.loader import load_model, weight_kinds
+from headrace.weights.loader import input_scales, load_model, weight_kinds
 
 log = logging.getLogger("headrace")
 
@@ -91,7 +91,7 @@ def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.dev
     if (activations := recipe.settings.activations) != "auto":
         kinds = weight_kinds(model, source)
         integers = {path: tuple(kind not in FLOATS for kind in parts) for path, parts in kinds.items()}
-        round_inputs(model, integers, activations)
+        round_inputs(model, integers, activations, input_scales(model, source))
     return model
 
 

@@ -1,7 +1,7 @@
 """Stored blocks to numbers in numpy alone: what runs without the native core, and the oracle of its tests.
 
-Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but for NF4, FP4, S4
-and S8 (`weights.kinds`).
+Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but for those that
+GGUF lacks (`weights.kinds`).
 """
 
 from collections.abc import Callable
@@ -158,6 +158,14 @@ def _s8(blocks: Blocks) -> np.ndarray:
     return _two_of_four(blocks, blocks[:, 6:].view(np.int8).astype(np.float32))
 
 
+def _g4(blocks: Blocks) -> np.ndarray:
+    """A zero point beyond 16 makes numbers NaN."""
+    n, zero = len(blocks), blocks[:, 2:3].astype(np.float32)
+    scale = np.where(zero > 16, np.float32(np.nan), _half(blocks, 0))
+    q = _fields(blocks[:, 3:].reshape(n, -1, 16), 4, 2).reshape(n, -1)
+    return scale * (q.astype(np.float32) - zero)
+
+
 def _two_of_four(blocks: Blocks, kept: np.ndarray) -> np.ndarray:
     """kept: float32 [n, 16], two of every four. Where indices do not ascend numbers are NaN."""
     n = len(blocks)
@@ -198,4 +206,6 @@ DECODERS: dict[str, Callable[[Blocks], np.ndarray]] = {
     "FP4": _fp4,
     "S4": _s4,
     "S8": _s8,
+    "G4_32": _g4,
+    "G4_128": _g4,
 }

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import FILE, FORMAT_KEY
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.source import WeightSource
+from headrace.weights.source import TensorInfo, WeightSource
 
 LINE = 16  # dimensions that the core pads heads to
 COMPRESSED, COMPRESS_KEY = FILE, "headrace.compress"  # where `headrace compress` says what it did
@@ -22,8 +23,8 @@ COMPRESSED, COMPRESS_KEY = FILE, "headrace.compress"  # where `headrace compress
 def describe(path: Path) -> dict[str, Any]:
     """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
 
-    Keys: path, format, quantised (in which scheme it is compressed, and how), compress (what `headrace compress` did), kv (what
-    it asks for as number format of K and V), name,
+    Keys: path, format, quantised (in which scheme it is compressed, and how), core (how the native core holds its matrices
+    then), compress (what `headrace compress` did), kv (what it asks for as number format of K and V), name,
     architecture, licence, tensors (name, type that it is read as, shape, bytes in the file), types (tensors of each),
     parameters, bits (of one), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window,
     kv_bytes_per_token (by number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template.
@@ -48,12 +49,21 @@ def _tensors(source: WeightSource) -> dict[str, Any]:
         "path": str(source.path),
         "format": source.format,
         "quantised": quantised,
+        "core": _in_core(infos) if quantised else None,
         "tensors": [{"name": one.name, "type": one.kind, "shape": list(one.shape), "bytes": one.nbytes} for one in infos],
         "types": dict(Counter(one.kind for one in infos).most_common()),
         "parameters": (parameters := sum(int(np.prod(one.shape, dtype=np.int64)) for one in infos)),
         "bits": 8 * sum(one.nbytes for one in infos) / max(parameters, 1),
         "bytes": sum(one.nbytes for one in infos),
     }
+
+
+def _in_core(infos: Sequence[TensorInfo]) -> str:
+    """Which matrices the core multiplies as they are read, and which it holds in bfloat16."""
+    kinds = Counter(one.kind for one in infos if len(one.shape) == 2)
+    told = [f"{kinds[kind]} matrices packed as {kind}" for kind in kinds if kind not in FLOATS]
+    floats = sum(count for kind, count in kinds.items() if kind in FLOATS)
+    return ", ".join(told + ([f"{floats} in bfloat16"] if floats else []))
 
 
 def _from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:

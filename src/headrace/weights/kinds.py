@@ -1,9 +1,10 @@
-"""The number formats a stored tensor may have: exactly these twenty, each a row of equal blocks.
+"""The number formats a stored tensor may have: exactly these twenty-two, each a row of equal blocks.
 
-All but the last four are GGUF's. NF4 and FP4, of bitsandbytes, have blocks like IQ4_NL's (a half, then nibbles) and tables of
+All but the last six are GGUF's. NF4 and FP4, of bitsandbytes, have blocks like IQ4_NL's (a half, then nibbles) and tables of
 their own, whose values times the half are those of bitsandbytes but for 1/350 (NF4) and 1/190 (FP4) of the largest of a block.
 S4 and S8 are 2:4 (`weights.sparse`): a half, 2-bit indices of the two numbers that each four neighbours keep, and these numbers
-as Q4_0 and Q8_0 store theirs."""
+as Q4_0 and Q8_0 store theirs. G4_32 and G4_128 (a half, a zero point from 0 to 16, nibbles as Q4_0 stores them, 32 by 32) are
+what GPTQ and AWQ make of groups: w = d * (q - z)."""
 
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ KINDS: dict[str, Kind] = {
     "FP4": Kind(32, 18),
     "S4": Kind(32, 14),
     "S8": Kind(32, 22),
+    "G4_32": Kind(32, 19),
+    "G4_128": Kind(128, 67),
 }
-NOT_GGUF = ("NF4", "FP4", "S4", "S8")
+NOT_GGUF = ("NF4", "FP4", "S4", "S8", "G4_32", "G4_128")
 FLOATS = ("F32", "F16", "BF16")  # numbers one by one; the others are integers and scales

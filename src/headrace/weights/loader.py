@@ -13,6 +13,7 @@ from headrace.models.registry import describe, read_config
 from headrace.weights.dequant import CHUNK, check_finite, dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.parts import WeightPart, plan, stored_as
+from headrace.weights.quantized.folder import input_scale
 from headrace.weights.source import WeightError, WeightSource
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # read by copying
@@ -70,6 +71,15 @@ def weight_kinds(model: Model, source: WeightSource) -> dict[str, tuple[str, ...
         for path, holder in model.holders()
         if "weight" in holder.params()
     }
+
+
+def input_scales(model: Model, source: WeightSource) -> dict[str, float]:
+    """Those of int8 inputs that a file has, by holders' paths."""
+    plans = plan(model, source)
+    found = {
+        path: input_scale(source, [part.source for part in plans[f"{path}.weight"]]) for path in weight_kinds(model, source)
+    }
+    return {path: scale for path, scale in found.items() if scale is not None}
 
 
 def fill(target: torch.Tensor, parts: Sequence[WeightPart], source: WeightSource) -> None:

@@ -37,9 +37,9 @@ class Awq:
         for matrix in self._stored.prefixes("qweight"):
             name, (n, k) = f"{matrix}.weight", self._measure(matrix)
             zeros = self._outputs(self._stored.array(matrix, "qzeros"))
-            kind = kind_of(-int(zeros.max()), 15 - int(zeros.min()))
+            kind = kind_of(BITS, -int(zeros.max()), 15 - int(zeros.min()), k // len(zeros))
             assert kind is not None
-            info = TensorInfo(name, (n, k), kind, n * k // BLOCK * KINDS[kind].nbytes)
+            info = TensorInfo(name, (n, k), kind, n * k // KINDS[kind].block * KINDS[kind].nbytes)
             self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in FIELDS))
 
     @property

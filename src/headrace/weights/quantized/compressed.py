@@ -2,17 +2,19 @@
 
 How a matrix [n, k] is stored is read off its tensors:
 
-    weight_packed int32 [n, k * bits / 32]    integers + 2^(bits - 1), lowest field first; weight_shape int64 [2]: n and k
+    weight_packed int32 [n, k * bits / 32]    integers + 2^(bits - 1), lowest field first; weight_shape int64 [2]: n and k.
+        Of 3, 5, 6 and 7 bits also with as many whole ones a word as go into it
     weight_zero_point int32 [n * bits / 32, groups]    packed so along the outputs, or int8 [n, groups]; none: 0
     weight int8 [n, k]    integers
     weight float8 [n, k]    numbers
     weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32]    MXFP4, the low half of a byte first
+    the same, weight_scale float8 [n, k / 16], weight_global_scale float32 [1]    NVFP4, whose scale is the one over the other
     compressed [n, k / 2], bitmask uint8 [n, k / 8]    2:4: the kept numbers of weight, and which they are, lowest bit first;
         of int8 only these are packed, of other numbers the zeros are written out
     weight_scale [n, groups], [n, 1], [1], of float8 also [n / block, k / block]
 
-w = weight_scale * (q - weight_zero_point). Scales of activations are left out: they are rounded to int8 as those of all
-models are, token by token, with a scale for each 32 columns.
+w = weight_scale * (q - weight_zero_point). Of int8 activations one scale for all is kept (input_scale [1], no zero point), for
+those who ask for it; all other scales of activations are left out: inputs are rounded as those of all models are.
 """
 
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.weights.decode import MXFP4_VALUES
 from headrace.weights.dequant import dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized import float8
@@ -31,7 +34,10 @@ from headrace.weights.sparse import indices_of, sparse_rows
 
 LEFT_OUT = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale")
 FIELDS = ("weight_packed", "weight", "compressed", "bitmask", "shape", "weight_shape", "weight_scale", "weight_zero_point")
-BITS = (2, 4, 8)
+GLOBAL = "weight_global_scale"
+BITS = range(2, 9)
+NVFP4_GROUP = 16
+E2M1 = MXFP4_VALUES / 2
 
 
 class CompressedTensors:
@@ -43,17 +49,20 @@ class CompressedTensors:
                 f"{folder.path}: is in the layout of one kernel (marlin-24), which is not read; take one that is pack-quantized"
             )
         self._stored = Stored(folder, "compressed-tensors")
+        self._widths = _widths(settings)
         self.matrices: dict[str, Coded] = {}
         self._bits: dict[str, int] = {}
+        self._padded: set[str] = set()  # matrices whose words have whole fields
         self._said: dict[str, None] = {}
         for matrix in dict.fromkeys(self._stored.prefixes("weight_scale") + self._stored.prefixes("bitmask")):
             kind, (n, k), said = self._measure(matrix)
             block, nbytes = KINDS[kind]
-            fields = [field for field in FIELDS + LEFT_OUT if self._stored.has(matrix, field)]
+            fields = [field for field in (*FIELDS, GLOBAL, *LEFT_OUT) if self._stored.has(matrix, field)]
             name = f"{matrix}.weight"
             info = TensorInfo(name, (n, k), kind, n * k // block * nbytes)
-            self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in fields))
-            self._said[said] = None
+            self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in fields), self._input_scale(matrix))
+            static = self.matrices[name].input_scale is not None
+            self._said[f"{said}, one scale of inputs" if static else said] = None
 
     @property
     def said(self) -> str:
@@ -90,10 +99,8 @@ class CompressedTensors:
     def _measure(self, matrix: str) -> tuple[str, tuple[int, int], str]:
         """Kind, shape and what is said, by types and shapes, which must fit each other."""
         stored = self._stored
-        for field in ("weight_global_scale", "weight_g_idx"):
-            if stored.has(matrix, field):
-                what = "NVFP4" if "global" in field else "columns in another order"
-                raise stored.error(matrix, f"has {field} ({what}), which is not read; take another checkpoint")
+        if stored.has(matrix, "weight_g_idx"):
+            raise stored.error(matrix, "has weight_g_idx (columns in another order), which is not read; take another one")
         if stored.has(matrix, "bitmask"):
             return self._measure_sparse(matrix)
         if not stored.has(matrix, "weight_packed"):
@@ -105,6 +112,13 @@ class CompressedTensors:
         if len(packed.shape) != 2:
             raise stored.error(matrix, "has a weight_packed that is no matrix; the file is damaged")
         n, words = packed.shape
+        if stored.has(matrix, GLOBAL):
+            stored.shape(matrix, "weight_packed", ("U8",), (n, words))
+            stored.shape(matrix, "weight_scale", ("F8_E4M3",), (n, 2 * words // NVFP4_GROUP))
+            stored.shape(matrix, GLOBAL, ("F32",), (1,))
+            if 2 * words % NVFP4_GROUP:
+                raise stored.error(matrix, f"has rows of {2 * words} numbers, no multiple of {NVFP4_GROUP}; it is damaged")
+            return "F32", (n, 2 * words), "NVFP4 as bfloat16"
         if packed.kind == "U8":
             stored.shape(matrix, "weight_scale", ("U8",), (n, 2 * words // BLOCK))
             if words % (BLOCK // 2):
@@ -114,13 +128,15 @@ class CompressedTensors:
         stored.shape(matrix, "weight_shape", ("I64",), (2,))
         stored.shape(matrix, "weight_packed", ("I32",), packed.shape)
         rows, k = (int(size) for size in stored.array(matrix, shape.name.rpartition(".")[2]))
-        if rows != n or k < 1 or words * 32 % k:
-            raise stored.error(matrix, f"has {n} x {words} words for {rows} x {k} numbers; the file is damaged")
-        bits = words * 32 // k
-        if bits not in BITS:
-            raise stored.error(matrix, f"has {bits} bits; {', '.join(map(str, BITS))} are read: take another checkpoint")
-        self._bits[matrix] = bits
-        return self._integer_kind(matrix, bits, n, k)
+        widths = ((bits, padded) for padded in (False, True) for bits in self._widths)
+        found = next((each for each in widths if words == _words(k, *each)), None)
+        if rows != n or k < 1 or found is None:
+            bits = " or ".join(map(str, self._widths))
+            raise stored.error(matrix, f"has {n} x {words} words for {rows} x {k} numbers of {bits} bits; the file is damaged")
+        self._bits[matrix] = found[0]
+        if found[1]:
+            self._padded.add(matrix)
+        return self._integer_kind(matrix, found[0], n, k)
 
     def _measure_plain(self, matrix: str, kind: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, int], str]:
         n, k = shape
@@ -134,8 +150,9 @@ class CompressedTensors:
 
     def _measure_sparse(self, matrix: str) -> tuple[str, tuple[int, int], str]:
         stored = self._stored
-        stored.shape(matrix, "shape", ("I64",), (2,))
-        n, k = (int(size) for size in stored.array(matrix, "shape"))
+        column = stored.info(matrix, "shape").shape == (2, 1)
+        stored.shape(matrix, "shape", ("I64",), (2, 1) if column else (2,))
+        n, k = (int(size) for size in stored.array(matrix, "shape").reshape(-1))
         if n < 1 or k < 1 or k % 8:
             raise stored.error(matrix, f"is {n} x {k}, which 2:4 cannot be; the file is damaged")
         kind = stored.info(matrix, "compressed").kind
@@ -162,13 +179,26 @@ class CompressedTensors:
             )
         zeros, half = self._zeros(matrix, n, groups), 1 << bits - 1
         low, high = (0, 0) if zeros is None else (int(zeros.min()), int(zeros.max()))
-        kind = kind_of(-half - high, half - 1 - low)
+        kind = kind_of(bits, -half - high, half - 1 - low, k // groups)
         if kind is None:
             raise stored.error(
                 matrix, "has 8 bits and zero points, which no packed kind holds; take a symmetric checkpoint, or one of 4 bits"
             )
         size = f"groups of {k // groups}" if groups > 1 else "a scale a row" if rows == n else "one scale"
         return kind, (n, k), f"{bits} bits, {size}"
+
+    def _input_scale(self, matrix: str) -> float | None:
+        """Of int8 weights; None where inputs are rounded token by token, or have a zero point."""
+        stored = self._stored
+        if self._bits.get(matrix) != 8 or not stored.has(matrix, "input_scale"):
+            return None
+        shape = stored.info(matrix, "input_scale").shape
+        stored.shape(matrix, "input_scale", SCALES, shape if shape in ((), (1,)) else (1,))
+        scale = float(stored.floats(matrix, "input_scale").reshape(-1)[0])
+        if not 0 < scale < float("inf"):
+            raise stored.error(matrix, f"has an input_scale of {scale}; the file is damaged")
+        shifted = stored.has(matrix, "input_zero_point") and stored.array(matrix, "input_zero_point").any()
+        return None if shifted else scale
 
     def _groups(self, matrix: str) -> int:
         shape = self._stored.info(matrix, "weight_scale").shape
@@ -180,9 +210,10 @@ class CompressedTensors:
             return None
         stored, bits = self._stored, self._bits[matrix]
         if stored.info(matrix, "weight_zero_point").kind == "I32":
-            stored.shape(matrix, "weight_zero_point", ("I32",), (-(-n * bits // 32), groups))
+            padded = matrix in self._padded
+            stored.shape(matrix, "weight_zero_point", ("I32",), (_words(n, bits, padded), groups))
             words = np.ascontiguousarray(stored.array(matrix, "weight_zero_point").T)
-            zeros = (unpacked(words, bits)[:, :n].T - np.uint8(1 << bits - 1)).view(np.int8)
+            zeros = (unpacked(words, bits, padded)[:, :n].T - np.uint8(1 << bits - 1)).view(np.int8)
         else:
             shape = stored.info(matrix, "weight_zero_point").shape
             stored.shape(matrix, "weight_zero_point", ("I8",), shape if shape in ((), (1,)) else (n, groups))
@@ -194,10 +225,17 @@ class CompressedTensors:
         if matrix in self._bits and self._stored.has(matrix, "weight_packed"):
             bits = self._bits[matrix]
             words = np.ascontiguousarray(self._stored.array(matrix, "weight_packed")[first:last])
-            return (unpacked(words, bits)[:, :k] - np.uint8(1 << bits - 1)).view(np.int8)
+            return (unpacked(words, bits, matrix in self._padded)[:, :k] - np.uint8(1 << bits - 1)).view(np.int8)
         return self._stored.array(matrix, "weight")[first:last].view(np.int8)
 
     def _floats(self, matrix: str, n: int, k: int) -> np.ndarray:
+        if self._stored.has(matrix, GLOBAL):
+            codes = unpacked(np.ascontiguousarray(self._stored.array(matrix, "weight_packed")), 4)
+            scale = float8.VALUES["F8_E4M3"][self._stored.array(matrix, "weight_scale")]
+            with np.errstate(all="ignore"):  # what is no number is the loader's to judge
+                scale = scale / self._stored.array(matrix, GLOBAL)
+                found: np.ndarray = E2M1[codes].reshape(n, -1, NVFP4_GROUP) * scale[:, :, None]
+            return found.reshape(n, k)
         kept = self._kept(matrix, n)
         if not self._stored.has(matrix, "weight_scale"):
             return dequantize(kept.reshape(-1).view(np.uint8), self._stored.info(matrix, "compressed").kind).reshape(n, k)
@@ -221,3 +259,16 @@ class CompressedTensors:
         if (chosen.reshape(last - first, -1, 4).sum(2) != 2).any():
             raise self._stored.error(matrix, "has a bitmask that keeps another number than two of four; the file is damaged")
         return values, chosen
+
+
+def _widths(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Bits that config.json names; all that are read where it names none."""
+    groups = settings.get("config_groups")
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    named = {one.get("num_bits") for one in weights if isinstance(one, dict)}
+    return tuple(bits for bits in BITS if bits in named) or tuple(BITS)
+
+
+def _words(count: int, bits: int, padded: bool) -> int:
+    """Of so many fields in a row."""
+    return -(-count // (32 // bits)) if padded else -(-count * bits // 32)

@@ -1,6 +1,6 @@
 """QuantizedFolder: a folder that others have compressed, as a WeightSource whose matrices are rows of a kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from headrace.weights.quantized.mxfp4 import Mxfp4
 from headrace.weights.quantized.scheme import Scheme
 from headrace.weights.quantized.two_four import METHOD, TwoFour
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.source import TensorInfo
+from headrace.weights.source import TensorInfo, WeightSource
 
 SETTINGS = "quantization_config"
 SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {  # by quant_method
@@ -86,6 +86,15 @@ class QuantizedFolder:
     def close(self) -> None:
         """Let the files go."""
         self._folder.close()
+
+
+def input_scale(source: WeightSource, names: Iterable[str]) -> float | None:
+    """The scale that int8 inputs of matrices have in a file, the largest of these; None where it has none for one of them."""
+    if not isinstance(source, QuantizedFolder):
+        return None
+    found = [None if (one := source.scheme.matrices.get(name)) is None else one.input_scale for name in names]
+    known = [scale for scale in found if scale is not None]
+    return max(known) if known and len(known) == len(found) else None
 
 
 def open_folder(path: str | Path) -> SafetensorsFolder | QuantizedFolder:

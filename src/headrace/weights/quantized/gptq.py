@@ -21,8 +21,8 @@ from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 
 FIELDS = ("qweight", "qzeros", "scales", "g_idx")
-BITS = (2, 4, 8)
-ONES = {bits: np.uint32(sum(1 << at for at in range(0, 32, bits))) for bits in BITS}  # 1 in each field of a word
+BITS = (2, 3, 4, 8)
+ONES = {bits: np.uint32(sum(1 << at for at in range(0, 32, bits))) for bits in (2, 4, 8)}  # 1 in each field of a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Gptq:
         for matrix in self._stored.prefixes("qweight"):
             sizes = self._measure(matrix)
             kind = self._kind(matrix, sizes)
-            nbytes = sizes.n * sizes.k // BLOCK * KINDS[kind].nbytes
+            nbytes = sizes.n * sizes.k // KINDS[kind].block * KINDS[kind].nbytes
             name = f"{matrix}.weight"
             self._sizes[name] = sizes
             fields = tuple(f"{matrix}.{field}" for field in FIELDS if self._stored.has(matrix, field))
@@ -122,7 +122,7 @@ class Gptq:
 
     def _kind(self, matrix: str, sizes: Sizes) -> str:
         zeros, most = self._zeros(matrix, sizes), (1 << sizes.bits) - 1
-        kind = kind_of(-int(zeros.max()), most - int(zeros.min()))
+        kind = kind_of(sizes.bits, -int(zeros.max()), most - int(zeros.min()), sizes.group)
         if kind is None:
             raise self._stored.error(
                 matrix, "has 8 bits and zero points, which no packed kind holds; take a symmetric checkpoint, or one of 4 bits"
@@ -131,9 +131,11 @@ class Gptq:
 
     def _zeros(self, matrix: str, sizes: Sizes) -> np.ndarray:
         """int16 [groups, n]."""
-        words = self._stored.array(matrix, "qzeros").view("<u4")
-        shifted = words + ONES[sizes.bits] if self._shifted else np.ascontiguousarray(words)
-        return unpacked(shifted, sizes.bits).astype(np.int16)
+        words = np.ascontiguousarray(self._stored.array(matrix, "qzeros").view("<u4"))
+        if self._shifted and sizes.bits in ONES:
+            words = words + ONES[sizes.bits]
+        zeros = unpacked(words, sizes.bits).astype(np.int16)
+        return zeros + 1 & 7 if self._shifted and sizes.bits == 3 else zeros  # fields of 3 bits cross words: one by one
 
     def _said(self, name: str) -> str:
         sizes = self._sizes[name]

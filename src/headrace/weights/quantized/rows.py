@@ -2,8 +2,9 @@
 integer minus zero point is an integer again.
 
     q - z of 4 bits, z = 8:     Q4_0, w = d * (q - 8)
-    q - z of 4 bits, any z:     Q5_0, w = d * ((q - z + 16) - 16), as q - z is from -16 to 15
-    q - z of 8 bits, z = 128:   Q8_0, w = d * (q - 128)
+    q - z of 4 bits, any z:     G4_128 where groups are of a multiple of 128 inputs, else G4_32, w = d * (q - z)
+    q - z of 5 bits, z = 16:    Q5_0, w = d * (q - 16)
+    q - z of up to 7 bits, any z, and of 8 bits, z = 128:   Q8_0, w = d * (q - z)
 """
 
 from collections.abc import Callable
@@ -17,18 +18,32 @@ from headrace.weights.kinds import KINDS
 BLOCK = 32
 TURN = 256  # rows at a time
 RANGES = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}  # of the integers, by bits
+POINTS = {"G4_128": 128, "G4_32": 32}  # kinds with zero points, and the inputs that share one
+MOST_POINT = 16
 
 
-def kind_of(low: int, high: int) -> str | None:
-    """The narrowest kind with integers from `low` to `high`; None where no kind has them."""
+def kind_of(bits: int, low: int, high: int, group: int) -> str | None:
+    """The narrowest kind for codes of `bits` that, less their zero points, are from `low` to `high`, with a scale and a zero
+    point for `group` inputs (0: of any number); None where no kind has them."""
+    if RANGES["Q4_0"][0] <= low and high <= RANGES["Q4_0"][1]:
+        return "Q4_0"
+    if bits <= 4:
+        return "G4_128" if group and group % POINTS["G4_128"] == 0 else "G4_32"
     return next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), None)
 
 
-def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Fields of 2, 4 or 8 bits, lowest first, of each row of words (contiguous): uint8 [n, fields]."""
+def unpacked(words: np.ndarray, bits: int, padded: bool = False) -> np.ndarray:
+    """Fields of up to 8 bits, lowest first, of each row of words (contiguous): uint8 [n, fields]. They run on from word to
+    word; `padded`: each word has whole ones, and bits that are left over."""
     data = words.view(np.uint8)
     if bits == 8:
         return data
+    if 8 % bits:
+        flat = np.unpackbits(data, axis=1, bitorder="little")
+        if padded:
+            flat = flat.reshape(-1, 32)
+        whole = flat[:, : flat.shape[1] // bits * bits]
+        return np.packbits(whole.reshape(-1, bits), axis=1, bitorder="little").reshape(len(data), -1)
     each = 8 // bits
     made = np.empty((len(data), each * data.shape[1]), np.uint8)
     for field in range(each):
@@ -38,8 +53,11 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 def packed(fields: np.ndarray, bits: int) -> np.ndarray:
     """The inverse of `unpacked`: uint8 [n, m] below 2^bits as words, int32 [n, ⌈m · bits / 32⌉]; what is missing is 0."""
-    each = 8 // bits
     n, m = fields.shape
+    if 8 % bits:
+        flat = np.unpackbits(fields[:, :, None], axis=2, count=bits, bitorder="little").reshape(n, m * bits)
+        return np.packbits(np.pad(flat, ((0, 0), (0, -m * bits % 32))), axis=1, bitorder="little").view("<i4")
+    each = 8 // bits
     whole = np.zeros((n, -(-m * bits // 32) * 4 * each), np.uint8)
     whole[:, :m] = fields
     made = np.zeros((n, whole.shape[1] // each), np.uint8)
@@ -49,7 +67,9 @@ def packed(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Rows of a kind of RANGES. values: int8 [n, k]; scales: float16 [n, k / 32]; uint8 [n, row bytes]."""
+    """Rows of a kind of RANGES or POINTS. values: int8 [n, k]; scales: float16 [n, k / 32]; uint8 [n, row bytes]."""
+    if kind in POINTS:
+        return _point_rows(kind, values, scales)
     n, blocks = scales.shape
     made = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
     made[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
@@ -64,11 +84,33 @@ def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return made.reshape(n, -1)
 
 
+def _point_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """With the least zero point that leaves no integer of a group below 0: as good as any other. Raises ValueError where the
+    integers of one are more than 15 apart."""
+    n, each = len(values), POINTS[kind] // BLOCK
+    groups = values.reshape(n, -1, POINTS[kind])
+    zeros = np.maximum(-groups.min(2).astype(np.int16), 0)
+    codes = groups.astype(np.int16) + zeros[:, :, None]
+    if codes.size and (codes.max() > 15 or zeros.max() > MOST_POINT):
+        raise ValueError("a group has integers that 4 bits and a zero point do not hold")
+    made = np.empty((*zeros.shape, KINDS[kind].nbytes), np.uint8)
+    made[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(*zeros.shape, 2)
+    made[:, :, 2] = zeros
+    nibbles = _nibbles(codes.astype(np.uint8).reshape(n, -1, BLOCK))
+    made[:, :, 3:] = nibbles.reshape(*zeros.shape, -1)
+    return made.reshape(n, -1)
+
+
 def integers_of(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The inverse of `rows_of`: int8 [n, k] and float16 [n, k / 32]."""
     n = len(rows)
     blocks = rows.reshape(n, -1, KINDS[kind].nbytes)
     scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2").reshape(n, -1)
+    if kind in POINTS:
+        nibbles = blocks[:, :, 3:].reshape(n, -1, 16)
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(n, -1, POINTS[kind])
+        values = (codes - blocks[:, :, 2:3]).view(np.int8).reshape(n, -1)
+        return values, scales.repeat(POINTS[kind] // BLOCK, axis=1)
     if kind == "Q8_0":
         return np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(n, -1), scales
     codes = np.concatenate([blocks[:, :, -16:] & 15, blocks[:, :, -16:] >> 4], axis=2)

@@ -15,10 +15,12 @@ SCALES = ("F16", "BF16", "F32")  # that scales are stored as
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A matrix by its header: what it is read as, and the stored tensors that stand for it."""
+    """A matrix by its header: what it is read as, and the stored tensors that stand for it. `input_scale`: the one that all its
+    inputs are rounded to int8 with (static W8A8)."""
 
     info: TensorInfo
     stored: tuple[str, ...]
+    input_scale: float | None = None
 
 
 class Scheme(Protocol):

@@ -14,7 +14,7 @@ from headrace.weights.quantized.awq import ORDER
 from headrace.weights.quantized.rows import BLOCK, integers_of, kind_of, packed
 from headrace.weights.sparse import DENSE, from_dense
 
-SIZES = {"F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+SIZES = {"F32": 4, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 Tensors = dict[str, np.ndarray]
 
 
@@ -32,25 +32,28 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """Integers of 4 or 8 bits with a scale for `group` inputs of a row (0: for all of them), and with a zero point unless they
-    are `symmetric`. `activations`: whoever runs the folder is told to round these to 8 bits, too, a token at a time (W8A8)."""
+    """Integers of 3 to 8 bits with a scale for `group` inputs of a row (0: for all of them), and with a zero point unless they
+    are `symmetric`. `activations`: whoever runs the folder is told to round these to 8 bits, too, a token at a time (W8A8), or,
+    where they are `static`, with the one scale that each matrix has for its inputs."""
 
     bits: int
     group: int = 0
     symmetric: bool = True
     activations: bool = False
+    static: bool = False
 
     @property
     def range(self) -> tuple[int, int]:
         """The least and the largest integer, zero point taken off."""
         if not self.symmetric:
             return 1 - (1 << self.bits), (1 << self.bits) - 1
-        return (-8, 7) if self.bits == 4 else (-127, 127)
+        half = 1 << self.bits - 1
+        return (1 - half if self.bits == 8 else -half), half - 1
 
     @property
     def kind(self) -> str:
         """Of the rows."""
-        found = kind_of(*self.range)
+        found = kind_of(self.bits, *self.range, self.group)
         assert found is not None
         return found
 
@@ -79,8 +82,8 @@ class Layout(Protocol):
         """The tensors of a matrix."""
         ...
 
-    def tensors(self, rows: np.ndarray) -> Tensors:
-        """Their values, in that order, of uint8 [n, row bytes]."""
+    def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
+        """Their values, in that order, of uint8 [n, row bytes]. `largest`: of the inputs, in size, where it is known."""
         ...
 
     def settings(self, whole: Sequence[str]) -> dict[str, Any]:
@@ -106,17 +109,19 @@ class Compressed:
         groups = of.groups(k)
         scale = Field("weight_scale", "F16", (n, groups))
         if of.activations:
-            return scale, Field("weight", "I8", (n, k))
+            static = (Field("input_scale", "F32", (1,)),) if of.static else ()
+            return scale, Field("weight", "I8", (n, k)), *static
         fields = [Field("weight_shape", "I64", (2,)), Field("weight_packed", "I32", (n, k * of.bits // 32))]
         if not of.symmetric:
             fields.append(Field("weight_zero_point", "I32", (-(-n * of.bits // 32), groups)))
         return (*fields, scale)
 
-    def tensors(self, rows: np.ndarray) -> Tensors:
+    def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
         of = self.integers
         values, scales, zeros = _parts(of, rows)
         if of.activations:
-            return {"weight_scale": scales, "weight": values}
+            static = {"input_scale": np.array([(largest or 1.0) / 127], "<f4")} if of.static else {}
+            return {"weight_scale": scales, "weight": values, **static}
         made = {"weight_shape": np.array(values.shape, "<i8"), "weight_packed": packed(_offset(values, zeros), of.bits)}
         if not of.symmetric:
             made["weight_zero_point"] = packed(np.ascontiguousarray(zeros.T), of.bits).T
@@ -126,12 +131,13 @@ class Compressed:
         of = self.integers
         group = {"strategy": "group", "group_size": of.group} if of.group else {"strategy": "channel"}
         weights = {"num_bits": of.bits, "type": "int", "symmetric": of.symmetric, "dynamic": False, **group}
-        token = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not of.static}
+        inputs |= {"strategy": "tensor" if of.static else "token"}
         form = "int-quantized" if of.activations else "pack-quantized"
         scheme = {
             "targets": ["Linear"],
             "weights": weights,
-            "input_activations": token if of.activations else None,
+            "input_activations": inputs if of.activations else None,
             "output_activations": None,
             "format": form,
         }
@@ -163,7 +169,7 @@ class Gptq:
         types = ("I32", "I32", "F16", "I32")
         return tuple(Field(*field) for field in zip(gptq.FIELDS, types, shapes, strict=True))
 
-    def tensors(self, rows: np.ndarray) -> Tensors:
+    def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
         bits = self.integers.bits
         values, scales, zeros = _parts(self.integers, rows)
         k, groups = values.shape[1], zeros.shape[1]
@@ -203,7 +209,7 @@ class Awq:
             Field("scales", "F16", (groups, n)),
         )
 
-    def tensors(self, rows: np.ndarray) -> Tensors:
+    def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
         values, scales, zeros = _parts(self.integers, rows)
         codes = _offset(values, zeros)
         return {"qweight": _outputs(codes), "qzeros": _outputs(zeros), "scales": scales.T}
@@ -236,7 +242,7 @@ class TwoFour:
             Field("weight_scale", "F16", (n, k // BLOCK)),
         )
 
-    def tensors(self, rows: np.ndarray) -> Tensors:
+    def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
         """Raises ValueError where more than two of four neighbours are not zero."""
         return two_four.stored_parts(self.sparse, from_dense(self.sparse, rows))
 

@@ -1,0 +1,91 @@
+"""4 bits with zero points in the native core: a layer gives, bit for bit, what Q5_0 gives of the same integers."""
+
+import numpy as np
+import pytest
+
+from headrace import native
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.kinds import KINDS
+from headrace.weights.quantized.rows import POINTS, integers_of, rows_of
+from tests.native_blocks import dense, random_rows
+
+if not native.available():
+    pytest.skip(native.reason(), allow_module_level=True)
+
+core = native.core()
+ISAS = core.cpu_info()["isas"]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return core.ThreadPool(2)
+
+
+def packed(rows: np.ndarray, kind: str, k: int, pool):
+    return core.pack(rows, kind, len(rows), k, core.Arena(1 << 21), pool)
+
+
+def shifted(kind: str, rows: np.ndarray) -> np.ndarray:
+    """With the zero points of the groups one row before."""
+    blocks = rows.reshape(len(rows), -1, KINDS[kind].nbytes).copy()
+    blocks[:, :, 2] = np.roll(blocks[:, :, 2], 1, axis=0)
+    return blocks.reshape(rows.shape)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", POINTS)
+def test_it_is_q5_0_bit_for_bit(kind: str, isa: str, pool) -> None:
+    """Few rows and many, ragged sizes, segments, logits, outliers. Control: the zero points of the row before."""
+    for n, k, unit in ((37, 384, 0), (16, 768, 64)):
+        rows = random_rows(kind, n, k)
+        variants = [(rows_of("Q5_0", *integers_of(kind, rows)), "Q5_0"), (rows, kind), (shifted(kind, rows), kind)]
+        layers = [core.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
+        for m in (1, 2, 3, 5, 8, 41):
+            x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
+            x[:, ::50] *= 20
+            for path in ("direct", "panels"):
+                for activations in ("group", "split") if m < 8 else ("group",):
+                    wanted, ours, wrong = (
+                        core.linear(layer, x, pool, path=path, isa=isa, activations=activations) for layer in layers
+                    )
+                    assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path, activations)
+                    assert not np.array_equal(wrong, wanted)
+            logits = [core.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]]
+            assert np.array_equal(*logits)
+
+
+@pytest.mark.parametrize("kind", POINTS)
+def test_integers_become_rows_and_back(kind: str) -> None:
+    """All that 4 bits and any zero point give, and nothing farther apart."""
+    rng, span = np.random.default_rng(0), POINTS[kind]
+    zeros = np.resize(np.arange(17), (20, 4))
+    codes = rng.integers(0, 16, (20, 4, span))
+    values = (codes - zeros[:, :, None]).astype(np.int8).reshape(20, -1)
+    scales = rng.standard_normal((20, 4)).astype(np.float16)
+    rows = rows_of(kind, values, scales.repeat(span // 32, axis=1))
+    found, again = integers_of(kind, rows)
+    assert np.array_equal(found, values)
+    assert np.array_equal(again, scales.repeat(span // 32, axis=1))
+    wanted = scales.astype(np.float32).repeat(span, axis=1) * values
+    assert np.array_equal(dequantize_numpy(rows.reshape(-1), kind).reshape(20, -1), wanted)
+    for wrong in ([-9, 7], [0, 16], [-17, -10]):
+        with pytest.raises(ValueError, match="integers that 4 bits and a zero point do not hold"):
+            rows_of(kind, np.resize(np.array(wrong, np.int8), (1, span)), np.ones((1, span // 32), np.float16))
+
+
+@pytest.mark.parametrize("kind", POINTS)
+def test_zero_points_beyond_16_are_refused(kind: str, pool) -> None:
+    """As scales that are no numbers are: by the packer, and by whoever reads the values."""
+    rows = random_rows(kind, 20, 256, scales=np.array([0.5]))
+    rows[7, 2] = 17
+    packer = core.Packer(core.Arena(1 << 21))
+    packer.add(rows, kind, 20, 256)
+    assert packer.run(pool, 1 << 30) == [0]
+    for values in (dense(rows, kind, 256), dense_by_the_core(rows, kind)):
+        assert np.isnan(values).any(axis=1).tolist() == [row == 7 for row in range(20)]
+
+
+def dense_by_the_core(rows: np.ndarray, kind: str) -> np.ndarray:
+    out = np.empty(rows.size // KINDS[kind].nbytes * KINDS[kind].block, np.float32)
+    core.dequantize(kind, rows.reshape(-1), out, 1)
+    return out.reshape(len(rows), -1)
