@@ -87,8 +87,8 @@ ROOMS = {
     "bench.workers.ours_speculation": "",
     "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
     "native confined host data",
-    "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.profile bench workflows "
-    "training compress llm startup startup.opening startup.rules startup.runnable decoding text weights native host data",
+    "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.profile bench "
+    "workflows training compress llm startup startup.opening startup.rules startup.runnable decoding text weights native host data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -105,8 +105,8 @@ STOREYS = (
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
-    "server bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.workers.ours "
-    "bench.workers.ours_beam bench.workers.ours_speculation",
+    "server bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits "
+    "bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",
 )
