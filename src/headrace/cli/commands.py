@@ -76,6 +76,8 @@ BENCH = {
         "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
         "guarantee.",
         "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
+        "compressed": "Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, "
+        "memory.",
         "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
     }
 }

@@ -65,5 +65,6 @@ def open_llm(
 
     llm = LLM(model, **asdict(options), **more, progress=told)
     if not quiet:
-        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
+        rounding = llm.opened.rounding_said(options.activations)
+        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}{rounding}")
     return llm

@@ -129,7 +129,11 @@ class WeightOptions:
     kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, or a dtype.")] = "auto"
     quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
     activations: Annotated[
-        str, _model("How inputs of integer weights are rounded: auto, token (one scale for a row), split (outliers left out).")
+        str,
+        _model(
+            "How inputs of integer weights are rounded: group (one scale for 32), token (one for a row), split (outliers left "
+            "out); auto: as the folder asks, else group."
+        ),
     ] = "auto"
 
     def check(self) -> None:

@@ -27,7 +27,7 @@ from headrace.weights.source import WeightSource
 log = logging.getLogger("headrace")
 
 OUTLIERS = 6.0  # from here on inputs are outliers (LLM.int8(), Dettmers et al. 2022, https://arxiv.org/abs/2208.07339)
-ROUNDINGS = {"auto": "group", "token": "token", "split": "split"}  # of activations, as the core calls them
+ROUNDINGS = {"auto": "group", "group": "group", "token": "token", "split": "split"}  # of activations, as the core calls them
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8"}
 
 
@@ -40,9 +40,9 @@ def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
 class NativeProgram:
     """A recorded model and a paged pool of the native core.
 
-    `kv_dtype`: auto (bfloat16), bfloat16, int8, float32. `activations`: how the inputs of integer weights become int8: auto (a
-    scale for 32 columns), token (one for a row), split (as auto, once columns at or beyond `threshold` are taken out: at most
-    64 of a row, multiplied in float32). `threads` 0: one for each core. `quantize`: "", int8, int4, for
+    `kv_dtype`: auto (bfloat16), bfloat16, int8, float32. `activations`: how inputs of integer weights become int8: auto, group
+    (both: a scale for 32 columns), token (one for a row), split (as auto, once columns at or beyond `threshold` are taken out:
+    at most 64 of a row, multiplied in float32). `threads` 0: one for each core. `quantize`: "", int8, int4, for
     files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the model
     cannot be recorded, WeightError as the loader does. `head_ids` (ascending) are the only tokens that get logits. With
     `inputs` its steps begin with hidden rows, to which `enter` may do something before the first layer, and it has no table

@@ -46,12 +46,19 @@ class Native:
             "block_size": BLOCK_SIZE,
             "max_positions": plan.max_model_len + MAX_NODES,
             "kv_dtype": settings.kv_dtype,
-            "activations": settings.activations,
+            "activations": recipe.activations(recipe.target),
             "threads": settings.threads or 0,
         }
         heads = recipe.head_ids()
         programs = {
-            role: NativeProgram(described[role], each.source, quantize=quantize, head_ids=heads.get(role), pack=False, **shared)
+            role: NativeProgram(
+                described[role],
+                each.source,
+                quantize=quantize,
+                head_ids=heads.get(role),
+                pack=False,
+                **{**shared, "activations": recipe.activations(each)},
+            )
             for role, each in models.items()
         }
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
