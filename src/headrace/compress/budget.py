@@ -72,17 +72,22 @@ def chosen(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: int) -> di
     A matrix's error counts by its share of what was measured.
     """
     at = dict.fromkeys(ladders, 0)
-    left = budget - fixed - sum(rungs[0].nbytes for rungs in ladders.values())
-    if left < 0:
-        raise ValueError(
-            f"{budget:,} bytes are too few: with the fewest bits all tensors take {budget - left:,}; give more, "
-            "or another --head"
-        )
+    fewest = fixed + sum(rungs[0].nbytes for rungs in ladders.values())
+    check_room_for(fewest, budget)
+    left = budget - fewest
     while steps := [step for name, rungs in ladders.items() if (step := _next(name, rungs, at[name], left)) is not None]:
         step = max(steps, key=lambda step: (step.gain / step.nbytes, step.name))
         at[step.name] = step.to
         left -= step.nbytes
     return {name: ladders[name][place].name for name, place in at.items()}
+
+
+def check_room_for(fewest: int, budget: int) -> None:
+    """Raise ValueError where a budget does not hold the fewest bytes that there can be."""
+    if fewest > budget:
+        raise ValueError(
+            f"{budget:,} bytes are too few: with the fewest bits all tensors take {fewest:,}; give more, or another --head"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.compress.budget import integers_from
+from headrace.compress.budget import check_room_for, integers_from
 from headrace.compress.export import settings_of
 from headrace.compress.judge import judge_bytes
 from headrace.compress.layouts import check_mixed, layout_of, settings_of_layouts
@@ -122,6 +122,8 @@ def prepared(origin: Opened, cut: Opened | None, pipeline: Pipeline) -> Job:
         head = _head(job)
         job.choose({head: pipeline.head.lower()})
         del kinds[head]
+    if pipeline.budget is not None:
+        check_room_for(sum(info.nbytes for info in job.tensors), pipeline.budget)
     job.config["quantization_config"] = quantization_of(job)
     job.report = Report(0, {}, _warnings(job), _largest(job, config))
     job.measure()
