@@ -67,6 +67,7 @@ def test_each_number_is_the_nearest_of_its_grid(number_format: str, layout: str 
     assert bool(whole) == any("are no whole groups" in line for line in report.warnings)
     told = describe(tmp_path / "out")
     assert (told["quantised"], told["compress"]) == (said, f"rtn {number_format}")
+    assert told["activations"] == ("token" if number_format == "w8a8" else None)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert ("input_activations" in str(config) and config["config_groups"]["group_0"]["input_activations"] is not None) == (
         number_format == "w8a8"

@@ -91,7 +91,7 @@ def measure_compressed(
             tell.finish()
         result["models"][name] |= figures
         done(result)
-    _speeds(models, fitting(cells, first.config, say), result, say, done)
+    _speeds(models, fitting(cells, first.config, say), result, tell, say, done)
     return result
 
 
@@ -145,7 +145,12 @@ def _quality(
 
 
 def _speeds(
-    models: dict[str, Opened], cells: Sequence[Cell], result: Results, say: Say, done: Callable[[Results], None]
+    models: dict[str, Opened],
+    cells: Sequence[Cell],
+    result: Results,
+    tell: Progress,
+    say: Say,
+    done: Callable[[Results], None],
 ) -> None:
     """Every model a process, all of them asked in turns with the same prompts; fills in the result."""
     with ExitStack() as stack:
@@ -158,6 +163,7 @@ def _speeds(
         probe = BandwidthProbe()
         vocabulary = min(opened.tokenizer.vocab_size for opened in models.values())
         seen = []
+        tell.start("measuring", len(cells), unit="cells")
         for cell in cells:
             around = measure(lineup.parties, cell, result["rounds"], vocabulary, probe.gb_per_s)
             seen.append(median(around.bandwidth))
@@ -167,6 +173,8 @@ def _speeds(
                 made["peak_rss_mb"] = party.peak_rss_mb
             result |= {"bandwidth_gb_s": median(seen), "others_cpu": median(around.others_cpu)}
             done(result)
+            tell.advance(1)
+        tell.finish()
 
 
 def _cell(party: Party, first: Party, cell: Cell) -> Results:

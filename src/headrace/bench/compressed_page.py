@@ -52,8 +52,8 @@ def speed(result: dict[str, Any]) -> Rows:
             part
             for cell in each
             for part in (
-                f"{cell['tokens_per_s']:.1f} ({cell['least']:.1f} to {cell['most']:.1f})",
-                f"{cell['ratio']:.2f} ({cell['ratio_least']:.2f} to {cell['ratio_most']:.2f})",
+                f"{cell['tokens_per_s']:.1f} ({cell['least']:.1f}–{cell['most']:.1f})",
+                f"{cell['ratio']:.2f} ({cell['ratio_least']:.2f}–{cell['ratio_most']:.2f})",
             )
         ]
         rows.append((str(number), name, *found, f"{one['peak_rss_mb']:.0f}", f"{one['load_s']:.1f}"))
@@ -62,12 +62,12 @@ def speed(result: dict[str, Any]) -> Rows:
 
 def pictures(result: dict[str, Any]) -> list[str]:
     """Size and perplexity; size and tokens/s; tokens/s and KL: the latter with what memory allows."""
-    models, remark = list(result["models"].values()), about(result["model"])
+    models = list(result["models"].values())
     sizes = [one["bytes"] / 1e6 for one in models]
     values = [one["perplexity"] for one in models]
     size = Axis.of("MB", sizes)
     high = max(values) > WIDE * min(values)
-    drawn = [scatter("Size and perplexity", size, Axis.of("perplexity", values, high), _points(sizes, values), remark=remark)]
+    drawn = [scatter("Size and perplexity", size, Axis.of("perplexity", values, high), _points(sizes, values))]
     cell = "b1" if "b1" in models[0]["cells"] else next(iter(models[0]["cells"]), None)
     if cell is None:
         return drawn
@@ -81,12 +81,12 @@ def pictures(result: dict[str, Any]) -> list[str]:
     curve = [largest * (1 + step / POINTS) / 2 for step in range(POINTS + 1)] if ceilings else []
     curve = [one for one in curve if bandwidth / one <= rate.high] or curve[-1:]
     at_most = [Line("memory read", curve, [bandwidth / one for one in curve], True)] if ceilings else []
-    width = Axis.of("MB of weights a token", read)
-    drawn.append(scatter("What a step reads, and speed", width, rate, _points(read, speeds), at_most, remark))
+    width = Axis.of("MB of weights that a step reads", read)
+    drawn.append(scatter("Size and speed", width, rate, _points(read, speeds), at_most))
     lost = [one.get("float32", {"kl": 0.0})["kl"] for one in models]
-    order = sorted(range(len(models)), key=lambda at: lost[at])
-    allowed = [Line("memory read", [ceilings[at] for at in order], [lost[at] for at in order], True)] if ceilings else []
-    drawn.append(scatter("Speed and what is lost", rate, Axis.of("KL, nats", lost), _points(speeds, lost), allowed, remark))
+    reach = [Line("", [speeds[at], ceiling], [lost[at]] * 2, True) for at, ceiling in enumerate(ceilings)]
+    further = Axis(f"{name}; dashed: as far as memory allows" if reach else name, rate.low, rate.high)
+    drawn.append(scatter("Speed and what is lost", further, Axis.of("KL, nats", lost), _points(speeds, lost), reach))
     return drawn
 
 

@@ -8,11 +8,12 @@ from typing import Any
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2327; --ground: #fff; --line: #d9dedb }
 @media (prefers-color-scheme: dark) { :root { --text: #e6e9e8; --ground: #16191b; --line: #3a4043 } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--ground); max-width: 60rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--ground); max-width: 75rem; margin: 2rem auto;
   padding: 0 1rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums } th, td { padding: .2rem .8rem; text-align: right;
-  border-bottom: 1px solid var(--line) } th:first-child, td:first-child { text-align: left }
-.wide { overflow-x: auto } .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1rem }
+table { border-collapse: collapse; font-size: .85em; margin-bottom: 1rem; font-variant-numeric: tabular-nums }
+th, td { padding: .2rem .5rem; text-align: right;
+  white-space: nowrap; border-bottom: 1px solid var(--line) } th:first-child, td:first-child { text-align: left }
+.wide { overflow-x: auto } .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(28rem, 1fr)); gap: 1rem }
 svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: 12px }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # of the page: nothing is loaded and nothing runs

@@ -112,12 +112,14 @@ def draw(title: str, x_name: str, y_name: str, lines: Sequence[Line], remark: st
 
 
 def scatter(title: str, x: Axis, y: Axis, points: Sequence[Point], lines: Sequence[Line] = (), remark: str = "") -> str:
-    """Numbered points as an SVG, and lines, which are dashed and named at their ends."""
+    """Numbered points as an SVG, and lines, which are named in their middle where they have a name."""
     parts = [_frame(title, x, y, remark)]
     for line in lines:
         parts += _drawn(line, len(LIGHT) - 1, x, y)
-        left, top = _place(line.x[-1], line.y[-1], x, y)
-        parts.append(f'<text x="{left:.1f}" y="{max(top - 6, TOP + 8):.1f}" text-anchor="end">{escape(line.name)}</text>')
+        middle = len(line.x) // 2
+        left, top = _place(line.x[middle], line.y[middle], x, y)
+        if line.name:
+            parts.append(f'<text x="{left + 8:.1f}" y="{top - 4:.1f}">{escape(line.name)}</text>')
     for point in points:
         hue = (point.number - 1) % len(LIGHT)
         left, top = _place(point.x, point.y, x, y)
