@@ -52,6 +52,17 @@ def held_memory(pid: int) -> int:
         return 0
 
 
+def peak_memory(pid: int) -> int:
+    """The most bytes of a process that were in RAM since its program began; 0 where the system does not say. What resource says
+    begins with the memory of whoever started it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"VmHWM:\s*(\d+) kB", status)
+    return int(found[1]) * 1024 if found else 0
+
+
 def anonymous_memory() -> int:
     """Bytes of this process that are no mapped file; 0 where the system does not say."""
     try:

@@ -45,7 +45,7 @@ class LLM:
     `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
     torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8,
     int4, or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `activations`: inputs
-    of integer weights are rounded: auto, token (one scale for a row), split (but for outliers). `kv_cache_memory`: bytes or
+    of integer weights are rounded: auto (as the folder asks), group (of 32), token, split, tensor. `kv_cache_memory`: bytes or
     "2GiB". Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is for contrastive
     decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self,
     blocks, None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend

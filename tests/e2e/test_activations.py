@@ -11,6 +11,7 @@ from headrace.compress.run import Pipeline
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_files
+from headrace.weights.quantized.activations import activations_of
 from tests.models.gates import program_of
 from tests.models.test_compress import write_folder
 from tests.tiny_native import Feeder
@@ -52,7 +53,42 @@ def test_a_model_with_one_scale_for_a_token(folder: Path) -> None:
             assert np.array_equal(alone.view(np.uint32), whole[number].view(np.uint32))
 
 
-@pytest.mark.parametrize("activations", ["token", "split"])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_folder_of_w8a8_is_run_as_it_asks(backend: str, folder: Path, tmp_path: Path) -> None:
+    """auto is token where config.json says so, and only there; group is what auto is elsewhere."""
+    if backend == "native" and not native.available():
+        pytest.skip(native.reason())
+    compress_folder(write_folder(tmp_path / "whole", "llama-gqa"), tmp_path / "int8", Pipeline(format="int8", threads=1))
+
+    def first(path: Path, activations: str) -> list[float]:
+        llm = LLM(str(path), backend=backend, activations=activations, max_model_len=64)
+        found = llm.generate([TEXTS[0]], GREEDY)[0].outputs[0].logprobs
+        assert found is not None
+        assert bool(llm.opened.rounding_said(activations)) == (path == folder and activations == "auto")
+        return [one.logprob for one in found]
+
+    auto, token, group = (first(folder, name) for name in ("auto", "token", "group"))
+    assert auto == token != group
+    plain = first(tmp_path / "int8", "auto")
+    assert plain != first(tmp_path / "int8", "token")
+    assert (plain == first(tmp_path / "int8", "group")) == (backend == "native")  # torch's auto rounds nothing
+
+
+def test_what_a_config_asks_for() -> None:
+    """Only int8 by token; a scale that is fixed beforehand, floats and nothing are left to the engine."""
+    token = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    for asked, found in (
+        (token, "token"),
+        ({**token, "type": "float"}, "auto"),
+        ({**token, "strategy": "tensor"}, "auto"),
+        ({**token, "num_bits": 4}, "auto"),
+        (None, "auto"),
+    ):
+        assert activations_of({"config_groups": {"group_0": {"input_activations": asked}}}) == found
+    assert activations_of({"config_groups": ["damaged"]}) == activations_of({}) == "auto"
+
+
+@pytest.mark.parametrize("activations", ["token", "split", "group"])
 def test_both_back_ends(activations: str, folder: Path) -> None:
     """Near each other: of what is drawn the log-probabilities."""
     found = []
@@ -66,7 +102,7 @@ def test_both_back_ends(activations: str, folder: Path) -> None:
 
 
 def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="activations must be auto, token, split, tensor, not 'row'"):
+    with pytest.raises(ValueError, match="activations must be auto, group, token, split, tensor, not 'row'"):
         LLM(str(folder), activations="row")
     plain = write_folder(tmp_path / "plain", "llama-gqa")
     with pytest.raises(ValueError, match="rounds the inputs of integer weights, and .*plain has floats alone: leave"):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from headrace import native
 from headrace.compress import folder as folders
-from headrace.compress.folder import compress_folder, prepare_folder
+from headrace.compress.folder import compress_folder
+from headrace.compress.folder_plan import prepare_folder
 from headrace.compress.run import Pipeline, compress, work_folder
 from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
@@ -68,6 +69,7 @@ def test_each_number_is_the_nearest_of_its_grid(number_format: str, layout: str 
     assert bool(whole) == any("are no whole groups" in line for line in report.warnings)
     told = describe(tmp_path / "out")
     assert (told["quantised"], told["compress"]) == (said, f"rtn {number_format}")
+    assert told["activations"] == ("token" if number_format == "w8a8" else None)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert ("input_activations" in str(config) and config["config_groups"]["group_0"]["input_activations"] is not None) == (
         number_format == "w8a8"
@@ -151,8 +153,15 @@ def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -
         ({"layout": "gptq", "format": "int5-g32"}, "the layout gptq holds 2, 3, 4, 8 bits, and int5-g32 has 5"),
         ({"format": "w8a8-static"}, "w8a8-static measures inputs on texts: choose a --method that reads them"),
         ({"layout": "gptq", "format": "w8a8"}, "the layout gptq says nothing of activations"),
-        ({"head": "Q8_0"}, "a folder keeps tables of tokens and the head as they are"),
-        ({"budget": 10**6, "method": ("gptq",)}, "--budget chooses among kinds of GGUF"),
+        ({"head": "Q8_0"}, "folders do not hold Q8_0: choose int4-g128"),
+        ({"head": "int4-g96"}, "the head's rows of 32 numbers are no whole groups of int4-g96"),
+        ({"head": "int8", "layout": "gptq"}, "the layout gptq holds integers of one format: leave --head out"),
+        (
+            {"budget": 10**6, "method": ("gptq",), "layout": "awq"},
+            "the layout awq holds integers of one format: leave --budget",
+        ),
+        ({"budget": 10**6, "format": "int8"}, "--budget chooses between 4 and 8 bits, and int8 has 8"),
+        ({"budget": 10}, "10 bytes are too few: with the fewest bits all tensors take"),
     ],
 )
 def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -165,21 +174,40 @@ def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: P
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("number_format", ["int4-g32", "int4-g32-sym", "int8", "w8a8", "int3-g32", "int5-g32-sym"])
-def test_compressed_tensors_decompresses_it_alike(number_format: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("number_format", "head"),
+    [
+        ("int4-g32", None),
+        ("int4-g32-sym", None),
+        ("int8", None),
+        ("w8a8", None),
+        ("int3-g32", None),
+        ("int5-g32-sym", None),
+        ("int4-g32", "int8"),
+        ("w8a8", "int4-g32"),
+    ],
+)
+def test_compressed_tensors_decompresses_it_alike(
+    number_format: str,
+    head: str | None,
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     """Its own code, by its own reading of config.json, in float32."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra peers)")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    compress_folder(model, tmp_path / "out", Pipeline(format=number_format, threads=1))
+    compress_folder(model, tmp_path / "out", Pipeline(format=number_format, head=head, threads=1))
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(said)
-    compressor = BaseCompressor.get_value_from_registry(config.format)
     ours, tensors = opened(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
     for name in ours.scheme.matrices:
         matrix = name.removesuffix("weight")
         fields = {key.removeprefix(matrix): value for key, value in tensors.items() if key.startswith(matrix)}
         fields["weight_scale"] = fields["weight_scale"].float()
-        theirs = compressor.decompress(fields, config.config_groups["group_0"])["weight"].float()
+        groups = config.config_groups.values()
+        scheme = next(group for group in groups if "Linear" in group.targets or matrix.removesuffix(".") in group.targets)
+        compressor = BaseCompressor.get_value_from_registry(scheme.format)
+        theirs = compressor.decompress(fields, scheme)["weight"].float()
         assert np.array_equal(theirs.numpy(), read_floats(ours, name)), name

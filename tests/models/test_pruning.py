@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.compress.report import METHODS
+from headrace.compress.recipe import METHODS
 from headrace.compress.run import Pipeline, compress, predict
 from headrace.quant.keep import kept, magnitude, parse_sparsity, wanda
 from headrace.weights.gguf import GGUFFile

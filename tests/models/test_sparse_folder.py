@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from headrace import native
-from headrace.compress.folder import compress_folder, prepare_folder
+from headrace.compress.folder import compress_folder
+from headrace.compress.folder_plan import prepare_folder
 from headrace.compress.run import Pipeline, compress
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from headrace.compress.folding import SmoothQuant
 from headrace.compress.judge import judge
 from headrace.compress.rounding import Rounding
 from headrace.compress.run import Pipeline, compress, predict, work_folder
-from headrace.compress.texts import check_apart, texts_of
+from headrace.compress.texts import check_apart, passages, texts_of
 from headrace.compress.walk import Walk
 from headrace.compress.work import PLAN, STATE, Work
 from headrace.data.params import SamplingParams
@@ -131,7 +130,7 @@ def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_p
     assert written.metadata["headrace.compress"] == "gptq Q4_0"
     assert {written.info(name).kind for name in written.names() if "blk" in name} == {"Q4_0", "F32"}
     said = json.loads((tmp_path / "out.report.json").read_text())
-    assert said["outputs"]["layers.1.down.weight"] == asdict(report.told["layers.1.down.weight"])
+    assert said["outputs"]["layers.1.down.weight"] == report.told["layers.1.down.weight"].record()
     made = LLM(str(out), backend="torch", max_model_len=64).generate(["the water of"], SamplingParams(max_tokens=4))
     assert len(made[0].outputs[0].token_ids) == 4
 
@@ -146,7 +145,18 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
     before, after = (read_tensor(GGUFFile(path), "blk.0.ffn_up.weight") for path in (model, out))
     moments = first.matrices["gate_up"].inputs.hessian
     error = float(((after - before) @ moments * (after - before)).sum() / (before @ moments * before).sum())
-    assert report.told["layers.0.gate_up.up.weight"].error == pytest.approx(error, rel=1e-3)
+    told = report.told["layers.0.gate_up.up.weight"]
+    assert told.error == pytest.approx(error, rel=1e-3)
+    blocks = GGUFFile(out).raw("blk.0.ffn_up.weight").reshape(-1, 18)  # Q4_0: a scale d, then codes of -8 d to 7 d
+    scale = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float64)
+    w, squares = before.reshape(-1, 32).double().numpy(), (after - before).reshape(-1, 32).double().numpy() ** 2
+    outside = (w < np.minimum(-8 * scale, 7 * scale)) | (w > np.maximum(-8 * scale, 7 * scale))
+    said, energy = told.record(), np.square(w).sum()
+    assert said["clipping"] == pytest.approx(squares[outside].sum() / energy, rel=1e-5)
+    assert said["rounding"] == pytest.approx(squares[~outside].sum() / energy, rel=1e-5)
+    assert said["noise"] == pytest.approx(32 * np.square(scale).sum() / 12 / energy, rel=1e-5)
+    assert said["sqnr"] == pytest.approx(10 * np.log10(energy / squares.sum()), rel=1e-5)
+    assert min(said["clipping"], said["rounding"], said["seconds"], said["damping"]) > 0
 
 
 KILLS = {
@@ -277,10 +287,12 @@ def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: P
 def test_texts_to_judge_by_were_not_measured_on() -> None:
     """Thirty-two tokens in a row, wherever they stand; thirty-one may be chance."""
     read = texts(4, 64)
-    check_apart(read, texts(4, 31))
-    check_apart(read, [[7, *read[2][32:63], 7]])
-    with pytest.raises(ValueError, match="1 passages of 32 tokens"):
-        check_apart(read, [[7, 7, *read[2][32:64], 7]])
+    check_apart(passages(read), texts(4, 31))
+    check_apart(passages(read), [[7, *read[2][32:63], 7]])
+    with pytest.raises(ValueError, match="1 passages of 32 tokens that were measured on"):
+        check_apart(passages(read), [[7, 7, *read[2][32:64], 7]])
+    with pytest.raises(ValueError, match="1 passages of 32 tokens that a.gguf was measured on"):
+        check_apart(passages(read), [read[2][32:64]], "a.gguf")
 
 
 def test_few_texts_are_warned_of(model: Path, book: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,7 @@ def test_what_it_says_of_this_process_is_plausible() -> None:
     assert 0 < host.free_memory() <= 2**63
     assert host.free_memory() <= host.physical_memory()
     assert host.held_memory(os.getpid()) > 2**20
+    assert host.peak_memory(os.getpid()) >= host.held_memory(os.getpid()) // 2
     assert 0 < host.anonymous_memory() < host.physical_memory()
     assert host.cpu_name()
     assert 1 <= host.cores() <= (os.cpu_count() or 1)
@@ -52,9 +55,21 @@ def test_what_it_says_of_this_process_is_plausible() -> None:
     assert host.busy_seconds() >= 0
 
 
+def test_the_peak_of_a_process_is_its_own() -> None:
+    """Not that of whoever started it, as what `resource` says may be."""
+    held = bytes(300 << 20)
+    script = "import resource, sys; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) > 0  # it runs
+        assert 2**20 < host.peak_memory(process.pid) < len(held) // 2
+        process.stdin.close()
+
+
 def test_what_the_system_does_not_say_is_not_made_up() -> None:
     nobody = 2**22 + 1  # above the largest process number
-    assert host.held_memory(nobody) == 0
+    assert host.held_memory(nobody) == host.peak_memory(nobody) == 0
     with pytest.raises(OSError, match="argument|process"):
         host.process_clock(nobody)
 

@@ -330,6 +330,23 @@ def test_plots_are_svg_with_markers_and_where_they_are_from_in_both_schemes() ->
     assert ElementTree.fromstring(plots.draw("nothing", "ms", "%", [])).tag.endswith("svg")
 
 
+def test_points_have_numbers_and_axes_that_hold_them() -> None:
+    """From 0 to a round number, or in powers of ten; the middle of both is where it should be."""
+    plain, wide = plots.Axis.of("MB", [40.0, 93.0]), plots.Axis.of("ppl", [13.0, 1300.0], log=True)
+    assert [said for _, said in plain.ticks()] == ["0", "20", "40", "60", "80", "100"]
+    assert (plain.at(50.0), wide.at(130.0)) == (0.5, pytest.approx(0.5))
+    assert [said for _, said in wide.ticks()] == ["10", "20", "50", "100", "200", "500", "1000"]
+    line = plots.Line("memory <read>", [10.0, 90.0], [20.0, 900.0], True)
+    text = plots.scatter("S", plain, wide, [plots.Point(7, 50.0, 130.0)], [line])
+    drawn = ElementTree.fromstring(text)
+    (mark,) = drawn.iter("{http://www.w3.org/2000/svg}circle")
+    left, right, top, bottom = plots.LEFT, plots.WIDTH - plots.RIGHT, plots.TOP, plots.HEIGHT - plots.BOTTOM
+    middle = (float(mark.get("cx", 0)), float(mark.get("cy", 0)))
+    assert middle == pytest.approx(((left + right) / 2, (top + bottom) / 2), abs=0.1)
+    assert "memory &lt;read&gt;" in text
+    assert "stroke-dasharray" in text
+
+
 def test_a_report_is_one_page_that_asks_nobody() -> None:
     told = {name: {"p50": 0.1, "p90": 0.2, "p99": 0.3} for name in ("ttft", "itl", "tpot", "e2e")}
     times = {name: [0.1, 0.2, 0.3] for name in ("ttft", "itl", "e2e")}

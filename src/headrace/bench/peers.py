@@ -20,6 +20,7 @@ from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home
 
 OURS = "headrace"
+HEADRACE = (sys.executable, "-P", str(WORKERS / "serve.py"), str(WORKERS / "ours.py"))  # what starts ours
 KV_ELEMENT = 4  # bytes: room for an engine that keeps K and V in float32
 ABOUT = ("about", "load_s", "peak_rss_mb", "build")  # what is kept of an engine's first answer
 ITS_OWN = {"PYTHONPATH": ""}  # an engine finds the packages of its environment and no others
@@ -33,6 +34,30 @@ class Lineup:
     parties: list[Party] = field(default_factory=list)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+
+    def load(
+        self,
+        stack: ExitStack,
+        party: tuple[str, str],
+        model: Path,
+        setting: dict[str, Any],
+        task: dict[str, Any],
+        say: Say,
+        start: tuple[Sequence[str], dict[str, str]] | None = None,
+    ) -> None:
+        """A party by its engine and the name of its setting: a process that has loaded the model. `start`: what starts it, and
+        in which environment; None: Headrace as it is here. Raises WorkerError."""
+        engine, name = party
+        command, env = start or (HEADRACE, {"PYTHONPATH": str(WORKERS.parents[2])})
+        logs = home() / "peers" / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        worker = Worker(command, logs / (f"{engine} {name}".strip().replace(" ", "-").replace("/", "-") + ".log"), env)
+        made = Party(engine, name, worker)
+        stack.callback(worker.close)
+        about = worker.ask(model=str(model), setting=setting, **task)
+        self.about[made.name] = {key: about[key] for key in ABOUT if key in about}
+        self.parties.append(made)
+        say(f"{made.name}: {about['about']}, loaded in {about['load_s']:.1f} s")
 
 
 def compare(
@@ -81,24 +106,12 @@ def line_up(
 ) -> Lineup:
     """Load ours, then every engine with every setting, one after the other; each waits, stopped, until it is asked."""
     lineup = Lineup()
-
-    def load(engine: str, name: str, command: Sequence[str], model: Path, options: dict[str, Any], env: dict[str, str]) -> None:
-        logs = home() / "peers" / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        worker = Worker(command, logs / (f"{engine} {name}".strip().replace(" ", "-") + ".log"), env)
-        party = Party(engine, name, worker)
-        stack.callback(worker.close)
-        about = worker.ask(model=str(model), setting=options, **task)
-        lineup.about[party.name] = {key: about[key] for key in ABOUT if key in about}
-        lineup.parties.append(party)
-        say(f"{party.name}: {about['about']}, loaded in {about['load_s']:.1f} s")
-
-    command = [sys.executable, "-P", str(WORKERS / "serve.py"), str(WORKERS / "ours.py")]
-    load(OURS, "", command, path, setting, {"PYTHONPATH": str(WORKERS.parents[2])})
+    lineup.load(stack, (OURS, ""), path, setting, task, say)
     for engine in engines:
         for name, options in engine.settings.items():
             try:
-                load(engine.name, name, engine.command, engine.model(path, say), options, ITS_OWN)
+                start = engine.command, ITS_OWN
+                lineup.load(stack, (engine.name, name), engine.model(path, say), options, task, say, start)
             except ValueError as error:
                 lineup.left_out[f"{engine.name} ({name})"] = str(error)
                 say(f"{engine.name} ({name}) is left out: {error}")

@@ -1,4 +1,4 @@
-"""Small SVG plots: lines over axes from 0, with markers, in both colour schemes, and with where and when they were measured."""
+"""Small SVG plots: lines and numbered points, in both colour schemes, and with where and when they were measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +42,46 @@ class Line:
     dashed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """From `low` to `high`; in powers of ten where it is `log`."""
+
+    name: str
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[float], log: bool = False) -> "Axis":
+        """From 0 to a round number; where it is `log`, from the least value to the greatest, with room on both sides."""
+        if log:
+            return cls(name, min(values) / 1.3, max(values) * 1.3, True)
+        return cls(name, 0.0, _round_up(max(values, default=1.0)))
+
+    def at(self, value: float) -> float:
+        """Where a value stands, from 0 to 1."""
+        if self.log:
+            return float(np.log(value / self.low) / np.log(self.high / self.low))
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Where numbers are written, and which."""
+        if not self.log:
+            return [(step / 5, f"{step / 5 * self.high:g}") for step in range(6)]
+        first, last = (int(np.floor(np.log10(value))) for value in (self.low, self.high))
+        values = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)]
+        return [(self.at(value), f"{value:g}") for value in values if self.low <= value <= self.high]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A numbered mark."""
+
+    number: int
+    x: float
+    y: float
+
+
 def about(model: str) -> str:
     """What was measured, where, when and by which version: the line that every plot carries."""
     here = machine()
@@ -58,21 +98,12 @@ def distribution(values: dict[str, Sequence[float]]) -> list[Line]:
 
 def draw(title: str, x_name: str, y_name: str, lines: Sequence[Line], remark: str = "") -> str:
     """Lines as an SVG with axes from 0, those of one name in one colour. `remark`: what `about` says."""
-    x_top = _round_up(max((max(line.x) for line in lines), default=1))
-    y_top = _round_up(max((max(line.y) for line in lines), default=1))
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return LEFT + x / x_top * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y / y_top * (HEIGHT - TOP - BOTTOM)
-
+    x = Axis.of(x_name, [max(line.x) for line in lines])
+    y = Axis.of(y_name, [max(line.y) for line in lines])
     names = list(dict.fromkeys(line.name for line in lines))
-    parts = [_frame(title, x_name, y_name, remark, x_top, y_top)]
+    parts = [_frame(title, x, y, remark)]
     for line in lines:
-        hue = names.index(line.name) % len(LIGHT)
-        points = [at(x, y) for x, y in zip(line.x, line.y, strict=True)]
-        dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
-        parts.append(f'<path class="line h{hue}"{dashes} d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>')
-        if len(points) <= MARKED and not line.dashed:
-            parts += [f'<circle class="h{hue}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in points]
+        parts += _drawn(line, names.index(line.name) % len(LIGHT), x, y)
     for number, name in enumerate(names):
         place = LEFT + number * (WIDTH - LEFT) / max(len(names), 4)
         parts.append(f'<rect class="h{number % len(LIGHT)}" x="{place:.0f}" y="{HEIGHT - 16}" width="12" height="4"/>')
@@ -80,7 +111,38 @@ def draw(title: str, x_name: str, y_name: str, lines: Sequence[Line], remark: st
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _frame(title: str, x_name: str, y_name: str, remark: str, x_top: float, y_top: float) -> str:
+def scatter(title: str, x: Axis, y: Axis, points: Sequence[Point], lines: Sequence[Line] = (), remark: str = "") -> str:
+    """Numbered points as an SVG, and lines, which are named in their middle where they have a name."""
+    parts = [_frame(title, x, y, remark)]
+    for line in lines:
+        parts += _drawn(line, len(LIGHT) - 1, x, y)
+        middle = len(line.x) // 2
+        left, top = _place(line.x[middle], line.y[middle], x, y)
+        if line.name:
+            parts.append(f'<text x="{left + 8:.1f}" y="{top - 4:.1f}">{escape(line.name)}</text>')
+    for point in points:
+        hue = (point.number - 1) % len(LIGHT)
+        left, top = _place(point.x, point.y, x, y)
+        parts.append(f'<circle class="h{hue}" cx="{left:.1f}" cy="{top:.1f}" r="4"/>')
+        parts.append(f'<text x="{left + 6:.1f}" y="{top - 5:.1f}" font-weight="600">{point.number}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _place(x_value: float, y_value: float, x: Axis, y: Axis) -> tuple[float, float]:
+    return LEFT + x.at(x_value) * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y.at(y_value) * (HEIGHT - TOP - BOTTOM)
+
+
+def _drawn(line: Line, hue: int, x: Axis, y: Axis) -> list[str]:
+    """A line, with marks where its points are few."""
+    points = [_place(*point, x, y) for point in zip(line.x, line.y, strict=True)]
+    dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
+    parts = [f'<path class="line h{hue}"{dashes} d="M{"L".join(f"{left:.1f} {top:.1f}" for left, top in points)}"/>']
+    if len(points) <= MARKED and not line.dashed:
+        parts += [f'<circle class="h{hue}" cx="{left:.1f}" cy="{top:.1f}" r="3.5"/>' for left, top in points]
+    return parts
+
+
+def _frame(title: str, x: Axis, y: Axis, remark: str) -> str:
     """The ground, the title, the axes with their numbers, and the grid."""
     middle, height = (LEFT + WIDTH - RIGHT) / 2, HEIGHT / 2
     parts = [
@@ -88,15 +150,16 @@ def _frame(title: str, x_name: str, y_name: str, remark: str, x_top: float, y_to
         f'<title>{escape(title)}</title><rect class="ground" width="100%" height="100%"/>',
         f'<text x="{LEFT}" y="20" font-weight="600">{escape(title)}</text>',
         f'<text class="about" x="{LEFT}" y="37">{escape(remark)}</text>',
-        f'<text x="{middle:.0f}" y="{HEIGHT - BOTTOM + 36}" text-anchor="middle">{escape(x_name)}</text>',
-        f'<text x="16" y="{height:.0f}" text-anchor="middle" transform="rotate(-90 16 {height:.0f})">{escape(y_name)}</text>',
+        f'<text x="{middle:.0f}" y="{HEIGHT - BOTTOM + 36}" text-anchor="middle">{escape(x.name)}</text>',
+        f'<text x="16" y="{height:.0f}" text-anchor="middle" transform="rotate(-90 16 {height:.0f})">{escape(y.name)}</text>',
     ]
-    for step in range(6):
-        share = step / 5
-        x, y = LEFT + share * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share * y_top:g}</text>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{share * x_top:g}</text>')
+    for share, said in y.ticks():
+        top = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top:.1f}" y2="{top:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{top + 4:.1f}" text-anchor="end">{said}</text>')
+    for share, said in x.ticks():
+        left = LEFT + share * (WIDTH - LEFT - RIGHT)
+        parts.append(f'<text x="{left:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{said}</text>')
     return "\n".join(parts)
 
 

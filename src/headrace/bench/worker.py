@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.bench.machine import others_share
-from headrace.host import busy_seconds, process_seconds
+from headrace.host import busy_seconds, peak_memory, process_seconds
 
 PATIENCE = 10  # seconds for a process to end before it is killed
 
@@ -71,6 +71,8 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(" ".join(str(answer["error"]).split())[:300])
+        if peak := peak_memory(self.pid):
+            answer["peak_rss_mb"] = peak / 2**20
         return {**answer, "others_cpu": others_share(others, time.perf_counter() - start)}
 
     def close(self) -> None:

@@ -79,6 +79,8 @@ BENCH = {
         "same smaller model.",
         "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
         "kv": "K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.",
+        "compressed": "Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, "
+        "memory.",
         "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
     }
 }

@@ -44,10 +44,10 @@ class MethodOptions:
     method: Annotated[
         str,
         _method(
-            "rtn: to nearest; gptq: each column's error made good by the next; awq, smoothquant: inputs scaled first, for the "
-            "weights' sake or their own; awq,gptq: both. magnitude, wanda: weights are left out first (--sparsity); "
-            "sparsegpt: and the others make up for them. neurons, heads, layers, kv-heads: the model becomes smaller first, as "
-            "in neurons,gptq. All but rtn, magnitude and wanda with --imatrix read texts."
+            "A recipe, in this order: neurons, heads, layers, kv-heads: the model becomes smaller; awq, smoothquant: inputs "
+            "are scaled, for the weights' sake or their own; magnitude, wanda: weights are left out (--sparsity), sparsegpt: "
+            "and the others make up for them; rtn: to nearest, gptq: each column's error made good by the next. As in "
+            "neurons,awq,wanda,gptq. All but rtn, magnitude and wanda with --imatrix read texts."
         ),
     ] = "rtn"
     sparsity: Annotated[
@@ -115,7 +115,9 @@ def compress(
             "whether there are zero points.",
         ),
     ] = "Q4_K_M",
-    head: Annotated[str | None, typer.Option(help="Another kind for the output projection, as in Q8_0.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Another kind for the output projection, as in Q8_0; of a folder integers, as in int8.")
+    ] = None,
     imatrix: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="How much each input counts: a file of llama-imatrix, GGUF or .dat."),
@@ -157,10 +159,10 @@ def compress(
 
 
 def _predicted(path: Path, out: Path | None, pipeline: Any) -> Any:
-    from headrace.compress import folder, layouts, run
+    from headrace.compress import folder_plan, layouts, run
 
     as_folder = out.suffix != ".gguf" if out is not None else layouts.is_of_folders(pipeline.format)
-    report = folder.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
+    report = folder_plan.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
     for line in report.warnings:
         say(line)
     return report
@@ -174,7 +176,7 @@ def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
             return folder.compress_folder(path, out, pipeline, status())
         return run.compress(path, out, pipeline, status(), overwrite)
     except KeyboardInterrupt:
-        if pipeline.walks:
+        if pipeline.reads:
             say(f"{out}: stopped; the same command goes on where it was")
         raise
 

@@ -79,7 +79,8 @@ def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["compress"]:
         fields.insert(2, ("compressed", f"by headrace compress: {found['compress']}"))
     if found["quantised"]:
-        fields[2:2] = [("quantised", found["quantised"]), ("in the core", found["core"])]
+        asks = f", activations in 8 bits by {found['activations']}" if found["activations"] else ""
+        fields[2:2] = [("quantised", found["quantised"] + asks), ("in the core", found["core"])]
     if found["sliding_window"]:
         window = number(found["sliding_window"], " tokens in some or all layers; K and V are kept for the whole context")
         fields.append(("window", window))

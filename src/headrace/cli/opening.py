@@ -65,7 +65,8 @@ def open_llm(
 
     llm = LLM(model, **asdict(options), **more, progress=told)
     if not quiet:
-        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}")
+        rounding = llm.opened.rounding_said(options.activations)
+        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}{rounding}")
         if isinstance(options, ModelOptions):
             _say_calibrated(llm, options)
     return llm

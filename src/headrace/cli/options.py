@@ -133,8 +133,8 @@ class WeightOptions:
     activations: Annotated[
         str,
         _model(
-            "How inputs of integer weights are rounded: auto, token (one scale for a row), split (outliers left out), tensor "
-            "(the folder's own scales)."
+            "How inputs of integer weights are rounded: group (one scale for 32), token (one for a row), split (outliers left "
+            "out), tensor (the folder's own scales); auto: as the folder asks, else group."
         ),
     ] = "auto"
 

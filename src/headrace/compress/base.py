@@ -1,7 +1,8 @@
 """What a method of compression is, and what it is given: a layer of the model with what is known of its inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from math import log10
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,9 +69,11 @@ class Coded:
 class Told:
     """What is said of a matrix (a part of a fused one) after it was rounded. Errors are of its outputs, over the mean square
     of these: `error` on the texts measured, `held` on those held out (None: there were none), `nearest` and `held_nearest` for
-    rounding to nearest in the same kind what is not left out (of SparseGPT what Wanda leaves); `lost` and `energy` are square
-    sums of the rounding and of the weights. `damping` 0: rounded to nearest. `largest`: of the inputs on the texts measured, in
-    size."""
+    rounding to nearest in the same kind what is not left out (of SparseGPT what Wanda leaves). `lost` and `energy` are sums of
+    squares: of the weights' own error and of the weights; `clipping` is the part of the former that lies outside the range of
+    blocks or groups, `noise` what errors spread evenly over their steps S add up to, S²/12. `dead` inputs were always 0;
+    `damping` 0: rounded to nearest. `largest`: of the inputs on the texts measured, in size. `seconds`: of a fused matrix the
+    first part has those of its moments."""
 
     kind: str
     weights: int
@@ -81,9 +84,23 @@ class Told:
     held_nearest: float | None
     lost: float
     energy: float
+    clipping: float = 0.0
+    noise: float = 0.0
     dead: int = 0
     damping: float = 0.0
     largest: float = 0.0
+    seconds: float = 0.0
+
+    def record(self) -> dict[str, Any]:
+        """For JSON: also the weights' error in parts, over their mean square, and both as a ratio in dB (None: no error)."""
+        energy = self.energy or 1.0
+        return {
+            **asdict(self),
+            "rounding": (self.lost - self.clipping) / energy,
+            "clipping": self.clipping / energy,
+            "noise": self.noise / energy,
+            "sqnr": 10 * log10(self.energy / self.lost) if self.lost and self.energy else None,
+        }
 
 
 @dataclass(slots=True)

@@ -34,9 +34,10 @@ def given_tensors(opened: Opened, stored: set[str], target: ModelConfig) -> dict
     return {name: (tensor_info(name, data.shape, "F32"), data.view(np.uint8)) for name, data in made.items()}
 
 
-def entries(opened: Opened, target: ModelConfig, ours: Mapping[str, Any]) -> list[bytes]:
+def entries(opened: Opened, target: ModelConfig, ours: Mapping[str, Any], words: bool = True) -> list[bytes]:
     """The metadata: of a GGUF file byte for byte, but for what is said of number formats (`ours`) and, where `target` has other
-    numbers than the model, of these."""
+    numbers than the model, of these. `words`: of a folder its vocabulary, too. Raises TokenizerError where GGUF has no form for
+    that."""
     source = opened.source
     if isinstance(source, GGUFFile):
         same = target == opened.config
@@ -45,5 +46,5 @@ def entries(opened: Opened, target: ModelConfig, ours: Mapping[str, Any]) -> lis
         copied = [source.entry(key) for key in left if key not in made]
         return copied + [entry(key, value) for key, value in (made | dict(ours)).items()]
     keys = gguf_keys.metadata(target) | {"general.name": opened.path.name}
-    keys |= tokenizer_keys(opened.path, target.vocab_size) | dict(ours)
+    keys |= (tokenizer_keys(opened.path, target.vocab_size) if words else {}) | dict(ours)
     return [entry(key, value) for key, value in keys.items()]

@@ -1,11 +1,15 @@
-"""Which layout a folder gets: by its name, and the integers that the format asks for."""
+"""Which layout a folder gets: by its name, and the integers that the format asks for; another where one matrix has others."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace.compress.mixes import MIXES, SHORT
 from headrace.compress.report import LAYOUTS, Pipeline
 from headrace.quant.targets import EXAMPLES, integers_named
 from headrace.weights.quantized.gptq import BITS as GPTQ_BITS
-from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout, TwoFour
+from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout, TwoFour, mixed
 
+NAMED: dict[str, type] = {"gptq": Gptq, "awq": Awq, "2:4": TwoFour}
 SPARSE = {Integers(4, 32): "S4", Integers(8, 32): "S8"}
 
 
@@ -36,6 +40,25 @@ def layout_of(pipeline: Pipeline) -> Layout:
         bits = ", ".join(map(str, GPTQ_BITS))
         raise ValueError(f"the layout gptq holds {bits} bits, and {name} has {integers.bits}: leave it out, or choose int4")
     return Awq(integers) if wanted == "awq" else Gptq(integers)
+
+
+def check_mixed(layout: Layout, option: str) -> None:
+    """Raise ValueError where a folder cannot hold several formats, which `option` asks for."""
+    if not isinstance(layout, Compressed):
+        name = next(name for name, kind in NAMED.items() if isinstance(layout, kind))
+        raise ValueError(f"the layout {name} holds integers of one format: leave {option} out, or take --layout compressed")
+
+
+def settings_of_layouts(layouts: Mapping[str, Layout], whole: Sequence[str], by_name: bool) -> dict[str, Any]:
+    """quantization_config of a folder whose matrices `layouts` holds by stored name, and whose modules `whole` are floats.
+    `by_name`: formats are said of each."""
+    if not by_name:
+        return next(iter(layouts.values())).settings(whole)
+    groups: dict[Compressed, list[str]] = {}
+    for name, layout in layouts.items():
+        assert isinstance(layout, Compressed)
+        groups.setdefault(layout, []).append(name.removesuffix(".weight"))
+    return mixed(groups, whole)
 
 
 def is_of_folders(name: str) -> bool:

@@ -11,14 +11,15 @@ import torch
 
 from headrace import native
 from headrace.compress.base import Compressor, Told, Visit, visited
-from headrace.compress.budget import Sensitivity
+from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
 from headrace.compress.report import Pipeline
 from headrace.compress.rounding import Rounding
-from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, texts_of
-from headrace.compress.walk import Clock, Walk, layer_width
+from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, passages, texts_of
+from headrace.compress.walk import Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
+from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
@@ -66,6 +67,16 @@ def tokens_wanted(pipeline: Pipeline, width: int) -> int:
     return pipeline.tokens or ENOUGH * width
 
 
+def reading_bytes(pipeline: Pipeline, config: ModelConfig) -> int:
+    """The most that reading texts takes in memory, cuts and the mean of keys included."""
+    decoder, window, most = describe(config), min(WINDOW, config.max_position), 0
+    if pipeline.reads:
+        wanted = tokens_wanted(pipeline, layer_width(decoder))
+        rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
+        most = rows + peak_bytes(config, decoder, wanted, window)
+    return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
+
+
 def threads_of(pipeline: Pipeline) -> int:
     """Those asked for, or as many as there are cores for this process."""
     return pipeline.threads or native.processors()
@@ -91,10 +102,10 @@ def begun(opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Te
     if not (folder / TEXTS).is_file():
         wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
         made = texts_of(opened, pipeline.calibrate, wanted, pipeline.seed, tell, WINDOW, pipeline.threads)
-        check_apart(made, judged)
+        check_apart(passages(made), judged)
         work.write(TEXTS, {"texts": made})
     texts: Texts = work.read(TEXTS)["texts"]
-    check_apart(texts, judged)
+    check_apart(passages(texts), judged)
     return work, texts
 
 
@@ -110,11 +121,13 @@ def kv_measured(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress
     return KVSettings(pipeline.kv, mean_keys(opened.source, texts[: -(-TOKENS // len(texts[0]))], tell))
 
 
-def sensitivities(opened: Opened, work: Work, texts: Texts, tell: Progress, threads: int) -> dict[str, dict[str, float]]:
-    """What each kind would do to the outputs of each part of the layers' matrices, by target: on a walk of its own."""
+def sensitivities(
+    opened: Opened, ladder: Ladder, work: Work, texts: Texts, tell: Progress, threads: int
+) -> dict[str, dict[str, float]]:
+    """What each format would do to the outputs of each part of the layers' matrices, by target: on a walk of its own."""
     own = Work(work.folder / "kinds")
     own.begin(work.read(PLAN))
-    go(Walk(opened.source, texts, own, {}), [Sensitivity(threads)], own, tell, threads)
+    go(Walk(opened.source, texts, own, {}), [Sensitivity(ladder, threads)], own, tell, threads)
     found: dict[str, dict[str, float]] = {}
     for number in range(opened.config.num_layers):
         found |= own.about(number)["extra"]["errors"]

@@ -7,37 +7,25 @@ from typing import Any
 
 from headrace.compress.base import Told
 from headrace.compress.judge import Judgement
-from headrace.compress.pruning import PRUNES, SPARSEGPT, pruning
-from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, STRUCTURES, Cut, CutReport, cuts_of
+from headrace.compress.pruning import pruning
+from headrace.compress.recipe import FOLDS, READ, check_known, check_order
+from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, Cut, CutReport, cuts_of
 from headrace.compress.texts import SELF
 from headrace.quant.keep import Sparsity
 from headrace.weights.kv_settings import FORMATS
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant", *PRUNES, *STRUCTURES)
-ORDERS = (
-    ("rtn",),
-    ("gptq",),
-    ("awq",),
-    ("awq", "gptq"),
-    ("smoothquant",),
-    ("smoothquant", "gptq"),
-    *((name,) for name in PRUNES),
-    *((name, step) for name in ("magnitude", "wanda") for step in ("rtn", "gptq")),
-)  # of methods that go together
-FOLDS = ("awq", "smoothquant")
 LAYOUTS = ("compressed", "gptq", "awq", "2:4")  # of folders; the first is that of most
-READ = ("gptq", *FOLDS, SPARSEGPT)  # by texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What is done to a model. `method`: some of METHODS in order (awq or smoothquant alone: then to nearest). `format`: a name
+    """What is done to a model. `method`: some of recipe.METHODS in order (where none rounds: to nearest). `format`: a name
     of mixes.MIXES; of a folder integers (quant.targets.integers_named), stored in a `layout`: one of LAYOUTS, None: 2:4 where
-    that is pruned and rounded in groups of 32, else the first. `head`: a kind for the output projection alone. `imatrix`: a
-    file of importances, for rtn. `budget`: bytes of all tensors; kinds are then chosen matrix by matrix, and `format` is where
-    the choice begins. `sparsity`: what methods that prune make 0, as quant.keep.parse_sparsity reads it. `keep_neurons`,
-    `keep_heads` (shares), `drop_layers` and `kv_heads` (counts) are the numbers of the methods that cut, which come before all
-    others; `pool` says how K/V heads become one.
+    that is pruned and rounded in groups of 32, else the first. `head`: a kind (of a folder: integers) for the output projection
+    alone. `imatrix`: a file of importances, for rtn. `budget`: bytes of all tensors; kinds are then chosen matrix by matrix,
+    and `format` is where the choice begins. `sparsity`: what methods that prune make 0, as quant.keep.parse_sparsity reads it.
+    `keep_neurons`, `keep_heads` (shares), `drop_layers` and `kv_heads` (counts) are the numbers of the methods that cut, which
+    come before all others; `pool` says how K/V heads become one.
 
     `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
     column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
@@ -95,24 +83,16 @@ class Pipeline:
 
     def check(self) -> None:
         """Raise ValueError for methods that are not known or cannot follow one another."""
-        if unknown := [name for name in self.method if name not in METHODS]:
-            raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
-        cuts = self.cuts
-        rest = self.method[len(cuts) :]
-        if rest not in ORDERS and not (cuts and not rest):
-            known = ", ".join(",".join(order) for order in ORDERS)
-            late = [name for name in rest[1:] if name in FOLDS]
-            why = f"{late[0]} scales what is neither scaled nor rounded yet" if late else "what is rounded is not rounded again"
-            if set(rest) & set(PRUNES):
-                why = "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both"
-            raise ValueError(f"{','.join(self.method)} cannot be: {why}; choose one of: {known}")
+        check_known(self.method)
+        check_order(self.method)
         if self.kv is not None and self.kv not in FORMATS:
             raise ValueError(f"K and V are kept as {' or '.join(FORMATS)}, not {self.kv!r}")
+        cuts, prunes = self.cuts, self.prunes
         if self.layout is not None and self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known are {', '.join(LAYOUTS)}")
-        if self.imatrix is not None and self.reads:
+        if self.imatrix is not None and (cuts or self.walks):
             raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
-        if self.prunes and self.budget is not None:
+        if prunes and self.budget is not None:
             raise ValueError("--budget may choose kinds in which 0 does not stay 0; leave it out, or --sparsity")
 
 
@@ -133,7 +113,7 @@ class Report:
     """What was written, or will be. `largest`: bytes in memory besides the mapped model and the program itself, at the most.
 
     `cuts`: what became smaller. `told` by part of a matrix ("layers.3.qkv.q.weight"), where texts were read; `tokens` measured
-    on, and those held out."""
+    on, and those held out; `passages`: hashes of what these texts are (texts.passages)."""
 
     bytes: int
     matrices: dict[str, Matrix]
@@ -144,6 +124,7 @@ class Report:
     told: dict[str, Told] = field(default_factory=dict)
     cuts: list[CutReport] = field(default_factory=list)
     judged: Judgement | None = None
+    passages: list[str] = field(default_factory=list)
 
     @property
     def weights(self) -> int:
@@ -193,7 +174,9 @@ class Report:
         if self.cuts:
             made |= {"tokens": self.tokens, "cuts": [asdict(cut) for cut in self.cuts]}
         if self.told:
-            made |= {"tokens": self.tokens, "outputs": {target: asdict(told) for target, told in self.told.items()}}
+            made |= {"tokens": self.tokens, "outputs": {target: told.record() for target, told in self.told.items()}}
+        if self.passages:
+            made["passages"] = self.passages
         if self.judged is not None:
             made["judged"] = asdict(self.judged)
         return made

@@ -2,12 +2,16 @@
 
 Pruning goes before it, or is done in the loop (SparseGPT)."""
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.compress.base import Coded, Inputs, Matrix, Told, Visit
 from headrace.compress.pruning import SPARSEGPT, kept_mask
+from headrace.quant.errors import outside
 from headrace.quant.hessian import DAMPING, output_error, upper
 from headrace.quant.keep import KeptBlocks, KeptMask, Sparsity
 from headrace.quant.loop import BLOCK, Keep, reconstruct
@@ -34,7 +38,7 @@ class Rounding:
                 self._matrix(visit, matrix, wanted)
 
     def _matrix(self, visit: Visit, matrix: Matrix, wanted: dict[str, str]) -> None:
-        inputs, importance = matrix.inputs, importance_of(matrix.inputs)
+        began, inputs, importance = time.perf_counter(), matrix.inputs, importance_of(matrix.inputs)
         diagonal = inputs.hessian.diagonal()
         order = torch.argsort(diagonal, descending=True, stable=True) if self._ordered else None
         made = upper(inputs.hessian, order) if self._gptq and importance is not None else None
@@ -58,7 +62,9 @@ class Rounding:
                 result = reconstruct(w, made.factor, grids=grids, keep=keep, order=order, block=self._block())
                 rows, values = grids.rows(result)
                 damping = made.damping
-            visit.told[matrix.target(part)] = tell(w, values, plain, kind, inputs, dead, damping)
+            told = tell(w, values, plain, kind, inputs, outside(w.numpy(), values.numpy(), rows, to))
+            seconds, began = time.perf_counter() - began, time.perf_counter()
+            visit.told[matrix.target(part)] = replace(told, dead=dead, damping=damping, seconds=seconds)
             matrix.coded[part] = Coded(to.kind, rows)
             w.copy_(values)
 
@@ -88,8 +94,8 @@ def importance_of(inputs: Inputs) -> np.ndarray | None:
     return np.asarray(diagonal.numpy(), np.float32).copy() if usable else None
 
 
-def tell(w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, dead: int, damping: float) -> Told:
-    """The errors of `values` for w, beside those of `plain`."""
+def tell(w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, parts: tuple[float, float]) -> Told:
+    """The errors of `values` for w, beside those of `plain`. `parts`: as quant.errors.outside gives them."""
 
     def error(found: Tensor, moment: Tensor) -> float:
         return output_error(found - w, moment) / (output_error(w, moment) or 1.0)
@@ -105,7 +111,7 @@ def tell(w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, de
         held_nearest=None if held is None else error(plain, held),
         lost=float((values - w).square().sum(dtype=torch.float64)),
         energy=float(w.square().sum(dtype=torch.float64)),
-        dead=dead,
-        damping=damping,
         largest=float(inputs.largest.max()),
+        clipping=parts[0],
+        noise=parts[1],
     )

@@ -14,18 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.compress.budget import chosen
-from headrace.compress.centre import TOKENS
+from headrace.compress.budget import Rung, chosen, kinds_for
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge, judge_bytes
-from headrace.compress.measured import Made, begun, few, kv_measured, sensitivities, threads_of, tokens_wanted, walked
+from headrace.compress.measured import Made, begun, few, kv_measured, reading_bytes, sensitivities, threads_of, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pruning import is_pruned, pruned, zero_kind
 from headrace.compress.report import Matrix, Pipeline, Report
 from headrace.compress.stages import cut_model
 from headrace.compress.structure import reshaped
-from headrace.compress.texts import WINDOW, Texts, texts_of
-from headrace.compress.walk import layer_width, peak_bytes
+from headrace.compress.texts import WINDOW, Texts, passages, texts_of
+from headrace.compress.walk import layer_width
 from headrace.compress.work import Work
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
@@ -108,6 +107,7 @@ def compress(
     if pipeline.reads:
         work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
         warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
+        job.report.passages = passages(texts)
         if pipeline.cuts:
             job = _cut(job, model, pipeline, work, texts, tell)
         if pipeline.walks:
@@ -142,7 +142,7 @@ def _cut(job: Job, model: str | Path, pipeline: Pipeline, work: Work, texts: Tex
     left = cut_model(job.opened, pipeline.cuts, work, texts, tell, threads_of(pipeline))
     made = prepare(model, pipeline, left.opened)
     made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
-    made.report.cuts, made.report.tokens = left.told, left.tokens
+    made.report.cuts, made.report.tokens, made.report.passages = left.told, left.tokens, job.report.passages
     warn(made.report, left.notes, tell)
     return made
 
@@ -157,9 +157,8 @@ def warn(report: Report, lines: list[str], tell: Progress) -> None:
 def _walk(job: Job, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress) -> None:
     """Carry out what reads texts; the layers' tensors are then taken from its work."""
     if pipeline.budget is not None:
-        targets = {name: [part.target for part in parts] for name, parts in job.stored.items()}
-        errors = sensitivities(job.opened, work, texts, tell, threads_of(pipeline))
-        job.choose(chosen(job.tensors, targets, errors, pipeline.budget))
+        errors = sensitivities(job.opened, kinds_for, work, texts, tell, threads_of(pipeline))
+        job.choose(_within(job, errors, pipeline.budget))
     kinds = {
         part.target: info.kind
         for info in job.tensors
@@ -169,6 +168,18 @@ def _walk(job: Job, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress
     }
     job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
     report_walk(job.report, job.made, tell)
+
+
+def _within(job: Job, errors: dict[str, dict[str, float]], budget: int) -> list[TensorInfo]:
+    """The tensors with the kinds that the budget allows; errors by target."""
+    ladders: dict[str, list[Rung]] = {}
+    for info in job.tensors:
+        parts = [part.target for part in job.stored.get(info.name, ())]
+        if parts and all(part in errors for part in parts) and (kinds := kinds_for(info.shape[-1])):
+            sizes = {kind: tensor_info(info.name, info.shape, kind).nbytes for kind in kinds}
+            ladders[info.name] = [Rung(kind, sum(errors[part][kind] for part in parts), sizes[kind]) for kind in kinds]
+    found = chosen(ladders, sum(info.nbytes for info in job.tensors if info.name not in ladders), budget)
+    return [tensor_info(info.name, info.shape, found[info.name]) if info.name in found else info for info in job.tensors]
 
 
 def report_walk(report: Report, made: Made, tell: Progress) -> None:
@@ -251,13 +262,7 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     bytes_given = {name: data for name, (_, data) in given.items()}
     job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
-    if pipeline.reads:
-        decoder = describe(config)
-        wanted = tokens_wanted(pipeline, layer_width(decoder))
-        rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
-        largest = max(largest, rows + peak_bytes(config, decoder, wanted, min(WINDOW, config.max_position)))
-    if pipeline.kv is not None:
-        largest = max(largest, peak_bytes(config, describe(config), TOKENS, min(WINDOW, config.max_position)))
+    largest = max(largest, reading_bytes(pipeline, config))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     job.report = Report(0, {}, [], largest)

@@ -41,9 +41,11 @@ class Left:
     tokens: int
 
 
-def cut_model(opened: Opened, cuts: Sequence[Cut], work: Work, texts: Texts, tell: Progress, threads: int) -> Left:
+def cut_model(
+    opened: Opened, cuts: Sequence[Cut], work: Work, texts: Texts, tell: Progress, threads: int, words: bool = True
+) -> Left:
     """Carry cuts out, from where an earlier run was stopped. The file of each takes the place of the one before, in the folder
-    of the work. Raises ValueError as `reshaped` and Work do, and OSError."""
+    of the work; with `words` it has the vocabulary, too. Raises ValueError as `reshaped` and Work do, and OSError."""
     names = [f"{at}-{cut.method}" for at, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
     done = max((at for at, file in enumerate(files) if file.is_file()), default=-1)
@@ -51,7 +53,7 @@ def cut_model(opened: Opened, cuts: Sequence[Cut], work: Work, texts: Texts, tel
         opened = open_files(files[done])
     for at in range(done + 1, len(cuts)):
         own = Work(work.folder / names[at])
-        _cut(opened, cuts[at], work, own, files[at], texts, tell, threads)
+        _cut(opened, cuts[at], work, own, files[at], texts, tell, threads, words)
         opened = open_files(files[at])
         own.remove()
         if at:
@@ -61,7 +63,9 @@ def cut_model(opened: Opened, cuts: Sequence[Cut], work: Work, texts: Texts, tel
     return Left(opened, [CutReport(**about["told"]) for about in abouts], notes, abouts[0]["tokens"])
 
 
-def _cut(opened: Opened, cut: Cut, work: Work, own: Work, out: Path, texts: Texts, tell: Progress, threads: int) -> None:
+def _cut(
+    opened: Opened, cut: Cut, work: Work, own: Work, out: Path, texts: Texts, tell: Progress, threads: int, words: bool
+) -> None:
     """One cut: `own` is its walk's work; `out` is written last."""
     config = opened.config
     target = reshaped(config, cut)
@@ -76,7 +80,7 @@ def _cut(opened: Opened, cut: Cut, work: Work, own: Work, out: Path, texts: Text
     changed = {name for about in abouts for name in about["cut"]}
     kept = [number for number in range(config.num_layers) if number not in gone]
     with work.writing(out) as part:
-        _write(opened, target, kept, own, changed, part)
+        _write(opened, target, kept, own, changed, part, words)
 
 
 def _step(cut: Cut, config: ModelConfig, target: ModelConfig) -> Compressor:
@@ -89,7 +93,7 @@ def _step(cut: Cut, config: ModelConfig, target: ModelConfig) -> Compressor:
     return KVHeads(target.layers, pool_of(config, cut))
 
 
-def _write(opened: Opened, target: ModelConfig, kept: list[int], own: Work, changed: set[str], path: Path) -> None:
+def _write(opened: Opened, target: ModelConfig, kept: list[int], own: Work, changed: set[str], path: Path, words: bool) -> None:
     """The model with `target`'s numbers: of `changed` parts what the walk left, of layer i what was layer kept[i]."""
     source = opened.source
     whole, smaller = opened.config, target
@@ -126,7 +130,8 @@ def _write(opened: Opened, target: ModelConfig, kept: list[int], own: Work, chan
                 yield name, write_parts(parts, values).contiguous().numpy().view(np.uint8)
 
     said = source.metadata if isinstance(source, GGUFFile) else {}
-    write_gguf(path, entries(opened, smaller, {}), tensors, chunks(), said.get("general.alignment", DEFAULT_ALIGNMENT))
+    keys = entries(opened, smaller, {}, words)
+    write_gguf(path, keys, tensors, chunks(), said.get("general.alignment", DEFAULT_ALIGNMENT))
 
 
 def _before(target: str, kept: list[int]) -> str:

@@ -50,9 +50,6 @@ class CutReport:
 def cuts_of(methods: Sequence[str], numbers: Mapping[str, float | None], pool: str | None) -> tuple[Cut, ...]:
     """What the methods that cut do, in their order; `numbers` by method. Raises ValueError for what cannot be."""
     named = [name for name in methods if name in STRUCTURES]
-    if named != list(methods[: len(named)]):
-        late = next(name for at, name in enumerate(methods) if name in STRUCTURES and at and methods[at - 1] not in STRUCTURES)
-        raise ValueError(f"{','.join(methods)} cannot be: {late} makes matrices smaller before they change; name it first")
     if twice := [name for name in named if named.count(name) > 1]:
         raise ValueError(f"{','.join(methods)} cannot be: {twice[0]} is there twice; give its number once")
     for name, number in numbers.items():

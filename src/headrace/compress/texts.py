@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import Opened
@@ -84,22 +86,28 @@ def digest(texts: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(text) for text in texts]).encode()).hexdigest()
 
 
-def shared(measured: Sequence[Sequence[int]], judged: Sequence[Sequence[int]]) -> int:
-    """How many of the passages measured on, each of `SHARED` tokens, stand in a text to judge by."""
-    passages = {tuple(text[at : at + SHARED]) for text in measured for at in range(0, len(text) - SHARED + 1, SHARED)}
-    there = {
+def passages(texts: Sequence[Sequence[int]]) -> list[str]:
+    """A hash of each passage of `SHARED` tokens, one after the other: what a report keeps of the texts measured on."""
+    return [_hash(text[at : at + SHARED]) for text in texts for at in range(0, len(text) - SHARED + 1, SHARED)]
+
+
+def _hash(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(np.array(tokens, "<u4").tobytes()).hexdigest()[:16]
+
+
+def check_apart(measured: Sequence[str], judged: Sequence[Sequence[int]], whose: str = "") -> None:
+    """Raise ValueError where passages measured on stand in a text to judge by, wherever they begin there. `whose`: the model
+    that was measured on them, where there are several."""
+    known = set(measured)
+    found = {
         passage
         for text in judged
         for at in range(len(text) - SHARED + 1)
-        if (passage := tuple(text[at : at + SHARED])) in passages
+        if known and (passage := _hash(text[at : at + SHARED])) in known
     }
-    return len(there)
-
-
-def check_apart(measured: Sequence[Sequence[int]], judged: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError where a text to judge by was measured on."""
-    if count := shared(measured, judged):
+    if found:
+        on = f"{whose} was measured on" if whose else "were measured on"
         raise ValueError(
-            f"the text to judge by has {count:,} passages of {SHARED} tokens that were measured on, where a model looks "
-            "better; give another text"
+            f"the text to judge by has {len(found):,} passages of {SHARED} tokens that {on}, where a model looks better; "
+            "give another text"
         )

@@ -18,14 +18,16 @@ GROUP = 32
 
 
 def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD, scale: float = 0.0) -> Tensor:
-    """What rows x [n, k] become, in x's dtype. token: int8 with one scale for a row (largest / 127). split: int8 with a scale
-    for 32 columns, but for those at or beyond the threshold, at most the 64 largest of a row, which stay. tensor: int8 with the
-    scale that is given, what is beyond cut off; 0: as token."""
+    """What rows x [n, k] become, in x's dtype. token: int8 with one scale for a row (largest / 127). group: with one for 32
+    columns. split: so, but for those at or beyond the threshold, at most the 64 largest of a row, which stay. tensor: int8 with
+    the scale that is given, what is beyond cut off; 0: as token."""
     wide = x.float()
     if activations == "tensor" and scale:
         return ((wide / scale).clamp(-127, 127).round() * scale).to(x.dtype)
     if activations in ("token", "tensor"):
         return _int8(wide).to(x.dtype)
+    if activations == "group":
+        threshold = torch.inf
     sizes = torch.where(wide.isfinite(), wide.abs(), -1.0)
     order = sizes.argsort(dim=-1, descending=True, stable=True)[:, :MOST]
     kept = torch.zeros_like(sizes, dtype=torch.bool).scatter_(1, order, True) & (sizes >= threshold)

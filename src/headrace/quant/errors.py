@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.quant.codes import CODES, ends
 from headrace.quant.encode import encode
 from headrace.quant.grid import Uniform, fit, grouped
 from headrace.quant.spec import Spec
+from headrace.quant.targets import Blocks, Target
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS
 
+SLICE = 256  # rows
 Ends = np.ndarray | np.float32
 
 
@@ -51,6 +52,18 @@ def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarr
     return Error(whole - clipping, clipping, float(np.square(step.astype(np.float64)).mean() / 12), sqnr)
 
 
+def outside(w: np.ndarray, made: np.ndarray, rows: np.ndarray, to: Target) -> tuple[float, float]:
+    """Of numbers [n, k] that became `made`, stored as `rows`: the square errors of those outside the range of their block or
+    group, and S²/12 of its step, each added up over all numbers. Slice by slice of rows."""
+    clipping, noise = 0.0, 0.0
+    for at in range(0, len(w), SLICE):
+        some = slice(at, at + SLICE)
+        low, high = to.ends(rows[some])
+        error = split(w[some], made[some], low, high, _step(to, low, high))
+        clipping, noise = clipping + error.clipping * low.size, noise + error.noise * low.size
+    return clipping, noise
+
+
 def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> Error:
     rows = encode(w, kind, importance)
 
@@ -59,7 +72,10 @@ def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> Error:
 
     if kind in FLOATS:
         return split(w, values(rows), np.float32(-np.inf), np.float32(np.inf), np.zeros(1))
-    found = ends(rows, kind)
-    low, high = np.minimum(*found), np.maximum(*found)
-    step = np.zeros(1) if kind == "IQ4_NL" else (high - low) / (CODES[kind][2] - 1)
-    return split(w, values(rows), low, high, step)
+    to = Blocks(kind)
+    low, high = to.ends(rows)
+    return split(w, values(rows), low, high, _step(to, low, high))
+
+
+def _step(to: Target, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return (high - low) / to.steps if to.steps else np.zeros(1)

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.quant.codes import CODES, ends
 from headrace.quant.encode import WRITTEN, encode
 from headrace.quant.groups import fit, stored
 from headrace.quant.loop import Grids, GroupGrids, StoredGrids
 from headrace.quant.spec import parse
 from headrace.weights.decode import dequantize_numpy
-from headrace.weights.quantized.rows import BLOCK
+from headrace.weights.quantized.rows import BLOCK, integers_of
 from headrace.weights.quantized.written import Integers
 
 EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static"
@@ -51,6 +52,15 @@ class Target(Protocol):
         columns come in `order`."""
         ...
 
+    @property
+    def steps(self) -> int:
+        """Even steps from the least to the greatest number of a block or group; 0 where they are not even."""
+        ...
+
+    def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the greatest number at each place of stored rows: float32 [n, k] each."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -65,6 +75,14 @@ class Blocks:
         self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
     ) -> RowGrids:
         return StoredGrids((w.shape[0], w.shape[1]), self.kind, importance, rows=rows, order=order, threads=threads)
+
+    @property
+    def steps(self) -> int:
+        return 0 if self.kind == "IQ4_NL" else CODES[self.kind][2] - 1
+
+    def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = ends(rows, self.kind)
+        return np.minimum(*found), np.maximum(*found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +105,22 @@ class Groups:
         fitted = None if rows is None else fit(w, self.integers, importance, threads)
         shape = (w.shape[0], w.shape[1])
         return GroupGrids(shape, self.integers, importance, fitted=fitted, order=order, threads=threads)
+
+    @property
+    def steps(self) -> int:
+        low, high = self.integers.range
+        return high - low if self.integers.symmetric else (1 << self.integers.bits) - 1
+
+    def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A group's zero point is the least that it can be, as it is written."""
+        of = self.integers
+        values, scales = integers_of(of.kind, rows)
+        n, k = values.shape
+        groups = of.groups(k)
+        least = of.range[0] if of.symmetric else np.minimum(values.reshape(n, groups, -1).min(2), 0).astype(np.float32)
+        scale = scales.reshape(n, groups, -1)[:, :, 0].astype(np.float32)
+        found = [np.repeat(scale * end, k // groups, axis=1) for end in (least, least + self.steps)]
+        return np.minimum(*found), np.maximum(*found)
 
 
 def target(name: str) -> Target:

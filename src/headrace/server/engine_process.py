@@ -214,6 +214,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
         return None
     config = llm.engine.config
+    rounding = llm.opened.rounding_said(message.settings.get("activations", "auto"))
     channel.send(
         Loaded(
             max_model_len=config.scheduler.max_model_len,
@@ -221,7 +222,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             vocab_size=llm.model_config.vocab_size,
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
-            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}"
+            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}{rounding}"
             + ("" if rule is None else f"; calibrated: {rule.said()}"),
             memory=host.anonymous_memory() + llm.memory_plan.bytes,
             exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,

@@ -50,7 +50,7 @@ class Native:
             "block_size": BLOCK_SIZE,
             "max_positions": plan.max_model_len + MAX_NODES,
             "kv_dtype": settings.kv_dtype,
-            "activations": settings.activations,
+            "activations": recipe.activations(recipe.target),
             "threads": settings.threads or 0,
         }
         heads = recipe.head_ids()
@@ -65,7 +65,7 @@ class Native:
                 head_ids=heads.get(name),
                 centre=None if kept is None else kept.centre,
                 pack=False,
-                **shared,
+                **{**shared, "activations": recipe.activations(models[owner])},
             )
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
         for program in programs.values():

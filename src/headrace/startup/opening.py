@@ -56,6 +56,17 @@ class Opened:
         return [{"role": "system", "content": self.system}, *messages]
 
     @property
+    def activations(self) -> str:
+        """How its folder asks for the inputs of integer weights to be rounded; "auto": it says nothing."""
+        return self.source.activations if isinstance(self.source, QuantizedFolder) else "auto"
+
+    def rounding_said(self, given: str) -> str:
+        """What is said of that where a caller has `given` nothing else ("auto")."""
+        if given != "auto" or self.activations == "auto":
+            return ""
+        return f", activations by {self.activations} as the folder asks (--activations group: by 32)"
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.read_words().result().tokenizer
 

@@ -20,7 +20,13 @@ from headrace.weights.progress import Progress, Silent
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
-ACTIVATIONS = ("auto", "token", "split", "tensor")  # how inputs of integer weights are rounded; auto: as the back end does it
+ACTIVATIONS = (
+    "auto",
+    "group",
+    "token",
+    "split",
+    "tensor",
+)  # how inputs of integer weights are rounded; auto: as is asked, or usual
 HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
 DEFERRED, PROPAGATE = "deferred", "propagate"  # what becomes of the layers above an exit by which a token has left
 
@@ -76,6 +82,11 @@ class Recipe:
         opened = self.roles[0].opened
         assert opened is not None
         return opened
+
+    def activations(self, opened: Opened) -> str:
+        """How inputs of a model's integer weights are rounded: as the caller says, else as its folder asks; "auto": as the back
+        end does it."""
+        return opened.activations if self.settings.activations == "auto" else self.settings.activations
 
     @property
     def models(self) -> dict[str, Opened]:

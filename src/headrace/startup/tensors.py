@@ -88,7 +88,7 @@ def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.dev
         before = done
 
     model = load_model(source, dtype, device, progress=tell)
-    if (activations := recipe.settings.activations) != "auto":
+    if (activations := recipe.activations(opened)) != "auto":
         kinds = weight_kinds(model, source)
         integers = {path: tuple(kind not in FLOATS for kind in parts) for path, parts in kinds.items()}
         round_inputs(model, integers, activations, input_scales(model, source))

@@ -23,8 +23,9 @@ COMPRESSED, COMPRESS_KEY = FILE, "headrace.compress"  # where `headrace compress
 def describe(path: Path) -> dict[str, Any]:
     """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
 
-    Keys: path, format, quantised (in which scheme it is compressed, and how), core (how the native core holds its matrices
-    then), compress (what `headrace compress` did), kv (what it asks for as number format of K and V), name,
+    Keys: path, format, quantised (in which scheme it is compressed, and how), activations (how it asks for them to be rounded),
+    core (how the native core holds its matrices then), compress (what `headrace compress` did), kv (what it asks for as number
+    format of K and V), name,
     architecture, licence, tensors (name, type that it is read as, shape, bytes in the file), types (tensors of each),
     parameters, bits (of one), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window,
     kv_bytes_per_token (by number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template.
@@ -50,6 +51,7 @@ def _tensors(source: WeightSource) -> dict[str, Any]:
         "format": source.format,
         "quantised": quantised,
         "core": _in_core(infos) if quantised else None,
+        "activations": source.activations if isinstance(source, QuantizedFolder) and source.activations != "auto" else None,
         "tensors": [{"name": one.name, "type": one.kind, "shape": list(one.shape), "bytes": one.nbytes} for one in infos],
         "types": dict(Counter(one.kind for one in infos).most_common()),
         "parameters": (parameters := sum(int(np.prod(one.shape, dtype=np.int64)) for one in infos)),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.weights.quantized.activations import activations_of
 from headrace.weights.quantized.awq import Awq
 from headrace.weights.quantized.bitsandbytes import BitsAndBytes
 from headrace.weights.quantized.compressed import CompressedTensors
@@ -33,15 +34,16 @@ SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {
 class QuantizedFolder:
     """A folder and the scheme that reads its matrices; what is not a matrix is the folder's.
 
-    `config` is that of the folder without quantization_config, which says nothing of the model.
+    `config` is that of the folder without quantization_config, which says nothing of the model; `activations` how that asks for
+    them to be rounded.
     """
 
     format: Literal["gguf", "safetensors"] = "safetensors"
 
-    def __init__(self, folder: SafetensorsFolder, scheme: Scheme) -> None:
+    def __init__(self, folder: SafetensorsFolder, scheme: Scheme, activations: str = "auto") -> None:
         self.path, self.files = folder.path, folder.files
         self.config = {key: value for key, value in folder.config.items() if key != SETTINGS}
-        self.scheme = scheme
+        self.scheme, self.activations = scheme, activations
         self._folder = folder
         self._of = {part: name for name, matrix in scheme.matrices.items() for part in matrix.stored}
 
@@ -105,5 +107,5 @@ def open_folder(path: str | Path) -> SafetensorsFolder | QuantizedFolder:
     folder = SafetensorsFolder(path)
     settings = folder.config.get(SETTINGS)
     if isinstance(settings, Mapping) and (scheme := SCHEMES.get(str(settings.get("quant_method")))) is not None:
-        return QuantizedFolder(folder, scheme(folder, settings))
+        return QuantizedFolder(folder, scheme(folder, settings), activations_of(settings))
     return folder

@@ -2,7 +2,7 @@
 config.json says of them. A matrix is written by its integers alone, so that what is read again is what was rounded, bit for
 bit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -127,27 +127,47 @@ class Compressed:
             made["weight_zero_point"] = packed(np.ascontiguousarray(zeros.T), of.bits).T
         return {**made, "weight_scale": scales}
 
-    def settings(self, whole: Sequence[str]) -> dict[str, Any]:
+    @property
+    def form(self) -> str:
+        return "int-quantized" if self.integers.activations else "pack-quantized"
+
+    def scheme(self, targets: Sequence[str]) -> dict[str, Any]:
+        """What is said of some modules: by class, or by name."""
         of = self.integers
         group = {"strategy": "group", "group_size": of.group} if of.group else {"strategy": "channel"}
         weights = {"num_bits": of.bits, "type": "int", "symmetric": of.symmetric, "dynamic": False, **group}
         inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not of.static}
         inputs |= {"strategy": "tensor" if of.static else "token"}
-        form = "int-quantized" if of.activations else "pack-quantized"
-        scheme = {
-            "targets": ["Linear"],
+        return {
+            "targets": list(targets),
             "weights": weights,
             "input_activations": inputs if of.activations else None,
             "output_activations": None,
-            "format": form,
+            "format": self.form,
         }
-        return {
-            "quant_method": "compressed-tensors",
-            "format": form,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": scheme},
-            "ignore": ["lm_head", *whole],
-        }
+
+    def settings(self, whole: Sequence[str]) -> dict[str, Any]:
+        return _compressed(self.form, [self.scheme(["Linear"])], ["lm_head", *whole])
+
+
+def mixed(groups: Mapping[Compressed, Sequence[str]], whole: Sequence[str]) -> dict[str, Any]:
+    """quantization_config of a folder of compressed-tensors in which each format has the modules that are named; `whole` are
+    floats, and so is lm_head where it is not named."""
+    forms = list(dict.fromkeys(one.form for one in groups))
+    named = {name for names in groups.values() for name in names}
+    ignored = [name for name in ("lm_head", *whole) if name not in named]
+    schemes = [one.scheme(names) for one, names in groups.items()]
+    return _compressed(forms[0] if len(forms) == 1 else "mixed-precision", schemes, ignored)
+
+
+def _compressed(form: str, schemes: Sequence[dict[str, Any]], ignored: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
+        "ignore": list(ignored),
+    }
 
 
 @dataclass(frozen=True, slots=True)

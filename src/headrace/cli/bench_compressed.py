@@ -1,0 +1,87 @@
+"""bench compressed: what compressing a model cost, and what it gained."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.files import writable
+from headrace.cli.help import short_help
+from headrace.cli.output import print_table, say
+from headrace.cli.status import status
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help(
+        "text tasks page json_file cells rounds",
+        (
+            "headrace bench compressed MODEL a.gguf b.gguf --text valid.txt --page page.html",
+            "Size, perplexity, KL, tokens/s and memory of three models.",
+        ),
+        ("headrace bench compressed MODEL OUT --text valid.txt --tasks arc.jsonl", "And how many questions are still right."),
+    )
+    bench.command("compressed", cls=short)(compressed)
+
+
+def compressed(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="What the others are held to.")],
+    outs: Annotated[list[str], typer.Argument(metavar="OUT...", help="Models that were made of it.")],
+    text: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="A text that none of them was measured on.")],
+    tasks: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Questions with choices (.jsonl, .jsonl.gz); may be repeated."),
+    ] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="Only so many of each file.")] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the text, half of which are scored.")] = 8192,
+    cells: Annotated[str, typer.Option(help="What is timed: cells of bench local.")] = "b1,b8,pp512",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of every cell, after one to warm up.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; every core where not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of texts, as of compress.")] = 0,
+    page: Annotated[
+        Path | None, typer.Option(help="Write one page with tables and pictures to this .html file.", callback=writable)
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
+) -> None:
+    """Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, memory.
+
+    Each is a process of its own when it is timed. A model whose report says that it was measured on passages of the text is
+    refused.
+    """
+    from headrace.bench import compressed as bench
+    from headrace.bench import compressed_page as pages
+    from headrace.bench.choices import read_questions
+    from headrace.bench.local import pick
+    from headrace.cli.opening import fetch
+
+    wanted = pick(cells)
+    asked = {path.name.removesuffix(".gz").removesuffix(".jsonl"): read_questions(path, questions) for path in tasks or ()}
+    models = bench.open_all([str(fetch(name)) for name in (model, *outs)])
+
+    def done(result: dict[str, Any]) -> None:
+        if json_file is not None:
+            json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+
+    result = bench.measure_compressed(
+        models,
+        text,
+        asked,
+        wanted,
+        tell=status(),
+        say=say,
+        rounds=rounds,
+        tokens=tokens,
+        threads=threads,
+        seed=seed,
+        done=done,
+    )
+    status().finish()
+    for rows in (pages.quality(result), pages.speed(result)):
+        print_table(rows[0], rows[1:])
+        print()
+    for line in pages.said(result):
+        print(line)
+    if page is not None:
+        page.write_text(pages.page(result), "utf-8")
+        say(f"the page: {page}")

@@ -1,0 +1,58 @@
+"""Recipes: which methods follow one another in one command. A model is made smaller, its inputs are scaled, weights are left
+out, and what remains is rounded; each step is done on what those before it left."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from headrace.compress.pruning import PRUNES, SPARSEGPT
+from headrace.compress.structure import STRUCTURES
+
+FOLDS = ("awq", "smoothquant")
+ROUNDS = ("rtn", "gptq")
+STAGES = (STRUCTURES, FOLDS, PRUNES, ROUNDS)  # in their order: of the first as many as are wanted, of the others one
+METHODS = (*ROUNDS, *FOLDS, *PRUNES, *STRUCTURES)
+READ = ("gptq", *FOLDS, SPARSEGPT)  # by texts
+EXAMPLES = "awq,gptq or neurons,wanda,gptq"
+
+
+def check_known(methods: Sequence[str]) -> None:
+    """Raise ValueError for methods that are not known."""
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
+    if not methods:
+        raise ValueError(f"no method is named; known are {', '.join(METHODS)}")
+
+
+def check_order(methods: Sequence[str]) -> None:
+    """Raise ValueError, in one line, for methods that cannot follow one another."""
+    for before, after in pairwise(methods):
+        if why := _why_not(before, after):
+            raise ValueError(f"{','.join(methods)} cannot be: {why}; {_instead(methods)}")
+
+
+def _why_not(before: str, after: str) -> str:
+    """Why one may not follow the other; empty where it may."""
+    first, then = (next(at for at, stage in enumerate(STAGES) if name in stage) for name in (before, after))
+    if after in STRUCTURES and first > then:
+        return f"{after} makes matrices smaller before they change"
+    if after in FOLDS and first >= then:
+        if before in PRUNES:
+            return f"{after} scales before weights are left out"
+        return f"{after} scales what is neither scaled nor rounded yet"
+    if after in PRUNES and first >= then:
+        if before in PRUNES:
+            return "weights are left out once"
+        return "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both"
+    if after in ROUNDS and before == SPARSEGPT:
+        return "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both"
+    if after in ROUNDS and first >= then:
+        return "what is rounded is not rounded again"
+    return ""
+
+
+def _instead(methods: Sequence[str]) -> str:
+    """What to ask for: the same methods in the order of the stages, where that can be."""
+    kept = [name for name in methods if not (name in ROUNDS and SPARSEGPT in methods)]
+    order = sorted(kept, key=lambda name: next(at for at, stage in enumerate(STAGES) if name in stage))
+    right = not any(_why_not(*pair) for pair in pairwise(order))
+    return f"use {','.join(order)}" if right else f"take one of each kind, as in {EXAMPLES}"

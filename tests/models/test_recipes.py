@@ -1,0 +1,176 @@
+"""Recipes of several methods in one command, as files and as folders; heads and budgets of folders."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.compress import measured
+from headrace.compress.folder import compress_folder
+from headrace.compress.folder_plan import prepare_folder
+from headrace.compress.judge import judge
+from headrace.compress.run import compress, work_folder
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+from headrace.models.registry import read_config
+from headrace.startup.opening import open_files
+from headrace.weights.dequant import read_floats
+from headrace.weights.describe import describe
+from headrace.weights.gguf import GGUFFile
+from headrace.weights.loader import load_model
+from headrace.weights.quantized.folder import QuantizedFolder, open_folder
+from headrace.weights.safetensors import SafetensorsFolder
+from tests import tiny_files
+from tests.models.test_compress import write_folder
+from tests.models.test_walk import book, model, pipeline  # noqa: F401
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+CUTS: dict[str, Any] = {"keep_neurons": 0.5, "kv_heads": 1, "drop_layers": 1}
+SMALLER = ("neurons", "kv-heads", "layers")
+
+
+def opened(path: Path) -> QuantizedFolder:
+    found = open_folder(path)
+    assert isinstance(found, QuantizedFolder)
+    return found
+
+
+def test_a_smaller_model_as_a_folder_is_that_of_two_commands(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Cut and rounded at once, and first cut as a file: the same numbers; and what was cut is told."""
+    report = compress_folder(model, tmp_path / "out", pipeline(book, method=SMALLER, format="int4-g32", **CUTS))
+    assert [(cut.before, cut.after) for cut in report.cuts] == [(64, 32), (2, 1), (2, 1)]
+    assert not work_folder(tmp_path / "out").exists()
+    compress(model, tmp_path / "cut.gguf", pipeline(book, method=SMALLER, format="F32", **CUTS))
+    compress_folder(tmp_path / "cut.gguf", tmp_path / "two", pipeline(book, method=("rtn",), format="int4-g32"))
+    one, two = (tmp_path / name / "model.safetensors" for name in ("out", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["intermediate_size"], config["num_key_value_heads"], config["num_hidden_layers"]) == (32, 1, 1)
+    assert read_config(opened(tmp_path / "out")).layers == read_config(GGUFFile(tmp_path / "cut.gguf")).layers
+    assert describe(tmp_path / "out")["compress"] == "neurons,kv-heads,layers int4-g32"
+    llm = LLM(str(tmp_path / "out"), max_model_len=64)
+    assert len(llm.generate(["the water of"], GREEDY)[0].outputs[0].token_ids) == 4
+
+
+def test_pruned_rounded_and_two_of_four_in_one_command(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """neurons, then AWQ's scales, then SparseGPT into the layout 2:4; stopped within a cut and within the last walk, the same
+    command goes on to the same bytes."""
+    method = ("neurons", "awq", "sparsegpt")
+    wanted = pipeline(book, method=method, format="int4-g32-sym", sparsity="2:4", keep_neurons=0.5)
+    report = compress_folder(model, tmp_path / "whole", wanted)
+    assert report.zeros is not None
+    assert report.zeros >= 0.5
+    assert describe(tmp_path / "whole")["quantised"] == "2:4, 4 bits, groups of 32"
+    assert {told.kind for told in report.told.values()} == {"int4-g32-sym"}
+    for name in opened(tmp_path / "whole").scheme.matrices:
+        quads = read_floats(opened(tmp_path / "whole"), name).reshape(-1, 4)
+        assert ((quads != 0).sum(1) <= 2).all(), name
+    right = os.replace
+    for file, count in (("layer_0001.safetensors", 1), ("0-neurons.gguf", 1), ("state.json", 1)):
+        seen: list[str] = []
+
+        def stop(old: Any, new: Any, file: str = file, count: int = count, seen: list[str] = seen) -> None:
+            seen.append(Path(new).name)
+            if seen[-1] == file and seen.count(file) == count:
+                raise KeyboardInterrupt
+            right(old, new)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "replace", stop)
+            with pytest.raises(KeyboardInterrupt):
+                compress_folder(model, tmp_path / "out", wanted)
+    compress_folder(model, tmp_path / "out", wanted)
+    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_folder_that_is_cut_keeps_its_words_and_settings(book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Qwen2 with biases and a tied head: what stays a float has the format it had, config.json all that no size is."""
+    source = write_folder(tmp_path / "folder", "qwen2-tied")
+    wanted = pipeline(book, method=("kv-heads", "gptq"), kv_heads=1, format="int4-g32", tokens=512)
+    predicted = prepare_folder(source, wanted).report
+    report = compress_folder(source, tmp_path / "out", wanted)
+    assert (report.bytes, set(report.matrices)) == (predicted.bytes, set(predicted.matrices))
+    before, after = SafetensorsFolder(source), opened(tmp_path / "out")
+    table = "model.embed_tokens.weight"
+    assert before.info(table) == after.info(table)
+    assert np.array_equal(before.raw(table), after.raw(table))
+    was, now = (json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "out"))
+    changed = {key for key in was if was[key] != now.get(key)}
+    assert {"num_key_value_heads"} <= changed <= {"num_key_value_heads", "torch_dtype", "dtype", "head_dim", "layer_types"}
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    load_model(after)
+
+
+def test_scales_zeros_and_the_loop_in_one_walk(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """awq,wanda,gptq: half of the weights are 0, norms have the scales, and the loop gains on rounding to nearest. The control:
+    scales that are not undone in the norms are another model."""
+    errors = []
+    for method in (("awq", "wanda", "gptq"), ("awq", "wanda")):
+        out = tmp_path / f"{len(method)}.gguf"
+        report = compress(model, out, pipeline(book, method=method, sparsity="2:4"))
+        assert report.zeros is not None
+        assert report.zeros >= 0.5
+        norms = [GGUFFile(path).raw("blk.1.ffn_norm.weight") for path in (model, out)]
+        assert not np.array_equal(*norms)
+        errors.append(sum(told.error for told in report.told.values()))
+    assert errors[0] < 0.9 * errors[1]
+
+    def planted(tensors: dict[str, np.ndarray]) -> None:
+        tensors["blk.0.ffn_norm.weight"][[3, 17]] *= 40
+        for name in ("gate", "up"):
+            tensors[f"blk.0.ffn_{name}.weight"][:, [3, 17]] /= 40
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_files, "FFN", 64)
+        source = tiny_files.write_tiny_gguf(tmp_path / "planted.gguf", edit=planted)
+    lost, right = [], measured.Made.changed
+    for changed in (right, lambda self, target: right(self, target) and "norm" not in target):
+        out = tmp_path / f"{len(lost)}.gguf"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measured.Made, "changed", changed)
+            compress(source, out, pipeline(book, method=("awq", "wanda"), sparsity="0.05", format="Q8_0"))
+        lost.append(judge(GGUFFile(source), GGUFFile(out), [[*range(1, 200)], [*range(100, 299)]], "").kl)
+    assert lost[1] > 1.5 * lost[0]
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-gqa"])
+def test_a_head_of_integers(name: str, tmp_path: Path) -> None:
+    """Of a tied head the table of tokens: each number the nearest, named in config.json; the others are as without it."""
+    source = write_folder(tmp_path / "folder", name)
+    plain, wanted = (pipeline(source, method=("rtn",), format="int4-g32", head=head) for head in (None, "int8"))
+    compress_folder(source, tmp_path / "plain", plain)
+    report = compress_folder(source, tmp_path / "out", wanted)
+    table = "lm_head" if name == "llama-gqa" else "model.embed_tokens"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [group["targets"] for group in config["config_groups"].values()][1:] == [[table]]
+    assert ("lm_head" in config["ignore"]) == (name != "llama-gqa")
+    one, other = opened(tmp_path / "plain"), opened(tmp_path / "out")
+    assert f"{table}.weight" in other.scheme.matrices
+    for tensor in one.names():
+        apart = np.abs(read_floats(one, tensor) - read_floats(other, tensor)).max()
+        assert (apart > 0) == (tensor == f"{table}.weight"), tensor
+        assert apart < 0.02 * np.abs(read_floats(one, tensor)).max()
+    assert report.matrices[f"{table}.weight"].kind == "int8"
+    assert len(LLM(str(tmp_path / "out"), max_model_len=64).generate(["the water of"], GREEDY)[0].outputs[0].token_ids) == 4
+
+
+def test_bytes_go_where_they_take_most_error_away(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """More bytes, less error; no more than was allowed; and a budget for everything gives 8 bits to all."""
+    found, sizes = [], []
+    for name in ("int4-g32", "int8"):
+        predicted = prepare_folder(model, pipeline(book, format=name, method=("rtn",))).report
+        sizes.append(sum(one.nbytes for one in predicted.matrices.values()))
+    for budget in (sizes[0], sum(sizes) // 2, sizes[1] + 999):
+        out = tmp_path / str(budget)
+        report = compress_folder(model, out, pipeline(book, format="int4-g32", budget=budget, method=("gptq",)))
+        assert sum(one.nbytes for one in report.matrices.values()) <= budget
+        kinds = {told.kind for told in report.told.values()}
+        found.append((kinds, sum(told.error for told in report.told.values())))
+        assert read_config(open_files(out).source).num_layers == 2
+        load_model(opened(out))
+    assert [sorted(kinds) for kinds, _ in found] == [["int4-g32"], ["int4-g32", "int8"], ["int8"]]
+    assert found[0][1] > found[1][1] > found[2][1]

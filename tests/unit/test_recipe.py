@@ -1,0 +1,62 @@
+"""Recipes of compress: which methods follow one another, and what is said where they cannot."""
+
+import re
+from itertools import product
+
+import pytest
+
+from headrace.compress.recipe import FOLDS, METHODS, ROUNDS, check_known, check_order
+from headrace.compress.report import Pipeline
+
+RIGHT = (
+    *("rtn", "gptq", "awq", "awq,gptq", "awq,rtn", "smoothquant,gptq", "magnitude", "wanda,gptq", "sparsegpt"),
+    *("awq,sparsegpt", "smoothquant,wanda,gptq", "awq,magnitude,rtn", "neurons,layers,awq,wanda,gptq", "kv-heads,sparsegpt"),
+)
+WRONG = (
+    ("gptq,awq", "awq scales what is neither scaled nor rounded yet; use awq,gptq"),
+    ("wanda,awq,gptq", "awq scales before weights are left out; use awq,wanda,gptq"),
+    ("gptq,magnitude", "weights are left out before others are rounded, by rtn or gptq; sparsegpt does both; use magnitude,"),
+    ("sparsegpt,gptq", "sparsegpt does both; use sparsegpt"),
+    ("magnitude,wanda", "weights are left out once; take one of each kind, as in awq,gptq or neurons,wanda,gptq"),
+    ("awq,smoothquant", "smoothquant scales what is neither scaled nor rounded yet; take one of each kind"),
+    ("rtn,gptq", "what is rounded is not rounded again; take one of each kind"),
+    ("rtn,neurons,awq", "use neurons,awq,rtn"),
+)
+
+
+@pytest.mark.parametrize("names", RIGHT)
+def test_methods_follow_one_another(names: str) -> None:
+    check_order(names.split(","))
+
+
+@pytest.mark.parametrize(("names", "line"), WRONG)
+def test_a_wrong_order_says_the_right_one(names: str, line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)) as found:
+        check_order(names.split(","))
+    assert str(found.value).startswith(f"{names} cannot be: ")
+    assert "\n" not in str(found.value)
+
+
+def test_what_is_advised_can_be() -> None:
+    """Of all pairs and triples: what "use" names is another order of the same methods, and is allowed."""
+    advised = 0
+    for names in (*product(METHODS, repeat=2), *product(METHODS, repeat=3)):
+        try:
+            check_order(names)
+        except ValueError as error:
+            _, use, order = str(error).partition("; use ")
+            if use:
+                check_order(order.split(","))
+                assert set(order.split(",")) >= set(names) - set(ROUNDS)
+                advised += 1
+    assert advised > 100
+
+
+def test_methods_are_known_and_their_numbers_are_there() -> None:
+    for methods, line in ((("obq",), "unknown method 'obq'; known are rtn, gptq"), ((), "no method is named")):
+        with pytest.raises(ValueError, match=line):
+            check_known(methods)
+    with pytest.raises(ValueError, match="neurons needs --keep-neurons"):
+        Pipeline(method=("neurons", "gptq")).check()
+    for fold in FOLDS:
+        Pipeline(method=(fold, "wanda", "gptq"), sparsity="2:4", format="Q4_0").check()
