@@ -46,7 +46,7 @@ class NativeProgram:
     """A recorded model and a paged pool of the native core.
 
     `kv_dtype`: auto (bfloat16), bfloat16, int8, int4, float32; `centre` [layers, KV heads * head size]: what K is stored less.
-    `activations`: how the inputs of integer weights become int8: auto, group (a scale for 32 columns), token (one for a row), split
+    `activations`: how inputs of integer weights become int8: auto, group (a scale for 32 columns), token (one for a row), split
     (as auto, once columns at or beyond `threshold` are taken out: at most 64 of a row, multiplied in float32), tensor (the
     file's own scale, a layer's for all rows; token where it has none). `threads` 0: one for each core. `quantize`: "", int8,
     int4, for files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the

@@ -26,7 +26,7 @@ ACTIVATIONS = (
     "token",
     "split",
     "tensor",
-)  # how inputs of integer weights are rounded; auto: as is asked, or usual
+)  # of inputs of integer weights; auto: as is asked, or usual
 HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
 DEFERRED, PROPAGATE = "deferred", "propagate"  # what becomes of the layers above an exit by which a token has left
 

@@ -11,8 +11,8 @@ ASKED = {  # W8A8 as compressed-tensors says it
 
 
 def activations_of(settings: Mapping[str, Any]) -> str:
-    """ "token": int8 with one scale for each token, where some group of compressed-tensors says so; "tensor": with the one that a
-    matrix has; "auto": nothing is said, or what is left to the engine."""
+    """ "token": int8 with one scale for each token, where some group of compressed-tensors says so; "tensor": with the one
+    that a matrix has; "auto": nothing is said, or what is left to the engine."""
     groups = settings.get("config_groups")
     each = groups.values() if isinstance(groups, Mapping) else ()
     asked = [group.get("input_activations") for group in each if isinstance(group, Mapping)]
