@@ -54,8 +54,8 @@ def ask(llm: LLM, data: Labelled) -> Said:
 
 def overthinking(said: Said) -> dict[str, float]:
     """Two ways of thinking too long (shallow-deep networks, Kaya et al., 2019): `wasteful`, an earlier exit is right, as is the
-    last; `destructive`, an earlier one is right and the last wrong. `best`: the accuracy of who knew where to leave; `needed`:
-    layers up to the first right exit, of texts that the last has right."""
+    last; `destructive`, an earlier one is right and the last wrong (`of_errors`: its share of what the last has wrong). `best`:
+    the accuracy of who knew where to leave; `needed`: layers up to the first right exit, of texts that the last has right."""
     return thought(said.right, said.layers)
 
 
@@ -66,6 +66,7 @@ def thought(right: np.ndarray, layers: np.ndarray) -> dict[str, float]:
     return {
         "wasteful": float((early & last).mean()),
         "destructive": float((early & ~last).mean()),
+        "of_errors": float((early & ~last).sum() / max(1, (~last).sum())),
         "best": float(right.any(0).mean()),
         "needed": float(needed.mean()) if len(needed) else float("nan"),
     }

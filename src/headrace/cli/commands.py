@@ -76,7 +76,8 @@ BENCH = {
         "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
         "guarantee.",
         "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
-        "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
+        "exits": "Accuracy, layers and time of what leaves early beside the whole model: texts of a classifier, or tokens of a "
+        "decoder.",
     }
 }
 # Where a command is, if not in the module of its name.
