@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.files import writable_folder
+from headrace.cli.inputs import layers_of
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -57,10 +58,7 @@ def train_classifier(
     from headrace.training.classifier import Recipe, read_labelled, train
     from headrace.training.joint import Schedule
 
-    try:
-        places = None if layers is None else tuple(int(one) for one in layers.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--layers takes numbers, as in 2,4,6, not {layers!r}") from None
+    places = layers_of(layers, "--layers") or None
     if pooling not in (None, "first", "mean", "both"):
         raise typer.BadParameter(f"--pooling takes first, mean or both, not {pooling!r}")
     known, path = read_labelled(data, most), fetch(model)
