@@ -30,16 +30,15 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_bert(tmp_path_factory.mktemp("bert"))
 
 
-def write_orders(path: Path, count: int, seed: int) -> Path:
-    """Texts whose class is which of two words comes first: no word tells it."""
+def write_pairs(path: Path, count: int, seed: int) -> Path:
+    """Texts with two of two words, whose class is whether they are the same: no word tells it, and no place of one."""
     draw, lines = random.Random(seed), []
     for _ in range(count):
-        words = draw.choices(["the", "stands", "by", "a", "."], k=draw.randrange(2, 5))
-        for word, place in zip(
-            pair := draw.sample(["water", "wheel"], 2), sorted(draw.sample(range(len(words)), 2)), strict=True
-        ):
+        words = draw.choices(["the", "stands", "by", "a", "."], k=draw.randrange(2, 7))
+        pair = draw.choices(["water", "wheel"], k=2)
+        for word, place in zip(pair, draw.sample(range(len(words)), 2), strict=True):
             words[place] = word
-        lines.append(json.dumps({"text": " ".join(words), "label": f"{pair[0]} first"}))
+        lines.append(json.dumps({"text": " ".join(words), "label": "same" if pair[0] == pair[1] else "two"}))
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -91,45 +90,26 @@ def test_every_text_once_an_epoch() -> None:
 def test_a_model_learns_with_its_exits(shell: Shell, bert: Path, tmp_path: Path) -> None:
     """What no exit over the frozen encoder finds as well; what is written is a model of its own, whose classifier fits no
     other."""
-    data, dev = write_orders(tmp_path / "train.jsonl", 500, 1), write_orders(tmp_path / "dev.jsonl", 120, 2)
-    frozen, joint, found = tmp_path / "frozen", tmp_path / "joint", {}
-    code, _, err = shell("train-classifier", bert, "-d", data, "-o", frozen, "--check", dev, *QUIET)
-    assert code == 0, err
-    learning = ("--joint", "--epochs", "6", "--rate", "0.003", "--batch", "16")
-    code, _, err = shell("train-classifier", bert, "-d", data, "-o", joint, "--check", dev, *QUIET, *learning)
-    assert code == 0, err
-    assert f"headrace classify {joint} -c {joint}" in err
-    for name, model, folder in (("frozen", bert, frozen), ("joint", joint, joint)):
-        figures = tmp_path / f"{name}.json"
-        arguments = (
-            "-c",
-            folder,
-            "-d",
-            dev,
-            "--criterion",
-            "max_prob",
-            "--threshold",
-            "0.9",
-            "--rounds",
-            "1",
-            "--threads",
-            "1",
-        )
-        code, _, err = shell("bench", "exits", model, *arguments, "--json", figures)
+    data, dev, accuracy = write_pairs(tmp_path / "train.jsonl", 400, 1), write_pairs(tmp_path / "dev.jsonl", 150, 2), {}
+    joint, learning = tmp_path / "joint", ("--joint", "--epochs", "4", "--rate", "0.003", "--batch", "16")
+    for name, more in (("frozen", ("--layers", "3")), ("joint", learning)):
+        code, _, err = shell("train-classifier", bert, "-d", data, "-o", tmp_path / name, "--check", dev, *QUIET, *more)
         assert code == 0, err
-        found[name] = json.loads(figures.read_text())
-    assert found["joint"]["full_accuracy"] > found["frozen"]["full_accuracy"] + 0.1
+        accuracy[name] = json.loads((tmp_path / name / INFO).read_text())["trained"]["accuracy"]
+    assert f"headrace classify {joint} -c {joint}" in err
+    assert accuracy["frozen"] < 0.85
+    assert accuracy["joint"] > accuracy["frozen"] + 0.1
     info = json.loads((joint / INFO).read_text())
     assert info["trained"]["parent"] == bert.name
     assert info["layers"] == [1, 2, 3]
     with pytest.raises(ValueError, match="is another model; train one for it"):
         LLM(bert, classifier=joint)
-    texts = ["the water by a wheel .", "a wheel stands water"]
+    texts = ["the water by a wheel .", "a wheel stands wheel"]
     said = []
     for backend in ("native", "torch"):
         with LLM(joint, classifier=joint, backend=backend, threads=1, device="cpu") as llm:
             said.append(np.array(exit_logits(llm, texts)))
-            assert [one.label for one in llm.classify(texts, criterion="off")] == ["water first", "wheel first"]
+            assert [one.label for one in llm.classify(texts, criterion="off")] == ["two", "same"]
     assert np.allclose(*said, atol=0.3)
     code, _, err = shell("train-classifier", bert, "-d", data, "-o", joint, *QUIET, "--joint")
     assert code == 1

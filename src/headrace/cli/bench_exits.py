@@ -158,8 +158,10 @@ def _of_tokens(
         for one in found["batches"]
     ]
     print_table(("batch", "leave", "times as fast", "rounds", "by bytes"), rows)
-    rows = [(f"{one['place']:.0%}", f"{one['lost']:.3f}", f"{one['after']:.3f}", f"{one['n']}") for one in found["perturbed"]]
-    print_table(("another token after", "of the answer is lost", "of what follows", "answers"), rows)
+    changed = [
+        (f"{one['place']:.0%}", f"{one['lost']:.3f}", f"{one['after']:.3f}", f"{one['n']}") for one in found["perturbed"]
+    ]
+    print_table(("another token after", "of the answer is lost", "of what follows", "answers"), changed)
     for line in _lines_of_tokens(found):
         print(line)
     return found, bench.lines(found)
@@ -176,14 +178,14 @@ def _rows_of_exits(found: dict[str, Any]) -> list[tuple[str, ...]]:
 def _rows_of_curves(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Of the exit by which tokens leave, each criterion at the thresholds by which about so many do."""
     (exit,) = [one for one in found["exits"] if one["layers"] == found["leave_after"]]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for criterion, curves in exit["curves"].items():
         for share in PRINTED:
             pairs = zip(curves["steady"], curves["falling"], strict=True)
             steady, falling = min(pairs, key=lambda pair: abs(pair[0]["share"] - share))
-            row = (criterion, f"{steady['threshold']:.4g}", f"{steady['share']:.1%}", _percent(steady["agreement"]))
-            row += (f"{steady['layers']:.1f}", f"{steady['bytes']:.2f}")
-            rows.append((*row, f"{falling['share']:.1%}", _percent(falling["agreement"])))
+            left = f"{steady['threshold']:.4g}", f"{steady['share']:.1%}", _percent(steady["agreement"])
+            costs = f"{steady['layers']:.1f}", f"{steady['bytes']:.2f}"
+            rows.append((criterion, *left, *costs, f"{falling['share']:.1%}", _percent(falling["agreement"])))
     return rows
 
 

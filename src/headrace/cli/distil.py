@@ -47,6 +47,10 @@ class LossOptions:
     window: Annotated[int, _of_loss("Tokens of a text.", min=8, max=1024)] = 256
     exits: Annotated[str | None, _of_loss("exits: after so many of the student's layers, as in 10,20.")] = None
 
+    def values(self) -> dict[str, Any]:
+        """Of a Recipe."""
+        return asdict(self) | {"exits": layers_of(self.exits, "--exits")}
+
 
 @dataclass
 class TrainingOptions:
@@ -89,8 +93,7 @@ def distil(
         str,
         typer.Option(
             help="kl (probabilities), ce (tokens of the texts), features (hidden rows), cosine (their direction), attention "
-            "(its maps), exits (probabilities after some layers), sequence (MODEL's answers), steps (rationales); several with "
-            "commas."
+            "(its maps), exits (after some layers), sequence (MODEL's answers), steps (rationales); several with commas."
         ),
     ] = "kl",
     texts: Annotated[
@@ -123,7 +126,7 @@ def distil(
     names = tuple(name.strip() for name in loss.lower().split(","))
     prompts = read_prompts(Path(texts)) if "sequence" in names and texts != "self" else []
     chosen: dict[str, Any] = {"student": student, "losses": names, "texts": texts, "prompts": prompts, "as_draft": as_draft}
-    recipe = Recipe(**chosen, **training.values(), **{**asdict(losses), "exits": layers_of(losses.exits, "--exits")})
+    recipe = Recipe(**chosen, **training.values(), **losses.values())
     try:
         result = distil(path, out, recipe, status(), Interrupt())
     except KeyboardInterrupt:
