@@ -78,10 +78,10 @@ def test_a_model_that_learns_with_its_exit_leaves_more_often(tmp_path: Path) -> 
     """After one of its five layers, on fresh text: at least three tokens in ten, and one more in ten than a fitted exit of the
     model as it was."""
     teacher = load_model(read_checkpoint(data_path("stories260K") / "stories260K.bin"))
-    learned, fresh = texts_of(teacher, 192, 1), texts_of(teacher, 24, 10_001)
+    learned, fresh = texts_of(teacher, 128, 1), texts_of(teacher, 16, 10_001)
     student = student_of("depth=5", teacher, None)  # type: ignore[arg-type]  # nothing is written
     lesson = Lesson(teacher, student, ["exits"], 1.0, 0.5, (1,))
-    run = Run(lesson.tensors, tmp_path, Budget(steps=300), 2e-3)
+    run = Run(lesson.tensors, tmp_path, Budget(steps=80), 2e-3)
     items = windows(learned)
     run.go(lambda step: lesson.learn(batch_of(items, step, 4, 0)))
     frozen, joint = fitted(teacher, learned, fresh), agreement(student.model, fresh)
