@@ -110,6 +110,7 @@ def test_other_texts_and_losses(shell: Shell, model: Path, tmp_path: Path) -> No
     for name, more in {
         "answers": ("--student", "depth=1,width=16", "--loss", "sequence,kl", "--texts", tmp_path / "prompts.txt"),
         "reasons": ("--student", "layers:0-1", "--loss", "steps", "--texts", tmp_path / "why.jsonl"),
+        "early": ("--student", "depth=3", "--loss", "exits", "--exits", "1,2"),
         "own": ("--student", "layers:0-1", "--loss", "attention,cosine,kl"),
     }.items():
         code, _, said = shell("distil", model, "-o", tmp_path / name, *more, *short)
@@ -123,6 +124,10 @@ def test_other_texts_and_losses(shell: Shell, model: Path, tmp_path: Path) -> No
         (("--steps", "1", "--loss", "kl,dull"), "losses are some of kl, ce"),
         (("--steps", "1", "--loss", "ce,sequence"), "ce, sequence learn from different texts"),
         (("--steps", "1", "--loss", "steps"), "the loss steps reads a file of prompts"),
+        (("--steps", "1", "--loss", "exits"), "the loss exits and the layers after which they stand go together"),
+        (("--steps", "1", "--exits", "1"), "the loss exits and the layers after which they stand go together"),
+        (("--steps", "1", "--loss", "exits", "--exits", "1,x"), "--exits takes numbers, as in 10,20,25"),
+        (("--steps", "1", "--loss", "exits", "--exits", "1"), "exits stand after different layers of this model"),
         (("--steps", "1", "--minutes", "1"), "give --steps or --minutes"),
         ((), "give --steps or --minutes"),
     ],

@@ -165,7 +165,7 @@ def test_overthinking_is_counted() -> None:
     right = np.array([[1, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 1]])  # exits, texts; the first is forgotten
     said = np.stack([1 - right, right], -1).astype(float)
     found = overthinking(Said(said, np.ones(4, np.int64), np.array([2, 4, 6])))
-    assert found == {"wasteful": 0.5, "destructive": 0.25, "best": 0.75, "needed": 3.0}
+    assert found == {"wasteful": 0.5, "destructive": 0.25, "of_errors": 0.5, "best": 0.75, "needed": 3.0}
 
 
 def test_calibrated_thresholds_keep_their_promise() -> None:

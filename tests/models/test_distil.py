@@ -84,6 +84,19 @@ def test_a_student_that_is_its_teacher_loses_nothing(name: str) -> None:
     assert (judged.kl, judged.same_choice) == (0.0, 1.0)
 
 
+def test_exits_count_by_their_number() -> None:
+    """One third of the first exit's loss and two of the whole student's; a student that is its teacher still has the first."""
+    teacher, other = tiny_model(), tiny_model(seed=3)
+    for model in (other, teacher):
+        loss = Lesson(teacher, student(model), ["exits"], 2.0, 0.5, (1,)).loss(Example(TEXT)).item()
+        passed, rows = fed(model, TEXT, (0,)), slice(0, -1)
+        truth = teacher.head(fed(teacher, TEXT).rows[rows])
+        early, late = (losses.soft(model.head(x[rows]), truth, 2.0).item() for x in (passed.after[0], passed.rows))
+        assert loss == pytest.approx((early + 2 * late) / 3, abs=1e-12)
+        assert early > 0.01
+        assert (late < 1e-12) == (model is teacher)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gradients_pass_through_the_model_file(architecture: str) -> None:
     """Also through K and V, which are read from the pool alone."""

@@ -8,7 +8,7 @@ import torch
 from headrace.runner.heads import EXIT, HeadInputs, Heads
 from headrace.startup.opening import open_model
 from headrace.training.calibration import calibration_error
-from headrace.training.exits import Rated, check, classifiers, confidences, cost_of, default_exits, seen_share
+from headrace.training.exits import Rated, check, classifiers, confidences, default_exits, read_weights, seen_share
 from headrace.training.heads import Trained
 from headrace.training.kinds import begin
 from headrace.training.teacher import Teacher
@@ -44,7 +44,7 @@ def test_what_a_draft_step_reads(tmp_path: Path) -> None:
     for exit in (1, 2):
         for vocab in (config.vocab_size, config.vocab_size // 2):
             read = layers * exit / 3 + head * vocab / config.vocab_size + own
-            assert cost_of(opened, exit, vocab) == pytest.approx(read / (layers + head))
+            assert read_weights(opened).share(exit, vocab) == pytest.approx(read / (layers + head))
 
 
 def test_no_promise_beyond_what_the_bytes_allow() -> None:

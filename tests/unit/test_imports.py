@@ -81,14 +81,16 @@ ROOMS = {
     "bench.cascade": "bench llm workflows training data",
     "bench.token_cascade": "bench llm drafting runner training data",
     "bench.exits": "bench llm runner startup.exits training",
+    "bench.audit": "llm decoding runner.heads runner data",
+    "bench.leaving": "bench.exits bench.audit bench llm startup startup.rules runner.heads runner training data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
     "native confined host data",
-    "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.profile bench "
-    "workflows training compress llm startup startup.opening startup.rules startup.runnable "
+    "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.leaving bench.profile "
+    "bench workflows training compress llm startup startup.opening startup.rules startup.runnable "
     "decoding text weights native host data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
@@ -106,7 +108,8 @@ STOREYS = (
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
-    "server bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits "
+    "server bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.audit "
+    "bench.leaving "
     "bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
     "cli",
     "__main__",

@@ -1,7 +1,7 @@
 """What the exits of a classifier save and lose on labelled texts: accuracy, layers, time by batch, and overthinking."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -54,14 +54,19 @@ def ask(llm: LLM, data: Labelled) -> Said:
 
 def overthinking(said: Said) -> dict[str, float]:
     """Two ways of thinking too long (shallow-deep networks, Kaya et al., 2019): `wasteful`, an earlier exit is right, as is the
-    last; `destructive`, an earlier one is right and the last wrong. `best`: the accuracy of who knew where to leave; `needed`:
-    layers up to the first right exit, of texts that the last has right."""
-    right = said.right
+    last; `destructive`, an earlier one is right and the last wrong (`of_errors`: its share of what the last has wrong). `best`:
+    the accuracy of who knew where to leave; `needed`: layers up to the first right exit, of texts that the last has right."""
+    return thought(said.right, said.layers)
+
+
+def thought(right: np.ndarray, layers: np.ndarray) -> dict[str, float]:
+    """The same of who is right: [exits, texts] bool, after so many layers [exits]; the last is the whole model."""
     early, last = right[:-1].any(0), right[-1]
-    needed = said.layers[right.argmax(0)][last]
+    needed = layers[right.argmax(0)][last]
     return {
         "wasteful": float((early & last).mean()),
         "destructive": float((early & ~last).mean()),
+        "of_errors": float((early & ~last).sum() / max(1, (~last).sum())),
         "best": float(right.any(0).mean()),
         "needed": float(needed.mean()) if len(needed) else float("nan"),
     }
@@ -97,21 +102,30 @@ def curves(said: Said) -> dict[str, list[dict[str, float]]]:
 
 def clock(llm: LLM, texts: Sequence[str | Pair], batch: int, rule: tuple[str, float], rounds: int) -> dict[str, float]:
     """Time and CPU time of the whole model divided by those with exits, in alternating rounds: medians."""
+
+    def classified(criterion: str, threshold: float | None) -> None:
+        for start in range(0, len(texts), batch):
+            llm.classify(texts[start : start + batch], criterion=criterion, threshold=threshold)
+
+    return {"batch": batch} | in_turns(lambda: classified("off", None), lambda: classified(*rule), rounds)
+
+
+def in_turns(first: Callable[[], object], second: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Time, and CPU time of the process, of the first divided by the second's: medians of alternating rounds."""
     walls, works = [], []
     for number in range(rounds + 1):
-        each = [_timed(llm, texts, batch, *one) for one in (("off", None), rule)]
+        each = [_timed(one) for one in (first, second)]
         if number:  # the first warms up
             walls.append(each[0][0] / each[1][0])
             works.append(each[0][1] / each[1][1])
-    return {"batch": batch, "speedup": median(walls), "cpu": median(works), "least": min(walls), "most": max(walls)}
+    return {"speedup": median(walls), "cpu": median(works), "least": min(walls), "most": max(walls)}
 
 
-def _timed(llm: LLM, texts: Sequence[str | Pair], batch: int, criterion: str, threshold: float | None) -> tuple[float, float]:
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
     """Seconds, and CPU seconds of the process."""
-    wall, work = time.perf_counter(), time.process_time()
-    for start in range(0, len(texts), batch):
-        llm.classify(texts[start : start + batch], criterion=criterion, threshold=threshold)
-    return time.perf_counter() - wall, time.process_time() - work
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def measure(llm: LLM, data: Labelled, criterion: str | None, threshold: float | None, rounds: int = ROUNDS) -> dict[str, Any]:

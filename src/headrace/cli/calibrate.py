@@ -46,7 +46,9 @@ def calibrate(
         Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts that trained nothing, one a line.")
     ],
     criterion: Annotated[Criterion, typer.Option(help="max_prob, margin, saturation or classifier.")] = Criterion.MAX_PROB,
-    decay: Annotated[float, typer.Option(min=0.0, max=100.0, help="As --exit-decay.")] = 0.0,
+    decay: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="As --exit-decay: above 0 the threshold falls along the answer.")
+    ] = 0.0,
     loss: Annotated[
         Loss,
         typer.Option(help="text: 1 - ROUGE-L with the whole model's answer; token: tokens that left and are not its own."),

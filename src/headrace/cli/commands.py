@@ -81,7 +81,8 @@ BENCH = {
         "kv": "K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.",
         "compressed": "Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, "
         "memory.",
-        "exits": "Accuracy, layers and time of a classifier that leaves early beside the whole model, on labelled texts.",
+        "exits": "Accuracy, layers and time of what leaves early beside the whole model: texts of a classifier, or tokens of a "
+        "decoder.",
     }
 }
 # Where a command is, if not in the module of its name.

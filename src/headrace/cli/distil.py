@@ -9,6 +9,7 @@ import typer
 
 from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
+from headrace.cli.inputs import layers_of
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_table, say
@@ -44,6 +45,11 @@ class LossOptions:
     reasons: Annotated[float, _of_loss("steps: what rationales count beside answers.", min=0.0)] = 1.0
     count: Annotated[int, _of_loss("Texts, or answers, that the teacher writes.", min=8)] = 256
     window: Annotated[int, _of_loss("Tokens of a text.", min=8, max=1024)] = 256
+    exits: Annotated[str | None, _of_loss("exits: after so many of the student's layers, as in 10,20.")] = None
+
+    def values(self) -> dict[str, Any]:
+        """Of a Recipe."""
+        return asdict(self) | {"exits": layers_of(self.exits, "--exits")}
 
 
 @dataclass
@@ -87,7 +93,7 @@ def distil(
         str,
         typer.Option(
             help="kl (probabilities), ce (tokens of the texts), features (hidden rows), cosine (their direction), attention "
-            "(its maps), sequence (MODEL's answers), steps (rationales); several with commas."
+            "(its maps), exits (after some layers), sequence (MODEL's answers), steps (rationales); several with commas."
         ),
     ] = "kl",
     texts: Annotated[
@@ -120,7 +126,7 @@ def distil(
     names = tuple(name.strip() for name in loss.lower().split(","))
     prompts = read_prompts(Path(texts)) if "sequence" in names and texts != "self" else []
     chosen: dict[str, Any] = {"student": student, "losses": names, "texts": texts, "prompts": prompts, "as_draft": as_draft}
-    recipe = Recipe(**chosen, **training.values(), **asdict(losses))
+    recipe = Recipe(**chosen, **training.values(), **losses.values())
     try:
         result = distil(path, out, recipe, status(), Interrupt())
     except KeyboardInterrupt:

@@ -32,6 +32,14 @@ def texts_of(texts: list[str] | None, file: Path | None, blank: bool = False) ->
     return given
 
 
+def layers_of(text: str | None, option: str) -> tuple[int, ...]:
+    """Numbers of layers, as in 10,20,25; none where nothing is given. Raises typer.BadParameter."""
+    try:
+        return () if text is None else tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers, as in 10,20,25, not {text!r}") from None
+
+
 def read_text(path: Path) -> str:
     """A text file, without the newline at its end. Raises ValueError for what is not UTF-8."""
     try:

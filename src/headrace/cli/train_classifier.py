@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.files import writable_folder
+from headrace.cli.inputs import layers_of
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -40,22 +41,29 @@ def train_classifier(
     most: Annotated[int | None, typer.Option(min=4, help="Only so many texts.")] = None,
     seed: Annotated[int, typer.Option(help="Of the texts that are held out.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    joint: Annotated[
+        bool, typer.Option("--joint", help="The encoder learns with its exits; OUT is a new model with its classifier.")
+    ] = False,
+    epochs: Annotated[int, typer.Option(min=1, help="Of --joint: how often each text is learnt from.")] = 1,
+    rate: Annotated[float, typer.Option(min=1e-7, max=0.1, help="Of --joint: the encoder's highest rate of learning.")] = 5e-5,
+    batch: Annotated[int, typer.Option(min=1, help="Of --joint: texts of a step.")] = 32,
 ) -> None:
     """Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights stay as they are.
+
+    With --joint they do not: encoder and exits learn together, and OUT is a folder as any model's.
 
     Thresholds are calibrated on texts that trained nothing: with probability 1 - epsilon no more than delta of texts is lost.
     """
     from headrace.cli.opening import fetch
     from headrace.training.classifier import Recipe, read_labelled, train
+    from headrace.training.joint import Schedule
 
-    try:
-        places = None if layers is None else tuple(int(one) for one in layers.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--layers takes numbers, as in 2,4,6, not {layers!r}") from None
+    places = layers_of(layers, "--layers") or None
     if pooling not in (None, "first", "mean", "both"):
         raise typer.BadParameter(f"--pooling takes first, mean or both, not {pooling!r}")
     known, path = read_labelled(data, most), fetch(model)
-    recipe = Recipe(places, pooling, decay=decay, delta=delta, epsilon=epsilon, seed=seed, threads=threads)
+    schedule = Schedule(epochs, batch, rate, seed) if joint else None
+    recipe = Recipe(places, pooling, decay, delta, epsilon, seed=seed, threads=threads, joint=schedule)
     result = train(str(path), known, out, recipe, _told(), None if check is None else read_labelled(check))
     status().finish()
     exits = zip(result.exits.layers, result.accuracy, strict=True)
@@ -68,12 +76,13 @@ def train_classifier(
         if rows
         else f"no threshold loses at most {delta:g} for sure on so few texts: none is set"
     )
-    say(f"the classifier is in {out}; use it with: headrace classify {model} -c {out}")
+    what = "model and classifier are" if joint else "the classifier is"
+    say(f"{what} in {out}; use it with: headrace classify {out if joint else model} -c {out}")
 
 
 def _told() -> Callable[[str, int, int], None]:
     """How far it is: texts that are read, then exits that are trained."""
-    units = {"reading": "texts", "training": "exits"}
+    units = {"reading": "texts", "training": "exits", "training together": "steps"}
     at, before = "", 0
 
     def tell(name: str, done: int, total: int) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
+from headrace.cli.inputs import layers_of
 from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -96,10 +97,7 @@ def train_heads(
 def _places(exits: str | None, kind: Kind) -> tuple[int, ...]:
     if exits is not None and kind is not Kind.EXIT:
         raise typer.BadParameter(f"--exits is for --kind exit, not {kind}; leave one of the two out")
-    try:
-        return () if exits is None else tuple(int(one) for one in exits.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--exits takes numbers, as in 10,20,25, not {exits!r}") from None
+    return layers_of(exits, "--exits")
 
 
 def _print_exits(result: Any) -> None:

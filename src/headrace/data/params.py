@@ -155,7 +155,7 @@ class SamplingParams(
         Literal["max_prob", "margin", "saturation", "classifier"],
         Field("How sure it is: the likeliest token's probability, its lead, how still the row is, or a classifier's", DETAIL),
     ] = "max_prob"
-    exit_decay: Annotated[float, Field("Above 0: it falls towards max_tokens, the faster the more", DETAIL, ge=0, le=100)] = 0.0
+    exit_decay: Annotated[float, Field("Above 0: the threshold falls along the answer", DETAIL, ge=0, le=100)] = 0.0
     exit_audit: Annotated[
         bool, Field("Let the exit and the whole model both say what they would write, at every token", DETAIL)
     ] = False

@@ -1,7 +1,8 @@
-"""Training a classifier with exits: a linear layer after every chosen layer of an encoder whose own weights stay as they are.
+"""Training a classifier with exits: a linear layer after every chosen layer of an encoder, whose own weights stay as they are
+or learn with them (training.joint).
 
-What the exits read are the rows that the engine itself computes, so that they are trained on what they will see. Each is a
-logistic regression of its own. Thresholds are calibrated by Learn-then-Test on texts that trained nothing.
+What exits over a frozen encoder read are the rows that the engine itself computes, so that they are trained on what they will
+see. Each is a logistic regression of its own. Thresholds are calibrated by Learn-then-Test on texts that trained nothing.
 """
 
 import csv
@@ -22,7 +23,9 @@ from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
 from headrace.runner.exits import BOTH, CRITERIA, Exits, leave_at, probabilities
 from headrace.startup.exits import Pair, Rule, encoded, save
+from headrace.startup.opening import Opened, open_model
 from headrace.training.calibration import calibrate
+from headrace.training.joint import Schedule, check_new, learn, save_model
 
 STEPS = 200  # of L-BFGS, at most
 BATCH = 64  # texts that the engine is given at a time
@@ -170,7 +173,7 @@ def calibrated(
 class Recipe:
     """How a classifier is trained. `layers`: where exits stand, None after every layer. `pooling`: first, mean, both, None what
     the encoder was trained with. `held_out`: the share of the texts that thresholds are calibrated on, where there are none.
-    """
+    `joint`: how the encoder learns with its exits; None: it stays as it is."""
 
     layers: tuple[int, ...] | None = None
     pooling: str | None = None
@@ -180,6 +183,7 @@ class Recipe:
     held_out: float = 0.3
     seed: int = 0
     threads: int | None = None
+    joint: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,8 @@ class Result:
 
 
 def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, check: Labelled | None = None) -> Result:
-    """Train and calibrate a classifier for an encoder, and write it to a folder. Raises ValueError."""
+    """Train and calibrate a classifier for an encoder, and write it to a folder, with the encoder where that learns, too.
+    Raises ValueError."""
     labels = tuple(sorted(set(data.labels)))
     if check is None:
         order = list(range(len(data.texts)))
@@ -203,27 +208,75 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
         raise ValueError("a classifier needs texts of two labels at least, and some to calibrate with; give more")
     if strange := sorted(set(check.labels) - set(labels)):
         raise ValueError(f"the label {strange[0]!r} is in no text to train with; give one, or leave its texts out")
-    with LLM(model, threads=recipe.threads) as llm:
-        if not llm.model_config.encoder:
-            raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model} is a decoder; take another model")
-        depth = llm.model_config.num_layers
-        layers = recipe.layers or tuple(range(1, depth + 1))
-        if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:
-            raise ValueError(f"exits stand after ascending layers, the last after layer {depth}; not {layers}")
-        pooling = recipe.pooling or llm.opened.pooling
-        rows = pooled_rows(llm, [*data.texts, *check.texts], layers, pooling, told)
-        number = {label: at for at, label in enumerate(labels)}
-        classes = np.array([number[label] for label in (*data.labels, *check.labels)])
-        known, weights = len(data.texts), []
-        for exit in range(len(layers)):
-            told("training", exit + 1, len(layers))
-            weights.append(fit(rows[exit, :known], classes[:known], len(labels), recipe.decay))
-        weight, bias = (np.stack(each).astype(np.float64) for each in zip(*weights, strict=True))
+    opened = open_model(model)
+    layers, pooling = _places(opened, recipe), recipe.pooling or opened.pooling
+    about: dict[str, float | str] = {"texts": float(len(data.texts))}
+    if recipe.joint is not None:
+        weight, bias = _learn_together(opened, data, labels, out, layers, pooling, recipe, told)
+        about |= {"parent": opened.path.name, "epochs": recipe.joint.epochs, "rate": recipe.joint.rate}
+    with LLM(out if recipe.joint is not None else model, threads=recipe.threads) as llm:
+        if recipe.joint is None:
+            weight, bias = _fit_all(llm, data, labels, layers, pooling, recipe, told)
+            about |= {"decay": recipe.decay}
         exits = Exits(layers, labels, pooling, weight, bias)
-        logits = np.stack([exits.logits(exit, rows[exit, known:].astype(np.float64)) for exit in range(len(layers))])
-        said = probabilities(logits)
-        rules = calibrated(exits, said, classes[known:], recipe.delta, recipe.epsilon)
-        accuracy = (said.argmax(-1) == classes[known:]).mean(-1).tolist()
-        about: dict[str, float | str] = {"texts": float(known), "decay": recipe.decay, "accuracy": float(accuracy[-1])}
-        save(out, exits, llm.opened, about, rules)
+        rows = pooled_rows(llm, check.texts, layers, pooling, told).astype(np.float64)
+        said = probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(layers))]))
+        classes = _numbers(labels, check)
+        rules = calibrated(exits, said, classes, recipe.delta, recipe.epsilon)
+        accuracy = (said.argmax(-1) == classes).mean(-1).tolist()
+        save(out, exits, llm.opened, about | {"accuracy": float(accuracy[-1])}, rules)
     return Result(exits, accuracy, rules)
+
+
+def _places(opened: Opened, recipe: Recipe) -> tuple[int, ...]:
+    """After which layers exits stand. Raises ValueError."""
+    if not opened.config.encoder:
+        raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {opened.name} is a decoder; take another model")
+    depth = opened.config.num_layers
+    layers = recipe.layers or tuple(range(1, depth + 1))
+    if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:
+        raise ValueError(f"exits stand after ascending layers, the last after layer {depth}; not {layers}")
+    return layers
+
+
+def _numbers(labels: Sequence[str], data: Labelled) -> np.ndarray:
+    """The classes of texts, by number."""
+    number = {label: at for at, label in enumerate(labels)}
+    return np.array([number[label] for label in data.labels])
+
+
+Weights = tuple[np.ndarray, np.ndarray]  # [exits, classes, width] and [exits, classes], float64
+
+
+def _fit_all(
+    llm: LLM, data: Labelled, labels: Sequence[str], layers: tuple[int, ...], pooling: str, recipe: Recipe, told: Told
+) -> Weights:
+    """Each exit by itself, on the rows of an encoder that stays as it is."""
+    rows, classes, weights = pooled_rows(llm, data.texts, layers, pooling, told), _numbers(labels, data), []
+    for exit in range(len(layers)):
+        told("training", exit + 1, len(layers))
+        weights.append(fit(rows[exit], classes, len(labels), recipe.decay))
+    weight, bias = (np.stack(each).astype(np.float64) for each in zip(*weights, strict=True))
+    return weight, bias
+
+
+def _learn_together(
+    opened: Opened,
+    data: Labelled,
+    labels: Sequence[str],
+    out: Path,
+    layers: tuple[int, ...],
+    pooling: str,
+    recipe: Recipe,
+    told: Told,
+) -> Weights:
+    """All exits with the encoder, which is written to the folder."""
+    assert recipe.joint is not None
+    check_new(out, opened)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    texts = encoded(partial(opened.tokenizer.encode, parse_special=False), data.texts)
+    numbers = _numbers(labels, data).tolist()
+    learnt = learn(opened, texts, numbers, len(labels), layers, pooling, recipe.joint, told)
+    save_model(out, learnt.model, opened)
+    return learnt.weight.astype(np.float64), learnt.bias.astype(np.float64)

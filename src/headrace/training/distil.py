@@ -29,6 +29,7 @@ from headrace.training.examples import (
     windows,
     write_items,
 )
+from headrace.training.exits import check as check_exits
 from headrace.training.heads import ANSWER, Prompt, acceptance, asked_tokens
 from headrace.training.lesson import HARD, LOSSES, Lesson
 from headrace.training.run import Budget, Run, begin
@@ -47,7 +48,8 @@ Stopped = AbstractContextManager[Callable[[], bool]]
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How a student is made and taught. `texts`: a file, or "self"; of the loss `sequence` its lines are prompts, of `steps`
-    they are JSON. `count`: of the teacher's own texts. `share`: λ of kl beside labels; `reasons`: λ of rationales."""
+    they are JSON. `count`: of the teacher's own texts. `share`: λ of kl beside labels; `reasons`: λ of rationales. `exits`:
+    after so many of the student's layers, of the loss of that name."""
 
     student: str
     budget: Budget
@@ -60,6 +62,7 @@ class Recipe:
     temperature: float = 2.0
     share: float = 0.5
     reasons: float = 1.0
+    exits: tuple[int, ...] = ()
     rate: float | None = None
     as_draft: bool = False
     seed: int = 0
@@ -74,6 +77,8 @@ class Recipe:
             raise ValueError(f"{', '.join(sorted(own))} learn from different texts; choose one of them")
         if "steps" in self.losses and self.texts == SELF:
             raise ValueError("the loss steps reads a file of prompts, rationales and answers; name it with texts")
+        if ("exits" in self.losses) != bool(self.exits):
+            raise ValueError("the loss exits and the layers after which they stand go together; give both or neither")
         if not 0 <= self.share <= 1 or self.temperature <= 0 or self.reasons < 0 or not 8 <= self.window <= CONTEXT:
             raise ValueError(f"share is 0 to 1, temperature above 0, reasons 0 or more, a window 8 to {CONTEXT} tokens")
 
@@ -82,6 +87,8 @@ class Recipe:
         said = asdict(self)
         for name in ("budget", "prompts", "threads", "as_draft"):
             said.pop(name)
+        if not self.exits:  # so that trainings which were begun before there were any go on
+            said.pop("exits")
         data = json.dumps(list(self.prompts)).encode() if self.texts == SELF else Path(self.texts).read_bytes()
         return {"teacher": str(opened.path), **said, "texts": f"{self.texts} {hashlib.sha256(data).hexdigest()[:16]}"}
 
@@ -139,7 +146,9 @@ def distil(
     large = load_model(opened.source)
     student = student_of(recipe.student, large, opened, recipe.seed)
     settings_of(student.opened, student.model.config)  # what cannot be written is refused now
-    lesson = Lesson(large, student, recipe.losses, recipe.temperature, recipe.share)
+    if recipe.exits:
+        check_exits(recipe.exits, student.model.config)
+    lesson = Lesson(large, student, recipe.losses, recipe.temperature, recipe.share, recipe.exits)
     begin(work, about)
     window = min(recipe.window, opened.config.max_position, student.model.config.max_position)
     learned, held = held_apart(_items(opened, work, recipe, window, tell), HELD, recipe.seed)

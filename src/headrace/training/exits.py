@@ -97,16 +97,16 @@ def distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     with torch.autocast("cpu", torch.bfloat16):
         lens = confidences(begin(EXIT, made.teacher, len(recipe.exits)), made.teacher, texts)
         sure = confidences(made.heads.tensors, made.teacher, texts)
-    rated = []
+    rated, weights = [], read_weights(opened)
     for exit, layers in enumerate(recipe.exits):
         files.save(out, replace(made.heads, drafts=layers), opened, made.about)
         accepted, tokens = judge(opened, out, texts, recipe, TEMPERATURE)
-        cost, head = (cost_of(opened, depth, len(made.heads.vocab)) for depth in (layers, 0))
+        cost, head = (weights.share(depth, len(made.heads.vocab)) for depth in (layers, 0))
         as_is, agreed = (float(right[exit].float().mean()) for _, right in (lens, sure))
         most, right = (one[exit] for one in sure)
-        left = tuple(_leaving(most, right, threshold, cost, head) for threshold in THRESHOLDS)
+        leaving = tuple(left(threshold, most >= threshold, right, cost, head) for threshold in THRESHOLDS)
         error, its = (calibration_error(confident, right, BINS) for confident in (most, _judged(made, texts, exit)))
-        rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, error, its, left))
+        rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, error, its, leaving))
     best = max(rated, key=lambda one: one.promise).layers
     about: dict[str, float | str] = {f"agreement_{one.layers}": round(one.agreement, 3) for one in rated}
     files.save(out, replace(made.heads, drafts=best), opened, made.about | about)
@@ -123,8 +123,28 @@ def check(exits: Sequence[int], config: ModelConfig) -> None:
         raise ValueError(f"a model has {files.MAX_HEADS} exits at most, not {len(exits)}")
 
 
-def cost_of(opened: Opened, layers: int, vocab: int) -> float:
-    """The bytes of so many layers and of an exit that chooses among `vocab` tokens, of all that a plain step reads."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes that a plain step reads: of all `count` layers, and of the `head` over `vocab` tokens, from rows of `width`."""
+
+    layers: float
+    head: float
+    count: int
+    vocab: int
+    width: int
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.head
+
+    def share(self, layers: int, vocab: int) -> float:
+        """The bytes of so many layers and of an exit that chooses among `vocab` tokens, of all that a plain step reads."""
+        exit = self.head * vocab / self.vocab + self.width**2
+        return (self.layers * layers / self.count + exit) / self.total
+
+
+def read_weights(opened: Opened) -> Weights:
+    """By what a model's file says of its tensors."""
     config, source = opened.config, opened.source
     of_layers, head = 0.0, 0.0
     for path, parts in plan(describe(config), source).items():
@@ -133,8 +153,7 @@ def cost_of(opened: Opened, layers: int, vocab: int) -> float:
             size = info.nbytes * math.prod(part.shape) / max(1, math.prod(info.shape))
             of_layers += size if path.startswith("layers.") and ".cross_kv." not in path else 0.0  # read once a source
             head += size if path == ("tokens.weight" if config.tied_head else "output.weight") else 0.0
-    exit = head * vocab / config.vocab_size + config.hidden_size**2
-    return (of_layers * layers / config.num_layers + exit) / (of_layers + head)
+    return Weights(of_layers, head, config.num_layers, config.vocab_size, config.hidden_size)
 
 
 @torch.inference_mode()
@@ -196,8 +215,9 @@ def _regression(rows: torch.Tensor, labels: torch.Tensor) -> Tensors:
     return {"weight": weight.detach(), "bias": bias.detach()}
 
 
-def _leaving(sure: torch.Tensor, right: torch.Tensor, threshold: float, cost: float, head: float) -> Leaving:
-    gone = sure >= threshold
+def left(threshold: float, gone: torch.Tensor, right: torch.Tensor, cost: float, head: float) -> Leaving:
+    """What it comes to where the tokens [n] that are `gone` left, and the whole model says the same where it is `right`. `cost`
+    and `head`: of the layers below with the exit, and of the exit alone."""
     share = float(gone.float().mean())
     return Leaving(threshold, share, float(right[gone].float().mean()), share * cost + (1 - share) * (1 + head))
 

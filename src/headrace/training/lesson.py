@@ -19,6 +19,7 @@ LOSSES = {
     "features": "hidden rows after each layer, through a learned matrix",
     "cosine": "the direction of the rows that the head reads",
     "attention": "which tokens are looked at",
+    "exits": "the teacher's probabilities, after some of the layers already",
     "sequence": "the tokens that the teacher answers",
     "steps": "answers, and the reasons for them",
 }
@@ -27,14 +28,22 @@ HARD = {"ce", "sequence", "steps"}  # of tokens
 
 class Lesson:
     """`tensors` by name are what is learned: the student's, and matrices between rows of both. `share`: λ of kl beside a loss
-    of tokens: λ T² KL + (1 − λ) CE.
+    of tokens: λ T² KL + (1 − λ) CE. `exits`: after so many of the student's layers its norm and head say what the teacher does.
 
     Raises ValueError where the maps of attention cannot be compared.
     """
 
-    def __init__(self, teacher: Model, student: Student, names: Sequence[str], temperature: float, share: float) -> None:
+    def __init__(
+        self,
+        teacher: Model,
+        student: Student,
+        names: Sequence[str],
+        temperature: float,
+        share: float,
+        exits: Sequence[int] = (),
+    ) -> None:
         self.teacher, self.student, self.names = teacher, student, set(names)
-        self.temperature, self.share = temperature, share
+        self.temperature, self.share, self.exits = temperature, share, tuple(exits)
         self.vocabulary = min(teacher.config.vocab_size, student.model.config.vocab_size)
         self.tensors = dict(student.model.named_parameters())
         wide, narrow = teacher.config.hidden_size, student.model.config.hidden_size
@@ -78,6 +87,9 @@ class Lesson:
             if final.shape[-1] != theirs.rows.shape[-1]:
                 final = final @ self.between[-1].T
             parts.append(losses.angle(final, self.teacher.final(theirs.rows[rows])))
+        if "exits" in self.names:
+            early = [ours.after[exit - 1][rows] for exit in self.exits]
+            parts.append(self._of_exits(theirs.rows[rows], [*early, ours.rows[rows]]))
         if "attention" in self.names:
             maps = [(ours.maps[at], theirs.maps[layer]) for at, layer in enumerate(self.student.pairs)]
             parts.append(torch.stack([losses.looks(mine[:, rows], its[:, rows]) for mine, its in maps]).mean())
@@ -94,13 +106,23 @@ class Lesson:
         soft = losses.soft(logits[:, : self.vocabulary], truth, self.temperature)
         return soft if hard is None else self.share * soft + (1 - self.share) * hard
 
+    def _of_exits(self, theirs: torch.Tensor, each: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A mean over exits and the whole student, of which the i-th counts i times (PABEE, Zhou et al. 2020; the layers of a
+        model that drafts for itself are taught so too: LayerSkip, Elhoushi et al. 2024)."""
+        with torch.no_grad():
+            truth = self.teacher.head(theirs)[:, : self.vocabulary]
+        logits = [self.student.model.head(rows)[:, : self.vocabulary] for rows in each]
+        total = sum(number * losses.soft(one, truth, self.temperature) for number, one in enumerate(logits, 1))
+        return torch.as_tensor(total) / (len(each) * (len(each) + 1) / 2)
+
     def _both(self, tokens: Sequence[int]) -> tuple[Passed, Passed]:
         """A text through both; the teacher without gradients."""
         pairs = self.student.pairs if "features" in self.names else []
+        after = range(self.student.model.config.num_layers) if self.names & {"features", "exits"} else ()
         recordings = self.recordings or (None, None)
         with torch.no_grad():
             theirs = fed(self.teacher, tokens, pairs, recordings[0])
-        return theirs, fed(self.student.model, tokens, range(len(pairs)), recordings[1])
+        return theirs, fed(self.student.model, tokens, after, recordings[1])
 
     def judge(self, items: Sequence[Item]) -> Judgement:
         """Both models on texts: of prompts what is answered, else the second half."""

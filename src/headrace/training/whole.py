@@ -1,4 +1,4 @@
-"""A text through a model file, fed whole, with gradients where its weights have them."""
+"""Texts through a model file, fed whole, with gradients where its weights have them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ BLOCK = 16
 
 @dataclass(slots=True)
 class Passed:
-    """What a text left: `rows` [tokens, hidden] after the last layer, `after` each of the layers that were asked for, and
-    logarithms of the attention `maps` [heads, rows, keys] of every layer, where a recording was given."""
+    """What texts left: `rows` [tokens, hidden] after the last layer, `after` each of the layers that were asked for, and, of
+    one text, logarithms of the attention `maps` [heads, rows, keys] of every layer, where a recording was given."""
 
     rows: torch.Tensor
     after: list[torch.Tensor]
@@ -31,9 +31,21 @@ class Passed:
 
 def fed(model: Model, tokens: Sequence[int], layers: Sequence[int] = (), recording: Recording | None = None) -> Passed:
     """Feed a text. Raises ValueError for attention maps of a model that changes its scores in ways not known here."""
-    blocks = range(-(-len(tokens) // BLOCK))
-    pool = FreshPool(model.config, len(blocks), BLOCK, next(model.parameters()).dtype)
-    ctx = build(pool, [FeedRows(tokens, blocks)])
+    return fed_together(model, [tokens], layers, recording)
+
+
+def fed_together(
+    model: Model, texts: Sequence[Sequence[int]], layers: Sequence[int] = (), recording: Recording | None = None
+) -> Passed:
+    """The same of several texts, whose rows come one text after the other."""
+    feeds: list[FeedRows] = []
+    count = 0
+    for tokens in texts:
+        blocks = range(count, count + -(-len(tokens) // BLOCK))
+        feeds.append(FeedRows(tokens, blocks))
+        count = blocks.stop
+    pool = FreshPool(model.config, count, BLOCK, next(model.parameters()).dtype)
+    ctx = build(pool, feeds)
     ctx.taps.update({f"layer.{layer}": None for layer in layers})
     made = Passed(model.embed(ctx), [])
     for number in range(model.config.num_layers):

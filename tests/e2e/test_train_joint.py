@@ -1,0 +1,134 @@
+"""An encoder that learns together with its exits: the losses, the batches, and the folder that comes of it."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from headrace.llm import LLM
+from headrace.ops.context import FeedRows
+from headrace.runner.exits import _pool
+from headrace.startup.exits import INFO
+from headrace.startup.opening import open_model
+from headrace.training import whole
+from headrace.training.classifier import exit_logits
+from headrace.training.joint import Schedule, _batches, learn, loss_of, pooled
+from headrace.weights.loader import load_model
+from tests.cli_shell import Shell
+from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert
+
+TEXTS = [[2, 4, 5, 3], [2, 9, 3], [2, *range(4, 26), 3], [2, 7, 8, 9, 10, 3]]
+QUIET = ("--threads", "1", "--delta", "0.2")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_bert(tmp_path_factory.mktemp("bert"))
+
+
+def write_pairs(path: Path, count: int, seed: int) -> Path:
+    """Texts with two of two words, whose class is whether they are the same: no word tells it, and no place of one."""
+    draw, lines = random.Random(seed), []
+    for _ in range(count):
+        words = draw.choices(["the", "stands", "by", "a", "."], k=draw.randrange(2, 7))
+        pair = draw.choices(["water", "wheel"], k=2)
+        for word, place in zip(pair, draw.sample(range(len(words)), 2), strict=True):
+            words[place] = word
+        lines.append(json.dumps({"text": " ".join(words), "label": "same" if pair[0] == pair[1] else "two"}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_texts_fed_together_are_those_fed_alone(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: texts on the same blocks read each other's K and V."""
+    model = load_model(open_model(bert).source)
+    alone = torch.cat([whole.fed(model, text, (0, 2)).after[0] for text in TEXTS])
+    together = whole.fed_together(model, TEXTS, (0, 2))
+    assert len(together.after) == 2
+    assert torch.allclose(together.after[0], alone, atol=1e-5)
+    assert torch.equal(together.after[1], together.rows)
+    monkeypatch.setattr(whole, "FeedRows", lambda tokens, blocks: FeedRows(tokens, range(len(blocks))))
+    assert not torch.allclose(whole.fed_together(model, TEXTS, (0, 2)).after[0], alone, atol=1e-3)
+
+
+@pytest.mark.parametrize("pooling", ["first", "last", "mean", "both"])
+def test_rows_are_pooled_as_the_engine_pools_them(pooling: str) -> None:
+    rows, lengths = torch.randn(9, 4, generator=torch.Generator().manual_seed(1)), [2, 3, 4]
+    expected = [_pool(part.numpy(), pooling) for part in rows.split(lengths)]
+    assert np.allclose(pooled(rows, lengths, pooling).numpy(), np.stack(expected), atol=1e-6)
+
+
+def test_later_exits_count_more(bert: Path) -> None:
+    """1, 2 and 3 sixths of the exits' cross-entropies; and the layers below an exit get a gradient through it."""
+    model = load_model(open_model(bert).source)
+    random_, classes = torch.Generator().manual_seed(2), [0, 1, 1, 0]
+    weight, bias = torch.randn(LAYERS, 2, HIDDEN, generator=random_), torch.randn(LAYERS, 2, generator=random_)
+    each = []
+    for exit in range(LAYERS):
+        rows = [whole.fed(model, text, (exit,)).after[0].mean(0) for text in TEXTS]
+        each.append(cross_entropy(torch.stack(rows) @ weight[exit].T + bias[exit], torch.tensor(classes)))
+    for x in model.parameters():
+        x.requires_grad_()
+    loss = loss_of(model, weight, bias, TEXTS, classes, (1, 2, 3), "mean")
+    assert float(loss.detach()) == pytest.approx(float((each[0] + 2 * each[1] + 3 * each[2]) / 6), abs=1e-5)
+    loss.backward()
+    assert all(x.grad is not None and bool(x.grad.any()) for name, x in model.named_parameters() if name != "types.weight")
+
+
+def test_every_text_once_an_epoch() -> None:
+    texts = [[1] * (1 + at % 7) for at in range(50)]
+    batches = _batches(texts, Schedule(batch=8), 0)
+    assert sorted(at for batch in batches for at in batch) == list(range(50))
+    assert batches != _batches(texts, Schedule(batch=8), 1)
+    assert batches == _batches(texts, Schedule(batch=8), 0)
+
+
+def test_a_model_learns_with_its_exits(shell: Shell, bert: Path, tmp_path: Path) -> None:
+    """What no exit over the frozen encoder finds as well; what is written is a model of its own, whose classifier fits no
+    other."""
+    data, dev, accuracy = write_pairs(tmp_path / "train.jsonl", 400, 1), write_pairs(tmp_path / "dev.jsonl", 150, 2), {}
+    joint, learning = tmp_path / "joint", ("--joint", "--epochs", "4", "--rate", "0.003", "--batch", "16")
+    for name, more in (("frozen", ("--layers", "3")), ("joint", learning)):
+        code, _, err = shell("train-classifier", bert, "-d", data, "-o", tmp_path / name, "--check", dev, *QUIET, *more)
+        assert code == 0, err
+        accuracy[name] = json.loads((tmp_path / name / INFO).read_text())["trained"]["accuracy"]
+    assert f"headrace classify {joint} -c {joint}" in err
+    assert accuracy["frozen"] < 0.85
+    assert accuracy["joint"] > accuracy["frozen"] + 0.1
+    info = json.loads((joint / INFO).read_text())
+    assert info["trained"]["parent"] == bert.name
+    assert info["layers"] == [1, 2, 3]
+    with pytest.raises(ValueError, match="is another model; train one for it"):
+        LLM(bert, classifier=joint)
+    texts = ["the water by a wheel .", "a wheel stands wheel"]
+    said = []
+    for backend in ("native", "torch"):
+        with LLM(joint, classifier=joint, backend=backend, threads=1, device="cpu") as llm:
+            said.append(np.array(exit_logits(llm, texts)))
+            assert [one.label for one in llm.classify(texts, criterion="off")] == ["two", "same"]
+    assert np.allclose(*said, atol=0.3)
+    code, _, err = shell("train-classifier", bert, "-d", data, "-o", joint, *QUIET, "--joint")
+    assert code == 1
+    assert "holds a model; name another folder" in err
+
+
+def test_the_same_training_comes_to_the_same_weights(bert: Path) -> None:
+    opened, schedule = open_model(bert), Schedule(batch=2, rate=1e-3)
+    made = [learn(opened, TEXTS, [0, 1, 1, 0], 2, (1, 3), "mean", schedule, lambda *_: None) for _ in range(2)]
+    assert np.array_equal(made[0].weight, made[1].weight)
+    assert made[0].weight.shape == (2, 2, HIDDEN)
+    before = dict(load_model(opened.source).named_parameters())
+    moved = [name for name, x in made[0].model.named_parameters() if not torch.equal(x, before[name])]
+    assert {"tokens.weight", "layers.0.qkv.weight", "layers.2.down.weight"} <= set(moved)
+
+
+def test_what_cannot_be_learnt_is_refused(bert: Path) -> None:
+    opened = open_model(bert)
+    with pytest.raises(ValueError, match="a text has 65 tokens and the model takes 64"):
+        learn(opened, [[2] * 65, [2, 3]], [0, 1], 2, (3,), "mean", Schedule(), lambda *_: None)
+    with pytest.raises(ValueError, match="epochs and batch are 1 or more"):
+        learn(opened, TEXTS, [0, 1, 1, 0], 2, (3,), "mean", Schedule(epochs=0), lambda *_: None)
