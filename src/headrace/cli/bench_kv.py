@@ -51,9 +51,7 @@ def kv(
         result |= _losses(model, text, limit, window, threads)
     if wanted:
         status().start("measuring", len(wanted), unit="cells")
-        result["cells"] = bench.speeds(
-            model, wanted, rounds=rounds, threads=threads, say=say, done=lambda _: status().advance(1)
-        )
+        result["cells"] = bench.speeds(model, wanted, rounds=rounds, threads=threads, say=say, done=_done)
         status().finish()
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
@@ -77,6 +75,12 @@ def _losses(model: str, text: Path, limit: int, window: int, threads: int | None
     perplexity, losses = bench.losses(opened.source, scored, mean_keys(opened.source, measured, status()), tell=status())
     tokens = sum(len(one) // 2 for one in scored)
     return {"tokens": tokens, "perplexity": perplexity, "formats": [one.record() for one in losses]}
+
+
+def _done(figures: dict[str, Any]) -> None:
+    """A cell as soon as it is measured."""
+    say(f"{figures['cell']}: int4 {figures['tokens_per_s']['int4']:.1f} tokens/s, {figures['ratio']:.3f} of int8")
+    status().advance(1)
 
 
 def _print(result: dict[str, Any]) -> None:
