@@ -1,5 +1,6 @@
 """Static W8A8: int8 inputs with the scales that a folder has, on both back ends; SmoothQuant where a few inputs are large."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def scales_of(folder: Path) -> dict[str, float]:
     return input_scales(load_model(source), source)
 
 
+def changed(folder: Path, to: Path, times: Callable[[str], float]) -> Path:
+    """A copy with some scales so many times as large; 0: without them."""
+    to.mkdir()
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    scales = {name: x * times(name) for name, x in tensors.items() if name.endswith(".input_scale")}
+    save_file({name: x for name, x in {**tensors, **scales}.items() if name not in scales or x.any()}, to / "model.safetensors")
+    return to
+
+
 def rounded_model(folder: Path, activations: str) -> Model:
     source = open_files(folder).source
     model = load_model(source)
@@ -89,13 +100,14 @@ def rounded_model(folder: Path, activations: str) -> Model:
 
 
 class Static:
-    """LinearMethod: what the core multiplies, its input rounded with a scale that is given."""
+    """LinearMethod: what the core multiplies, its input rounded with a scale that is given, or (0) with a row's own."""
 
     def __init__(self, scale: float) -> None:
         self.scale = float(np.float32(scale))
 
     def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear((x / self.scale).clamp(-127, 127).round() * self.scale, layer.weight, bias)
+        scale = self.scale or x.abs().amax(-1, keepdim=True) / 127
+        return linear((x / scale).clamp(-127, 127).round() * scale, layer.weight, bias)
 
 
 def distance(folder: Path, patch: pytest.MonkeyPatch, times: float = 1.0) -> float:
@@ -103,9 +115,10 @@ def distance(folder: Path, patch: pytest.MonkeyPatch, times: float = 1.0) -> flo
     relative to the row's spread."""
     source = open_files(folder).source
     model, scales = load_model(source, torch.float64), scales_of(folder)
+    kinds = weight_kinds(model, source)
     for path, holder in model.holders():
-        if path in scales:
-            holder.method = Static(scales[path] * times)
+        if set(kinds.get(path, ())) == {"Q8_0"}:
+            holder.method = Static(scales.get(path, 0.0) * times)
         elif isinstance(holder, Embedding | Linear):
             holder.weight, holder.method = rounded(holder.weight), Faked("bf16")
     (ours,) = Feeder(program_of(source, activations="tensor"), [JUDGED[0]]).whole()
@@ -115,10 +128,16 @@ def distance(folder: Path, patch: pytest.MonkeyPatch, times: float = 1.0) -> flo
 
 
 @pytest.mark.skipif(not native.available(), reason=native.reason())
-def test_the_core_rounds_by_the_folders_scales(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_rounds_by_the_folders_scales(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The definition in float64; each text as alone. The control: scales a little larger."""
     assert distance(folder, monkeypatch) < 1e-5
     assert distance(folder, monkeypatch, 1.1) > 1e-3
+    some = changed(folder, tmp_path / "some", lambda name: 0.0 if "mlp" in name else 1.0)
+    assert {path.rpartition(".")[2] for path in scales_of(some)} == {"qkv", "out"}
+    assert distance(some, monkeypatch) < 1e-5, "layers without a scale: by token"
+    larger = changed(folder, tmp_path / "larger", lambda name: 1.5 if "k_proj" in name else 1.0)
+    for path, scale in scales_of(larger).items():
+        assert scale / scales_of(folder)[path] == pytest.approx(1.5 if "qkv" in path else 1.0), "the largest of q, k and v"
     source = open_files(folder).source
     whole = Feeder(program_of(source, activations="tensor"), JUDGED).whole()
     for number, text in enumerate(JUDGED):
