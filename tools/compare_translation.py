@@ -2,6 +2,7 @@
 
     --reference FILE     what the lines of --data should be translated to: BLEU of both
     --lines 200          how many lines; --beams 50: how many of them with four beams, too
+    --threads N          of every back end (default: as many as each takes by itself)
     --speed              tokens a second at batch 1 and 32, in alternating rounds
     --drafts             tokens a step of Jacobi and lookahead decoding, and whether they change a token
     --exits FOLDER       (headrace train-heads --kind exit) tokens that leave early: layers a token and BLEU, by threshold
@@ -30,11 +31,13 @@ FOUR = BeamSearchParams(beam_width=4, max_tokens=128, early_stopping=False)
 NATIVE: dict[str, dict[str, Any]] = {"native": {}, "native, --quantize int8": {"quantize": "int8"}}
 THRESHOLDS = (0.95, 0.9, 0.8, 0.6, 0.4, 0.2)
 TIMED, ROUNDS = 64, 5
+THREADS: int | None = None  # --threads
 
 
 def opened(folder: Path, backend: str, **settings: Any) -> LLM:
     """A model whose pool holds nothing that it was not asked for just now."""
-    return LLM(folder, backend=backend, device="cpu", **{"speculate": None, "enable_prefix_caching": False, **settings})
+    common: dict[str, Any] = {"speculate": None, "enable_prefix_caching": False, "threads": THREADS}
+    return LLM(folder, backend=backend, device="cpu", **{**common, **settings})
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -124,10 +127,13 @@ def main() -> None:
     parser.add_argument("--reference", type=Path)
     parser.add_argument("--lines", type=int, default=200)
     parser.add_argument("--beams", type=int, default=50)
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--exits", type=Path)
     asked = parser.parse_args()
+    global THREADS  # noqa: PLW0603 - a script's own setting
+    THREADS = asked.threads
     texts = asked.data.read_text("utf-8").splitlines()[: asked.lines]
     reference = None if asked.reference is None else asked.reference.read_text("utf-8").splitlines()[: asked.lines]
     if asked.speed:

@@ -57,6 +57,18 @@ def sure(*tokens: int) -> list[tuple[int, float]]:
     return [(token, SURE) for token in tokens]
 
 
+def test_nobody_drafts_from_a_source_that_is_not_encoded_yet() -> None:
+    """It comes with the step that would verify the draft; another's chain is drawn all the same."""
+    bringing, other = work(0, known=1, seen=0, room=2), work(1, known=1, seen=0, room=2)
+    bringing.feed.source = (5, 6, 7)
+    run = Script({11: sure(4, 5)})
+    DraftModel(least=0.7).fill([bringing, other], run, ignored)
+    assert bringing.seq.decode.draft is None
+    assert (bringing.feed.nodes, bringing.feed.new, bringing.seq.kv.computed[1]) == ((), (0,), 0)
+    assert other.seq.decode.draft is not None
+    assert other.seq.decode.draft.tokens == [4, 5]
+
+
 def test_a_chain_is_drawn_token_by_token_below_what_the_model_has_read() -> None:
     one, filled = work(0, known=9, seen=5, room=3), []
     run = Script({10: sure(4, 5, 6)})
