@@ -9,7 +9,8 @@ from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
 from headrace.runner.record import record
-from headrace.training.masked import Batch, logits
+from headrace.training.masked import logits
+from headrace.training.masked_texts import Batch
 
 Forward = Callable[[list[int], list[int]], torch.Tensor]  # logits [block, V] of an open block behind known tokens
 

@@ -10,7 +10,8 @@ import torch
 from headrace.bench.refine import measure, read_questions
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.llm import LLM
-from headrace.training.masked import Recipe, block_causal, make, make_batch, train
+from headrace.training.masked import Recipe, make, train
+from headrace.training.masked_texts import block_causal, make_batch
 from headrace.training.tasks import TASKS, Numbers, Reverse, Text, task_named
 from tests.cli_shell import Shell
 
@@ -95,8 +96,7 @@ def test_who_sees_whom_in_training() -> None:
 
 def test_what_a_batch_wants() -> None:
     """At known tokens the next one of the answer; in copies what is masked, one of a block at least, and nothing else."""
-    task, recipe = Reverse(), Recipe(block=4, batch=16)
-    batch = make_batch(task, recipe, random.Random(1), torch.Generator().manual_seed(1))
+    batch = make_batch(Reverse(), 4, 16, random.Random(1), torch.Generator().manual_seed(1))
     ids, wanted = batch.ids.view(16, -1), batch.wanted.view(16, -1)
     rows, answers = len(batch.seen), 8
     size = rows - 2 * answers

@@ -1,16 +1,11 @@
-"""Training a small decoder that fills in blocks of masked tokens, and that also writes token by token.
-
-Known tokens are seen causally. Behind them stand copies of the answer's blocks with some tokens masked, at a rate drawn from
-U(0, 1) for each (as masked diffusion models have it: Sahoo et al. 2024); a block sees the known tokens before it and all of
-itself (block diffusion: Arriola et al. 2025). What is learnt is the masked tokens, and, at known tokens, the next one.
-"""
+"""Training a small model that fills in blocks of masked tokens, and that also writes token by token."""
 
 import json
 import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.ops.attention import rotate
 from headrace.runner.record import Segment, record
+from headrace.training.masked_texts import Batch, make_batch
 from headrace.training.tasks import END, MASK, Task
 from headrace.weights.loader import Allocator, stored_tensors
 
@@ -49,56 +45,6 @@ class Recipe:
     rate: float = 3e-3
     seed: int = 0
     threads: int | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Batch:
-    """Texts of one length as the rows of one step: `texts` of them, one after the other, whose rows see each other by `seen`.
-    `wanted`: the token that each row is to give, -1: none."""
-
-    ids: torch.Tensor  # [texts * rows]
-    positions: torch.Tensor  # [texts * rows]
-    wanted: torch.Tensor  # [texts * rows]
-    texts: int
-    seen: torch.Tensor  # [rows, rows] bool
-    taps: dict[str, Any] = field(default_factory=dict)
-    memo: dict[Any, Any] = field(default_factory=dict)
-
-
-def make_batch(task: Task, recipe: Recipe, rng: random.Random, generator: torch.Generator) -> Batch:
-    """Prompts of one length with their answers, known, and a masked copy of each of the answers' blocks."""
-    mask, end = task.id_of(MASK), task.id_of(END)
-    size, block = rng.choice(task.sizes), recipe.block
-    answers = -(-(task.longest + 1) // block) * block
-    lines = []
-    for _ in range(recipe.batch):
-        prompt, answer = task.pair(rng, size)
-        lines.append([*prompt, *answer, *[end] * (answers - len(answer))])
-    known = torch.tensor(lines)
-    copy = known[:, size:].reshape(recipe.batch, -1, block)
-    rate = torch.rand(copy.shape[:2], generator=generator)[..., None]
-    noise = torch.rand(copy.shape, generator=generator)
-    masked = (noise < rate) | (noise == noise.amin(-1, keepdim=True))  # one of each block at least
-    guessed = torch.where(masked, copy, -1).flatten(1)
-    following = torch.cat((torch.full((recipe.batch, size - 1), -1), known[:, size:], torch.full((recipe.batch, 1), -1)), 1)
-    places = torch.arange(size + answers)
-    return Batch(
-        ids=torch.cat((known, torch.where(masked, mask, copy).flatten(1)), 1).flatten(),
-        positions=torch.cat((places, places[size:])).repeat(recipe.batch),
-        wanted=torch.cat((following, guessed), 1).flatten(),
-        texts=recipe.batch,
-        seen=block_causal(size, answers, block),
-    )
-
-
-def block_causal(prompt: int, answers: int, block: int) -> torch.Tensor:
-    """[rows, rows] bool: who sees whom among prompt and answers, known, and the masked copies of the answers' blocks."""
-    known = prompt + answers
-    place = torch.cat((torch.arange(known), prompt + torch.arange(answers) // block * block))  # of a copy: its block's begin
-    copy = torch.arange(known + answers) >= known
-    causal = ~copy[None, :] & (place[None, :] <= place[:, None] - copy[:, None].long())
-    same = copy[None, :] & copy[:, None] & (place[None, :] == place[:, None])
-    return causal | same
 
 
 def attention(
@@ -171,7 +117,7 @@ def train(task: Task, recipe: Recipe, tell: Tell) -> Model:
     for step in range(recipe.steps):
         for group in learner.param_groups:
             group["lr"] = recipe.rate * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / recipe.steps)) / 2
-        batch = make_batch(task, recipe, rng, generator)
+        batch = make_batch(task, recipe.block, recipe.batch, rng, generator)
         rows = (batch.wanted >= 0).nonzero()[:, 0]
         loss = cross_entropy(logits(model, layers, batch, rows), batch.wanted[rows])
         learner.zero_grad()
