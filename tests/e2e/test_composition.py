@@ -11,9 +11,8 @@ from tests.pages import written
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_the_table_is_not_stale(backend: str, tmp_path: Path) -> None:
     models = opened(tmp_path, backend=backend, **({"dtype": "float64"} if backend == "torch" else {}))
-    found = table(*models)
+    found = table(models)
     assert found == written(PART), "docs/decoding.md is stale: python -m tests.composition"
     assert "no 1" in found
-    assert "beam search" in refusal(models[0], {"beam_width": 2}, {"top_p": 0.5})
-    for llm in models:
-        llm.close()
+    assert "beam search" in refusal(models.plain, {"beam_width": 2}, {"top_p": 0.5})
+    models.close()
