@@ -378,6 +378,9 @@ def test_run_reads_a_text_as_the_source(folder: Path, llm: LLM, shell: Shell) ->
     (made,) = llm.generate("a dog runs", temperature=0.0, max_tokens=5)
     code, out, _ = shell("run", str(folder), "a dog runs", "-m", "5", "-q", "--threads", "1", "--backend", "torch")
     assert (code, out.strip()) == (0, made.outputs[0].text.strip())
+    code, _, said = shell("run", str(folder), "a dog", "--system", "Be brief.", "-q", "--threads", "1")
+    assert code == 1
+    assert "without roles; leave --system out" in said
 
 
 def test_nothing_works_beside_an_encoder_decoder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from headrace.training.tasks import TASKS, Numbers, Reverse, Text, task_named
 from headrace.weights.loader import load_model
 from headrace.weights.safetensors import SafetensorsFolder
 from tests.cli_shell import Shell
+from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import logits
 
 SMALL = Recipe(block=4, layers=2, width=64, steps=350, batch=32, threads=1)
@@ -212,6 +213,8 @@ def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
     )
     assert code == 0, err
     assert "neither a task (reverse, numbers) nor a text file" in shell("train-masked", "poems", "-o", tmp_path / "no")[2]
+    maskless = write_tiny_gguf(tmp_path / "tiny.gguf")
+    assert "it fills in no blocks" in shell("bench", "refine", maskless, "-i", out / "prompts.jsonl", "--threads", "1")[2]
     assert "--passes takes numbers" in shell("bench", "refine", out, "-i", out / "prompts.jsonl", "--passes", "all")[2]
     assert (
         "--drafts takes both, jacobi, blocks, none"

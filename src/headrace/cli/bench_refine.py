@@ -58,6 +58,8 @@ def refine(
     numbers, sizes, drafters = _numbers("--passes", passes), _numbers("--shorter", shorter), _drafters(drafts)
     questions = bench.read_questions(source, most)
     llm = open_llm(model, ModelOptions(threads=threads, speculate="off"))
+    if llm.model_config.mask_id is None:
+        raise ValueError(f"{model} has no mask token, so it fills in no blocks; headrace train-masked makes models that do")
     deep = min(block, MOST_DRAFTED)
     drafting = {
         name: open_llm(model, ModelOptions(threads=threads, speculate=name, draft_tokens=deep), quiet=True) for name in drafters

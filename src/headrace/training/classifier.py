@@ -205,7 +205,7 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
         raise ValueError(f"the label {strange[0]!r} is in no text to train with; give one, or leave its texts out")
     with LLM(model, threads=recipe.threads) as llm:
         if not llm.model_config.encoder:
-            raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model} is a decoder; take another model")
+            raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model} is none; take another model")
         depth = llm.model_config.num_layers
         layers = recipe.layers or tuple(range(1, depth + 1))
         if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:
