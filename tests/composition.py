@@ -3,17 +3,22 @@
 PYTHONPATH=src python -m tests.composition
 """
 
+import json
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from headrace.data.given import params_of
+from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import LengthNudge
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
+from headrace.workflows.cascade import Tier, answer
 from tests.leaving import write_exits
 from tests.pages import write
 from tests.tiny_files import write_tiny_gguf
@@ -21,6 +26,7 @@ from tests.tiny_sources import write_tiny_marian
 
 PART = "composition"
 MASK = 3
+PROPAGATED, QUERY = "early exit, propagated", "query cascade"
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -34,7 +40,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "speculative cascade": {"defer_rule": "opt", "seed": 1},
     "blocks filled in": {"refine_block": 4},
     "early exit": {"exit_threshold": 0.02, "temperature": 0.0},
+    PROPAGATED: {"exit_threshold": 0.02, "temperature": 0.0},
     "token cascade": {"cascade_threshold": 0.02, "temperature": 0.0},
+    QUERY: {"temperature": 0.0},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "several answers": {"n": 2},
@@ -64,27 +72,46 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def table(llm: LLM, cascading: LLM, sources: LLM, cascading_sources: LLM) -> str:
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Who is asked: a model with an amateur and an exit, the same where rows that leave are propagated, and one with a smaller
+    model."""
+
+    plain: LLM
+    propagating: LLM
+    cascading: LLM
+
+    def of(self, name: str, fields: dict[str, Any]) -> LLM:
+        """Who can do what a method and a feature ask for."""
+        if "cascade_threshold" in fields:
+            return self.cascading
+        return self.propagating if name == PROPAGATED else self.plain
+
+    def close(self) -> None:
+        for llm in (self.plain, self.propagating, self.cascading):
+            llm.close()
+
+
+def table(decoders: Models, sources: Models) -> str:
     """The table and the reasons under it, in Markdown, of models as `opened` has them."""
     reasons: dict[str, int] = {}
 
-    def asked(method: dict[str, Any], feature: dict[str, Any]) -> str:
-        return refusal(cascading if "cascade_threshold" in {**method, **feature} else llm, method, feature)
-
-    def from_source(method: dict[str, Any]) -> str:
-        return refusal(cascading_sources if "cascade_threshold" in method else sources, method, {})
-
-    def cell(feature: dict[str, Any], answer: str) -> str:
-        field = next(iter(feature))
-        general = answer.replace(field, "…") if "_" in field else answer  # one reason for all fields
-        return f"no {reasons.setdefault(general, len(reasons) + 1)}" if answer else "yes"
+    def cell(name: str, llm: LLM, feature: dict[str, Any]) -> str:
+        if name == QUERY and "processors" in feature:
+            return "–"
+        found = refusal(llm, METHODS[name], feature, through_tiers if name == QUERY else straight)
+        field = next(iter(feature), "")
+        general = found.replace(field, "…") if "_" in field else found  # one reason for all fields
+        return f"no {reasons.setdefault(general, len(reasons) + 1)}" if found else "yes"
 
     lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
-    lines.append(_row("streamed", [_yes(strategy_for(params_of(one)).streams) for one in METHODS.values()]))
+    streamed = {name: name != QUERY and strategy_for(params_of(one)).streams for name, one in METHODS.items()}
+    lines.append(_row("streamed", [_yes(streams) for streams in streamed.values()]))
     lines.append(_row("optional drafts", [_yes(speculates(params_of(one))) for one in METHODS.values()]))
-    for name, feature in FEATURES.items():
-        lines.append(_row(name, [cell(feature, asked(method, feature)) for method in METHODS.values()]))
-    lines.append(_row("from a source", [cell({"": 0}, from_source(method)) for method in METHODS.values()]))
+    for title, feature in FEATURES.items():
+        cells = [cell(name, decoders.of(name, {**method, **feature}), feature) for name, method in METHODS.items()]
+        lines.append(_row(title, cells))
+    lines.append(_row("from a source", [cell(name, sources.of(name, method), {}) for name, method in METHODS.items()]))
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([*lines, "", *notes])
 
@@ -95,12 +122,24 @@ def speculates(params: SamplingParams) -> bool:
     return Speculation([], 256).serves(request)
 
 
-def refusal(llm: LLM, method: dict[str, Any], feature: dict[str, Any]) -> str:
+Way = Callable[[LLM, str, SamplingParams, Any], RequestOutput]
+
+
+def straight(llm: LLM, prompt: str, params: SamplingParams, processors: Any) -> RequestOutput:
+    return llm.generate(prompt, params, processors=processors)[0]
+
+
+def through_tiers(llm: LLM, prompt: str, params: SamplingParams, processors: Any) -> RequestOutput:
+    """Of a cascade whose first model is never sure: both are asked."""
+    return answer([Tier(llm, 1.01), Tier(llm)], [prompt], params)[0].output
+
+
+def refusal(llm: LLM, method: dict[str, Any], feature: dict[str, Any], way: Way = straight) -> str:
     """Why the pair is refused; empty where it runs. Anything but a refusal is raised."""
     fields = {"max_tokens": 4, **method, **feature}
     processors = fields.pop("processors", ())
     try:
-        (output,) = llm.generate("The mill", params_of(fields), processors=processors)
+        output = way(llm, "The mill", params_of(fields), processors)
     except ValueError as error:
         return str(error)
     assert output.error is None, (fields, output.error)
@@ -116,16 +155,21 @@ def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
 
 
-def opened(folder: Path, **settings: Any) -> tuple[LLM, LLM, LLM, LLM]:
-    """A decoder with an amateur and an exit, and one with a smaller model; two encoder-decoders alike."""
+def opened(folder: Path, **settings: Any) -> tuple[Models, Models]:
+    """Decoders and encoder-decoders, tiny, with a mask token."""
     decoder, translator = write_tiny_gguf(folder / "tiny.gguf", mask=MASK), write_tiny_marian(folder / "marian")
-    return *_both(decoder, **settings), *_both(translator, **settings)
+    config = json.loads((translator / "config.json").read_text())
+    (translator / "config.json").write_text(json.dumps({**config, "mask_token_id": MASK}))
+    return _models(decoder, **settings), _models(translator, **settings)
 
 
-def _both(path: Path, **settings: Any) -> tuple[LLM, LLM]:
-    exits = write_exits(path.with_name(f"{path.stem}-exits"), path)
-    llm = LLM(path, amateur=path, exits=exits, threads=1, device="cpu", **settings)
-    return llm, LLM(path, cascade=path, threads=1, device="cpu", **settings)
+def _models(path: Path, **settings: Any) -> Models:
+    exits, given = write_exits(path.with_name(f"{path.stem}-exits"), path), {"threads": 1, "device": "cpu", **settings}
+    return Models(
+        LLM(path, amateur=path, exits=exits, **given),
+        LLM(path, amateur=path, exits=exits, exit_state="propagate", **given),
+        LLM(path, cascade=path, **given),
+    )
 
 
 def main() -> None:

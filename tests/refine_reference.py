@@ -8,23 +8,24 @@ from headrace.data.params import RefineParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
-from headrace.runner.record import record
-from headrace.training.masked import Batch, logits
+from headrace.training.masked import Played
+from headrace.training.masked_texts import Batch, whole
 
 Forward = Callable[[list[int], list[int]], torch.Tensor]  # logits [block, V] of an open block behind known tokens
 
 
-def dense(model: Model) -> Forward:
-    """By a matrix that says who sees whom."""
-    layers = record(model, embeds=False).layers
+def dense(model: Model, source: list[int] | None = None) -> Forward:
+    """By a matrix that says who sees whom. `source`: what an encoder-decoder writes from."""
+    played = Played.of(model)
 
     @torch.no_grad()
     def forward(known: list[int], block: list[int]) -> torch.Tensor:
         n = len(known) + len(block)
         seen = torch.ones(n, n).tril().bool()
         seen[len(known) :] = True
-        batch = Batch(torch.tensor([*known, *block]), torch.arange(n), torch.empty(0), 1, seen)
-        return logits(model, layers, batch, torch.arange(len(known), n))
+        read = None if source is None else whole(torch.tensor([source]))
+        batch = Batch(torch.tensor([*known, *block]), torch.arange(n), torch.empty(0), 1, seen, read)
+        return played.logits(batch, torch.arange(len(known), n))
 
     return forward
 

@@ -123,6 +123,16 @@ def test_deferring_by_score_is_held_against_chance() -> None:
     assert (lost(1.01).sum(), lost(0.4).sum(), lost(0.2).sum(), lost(0.0).sum()) == (0, 0, 2, 4)
 
 
+def test_w49_a_cascade_pays_while_few_are_passed_on() -> None:
+    """Whoever is passed on pays for both, so a small model of a third of the price costs less than the large one alone while
+    fewer than two in three are passed on: one less the ratio of the prices."""
+    scores, shares = [i / 30 for i in range(30)], [i / 30 for i in range(31)]
+    curve = deferrals(scores, [True] * 30, [True] * 30, (1.0, 3.0), shares)
+    cheaper = [share for share, one in zip(shares, curve, strict=True) if one.cost < 3.0 - 1e-9]
+    assert cheaper == [share for share in shares if share < 1 - 1 / 3 - 1e-9]
+    assert curve[-1].cost == pytest.approx(1.0 + 3.0)
+
+
 def lines(path: Path, count: int) -> Path:
     choices = ["the", "mill"]
     made = [{"prompt": f"{i} wheels", "answer": choices[i % 2], "choices": choices} for i in range(count)]

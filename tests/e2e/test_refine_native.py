@@ -12,11 +12,13 @@ from headrace.engine.engine import Engine
 from headrace.models.base import Model
 from tests.e2e.test_refine import MASK, TOKENS, FromTheOpenPass, outputs, params_of, prompts, with_masks
 from tests.native_reference import bfloat16_attention, reference_of
-from tests.refine_reference import paged, refined
+from tests.refine_reference import dense, paged, refined
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
 
+from tests.e2e import test_refine_sources as from_sources
+from tests.e2e.test_sources_native import ROUNDED, Reader, apart, engine, held, program
 from tests.tiny_native import BLOCK, Feeder, native_engine, native_model, native_program, packed
 
 ONE = RefineParams(block=6, passes=3)
@@ -109,3 +111,30 @@ def test_windows_are_as_in_torch(count: int, monkeypatch: pytest.MonkeyPatch) ->
     assert np.abs(found - expected.numpy()).max() < 0.05 * np.abs(expected.numpy()).max()
     (causal,) = feeder.feed((0, 30, 0), nodes=block, parents=chain)
     assert np.abs(causal - expected.numpy()).max() > 0.05 * np.abs(expected.numpy()).max()
+
+
+# -- from a source -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", from_sources.KINDS)
+def test_an_open_block_reads_its_source(kind: str) -> None:
+    """In the core's own arithmetic; a causal block's logits are others."""
+    (source, *_), known, block = from_sources.sources(), [5, 9, 11], [MASK] * 6
+    exact = reference_of(held(kind)[0], program(kind).weights)
+    expected = dense(exact, source)(known, block).numpy()
+    off = []
+    for full in (True, False):
+        reader = Reader(program(kind, kv_dtype="float32"), [(source, known)])
+        (rows,) = reader.feed((0, 0, len(known)), nodes=block, parents=list(range(-1, 5)), full=full)
+        off.append(float(apart([rows[len(known) :]], [expected], exact.config.never)[0].max()))
+    assert off[0] < ROUNDED < off[1]
+
+
+@pytest.mark.parametrize("kind", from_sources.KINDS)
+def test_who_is_beside_a_source_changes_no_block(kind: str) -> None:
+    """Nor chunks, nor requests that drive each other out."""
+    jobs = from_sources.jobs()
+    alone = [outputs(with_masks(engine(kind)), [job])[0] for job in jobs]
+    assert len({tuple(each) for each in alone}) == len(alone)
+    for running in (engine(kind), engine(kind, budget=9), engine(kind, blocks=6)):
+        assert outputs(with_masks(running), jobs) == alone

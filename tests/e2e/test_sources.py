@@ -201,6 +201,23 @@ def test_preempted_requests_resume_as_if_nothing_had_been(both: tuple[str, Any, 
     assert scarce.blocks.used == 0
 
 
+def test_preempted_beams_resume_as_if_nothing_had_been(both: tuple[str, Any, Model]) -> None:
+    _, _, ours = both
+
+    def searched(engine: Engine) -> list[tuple[list[int], float]]:
+        params = BeamSearchParams(beam_width=3, n=3, max_tokens=12)
+        requests = [add_beam(engine, source, params) for source in sources(6, longest=24)]
+        finish(engine)
+        return [(seq.output, score) for one in requests for seq, score in one.strategy.results(one)]
+
+    scarce = tiny_engine(ours, blocks=24)
+    for (found, score), (output, expected) in zip(searched(scarce), searched(tiny_engine(ours, blocks=256)), strict=True):
+        assert found == output
+        assert score == pytest.approx(expected, abs=1e-9)
+    assert scarce.scheduler.preemptions > 0
+    assert scarce.blocks.used == 0
+
+
 class Counting:
     """How often sources were encoded."""
 
@@ -361,3 +378,6 @@ def test_run_reads_a_text_as_the_source(folder: Path, llm: LLM, shell: Shell) ->
     (made,) = llm.generate("a dog runs", temperature=0.0, max_tokens=5)
     code, out, _ = shell("run", str(folder), "a dog runs", "-m", "5", "-q", "--threads", "1", "--backend", "torch")
     assert (code, out.strip()) == (0, made.outputs[0].text.strip())
+    code, _, said = shell("run", str(folder), "a dog", "--system", "Be brief.", "-q", "--threads", "1")
+    assert code == 1
+    assert "without roles; leave --system out" in said

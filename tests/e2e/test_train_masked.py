@@ -2,17 +2,25 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from headrace.bench.refine import measure, read_questions
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.llm import LLM
-from headrace.training.masked import Recipe, block_causal, make, make_batch, train
+from headrace.training.masked import Recipe, make, train
+from headrace.training.masked_texts import block_causal, make_batch
 from headrace.training.tasks import TASKS, Numbers, Reverse, Text, task_named
+from headrace.weights.loader import load_model
+from headrace.weights.safetensors import SafetensorsFolder
 from tests.cli_shell import Shell
+from tests.tiny_files import write_tiny_gguf
+from tests.tiny_sources import logits
 
 SMALL = Recipe(block=4, layers=2, width=64, steps=350, batch=32, threads=1)
 
@@ -95,8 +103,7 @@ def test_who_sees_whom_in_training() -> None:
 
 def test_what_a_batch_wants() -> None:
     """At known tokens the next one of the answer; in copies what is masked, one of a block at least, and nothing else."""
-    task, recipe = Reverse(), Recipe(block=4, batch=16)
-    batch = make_batch(task, recipe, random.Random(1), torch.Generator().manual_seed(1))
+    batch = make_batch(Reverse(), 4, 16, random.Random(1), torch.Generator().manual_seed(1))
     ids, wanted = batch.ids.view(16, -1), batch.wanted.view(16, -1)
     rows, answers = len(batch.seen), 8
     size = rows - 2 * answers
@@ -123,6 +130,44 @@ def test_tasks_know_their_answers(name: str) -> None:
     assert Reverse().answers("a c b =") == ["b c a"]
 
 
+@pytest.fixture(scope="module")
+def translated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Numbers to words by an encoder-decoder of two and two layers."""
+    folder = tmp_path_factory.mktemp("masked") / "translated"
+    make(Numbers(2), replace(SMALL, encoder=2, steps=450), folder, lambda *told: None)
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_an_encoder_decoder_fills_in_blocks(translated: Path, backend: str) -> None:
+    """One pass guesses tokens that do not fit; Jacobi's drafts change no answer."""
+    questions = read_questions(translated / "prompts.jsonl", 80)
+    settings: dict[str, Any] = {"threads": 1, "device": "cpu", "backend": backend}
+    with (
+        LLM(translated, speculate=None, **settings) as llm,
+        LLM(translated, speculate="jacobi", draft_tokens=4, **settings) as drafts,
+    ):
+        assert llm.model_config.source is not None
+        plain, once, four, jacobi = measure(llm, questions, 4, (1, 4), 8, 1, (), {"jacobi": drafts})
+    assert once.right is not None
+    assert four.right is not None
+    assert four.right > once.right + 0.05
+    assert plain.right is not None
+    assert plain.right > 0.9
+    assert (jacobi.right, jacobi.agree) == (plain.right, plain.agree)
+    assert jacobi.steps <= plain.steps
+
+
+def test_others_read_the_encoder_decoder(translated: Path) -> None:
+    """`transformers` computes its numbers from the same folder."""
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(translated, dtype=torch.float64).eval()
+    ours = load_model(SafetensorsFolder(translated), torch.float64)
+    source, ids = [5, 9, 13], [1, 20, 21, 30]
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([ids])).logits[0]
+    assert (logits(ours, source, ids) - expected).abs().max() < 1e-5
+
+
 def test_a_training_is_the_same_twice() -> None:
     recipe = Recipe(layers=1, width=16, heads=2, steps=3, batch=4, threads=1)
     twins = [list(train(Reverse(), recipe, lambda *told: None).parameters()) for _ in range(2)]
@@ -138,19 +183,42 @@ def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
     code, _, err = shell("train-masked", text, "-o", out, *small)
     assert code == 0, err
     assert isinstance(task_named(str(text)), Text)
-    arguments = ("-i", out / "prompts.jsonl", "--most", "3", "--passes", "1,8", "--rounds", "1", "--threads", "1", "-m", "8")
+    arguments = (
+        "-i",
+        out / "prompts.jsonl",
+        "--most",
+        "3",
+        "--passes",
+        "1,8",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "-m",
+        "8",
+        "--shorter",
+        "4",
+    )
     code, printed, err = shell("bench", "refine", out, *arguments, "--json", figures)
     assert code == 0, err
     assert "tokens a step" in printed
     found = json.loads(figures.read_text())
-    assert [one["passes"] for one in found] == [0, 1, 8]
+    assert [(one["block"], one["passes"]) for one in found] == [(1, 0), (8, 1), (8, 8), (4, 1), (1, 0), (1, 0)]
+    assert [one["way"] for one in found[-2:]] == ["jacobi, verified", "blocks, verified"]
     assert found[2]["agree"] == 1.0
+    assert found[4]["agree"] == found[5]["agree"] == found[0]["agree"]
     assert all(one["right"] is None for one in found)
     code, printed, err = shell(
         "run", out, "the mill", "--raw", "--refine-block", "8", "--refine-passes", "2", "-m", "8", "--threads", "1"
     )
     assert code == 0, err
     assert "neither a task (reverse, numbers) nor a text file" in shell("train-masked", "poems", "-o", tmp_path / "no")[2]
+    maskless = write_tiny_gguf(tmp_path / "tiny.gguf")
+    assert "it fills in no blocks" in shell("bench", "refine", maskless, "-i", out / "prompts.jsonl", "--threads", "1")[2]
     assert "--passes takes numbers" in shell("bench", "refine", out, "-i", out / "prompts.jsonl", "--passes", "all")[2]
+    assert (
+        "--drafts takes both, jacobi, blocks, none"
+        in shell("bench", "refine", out, "-i", out / "prompts.jsonl", "--drafts", "all")[2]
+    )
     code, _, err = shell("run", out, "the mill", "--refine-passes", "2")
     assert "--refine-passes goes with --refine-block" in err

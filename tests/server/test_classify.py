@@ -114,9 +114,15 @@ def test_a_text_as_long_as_the_context_is_taken(server: Running) -> None:
 
 
 def test_a_classifier_writes_nothing(server: Running) -> None:
-    answer = server.post("/v1/completions", {"model": "tiny", "prompt": "the mill"})
-    assert answer.status_code == 400
-    assert "ask it for embeddings or classes" in answer.json()["error"]["message"]
+    talk = [{"role": "user", "content": "the mill"}]
+    for path, asked in (
+        ("completions", {"prompt": "the mill"}),
+        ("chat/completions", {"messages": talk}),
+        ("responses", {"input": "the mill"}),
+    ):
+        answer = server.post(f"/v1/{path}", {"model": "tiny", **asked})
+        assert answer.status_code == 400
+        assert "ask it for embeddings or classes" in answer.json()["error"]["message"]
 
 
 def test_without_a_classifier_it_says_so(wide: Running) -> None:

@@ -92,6 +92,7 @@ def test_figures_count_them(server: Running) -> None:
         ({"exit_criterion": "entropy"}, "exit_criterion must be one of"),
         ({"exit_criterion": "saturation"}, "this exit stands after the first"),
         ({"exit_criterion": "classifier"}, "these exits have no classifier"),
+        ({"exit_threshold": None, "return_exits": False, "exit_decay": 2}, "exit_decay goes with exit_threshold"),
         ({"beam_width": 2}, "exit_threshold does not go with beam search"),
         ({"best_of": 3}, "leave exit_threshold or best_of out"),
     ],

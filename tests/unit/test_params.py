@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, LARGEST, TEXTS, Declared, Field, check, declared
+from headrace.data.given import GOES_WITH, params_of
 from headrace.data.params import ParamError, SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -146,3 +147,22 @@ def test_every_default_is_one_that_may_be_given() -> None:
     check(Wrong())  # the control: nobody looks
     with pytest.raises(ParamError, match="share must be between 0 and 1, not 2"):
         one.check(one, one.default)
+
+
+ALONE = {
+    "exit_criterion": "margin",
+    "exit_decay": 2.0,
+    "exit_audit": True,
+    "cascade_criterion": "margin",
+    "cascade_audit": True,
+    "defer_at": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", GOES_WITH)
+def test_a_field_that_does_nothing_alone_is_refused(name):
+    other = GOES_WITH[name]
+    with pytest.raises(ParamError, match=f"{name} goes with {other}; give that too, or leave it out"):
+        params_of({name: ALONE[name]})
+    params_of({name: ALONE[name], other: "opt" if other == "defer_rule" else 0.5})
+    params_of({name: getattr(SamplingParams(), name)})

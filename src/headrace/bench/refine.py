@@ -1,10 +1,11 @@
-"""Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes."""
+"""Filling in blocks beside decoding token by token, plain and with drafts: right answers, tokens a step and time."""
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from headrace.bench.prompts import Prompt, read_prompts, tokens_of
@@ -24,15 +25,28 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """One way of decoding, by an LLM and its settings: `passes` over each `block` of tokens, 0: token by token."""
+
+    name: str
+    llm: LLM
+    params: SamplingParams
+    block: int = 1
+    passes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """One way of decoding. `right`: the share of answers that are, None where none is known; `agree`: the share of tokens that
-    are what as many passes as tokens give; `tokens_per_step`: of a text's own steps; `speed`: beside decoding token by
-    token."""
+    """What came of a way. `right`: the share of answers that are, None where none is known; `agree`: the share of tokens that
+    are what as many passes as tokens give; `steps`: of an answer, on average; `tokens_per_step`: of a text's own steps;
+    `speed`: beside decoding token by token."""
 
     way: str
+    block: int
     passes: int
     right: float | None
     agree: float
+    steps: float
     tokens_per_step: float
     tokens: int
     seconds: float
@@ -57,40 +71,60 @@ def read_questions(path: Path, most: int | None = None) -> list[Question]:
     return found
 
 
-def measure(
-    llm: LLM, questions: Sequence[Question], block: int, passes: Sequence[int], max_tokens: int, rounds: int = 3
-) -> list[Measured]:
-    """Each number of passes, and decoding token by token, all prompts in one batch; in turns, the fastest of the rounds. Raises
-    ValueError for what cannot be meant."""
+def ways(
+    llm: LLM, block: int, passes: Sequence[int], max_tokens: int, shorter: Sequence[int], drafting: Mapping[str, LLM]
+) -> list[Way]:
+    """Token by token; each number of passes over a block; one pass over each of the `shorter` blocks (semi-autoregressive); and
+    token by token with the drafts of LLMs of the same model, by name. Raises ValueError for what cannot be meant."""
     if not passes or any(not 1 <= one <= block for one in passes):
         raise ParamError(f"passes lie between 1 and the block's {block} tokens, not {', '.join(map(str, passes))}")
-    ways = {number: _params(block, number, max_tokens) for number in sorted({*passes, block})}
-    ways[0] = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    filled = [(block, number) for number in sorted({*passes})] + [(size, 1) for size in shorter if size < block]
+    return [
+        Way(PLAIN, llm, greedy),
+        *(Way(f"{number} of {size}", llm, _params(size, number, max_tokens), size, number) for size, number in filled),
+        *(Way(f"{name}, verified", drafts, greedy) for name, drafts in drafting.items()),
+    ]
+
+
+def measure(
+    llm: LLM,
+    questions: Sequence[Question],
+    block: int,
+    passes: Sequence[int],
+    max_tokens: int,
+    rounds: int = 3,
+    shorter: Sequence[int] = (),
+    drafting: Mapping[str, LLM] = MappingProxyType({}),
+) -> list[Measured]:
+    """All `ways`, all prompts in one batch; in turns, the fastest of the rounds. Raises ValueError for what cannot be meant."""
+    asked = ways(llm, block, passes, max_tokens, shorter, drafting)
     prompts = [tokens_of(llm, question.prompt, chat=False) for question in questions]
-    best: dict[int, float] = {}
-    outputs: dict[int, list[RequestOutput]] = {}
+    every = llm.generate(prompts, _params(block, block, max_tokens))
+    best = dict.fromkeys(asked, float("inf"))
+    outputs: dict[Way, list[RequestOutput]] = {}
     for _ in range(rounds):
-        for number, params in ways.items():
+        for way in asked:
             began = time.perf_counter()
-            outputs[number] = llm.generate(prompts, params)
-            best[number] = min(best.get(number, float("inf")), time.perf_counter() - began)
-    rate = _tokens(outputs[0]) / best[0]
+            outputs[way] = way.llm.generate(prompts, way.params)
+            best[way] = min(best[way], time.perf_counter() - began)
+    rate = _tokens(outputs[asked[0]]) / best[asked[0]]
     made = []
-    for number in (0, *sorted({*passes})):
-        tokens, steps = _tokens(outputs[number]), sum(output.metrics.steps for output in outputs[number])
-        right = [
-            one.outputs[0].text.strip() in q.answers for one, q in zip(outputs[number], questions, strict=True) if q.answers
-        ]
+    for way in asked:
+        tokens, steps = _tokens(outputs[way]), sum(output.metrics.steps for output in outputs[way])
+        right = [one.outputs[0].text.strip() in q.answers for one, q in zip(outputs[way], questions, strict=True) if q.answers]
         made.append(
             Measured(
-                PLAIN if number == 0 else f"{number} of {block}",
-                number,
+                way.name,
+                way.block,
+                way.passes,
                 sum(right) / len(right) if right else None,
-                _agreement(outputs[number], outputs[block]),
+                _agreement(outputs[way], every),
+                steps / len(questions),
                 tokens / max(1, steps),
                 tokens,
-                best[number],
-                tokens / best[number] / rate,
+                best[way],
+                tokens / best[way] / rate,
             )
         )
     return made

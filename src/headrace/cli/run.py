@@ -87,6 +87,8 @@ def run(
         from headrace.cli.origins import Depths, Origins
 
         origins = Depths(llm.tokenizer, llm.model_config.num_layers) if show_exits else Origins(llm.tokenizer)
+    if llm.model_config.source is not None and system is not None:
+        raise ValueError(f"{model} reads a text as it is, without roles; leave --system out")
     raw = raw or llm.model_config.source is not None  # an encoder-decoder reads the text as it is
     return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, origins)
 

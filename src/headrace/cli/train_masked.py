@@ -27,10 +27,13 @@ def train_masked(
     out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the model.", callback=writable_folder)],
     block: Annotated[int, typer.Option(min=1, max=64, help="Tokens of a block.")] = 8,
     layers: Annotated[int, typer.Option(min=1, max=64, help="Layers.")] = 4,
+    encoder_layers: Annotated[
+        int, typer.Option(min=0, max=64, help="Layers of an encoder that reads the prompt; 0: a decoder alone.")
+    ] = 0,
     width: Annotated[int, typer.Option(min=8, max=4096, help="Numbers of a row.")] = 96,
     heads: Annotated[int, typer.Option(min=1, max=64, help="Heads of attention.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the training.")] = 600,
-    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 64,
+    batch: Annotated[int | None, typer.Option(min=1, help="Texts of a step (default: what a minute allows).")] = None,
     rate: Annotated[float, typer.Option(min=1e-6, help="The highest rate of learning.")] = 3e-3,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and texts.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -42,7 +45,7 @@ def train_masked(
     from headrace.training.masked import Recipe, make
     from headrace.training.tasks import task_named
 
-    recipe = Recipe(block, layers, width, heads, steps, batch, rate, seed, threads)
+    recipe = Recipe(block, layers, encoder_layers, width, heads, steps, batch, rate, seed, threads)
     before = 0
 
     def tell(done: int, total: int, remark: str) -> None:

@@ -25,6 +25,16 @@ SETTINGS = frozenset(  # names of flat fields
     {*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES}
 )
 
+NEUTRAL = SamplingParams()
+GOES_WITH = {  # fields that mean nothing without another one
+    "exit_criterion": "exit_threshold",
+    "exit_decay": "exit_threshold",
+    "exit_audit": "exit_threshold",
+    "cascade_criterion": "cascade_threshold",
+    "cascade_audit": "cascade_threshold",
+    "defer_at": "defer_rule",
+}
+
 
 def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model's own settings those that go with what was given: some methods choose the tokens themselves."""
@@ -57,12 +67,21 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
             if fields.pop(name, None) is not None:
                 raise ParamError(f"{name} goes with beam_width; give that too, or leave it out")
         fields.pop("beam_width", None)
-        return SamplingParams(**{**heeded(own or {}, fields), **fields})
+        made = SamplingParams(**{**heeded(own or {}, fields), **fields})
+        _check_alone(made)
+        return made
     names = set(BeamSearchParams.__struct_fields__)
     beam = {name: value for name, value in fields.items() if name in names and not (name == "max_tokens" and value is None)}
     rest = {name: value for name, value in fields.items() if name not in names}
-    made = BeamSearchParams(**beam)
-    return SamplingParams(beam=made, **{**made.shared(), **rest})
+    search = BeamSearchParams(**beam)
+    return SamplingParams(beam=search, **{**search.shared(), **rest})
+
+
+def _check_alone(params: SamplingParams) -> None:
+    """Raises ParamError for a field that would do nothing, as another is not given."""
+    for name, other in GOES_WITH.items():
+        if getattr(params, other) is None and getattr(params, name) != getattr(NEUTRAL, name):
+            raise ParamError(f"{name} goes with {other}; give that too, or leave it out")
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -65,7 +65,8 @@ class Feeding:
         What a sequence has are its known tokens and the draft it must have. A request is caught up when all its sequences
         catch up in one step; until then each holds back its last token.
         A sequence whose next block or source another feed is computing right now waits for it and then matches it. A source is
-        encoded whole, with the first feed that needs it: one that begins within the budget may exceed it. A feed has one depth.
+        encoded whole, with the first feed that needs it: one that begins within the budget may exceed it, by the draft that it
+        must have, too. A feed has one depth.
         """
         room = max(flight.room, 0)
         shares = request.shares and not self.config.whole
@@ -84,7 +85,7 @@ class Feeding:
                     held = True
                     continue
                 promises.add(key)
-                room = max(room - seq.kv.source, 1)
+                room = max(room - seq.kv.source, 1 + goal(seq) - len(seq.tokens))
             if shares:
                 saved = self.blocks.match(seq)
                 if not request.metrics.preemptions:  # what a preempted request finds again it has computed itself

@@ -163,7 +163,9 @@ async def _tooling(
 
 
 async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
-    """Token ids of a conversation. Raises TemplateError, TokenizerError."""
+    """Token ids of a conversation. Raises ApiError, TemplateError, TokenizerError."""
+    if llm.opened.config.encoder:
+        raise bad("this model is an encoder, which generates nothing; ask it for embeddings or classes", "model")
     text = await llm.opened.template.rendered(llm.opened.told(messages), **variables)
     return await llm.encode(text, add_special=False)
 

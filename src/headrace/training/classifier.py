@@ -231,7 +231,7 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
 def _places(opened: Opened, recipe: Recipe) -> tuple[int, ...]:
     """After which layers exits stand. Raises ValueError."""
     if not opened.config.encoder:
-        raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {opened.name} is a decoder; take another model")
+        raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {opened.name} is none; take another model")
     depth = opened.config.num_layers
     layers = recipe.layers or tuple(range(1, depth + 1))
     if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:

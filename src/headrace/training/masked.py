@@ -1,16 +1,12 @@
-"""Training a small decoder that fills in blocks of masked tokens, and that also writes token by token.
-
-Known tokens are seen causally. Behind them stand copies of the answer's blocks with some tokens masked, at a rate drawn from
-U(0, 1) for each (as masked diffusion models have it: Sahoo et al. 2024); a block sees the known tokens before it and all of
-itself (block diffusion: Arriola et al. 2025). What is learnt is the masked tokens, and, at known tokens, the next one.
-"""
+"""Training a small model that fills in blocks of masked tokens, and that also writes token by token."""
 
 import json
 import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +17,20 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from headrace.compress.export import CONFIG, hf_config, write_json
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.eager.play import play
+from headrace.layers.embedding import Relative
 from headrace.models.base import Model
+from headrace.models.families import t5
 from headrace.models.registry import describe
 from headrace.ops.attention import rotate
-from headrace.runner.record import Segment, record
+from headrace.ops.relative import buckets
+from headrace.ops.weights import RelativeWeights
+from headrace.runner.record import Segment, record, record_cross
+from headrace.training.masked_texts import Batch, make_batch, rows_of
 from headrace.training.tasks import END, MASK, Task
 from headrace.weights.loader import Allocator, stored_tensors
 
 CONTEXT = 256
+ROWS = 1536  # of a step: so 600 steps of the small sizes take less than a minute on two cores, whatever the texts' lengths
 WARM_UP = 20  # steps
 SPREAD = 0.05  # of weights to begin with
 DECAY, CLIP = 0.01, 1.0
@@ -42,115 +44,137 @@ class Recipe:
 
     block: int = 8
     layers: int = 4
+    encoder: int = 0  # layers of one that reads the prompt; 0: there is none, and the prompt is known tokens
     width: int = 96
     heads: int = 4
     steps: int = 600
-    batch: int = 64
+    batch: int | None = None  # texts of a step; None: what makes some ROWS rows
     rate: float = 3e-3
     seed: int = 0
     threads: int | None = None
 
 
-@dataclass(eq=False, slots=True)
-class Batch:
-    """Texts of one length as the rows of one step: `texts` of them, one after the other, whose rows see each other by `seen`.
-    `wanted`: the token that each row is to give, -1: none."""
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A model whose layers are carried out op by op, with gradients: `layers`; of an encoder-decoder those of its encoder too,
+    and what its decoder stores of a source."""
 
-    ids: torch.Tensor  # [texts * rows]
-    positions: torch.Tensor  # [texts * rows]
-    wanted: torch.Tensor  # [texts * rows]
-    texts: int
-    seen: torch.Tensor  # [rows, rows] bool
-    taps: dict[str, Any] = field(default_factory=dict)
-    memo: dict[Any, Any] = field(default_factory=dict)
+    model: Model
+    layers: tuple[Segment, ...]
+    encoder: tuple[Segment, ...] = ()
+    stores: tuple[Segment, ...] = ()
 
+    @classmethod
+    def of(cls, model: Model) -> "Played":
+        layers = record(model, embeds=False).layers
+        if model.encoder is None:
+            return cls(model, layers)
+        return cls(model, layers, record(model.encoder, embeds=False).layers, record_cross(model).layers)
 
-def make_batch(task: Task, recipe: Recipe, rng: random.Random, generator: torch.Generator) -> Batch:
-    """Prompts of one length with their answers, known, and a masked copy of each of the answers' blocks."""
-    mask, end = task.id_of(MASK), task.id_of(END)
-    size, block = rng.choice(task.sizes), recipe.block
-    answers = -(-(task.longest + 1) // block) * block
-    lines = []
-    for _ in range(recipe.batch):
-        prompt, answer = task.pair(rng, size)
-        lines.append([*prompt, *answer, *[end] * (answers - len(answer))])
-    known = torch.tensor(lines)
-    copy = known[:, size:].reshape(recipe.batch, -1, block)
-    rate = torch.rand(copy.shape[:2], generator=generator)[..., None]
-    noise = torch.rand(copy.shape, generator=generator)
-    masked = (noise < rate) | (noise == noise.amin(-1, keepdim=True))  # one of each block at least
-    guessed = torch.where(masked, copy, -1).flatten(1)
-    following = torch.cat((torch.full((recipe.batch, size - 1), -1), known[:, size:], torch.full((recipe.batch, 1), -1)), 1)
-    places = torch.arange(size + answers)
-    return Batch(
-        ids=torch.cat((known, torch.where(masked, mask, copy).flatten(1)), 1).flatten(),
-        positions=torch.cat((places, places[size:])).repeat(recipe.batch),
-        wanted=torch.cat((following, guessed), 1).flatten(),
-        texts=recipe.batch,
-        seen=block_causal(size, answers, block),
-    )
+    def logits(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [r, vocabulary] of some rows of a batch."""
+        if batch.source is not None:
+            assert self.model.encoder is not None, "only an encoder-decoder has sources"
+            memory = self._run(self.encoder, self.model.encoder.embed(batch.source), batch.source)
+            self._run(self.stores, memory, batch)
+        made: torch.Tensor = self.model.head(self._run(self.layers, self.model.embed(batch), batch)[rows])
+        return made
 
-
-def block_causal(prompt: int, answers: int, block: int) -> torch.Tensor:
-    """[rows, rows] bool: who sees whom among prompt and answers, known, and the masked copies of the answers' blocks."""
-    known = prompt + answers
-    place = torch.cat((torch.arange(known), prompt + torch.arange(answers) // block * block))  # of a copy: its block's begin
-    copy = torch.arange(known + answers) >= known
-    causal = ~copy[None, :] & (place[None, :] <= place[:, None] - copy[:, None].long())
-    same = copy[None, :] & copy[:, None] & (place[None, :] == place[:, None])
-    return causal | same
+    def _run(self, segments: tuple[Segment, ...], x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        attend = partial(attention, heads=self.model.config.each_layer.heads)
+        for segment in segments:
+            ctx: Any = batch
+            x = play(segment, [0] * len(segment.nodes), 0, x, ctx, {"attention": attend, "store": store})
+        return x
 
 
 def attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     ctx: Batch,
     layer: int,
     rope: Any = None,
+    scale: float | None = None,
     causal: bool = True,
+    source: bool = False,
+    bias: RelativeWeights | None = None,
+    *,
+    heads: int,
     **more: Any,
 ) -> torch.Tensor:
     """The op of that name over whole texts, with gradients: for models of one head of K and V for each of Q, without windows,
-    caps, sinks and norms of heads."""
-    if other := [name for name, value in more.items() if value is not None and value is not False]:
+    caps, sinks and norms of heads. Who sees whom the batch says, not `causal`."""
+    if other := [name for name, value in more.items() if value is not None]:
         raise ValueError(f"a model with {', '.join(other)} is not trained here")
-    dim = 2 * len(rope.inv_freq)
-    rows = len(q) // ctx.texts
 
-    def heads(x: torch.Tensor, turned: bool) -> torch.Tensor:
-        x = x.view(len(x), -1, dim)
-        x = rotate(x, rope, ctx) if turned else x  # type: ignore[arg-type]  # of the step it reads positions alone
-        return x.view(ctx.texts, rows, -1, dim).transpose(1, 2)
+    def split(x: torch.Tensor, turned: bool) -> torch.Tensor:
+        x = x.view(len(x), heads, -1)
+        x = rotate(x, rope, ctx) if turned and rope is not None else x  # type: ignore[arg-type]  # it reads positions alone
+        return x.view(ctx.texts, -1, heads, x.shape[-1]).transpose(1, 2)
 
-    mixed = scaled_dot_product_attention(heads(q, True), heads(k, True), heads(v, False), attn_mask=ctx.seen)
+    keys, values = ctx.read[layer] if source else (k, v)
+    assert keys is not None
+    assert values is not None
+    seen = None if source else ctx.seen if bias is None else _biased(ctx, bias)
+    mixed = scaled_dot_product_attention(split(q, True), split(keys, not source), split(values, False), seen, scale=scale)
     return mixed.transpose(1, 2).reshape(len(q), -1)
 
 
+def _biased(ctx: Batch, bias: RelativeWeights) -> torch.Tensor:
+    """What is added to the scores of a text's rows, [heads, rows, rows]: by distance, and so that only what is seen counts."""
+    if bias not in ctx.memo:
+        places = ctx.positions[: len(ctx.seen)]
+        at = buckets(places[None, :] - places[:, None], len(bias.weight), bias.distance, bias.both)
+        ctx.memo[bias] = bias.weight[at].permute(2, 0, 1).masked_fill(~ctx.seen, -math.inf)
+    made: torch.Tensor = ctx.memo[bias]
+    return made
+
+
+def store(k: torch.Tensor, v: torch.Tensor, ctx: Batch, layer: int, **more: Any) -> torch.Tensor:
+    """The op of that name: K and V of a source, for the rows of a layer that read it."""
+    ctx.read[layer] = k, v
+    return k
+
+
 def new_model(task: Task, recipe: Recipe) -> Model:
-    """A llama with random weights that has the task's vocabulary."""
-    head_dim = recipe.width // recipe.heads
-    layer = LayerConfig(recipe.heads, recipe.heads, head_dim, 2 * recipe.width, rope=RopeConfig())
-    sizes = task.tokenizer.get_vocab_size(), recipe.width
-    model = describe(ModelConfig("llama", *sizes, (layer,) * recipe.layers, CONTEXT, mask_id=task.id_of(MASK)))
+    """A llama, or a T5 where there is to be an encoder, with random weights and the task's vocabulary."""
+    model = describe(_encoder_decoder(task, recipe) if recipe.encoder else _decoder(task, recipe))
     generator = torch.Generator().manual_seed(recipe.seed)
     for _, holder in model.holders():
         holder.create(Allocator(torch.float32))
         for name in holder.params():
             weight = getattr(holder, name)
-            weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=SPREAD, generator=generator)
+            spread = 1.0 if isinstance(holder, Relative) else SPREAD  # all that a T5 knows of positions
+            weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=spread, generator=generator)
         holder.finish()
     return model
 
 
-def logits(model: Model, layers: tuple[Segment, ...], batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-    """Logits [r, vocabulary] of some rows of a batch, with gradients."""
-    x = model.embed(batch)
-    for segment in layers:
-        ctx: Any = batch
-        x = play(segment, [0] * len(segment.nodes), 0, x, ctx, {"attention": attention})
-    made: torch.Tensor = model.head(x[rows])
-    return made
+def _decoder(task: Task, recipe: Recipe) -> ModelConfig:
+    layer = LayerConfig(recipe.heads, recipe.heads, recipe.width // recipe.heads, 2 * recipe.width, rope=RopeConfig())
+    sizes = task.tokenizer.get_vocab_size(), recipe.width
+    return ModelConfig("llama", *sizes, (layer,) * recipe.layers, CONTEXT, mask_id=task.id_of(MASK))
+
+
+def _encoder_decoder(task: Task, recipe: Recipe) -> ModelConfig:
+    layer = LayerConfig(recipe.heads, recipe.heads, recipe.width // recipe.heads, 2 * recipe.width)
+    encoder = ModelConfig(
+        "t5",
+        task.tokenizer.get_vocab_size(),
+        recipe.width,
+        (layer,) * recipe.encoder,
+        CONTEXT,
+        tied_head=False,
+        attn_scale=1.0,
+        encoder=True,
+        activation="gelu_tanh",
+        gated=True,
+        buckets=32,
+        bucket_distance=128,
+    )
+    layers, ids = (layer,) * recipe.layers, {"start": task.id_of(END), "mask_id": task.id_of(MASK)}
+    return replace(encoder, layers=layers, encoder=False, source=encoder, **ids)  # type: ignore[arg-type]
 
 
 def train(task: Task, recipe: Recipe, tell: Tell) -> Model:
@@ -162,8 +186,8 @@ def train(task: Task, recipe: Recipe, tell: Tell) -> Model:
             f"a width of {recipe.width} cannot be cut into {recipe.heads} heads of an even size; choose a multiple"
         )
     model = new_model(task, recipe)
-    layers = record(model, embeds=False).layers
-    weights = list(model.parameters())
+    played, weights = Played.of(model), list(model.parameters())
+    texts = recipe.batch or max(1, ROWS // rows_of(task, recipe.block))
     for weight in weights:
         weight.requires_grad_()
     learner = torch.optim.AdamW(weights, lr=recipe.rate, weight_decay=DECAY, betas=(0.9, 0.98))
@@ -171,9 +195,9 @@ def train(task: Task, recipe: Recipe, tell: Tell) -> Model:
     for step in range(recipe.steps):
         for group in learner.param_groups:
             group["lr"] = recipe.rate * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / recipe.steps)) / 2
-        batch = make_batch(task, recipe, rng, generator)
+        batch = make_batch(task, recipe.block, texts, rng, generator, sources=recipe.encoder > 0)
         rows = (batch.wanted >= 0).nonzero()[:, 0]
-        loss = cross_entropy(logits(model, layers, batch, rows), batch.wanted[rows])
+        loss = cross_entropy(played.logits(batch, rows), batch.wanted[rows])
         learner.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, CLIP)
@@ -188,8 +212,8 @@ def save(folder: Path, model: Model, task: Task, recipe: Recipe) -> None:
     """A folder as any model's: config.json, model.safetensors, tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     end = task.id_of(END)
-    more = {"torch_dtype": "float32", "mask_token_id": model.config.mask_id, "block": recipe.block}
-    numbers = hf_config(model.config, None, end) | more
+    more = {"torch_dtype": "float32", "mask_token_id": model.config.mask_id, "block": recipe.block, "eos_token_id": end}
+    numbers = (hf_config(model.config, None, end) if model.encoder is None else t5.to_hf(model.config)) | more
     save_file(stored_tensors(model, "safetensors"), folder / "model.safetensors", {"format": "pt"})
     task.tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "mask_token": MASK}, indent=2) + "\n", "utf-8")

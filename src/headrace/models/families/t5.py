@@ -1,6 +1,7 @@
 """T5, T5 v1.1 and Flan-T5."""
 
 from dataclasses import replace
+from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models import hf
@@ -80,6 +81,33 @@ def from_hf(read: Reader) -> ModelConfig:
         head_scale=hidden**-0.5 if scaled else 1.0,
         start=hf.token(read, "decoder_start_token_id", vocab_size, hf.token(read, "pad_token_id", vocab_size, 0)),
     )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that `from_hf` reads as these numbers."""
+    assert config.source is not None
+    layer = config.each_layer
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size,
+        "d_model": config.hidden_size,
+        "d_kv": layer.head_dim,
+        "d_ff": layer.ffn,
+        "num_heads": layer.heads,
+        "num_layers": config.source.num_layers,
+        "num_decoder_layers": config.num_layers,
+        "n_positions": config.max_position,
+        "layer_norm_epsilon": config.norm_eps,
+        "feed_forward_proj": next(name for name, mlp in MLPS.items() if mlp == (config.activation, config.gated)),
+        "relative_attention_num_buckets": config.buckets,
+        "relative_attention_max_distance": config.bucket_distance,
+        "tie_word_embeddings": config.tied_head,
+        "scale_decoder_outputs": config.head_scale != 1.0,
+        "decoder_start_token_id": config.start,
+        "pad_token_id": config.start,
+    }
 
 
 FAMILY = Family(
