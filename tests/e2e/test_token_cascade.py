@@ -325,6 +325,22 @@ def test_the_command_line(shell: Shell, files: tuple[Path, Path]) -> None:
     assert "needs a smaller model of the same vocabulary: --cascade MODEL" in " ".join(err.split())
 
 
+def test_chat_and_generate_say_who_wrote(shell: Shell, files: tuple[Path, Path]) -> None:
+    """A run that was stopped does not go on with another smaller model."""
+    model, small = files
+    of = ("-t", "0", "-m", "8", "--threads", "1", "--show-exits")
+    code, out, err = shell("chat", model, "--cascade", small, *of, "--cascade-threshold", "0", stdin="one\n")
+    assert code == 0, err
+    assert "by the smaller model: 7 tokens" in out
+    source, target = shell.folder / "in.jsonl", shell.folder / "out.jsonl"
+    source.write_text(json.dumps({"prompt": "line", "cascade_threshold": 0.0}) + "\n")
+    generate = ("generate", model, *of, "-i", source, "-o", target)
+    code, _, err = shell(*generate, "--cascade", small)
+    assert code == 0, err
+    assert "by the smaller model: 7 tokens" in err
+    assert shell(*generate, "--cascade", model)[0] == 1
+
+
 def test_a_rule_is_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, and as they are: other weights in their place, or in one of a folder's files, have no rule yet."""
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
