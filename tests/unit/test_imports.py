@@ -89,9 +89,9 @@ ROOMS = {
     "bench.workers.ours_speculation": "",
     "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
     "native confined host data",
-    "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.leaving bench.profile "
-    "bench workflows training compress llm startup startup.opening startup.rules startup.runnable "
-    "decoding text weights native host data",
+    "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.leaving "
+    "bench.profile bench workflows training compress llm startup startup.opening startup.rules startup.runnable decoding "
+    "text weights native host data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
