@@ -44,7 +44,7 @@ BARS: dict[str, tuple[Callable[[Path, Path], tuple[object, ...]], tuple[str, ...
     ),
     "train-classifier": (
         lambda m, at: ("train-classifier", write_tiny_bert(at / "bert"), "-d", labelled(at), "-o", at / "exits", *ONE),
-        ("reading", "of 24 texts", "training", "of 3 exits"),
+        ("reading", "of 17 texts", "training", "of 3 exits"),
     ),
     "compress": (lambda m, at: ("compress", m, "-o", at / "out.gguf", "--format", "Q8_0", *ONE), ("out.gguf", " kB")),
     "arithmetic": (lambda m, at: ("arithmetic", m, "--bandwidth", "1", "--no-errors"), ("measuring",)),

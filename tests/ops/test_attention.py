@@ -273,8 +273,8 @@ def test_rows_of_every_feed_read_the_whole_source() -> None:
         dense = torch.ones(1, 1, end - start, dtype=torch.bool)
         expected = attend(q[None, row : row + 1] * DIM**-0.5, k[None, start:end], v[None, start:end], dense)
         torch.testing.assert_close(got[row], expected[0, 0], rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="only rows that read a source"):
-        attention(q.flatten(1), None, None, ctx, 0)
+    with pytest.raises(ValueError, match="with K and V or without both"):
+        attention(q.flatten(1), world.draw(5, 2).flatten(1), None, ctx, 0)
     with pytest.raises(ValueError, match="has no source"):
         attention(q.flatten(1), None, None, build(world.pool, [FeedRows([0] * 5, world.tables[1])]), 0, source=True)
 

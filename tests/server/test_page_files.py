@@ -80,8 +80,10 @@ def test_files_are_dropped_and_pasted(page: Any) -> None:
     assert not hand(page, "#prompt", "paste+text", note), "what has words is pasted as words"
     assert not hand(page, "#prompt", "paste"), "and so is what has no file"
     page.keyboard.press("Alt+D")
+    page.wait_for_selector("#dashboard", state="visible")
     assert hand(page, "#stage", "drop", note)
     page.keyboard.press("Alt+D")
+    page.wait_for_selector("#dashboard", state="hidden")
     assert hand(page, "#messages", "drop", ("b", "c"))
     written(page, f"{QUOTED}\n\n{QUOTED}\n\nb:\n```\nc\n```\n\n")  # and nothing of what fell on the dashboard
 
