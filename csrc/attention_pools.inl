@@ -148,15 +148,17 @@ struct Int8Pages {
         sum = sum + weight;
     }
     HEADRACE_INLINE void quantize_weights(const ChunkPages& chunk, int r, Weights& out) {
-        Lanes16 largest = zero_lanes();
+        I32v largest = set_i32(0);  // without the sign, as integers: those of NaN are the largest, and none is forgotten
         for (int i = 0; i < chunk.count * kParts; ++i) {
-            largest.part[i % kParts] = max(largest.part[i % kParts], load_f32(out.scaled[r] + i * kLanes));
+            largest = max(largest, as_i32(load_f32(out.scaled[r] + i * kLanes)) & 0x7fffffff);
         }
-        const float top = top_lane(largest);
-        const bool tiny = !(top > 1e-30f);
-        const float inverse = tiny ? 0.0f : 16256.0f / top;
+        const int32_t bits = max_i32(largest);
+        float top;
+        __builtin_memcpy(&top, &bits, 4);
+        const bool finite = bits < 0x7f800000, tiny = !(top > 1e-30f);
+        const float inverse = finite && !tiny ? 16256.0f / top : 0.0f;
         out.offset[r] = kOffset * split(out.scaled[r], chunk.count * kPageTokens, inverse, out.high[r], out.low[r]);
-        out.unit[r] = tiny ? 0.0f : top / 16256.0f;
+        out.unit[r] = !finite ? __builtin_nanf("") : tiny ? 0.0f : top / 16256.0f;
     }
 };
 

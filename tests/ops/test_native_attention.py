@@ -335,6 +335,21 @@ def test_what_another_request_left_behind_does_not_leak(isa, dtype):
         assert np.array_equal(out, clean.run([feed], part))
 
 
+@pytest.mark.parametrize("place", ["k", "v"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_is_seen_by_all_that_read_it(isa, dtype, place):
+    """A number for what has none would be an answer that nobody knows to be wrong. (Rows before it in the same feed may be lost,
+    too: the request is.)"""
+    shape = VARIANTS["plain"]
+    x = rows(40, shape, 0)
+    width = shape.kv_heads * shape.dim
+    x[23, -width if place == "v" else -2 * width] = np.nan
+    out = Stepper(shape, 8, dtype, isa, THREADS[1]).run([Feed(0, 40, (), [1, 2, 0])], x).reshape(40, -1, shape.dim)
+    readers = out.shape[1] // shape.kv_heads
+    assert np.isnan(out[23:, :readers]).any(axis=2).all()
+    assert np.isfinite(out[:, readers:]).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies_and_moves(isa, dtype):
     """A block copied serves as its original; a path moved into line serves as if it had been stored there."""
