@@ -148,7 +148,8 @@ struct Int8Pages {
         sum = sum + weight;
     }
     HEADRACE_INLINE void quantize_weights(const ChunkPages& chunk, int r, Weights& out) {
-        I32v largest = set_i32(0);  // without the sign, as integers: those of NaN are the largest, and none is forgotten
+        I32v largest =
+            set_i32(0);  // without the sign, as integers: those of NaN are the largest, and none is forgotten
         for (int i = 0; i < chunk.count * kParts; ++i) {
             largest = max(largest, as_i32(load_f32(out.scaled[r] + i * kLanes)) & 0x7fffffff);
         }

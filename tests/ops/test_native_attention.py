@@ -338,8 +338,8 @@ def test_what_another_request_left_behind_does_not_leak(isa, dtype):
 @pytest.mark.parametrize("place", ["k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_no_number_is_seen_by_all_that_read_it(isa, dtype, place):
-    """A number for what has none would be an answer that nobody knows to be wrong. (Rows before it in the same feed may be lost,
-    too: the request is.)"""
+    """A number for what has none would be an answer that nobody knows to be wrong. (Rows before it in the same feed may be
+    lost, too: the request is.)"""
     shape = VARIANTS["plain"]
     x = rows(40, shape, 0)
     width = shape.kv_heads * shape.dim
