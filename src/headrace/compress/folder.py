@@ -155,7 +155,8 @@ def _chunks(job: Job, threads: int, tell: Progress) -> Iterator[tuple[str, np.nd
         try:
             if name in job.layouts:
                 rows, error, zeros = _rows(job, name, threads)
-                largest = max(job.made.told[part.target].largest for part in parts) if job.made is not None else 0.0
+                told = {} if job.made is None else job.made.told  # of what a walk saw: a head is none of it
+                largest = max((told[part.target].largest for part in parts if part.target in told), default=0.0)
                 arrays = list(job.layouts[name].tensors(rows, largest).values())
             else:
                 data, zeros = _floats(job, name)
