@@ -211,3 +211,8 @@ def test_compressed_tensors_decompresses_it_alike(
         compressor = BaseCompressor.get_value_from_registry(scheme.format)
         theirs = compressor.decompress(fields, scheme)["weight"].float()
         assert np.array_equal(theirs.numpy(), read_floats(ours, name)), name
+
+
+def test_a_head_that_no_walk_has_seen_is_written_too(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    made = Pipeline(method=("gptq",), format="int4-g32", head="int8", calibrate="self", tokens=256)
+    assert "int8" in {each.kind for each in compress_folder(model, tmp_path / "out", made).matrices.values()}
