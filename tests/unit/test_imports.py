@@ -25,7 +25,7 @@ ROOMS = {
     "quant": "weights kv.layout data",
     "kv.layout": "data",
     "kv.pool": "kv.layout data",
-    "kv.rounded": "kv.pool data",
+    "kv.rounded": "",
     "kv.block_pool": "data",
     "kv.blocks": "kv.block_pool data",
     "ops": "kv.pool data",
@@ -65,7 +65,7 @@ ROOMS = {
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
     "startup.rules": "weights",
-    "startup.runnable": "host startup.opening startup.memory native weights",
+    "startup.runnable": "host startup.opening startup.memory native.weights native models weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
     "weights.loader weights.parts weights models layers eager ops kv.pool text data",
@@ -87,8 +87,8 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
-    "native confined host data",
+    "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening startup.memory "
+    "decoding text weights native confined host data",
     "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.leaving "
     "bench.profile bench workflows training compress llm startup startup.opening startup.rules startup.runnable decoding "
     "text weights native host data",
