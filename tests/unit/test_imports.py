@@ -56,6 +56,7 @@ ROOMS = {
     "engine.feeding": "kv.blocks data",
     "engine.scheduler": "engine.feeding kv.blocks data",
     "engine.admission": "decoding data",
+    "engine.callers": "engine engine.signals engine.turns decoding data",
     "engine.signals": "",
     "engine.turns": "",
     "startup": "host startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
@@ -66,7 +67,7 @@ ROOMS = {
     "startup.encoding": "startup.opening text confined",
     "startup.rules": "weights",
     "startup.runnable": "host startup.opening startup.memory native.weights native models weights",
-    "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
+    "llm": "startup startup.exits engine.callers engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
     "weights.loader weights.parts weights models layers eager ops kv.pool text data",
     "compress": "quant llm startup.opening runner.streamed runner kv.layout text models layers ops weights.loader "
@@ -104,7 +105,7 @@ STOREYS = (
     "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
     "native.lowering native.encoder "
     "native.live native.step native.kept native.program native.heads",
-    "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
+    "engine engine.scheduler engine.feeding engine.admission engine.callers engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
