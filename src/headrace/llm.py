@@ -107,7 +107,7 @@ class LLM:
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
         drafts = speculation(speculate, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
         self.engine = self._engine(recipe, scheduler, enable_prefix_caching, drafts)
-        self.callers = Callers(self.engine, lambda text: self.tokenizer.encode(text), seed)
+        self.callers = Callers(self.engine, self.tokenizer.encode, seed)
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **settings: Any) -> Self:
