@@ -45,7 +45,8 @@ ROOMS = {
     "native.weights": "native weights.parts weights models layers",
     "native.kept": "runner",
     "native.centring": "native.weights runner data",
-    "native.lowering": "native.centring native.weights native runner kv.layout layers data",
+    "native.values": "native runner",
+    "native.lowering": "native.centring native.values native.weights native runner kv.layout layers data",
     "native.encoder": "native.lowering native.weights native runner kv.layout models",
     "native.live": "native ops data",
     "native.step": "native.live native runner ops data",
@@ -103,7 +104,7 @@ STOREYS = (
     "ops layers models",
     "weights.loader weights.parts text",
     "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
-    "native.lowering native.encoder "
+    "native.values native.lowering native.encoder "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.callers engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
@@ -120,7 +121,10 @@ ARROWS = {
     *(("models", "layers"), ("models", "ops")),
     *(("quant", "weights"), ("quant", "kv.layout")),
     ("weights", "native"),  # files are dequantised by the core
-    *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "encoder", "step", "program", "heads")),
+    *(
+        (f"native.{name}", "runner")
+        for name in ("kept", "centring", "values", "lowering", "encoder", "step", "program", "heads")
+    ),
     ("eager", "runner"),
     *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there
