@@ -1,4 +1,11 @@
 // K and V into pages: norm, rotation, rounding, and the scattered stores.
+#pragma once
+
+#include "attention_kernels.h"
+#include "vec/softmax.h"
+
+namespace headrace::HEADRACE_ISA {
+
 HEADRACE_INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, 4);
@@ -201,3 +208,5 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
         write_token(kv, page, slot, k, v, room);
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -4,6 +4,8 @@
 
 #include "linear_tile.inl"
 
+namespace headrace::HEADRACE_ISA {
+
 // `later`: not to be read so soon that it should take room in L1.
 template <int bytes, bool later>
 HEADRACE_INLINE void fetch(const uint8_t* from) {
@@ -231,3 +233,5 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
         for (int part = 0; part < kParts; ++part) store_f32(y + m * 16 + part * kLanes, acc[m][part]);
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -5,6 +5,8 @@
 
 #include "linear_tile.inl"
 
+namespace headrace::HEADRACE_ISA {
+
 constexpr int kPanelRows = kTuning.panel_rows, kPanelTiles = kTuning.panel_tiles;
 constexpr int kPanelGroups = 2 * kPanelTiles;
 constexpr int kStepFloats = 32 * kPanelRows;  // [2 row blocks][rows][16]
@@ -280,3 +282,5 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
         }
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA
