@@ -97,7 +97,7 @@ HEADRACE_INLINE void quantize_range(const float* x, int n, uint8_t* out, uint16_
         const float scaled = (x[i] - least) * inverse, held = scaled > 0.0f ? scaled < 15.0f ? scaled : 15.0f : 0.0f;
         out[i] = (uint8_t)__builtin_rintf(held);
     }
-    scale[0] = to_bf16(inverse == 0.0f && finite ? 0.0f : step);
+    scale[0] = to_bf16(finite && step <= 1e-35f ? 0.0f : step);  // infinite where floats do not hold the range
     scale[16] = to_bf16(least);
 }
 

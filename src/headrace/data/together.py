@@ -52,7 +52,8 @@ def check_mirostat(params: Any) -> None:
         raise ParamError("mirostat steers by what was drawn, which a draft does not know; leave verification at noise")
     if params.greedy:
         raise ParamError("mirostat_tau steers a draw and needs a temperature of 0.01 or more")
-    for one in declared(type(params)):
+    kind: type[msgspec.Struct] = type(params)
+    for one in declared(kind):
         if Use.FILTER in one.field.use and getattr(params, one.name) != one.default:
             raise ParamError(f"mirostat_tau chooses the tokens itself; set {one.name} to {one.default}")
 
