@@ -1,6 +1,11 @@
 // float32 to A8. Also what an epilogue or an attention kernel calls to leave its result quantised.
 #pragma once
 
+#include "quantize_act_kernels.h"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
+
 // How a group of 32 becomes integers: by its largest value, or that of its row.
 struct GroupScale {
     float scale, inverse;
@@ -130,3 +135,5 @@ HEADRACE_INLINE void quantize_split(const float* x, int k, float threshold, Outl
         quantize_group(left, blocks + g / 2, g % 2);
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

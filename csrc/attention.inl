@@ -1,5 +1,16 @@
 // Tiles of rows over their splits, chunk by chunk; attention_kernels.h says what the results may depend on.
 // The maximum of a row that has seen nothing: finite, so that differences are numbers.
+#pragma once
+
+#include "a8.inl"
+#include "attention_kernels.h"
+#include "attention_pools.inl"
+#include "attention_prefetch.inl"
+#include "kv_page.inl"
+#include "vec/softmax.h"
+
+namespace headrace::HEADRACE_ISA {
+
 constexpr float kLowest = -1e30f;
 constexpr float kUnseen = -__builtin_inff();
 constexpr float kLog2E = 1.44269504f;
@@ -431,3 +442,5 @@ static void merge(const AttentionTask& task, const AttentionTile& tile, float* s
     }
     finish_rows(task, tile, first, scratch);
 }
+
+}  // namespace headrace::HEADRACE_ISA

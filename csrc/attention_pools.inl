@@ -4,6 +4,14 @@
 //
 // A line is 64 bytes: 16 tokens of K, or 16 dimensions of V, by kDeep dimensions or tokens; a product with a line takes
 // kDeep numbers of a row at once. A key is kHalves vectors, each with a scale of its own.
+#pragma once
+
+#include "attention_kernels.h"
+#include "kv_page.inl"
+#include "vec/softmax.h"
+
+namespace headrace::HEADRACE_ISA {
+
 constexpr int kParts = 16 / kLanes;  // vectors of a line
 constexpr int kMaxRows = kTuning.attention_rows, kMaxPages = kTuning.attention_pages;
 
@@ -302,3 +310,5 @@ HEADRACE_INLINE void values(const typename Pool::Weights& weights, const float* 
             store_f32(to, Pool::finish(load_f32(to), sum[r][v], keep[r], weights, r));
         }
 }
+
+}  // namespace headrace::HEADRACE_ISA

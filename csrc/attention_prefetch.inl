@@ -1,5 +1,12 @@
 // What an item has fetched for the one after it. A tile of few rows takes less time than its K and V take to come from
 // memory, so they are asked for while the tile before is worked on.
+#pragma once
+
+#include "attention_kernels.h"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
+
 constexpr int kChunkPages = kChunk / kPageTokens;
 
 // The first pages of the item after: a chunk's worth.
@@ -41,3 +48,5 @@ HEADRACE_INLINE Upcoming ahead_of(const AttentionTask& task, const AttentionItem
     }
     return upcoming;
 }
+
+}  // namespace headrace::HEADRACE_ISA

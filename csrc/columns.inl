@@ -1,7 +1,10 @@
 // Single columns of packed weights, dequantised: what a row's outliers are multiplied with.
 #pragma once
 
+#include "linear_kernels.h"
 #include "linear_tile.inl"
+
+namespace headrace::HEADRACE_ISA {
 
 // Integers of column 4j + i of a group for kLanes rows from row `part * kLanes` on, before the zero point is taken off.
 template <PackedKind kind>
@@ -89,3 +92,5 @@ static void add_outliers(const LinearTask& task, const PackedTensor& weight, int
         }
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

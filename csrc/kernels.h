@@ -2,7 +2,8 @@
 //
 // To add a group of kernels, "thing":
 //   thing_kernels.h     plain data and `struct ThingKernels { void (*run)(...); ... };`
-//   kernels_thing.cpp   `#include "vec/vec.h"`, then in namespace headrace::HEADRACE_ISA the code (or "thing.inl") and
+//   kernels_thing.cpp   `#include "vec/vec.h"` (or "thing.inl", which does), then in namespace
+//                       headrace::HEADRACE_ISA the code and
 //                       `extern const ThingKernels thing_kernels; const ThingKernels thing_kernels = {...};`
 //   here                the header, one line in HEADRACE_DECLARE_TABLES, one member of Kernels
 //   kernels.cpp         one line in HEADRACE_TABLE

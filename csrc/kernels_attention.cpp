@@ -1,16 +1,7 @@
 // Attention over the paged pool of one instruction set; attention_kernels.h says what each entry does.
-#include "attention_kernels.h"
-#include "vec/softmax.h"
+#include "attention.inl"
 
 namespace headrace::HEADRACE_ISA {
-
-// clang-format off: one needs the other
-#include "a8.inl"
-#include "kv_page.inl"
-#include "attention_pools.inl"
-#include "attention_prefetch.inl"
-#include "attention.inl"
-// clang-format on
 
 static void write(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, float* scratch) {
     prepare_head(k, kv, nullptr, 0.0f, {}, 0, scratch);

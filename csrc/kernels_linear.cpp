@@ -1,13 +1,11 @@
 // Linear layers of one instruction set: cutting the work into blocks, panels for many rows, epilogues.
-#include "linear_internal.h"
-#include "vec/vec.h"
-
-namespace headrace::HEADRACE_ISA {
-
 #include "columns.inl"
 #include "linear_bf16.inl"
 #include "linear_epilogue.inl"
+#include "linear_internal.h"
 #include "linear_panel.inl"
+
+namespace headrace::HEADRACE_ISA {
 
 // Input rows at a time.
 constexpr int kMostRows = kTuning.direct_rows > kPanelRows ? kTuning.direct_rows : kPanelRows;

@@ -1,10 +1,8 @@
 // Linear kernels for few rows: one for each format and number of rows.
+#include "linear_direct.inl"
 #include "linear_internal.h"
-#include "vec/vec.h"
 
 namespace headrace::HEADRACE_ISA {
-
-#include "linear_direct.inl"
 
 template <PackedKind kind, int rows = 1>
 static constexpr void enter(DirectKernels& table) {

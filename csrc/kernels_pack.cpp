@@ -1,10 +1,7 @@
 // Packing and unpacking of one instruction set.
-#include "pack_kernels.h"
-#include "vec/vec.h"
+#include "pack.inl"
 
 namespace headrace::HEADRACE_ISA {
-
-#include "pack.inl"
 
 extern const PackKernels pack_kernels;
 const PackKernels pack_kernels = {pack, unpack};

@@ -1,10 +1,7 @@
 // Norms, quantised activations and activation functions of one instruction set.
-#include "quantize_act_kernels.h"
-#include "vec/vec.h"
+#include "quantize_act.inl"
 
 namespace headrace::HEADRACE_ISA {
-
-#include "quantize_act.inl"
 
 extern const QuantizeKernels quantize_kernels;
 const QuantizeKernels quantize_kernels = {to_a8, to_bf16, norm_rows, act, act_mul};

@@ -1,4 +1,11 @@
 // K and V into pages: norm, rotation, rounding, and the scattered stores.
+#pragma once
+
+#include "attention_kernels.h"
+#include "vec/softmax.h"
+
+namespace headrace::HEADRACE_ISA {
+
 HEADRACE_INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, 4);
@@ -90,7 +97,7 @@ HEADRACE_INLINE void quantize_range(const float* x, int n, uint8_t* out, uint16_
         const float scaled = (x[i] - least) * inverse, held = scaled > 0.0f ? scaled < 15.0f ? scaled : 15.0f : 0.0f;
         out[i] = (uint8_t)__builtin_rintf(held);
     }
-    scale[0] = to_bf16(inverse == 0.0f && finite ? 0.0f : step);
+    scale[0] = to_bf16(finite && step <= 1e-35f ? 0.0f : step);  // infinite where floats do not hold the range
     scale[16] = to_bf16(least);
 }
 
@@ -201,3 +208,5 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
         write_token(kv, page, slot, k, v, room);
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -3,6 +3,8 @@
 
 #include "linear_tile.inl"
 
+namespace headrace::HEADRACE_ISA {
+
 // `columns` vectors of weights (w[c]: the row block's first tile at its part) times `rows` rows. y[c][m]: where the
 // result goes.
 template <int rows, int columns>
@@ -70,3 +72,5 @@ static void bf16_blocks(const PackedTensor& weight, int block, int blocks, const
     const Bf16Kernel kernel = pairs ? bf16_kernel<2>(rows) : bf16_kernel<1>(rows);
     for (int i = 0; i < vectors; i += pairs ? 2 : 1) kernel(w + i, segments, x, stride, to + i, 16);
 }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -4,6 +4,8 @@
 
 #include "linear_tile.inl"
 
+namespace headrace::HEADRACE_ISA {
+
 // `later`: not to be read so soon that it should take room in L1.
 template <int bytes, bool later>
 HEADRACE_INLINE void fetch(const uint8_t* from) {
@@ -82,10 +84,9 @@ HEADRACE_INLINE void add_quads(const From& from, const A8Block* const* x, int ti
     for (int p = 0; p < kTurnParts; ++p) w[p] = quad_of<quad>(from, half, part + p);
 #pragma GCC unroll 8
     for (int m = 0; m < rows; ++m) {
+        const Inputs inputs = load_inputs(x[m][tile].q + half * 32 + quad / 4 * 16);
 #pragma GCC unroll 4
-        for (int p = 0; p < kTurnParts; ++p) {
-            sums[p][m] = dot_add<form.wide>(sums[p][m], w[p], x[m][tile].q + half * 32 + 4 * quad);
-        }
+        for (int p = 0; p < kTurnParts; ++p) sums[p][m] = dot_lane<form.wide, quad % 4>(sums[p][m], w[p], inputs);
     }
     if constexpr (quad + 1 < end) add_quads<form, rows, quad + 1, end>(from, x, tile, half, part, sums);
 }
@@ -232,3 +233,5 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
         for (int part = 0; part < kParts; ++part) store_f32(y + m * 16 + part * kLanes, acc[m][part]);
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

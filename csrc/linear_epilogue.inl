@@ -5,6 +5,8 @@
 #include "activation.inl"
 #include "linear_tile.inl"
 
+namespace headrace::HEADRACE_ISA {
+
 HEADRACE_INLINE F32v with_bias(const PackedTensor& weight, int block, int part, F32v y) {
     return weight.bias ? y + load_f32(weight.bias + block * 16 + part * kLanes) : y;
 }
@@ -111,3 +113,5 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
         epilogue.block_max[(row + m) * epilogue.max_stride + unit] = numbers ? max_lanes(largest) : __builtin_nanf("");
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

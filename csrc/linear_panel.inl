@@ -5,6 +5,8 @@
 
 #include "linear_tile.inl"
 
+namespace headrace::HEADRACE_ISA {
+
 constexpr int kPanelRows = kTuning.panel_rows, kPanelTiles = kTuning.panel_tiles;
 constexpr int kPanelGroups = 2 * kPanelTiles;
 constexpr int kStepFloats = 32 * kPanelRows;  // [2 row blocks][rows][16]
@@ -63,52 +65,61 @@ HEADRACE_INLINE void fill_panel(const PackedTensor& weight, int block, int first
     }
 }
 
-// One group of 32 columns: `rows` rows times 2 vectors of weights. w: the group in the panel.
-template <Form form, int rows>
+// Quads [quad, end) of a group of 32 columns in the panel, two vectors of each, times `rows` rows.
+template <Form form, int rows, int quad, int end>
+HEADRACE_INLINE void add_panel_quads(const uint8_t* w, int vector, int half, const A8Block* const* x,
+                                     DotSum (*sums)[2]) {
+    const U8v w0 = load_u8(w + quad * 128 + vector * kPartBytes),
+              w1 = load_u8(w + quad * 128 + (vector + 1) * kPartBytes);
+#pragma GCC unroll 6
+    for (int m = 0; m < rows; ++m) {
+        const Inputs inputs = load_inputs(x[m]->q + half * 32 + quad / 4 * 16);
+        sums[m][0] = dot_lane<form.wide, quad % 4>(sums[m][0], w0, inputs);
+        sums[m][1] = dot_lane<form.wide, quad % 4>(sums[m][1], w1, inputs);
+    }
+    if constexpr (quad + 1 < end) add_panel_quads<form, rows, quad + 1, end>(w, vector, half, x, sums);
+}
+
+// The same, with as many quads in a sum as it holds.
+template <Form form, int rows, int quad, int end>
+HEADRACE_INLINE void add_panel_dots(const uint8_t* w, int vector, int half, const A8Block* const* x, I32v (*dots)[2]) {
+    constexpr int next = quad + form.step;
+    DotSum sums[rows][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < rows; ++m) sums[m][0] = dot_begin(dots[m][0]), sums[m][1] = dot_begin(dots[m][1]);
+    add_panel_quads<form, rows, quad, next>(w, vector, half, x, sums);
+#pragma GCC unroll 6
+    for (int m = 0; m < rows; ++m) {
+        dots[m][0] = dot_end(dots[m][0], sums[m][0]);
+        dots[m][1] = dot_end(dots[m][1], sums[m][1]);
+    }
+    if constexpr (next < end) add_panel_dots<form, rows, next, end>(w, vector, half, x, dots);
+}
+
+// One group of 32 columns, from part s of it on: `rows` rows times 2 vectors of weights. w: the group in the panel.
+template <Form form, int rows, int s = 0>
 HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shift, int half, const A8Block* const* x,
                                      F32v (*acc)[2]) {
     constexpr int group = form.group, sub = 32 / group, quads = group / 4;
     constexpr bool has_min = form.has_min, zero = has_min || form.wide;
+    I32v dots[rows][2];
+#pragma GCC unroll 6
+    for (int m = 0; m < rows; ++m) {
+        // Shifted before it is copied to all lanes: a vector's shift takes a port that the products want.
+        dots[m][0] = dots[m][1] = set_i32(zero ? 0 : negative_sum<group>(*x[m], half, s) << zero_shift);
+    }
+    add_panel_dots<form, rows, s * quads, (s + 1) * quads>(w, vector, half, x, dots);
 #pragma GCC unroll 2
-    for (int s = 0; s < sub; ++s) {  // one group after the other: the sums of two would not fit the registers
-        I32v dots[rows][2];
+    for (int c = 0; c < 2; ++c) {
+        const float* scales = (const float*)(w + 1024) + s * 32 + (vector + c) * kLanes;
+        const F32v scale = load_f32(scales), min = has_min ? load_f32(scales + sub * 32) : set_f32(0.0f);
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m) {
-            // Shifted before it is copied to all lanes: a vector's shift takes a port that the products want.
-            dots[m][0] = dots[m][1] = set_i32(zero ? 0 : negative_sum<group>(*x[m], half, s) << zero_shift);
-        }
-#pragma GCC unroll 8
-        for (int from = s * quads; from < (s + 1) * quads; from += form.step) {
-            DotSum sums[rows][2];
-#pragma GCC unroll 6
-            for (int m = 0; m < rows; ++m) sums[m][0] = dot_begin(dots[m][0]), sums[m][1] = dot_begin(dots[m][1]);
-#pragma GCC unroll 8
-            for (int j = from; j < from + form.step; ++j) {
-                const U8v w0 = load_u8(w + j * 128 + vector * kPartBytes),
-                          w1 = load_u8(w + j * 128 + (vector + 1) * kPartBytes);
-#pragma GCC unroll 6
-                for (int m = 0; m < rows; ++m) {
-                    const int8_t* a = x[m]->q + half * 32 + 4 * j;
-                    sums[m][0] = dot_add<form.wide>(sums[m][0], w0, a);
-                    sums[m][1] = dot_add<form.wide>(sums[m][1], w1, a);
-                }
-            }
-#pragma GCC unroll 6
-            for (int m = 0; m < rows; ++m) {
-                dots[m][0] = dot_end(dots[m][0], sums[m][0]);
-                dots[m][1] = dot_end(dots[m][1], sums[m][1]);
-            }
-        }
-#pragma GCC unroll 2
-        for (int c = 0; c < 2; ++c) {
-            const float* scales = (const float*)(w + 1024) + s * 32 + (vector + c) * kLanes;
-            const F32v scale = load_f32(scales), min = has_min ? load_f32(scales + sub * 32) : set_f32(0.0f);
-#pragma GCC unroll 6
-            for (int m = 0; m < rows; ++m) {
-                acc[m][c] = add_group<group, has_min>(acc[m][c], dots[m][c], scale, min, *x[m], half, s);
-            }
+            acc[m][c] = add_group<group, has_min>(acc[m][c], dots[m][c], scale, min, *x[m], half, s);
         }
     }
+    // One part after the other: the sums of two would not fit the registers.
+    if constexpr (s + 1 < sub) add_panel_group<form, rows, s + 1>(w, vector, zero_shift, half, x, acc);
 }
 
 // What a panel kernel needs beside the panel: tiles [first, last) of the input rows. `sums` [2 row blocks][rows][16]
@@ -271,3 +282,5 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
         }
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -2,6 +2,11 @@
 // is what a dense format of the same integers has.
 #pragma once
 
+#include "tile.h"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
+
 // Bytes of a kept pair for a quad's four columns, by pattern; 0x80: neither.
 alignas(32) static constexpr int32_t kSpread[8] = {
     (int32_t)0x80800100, (int32_t)0x80018000, 0x01808000, (int32_t)0x80010080, 0x01800080, 0x01008080, 0, 0};
@@ -24,3 +29,5 @@ HEADRACE_INLINE U8v sparse_quad(const uint8_t* group) {
     const U8v w = lookup(kept, (U8v)from) ^ (uint8_t)layout.zero;
     return layout.wide() ? wide_bytes(w) : w;
 }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -1,12 +1,16 @@
 // Reading tiles: integers of a group and their scales, as vectors of kLanes rows beginning at row `part * kLanes`.
 #pragma once
 
+#include "linear_kernels.h"
+#include "linear_sparse.inl"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
+
 constexpr int kParts = 16 / kLanes;  // vectors of a row block
 constexpr int kPartBytes = 4 * kLanes;
 constexpr int kSegmentLevels = 3;
 constexpr int kPrefetchBytes = 8192;  // ahead of the reading, little enough for L1
-
-#include "linear_sparse.inl"
 
 // The two planes' share of quad j, joined. `group`: the group's integers at the part. `values`: group_values.
 template <PackedKind kind, int j>
@@ -151,3 +155,5 @@ static constexpr int step_rows(int left, int most) {
     const int steps = (left + most - 1) / most;
     return (left + steps - 1) / steps;
 }
+
+}  // namespace headrace::HEADRACE_ISA

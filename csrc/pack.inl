@@ -2,6 +2,10 @@
 #pragma once
 
 #include "pack_decode.inl"
+#include "pack_kernels.h"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
 
 // The kept integers of a 2:4 block as planes of quads, and the patterns.
 template <PackedKind kind>
@@ -317,3 +321,5 @@ static void unpack(const PackedTensor& tensor, int row, float* out) {
             return unpack_bf16(tensor, row, out);
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

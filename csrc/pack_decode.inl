@@ -3,6 +3,11 @@
 // (half d, zero point, nibbles). A block's columns go to q[column], its scales into the header at `row`.
 #pragma once
 
+#include "tile.h"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
+
 struct Staged {
     uint8_t q[16][256];  // [row][column of the block], offset to unsigned
     uint8_t* header;     // of the packed block
@@ -250,3 +255,5 @@ HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Stage
         decode_legacy<kind>(src, row, groups < 2 ? groups : 2, to);
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

@@ -4,6 +4,9 @@
 
 #include "a8.inl"
 #include "activation.inl"
+#include "quantize_act_kernels.h"
+
+namespace headrace::HEADRACE_ISA {
 
 HEADRACE_INLINE float rms_scale(const float* x, int k, float eps) {
     Lanes16 squares = zero_lanes();
@@ -130,3 +133,5 @@ static void act_mul(Activation kind, const float* gate, const float* up, int64_t
         }
     }
 }
+
+}  // namespace headrace::HEADRACE_ISA

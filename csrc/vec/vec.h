@@ -21,6 +21,8 @@
 //     unless
 //                                 wide; wide bytes come from wide_bytes(w) and stand for w - kWideZero
 //     dot_end(acc, sum)           acc + the products; the same acc as at the beginning
+//     load_inputs(a)              sixteen int8 as products take them: in a register, or where they are
+//     dot_lane<wide, i>(sum, w, inputs)   dot_add of the four from 4 * i on
 //   kWideZero                     128 where wide bytes are multiplied as signed ones, else 0
 //   dot_room(most)                how many dot_add of bytes up to `most` a sum holds
 //   dot_bf16(acc, w, x)           (acc[n] + w[2n + 1] * x[1]) + w[2n] * x[0] on bfloat16 pairs, each sum rounded once

@@ -3,6 +3,15 @@
 
 namespace headrace::HEADRACE_ISA {
 
+#if !HEADRACE_IS(neon) && !HEADRACE_IS(i8mm)  // whose products take four of a register's sixteen
+typedef const int8_t* Inputs;
+HEADRACE_INLINE Inputs load_inputs(const int8_t* a) { return a; }
+template <bool wide, int lane>
+HEADRACE_INLINE DotSum dot_lane(DotSum sum, U8v w, Inputs inputs) {
+    return dot_add<wide>(sum, w, inputs + 4 * lane);
+}
+#endif
+
 // acc[n] + sum over i of w[4n + i] * a[i], as dot_add has it.
 template <bool wide>
 HEADRACE_INLINE I32v dot(I32v acc, U8v w, const int8_t* a) {

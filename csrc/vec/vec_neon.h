@@ -18,6 +18,8 @@ HEADRACE_INLINE int8x16_t load_quads(const int8_t* a) {
     __builtin_memcpy(&quad, a, 4);
     return vreinterpretq_s8_s32(vdupq_n_s32(quad));
 }
+typedef int8x16_t Inputs;
+HEADRACE_INLINE Inputs load_inputs(const int8_t* a) { return load_as<Inputs>(a); }
 #if HEADRACE_IS(i8mm)
 constexpr int kWideZero = 0;
 HEADRACE_INLINE U8v wide_bytes(U8v w) { return w; }
@@ -25,12 +27,20 @@ template <bool wide>
 HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
     return (I32v)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, load_quads(a));
 }
+template <bool wide, int lane>
+HEADRACE_INLINE DotSum dot_lane(DotSum sum, U8v w, Inputs inputs) {
+    return (I32v)vusdotq_laneq_s32((int32x4_t)sum, (uint8x16_t)w, inputs, lane);
+}
 #else
 constexpr int kWideZero = 128;  // other bytes are below 128: as signed ones they are the same
 HEADRACE_INLINE U8v wide_bytes(U8v w) { return w ^ 0x80; }
 template <bool wide>
 HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
     return (I32v)vdotq_s32((int32x4_t)sum, (int8x16_t)w, load_quads(a));
+}
+template <bool wide, int lane>
+HEADRACE_INLINE DotSum dot_lane(DotSum sum, U8v w, Inputs inputs) {
+    return (I32v)vdotq_laneq_s32((int32x4_t)sum, (int8x16_t)w, inputs, lane);
 }
 #endif
 

@@ -1,7 +1,6 @@
 """`LLM`: the offline face. It opens a model, plans memory, owns an engine, and turns prompts into outputs."""
 
 import logging
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,19 +9,17 @@ from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, each_of, only_known, template_variables
-from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, empty_output, unit, whole
+from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit, whole
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
-from headrace.decoding.looking import look_again
 from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Classifying, Pooling, Scoring
 from headrace.decoding.tools import ToolChoice, conversation, tooling
 from headrace.drafting.methods import speculation
 from headrace.drafting.speculation import Speculation
+from headrace.engine.callers import Callers, Inbox
 from headrace.engine.engine import Engine
-from headrace.engine.signals import Uninterrupted
-from headrace.engine.turns import Turns
 from headrace.runner.executor import InProcess
 from headrace.startup.backend import start
 from headrace.startup.exits import Pair, encoded, load, opened
@@ -35,8 +32,6 @@ from headrace.weights.progress import Moving, Progress, Silent, on_terminal, wai
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 
 log = logging.getLogger("headrace")
-
-Inbox = deque[Delta]  # where a caller finds what steps, its own or another thread's, have brought it
 
 
 class LLM:
@@ -52,8 +47,6 @@ class LLM:
     on request and seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and block draw
     others). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises ValueError.
     """
-
-    _open: dict[str, tuple[RequestOutput, Inbox]]
 
     def __init__(
         self,
@@ -114,7 +107,7 @@ class LLM:
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
         drafts = speculation(speculate, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
         self.engine = self._engine(recipe, scheduler, enable_prefix_caching, drafts)
-        self._turns, self._seeds, self._open = Turns(), random.Random(seed) if seed is not None else None, {}
+        self.callers = Callers(self.engine, self.tokenizer.encode, seed)
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **settings: Any) -> Self:
@@ -191,10 +184,10 @@ class LLM:
         between steps, also where a step gives no delta; once it says yes the request ends with finish_reason "abort"."""
         inbox: Inbox = deque()
         each = each_of(1, params, sampling_params, settings)
-        (made,) = self._add_all([prompt], each, tuple(processors), None, inbox=inbox)
+        (made,) = self.callers.add_all([prompt], each, tuple(processors), None, inbox=inbox)
         if output is not None:
             output.append(made)
-        yield from self._drain([made], inbox, cancelled)
+        yield from self.callers.drain([made], inbox, cancelled)
 
     def add(
         self,
@@ -208,27 +201,11 @@ class LLM:
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
         each = each_of(1, params, sampling_params, settings)
-        return self._add_all([prompt], each, tuple(processors), strategy)[0]
+        return self.callers.add_all([prompt], each, tuple(processors), strategy)[0]
 
     def step(self) -> list[RequestOutput]:
         """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
-        with self._turns:
-            return self._step()
-
-    def _step(self) -> list[RequestOutput]:
-        ended = []
-        with Uninterrupted():
-            for delta in self.engine.step():
-                if delta.request_id not in self._open:
-                    continue  # its caller has gone
-                output, inbox = self._open[delta.request_id]
-                output.add(delta)
-                inbox.append(delta)
-                if output.finished:
-                    look_again(output)
-                    del self._open[delta.request_id]
-                    ended.append(output)
-        return ended
+        return self.callers.step()
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
         """Log-probability of every token of each text given those before it."""
@@ -276,8 +253,7 @@ class LLM:
 
     def close(self) -> None:
         """Let the model go. `with LLM(…) as llm:` does so at its end."""
-        with self._turns:
-            self.engine.executor.close()
+        self.callers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -318,83 +294,17 @@ class LLM:
         """The outputs of a batch, once all of them are complete."""
         inbox: Inbox = deque()
         try:
-            outputs = self._add_all(batch, settings, processors, strategy, inbox=inbox)
+            outputs = self.callers.add_all(batch, settings, processors, strategy, inbox=inbox)
             told.start("generating", len(batch), unit="prompts")
-            for delta in self._drain(outputs, inbox):
+            for delta in self.callers.drain(outputs, inbox):
                 told.advance(int(delta.finished))
         except BaseException:  # a Ctrl-C may come between the two
-            self._abort(inbox)
+            self.callers.abort(inbox)
             raise
         finally:
             told.finish()
         return outputs
 
-    def _add_all(
-        self,
-        prompts: Sequence[Prompt],
-        settings: Sequence[SamplingParams],
-        processors: tuple[Processor, ...],
-        strategy: Strategy | None,
-        inbox: Inbox | None = None,
-    ) -> list[RequestOutput]:
-        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits. `inbox`:
-        receives what each step adds to them."""
-        encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        outputs: dict[int, RequestOutput] = {}
-        with self._turns, Uninterrupted():  # no request is queued that is not known here
-            try:
-                for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
-                    params = settings[at]
-                    if params.seed is None and self._seeds is not None:
-                        params = params.replace(seed=self._seeds.getrandbits(64))
-                    request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy)
-                    outputs[at] = empty_output(request, texts[at])
-                    self._open[request.id] = (outputs[at], deque(maxlen=0) if inbox is None else inbox)
-            except BaseException:
-                for output in outputs.values():
-                    self.engine.abort(output.request_id)
-                raise
-        return [outputs[at] for at in range(len(prompts))]
-
     def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         """Running text is no conversation: what looks like a control token in it is text."""
         return [self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
-
-    def _drain(
-        self, outputs: list[RequestOutput], inbox: Inbox, cancelled: Callable[[], bool] | None = None
-    ) -> Iterator[Delta]:
-        """Step the engine until these requests are done; leaving early aborts what is left."""
-        left = deque(outputs)
-        try:
-            while True:
-                while inbox:
-                    yield inbox.popleft()
-                if cancelled is not None and cancelled():
-                    self._abort(inbox)
-                with self._turns:  # other threads' steps bring something, too: what has ended is looked at between steps
-                    while left and left[0].finished:
-                        left.popleft()
-                    if left and not inbox:
-                        if not self.engine.busy:
-                            raise RuntimeError(f"the engine has lost request {left[0].request_id}: please report this fault")
-                        self._step()
-                    elif not left and not inbox:
-                        return
-        finally:
-            if left:
-                self._abort(inbox)
-
-    def _abort(self, inbox: Inbox) -> None:
-        """End what is open of the caller with this inbox, and take in the last that the engine says of it."""
-        with self._turns:
-            names = [name for name, (_, box) in self._open.items() if box is inbox]
-            for name in names:
-                self.engine.abort(name)
-            try:
-                for _ in range(self.engine.executor.depth):  # a step that is under way lands first, and each call lands one
-                    if any(name in self._open for name in names):
-                        self._step()
-            finally:
-                for output, _ in [self._open.pop(name) for name in names if name in self._open]:
-                    output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bench import linears
 from headrace.bench.linears import TYPES, measure_linears
 from headrace.bench.profile import share_of
 from tests.cli_shell import Shell, check_bar
@@ -48,3 +49,38 @@ def test_the_command(shell: Shell, tmp_path: Path) -> None:
     code, _, err = shell("bench", "linears", "--rows", "two")
     assert code == 1
     assert "--rows takes numbers" in err
+
+
+def test_what_has_fallen_since_it_was_kept(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured twice, since machines pause; another instruction set, type or number of rows is not compared."""
+    file, runs, isa = tmp_path / "shares.json", list[dict[str, dict[str, float]]](), "avx512"
+
+    def measure(*, types: list[str], rows: list[int], **more: object) -> dict[str, object]:
+        found = runs.pop(0)
+        figures = {kind: {str(n): {"gmacs": 1.0, "share": found[kind][str(n)], "limit": ""} for n in rows} for kind in types}
+        return {"isa": isa, "threads": 2, "bandwidth_gb_s": 1.0, "gmacs": {"int8": 1.0, "bf16": 1.0}, "types": figures}
+
+    def run(*found: dict[str, dict[str, float]], options: tuple[object, ...] = ("--shares", file)) -> tuple[int, str, str]:
+        runs[:] = found
+        answer = shell("bench", "linears", "--types", "Q4_0,Q8_0", "--rows", "1,8", *options)
+        assert runs == []
+        return answer
+
+    monkeypatch.setattr(linears, "measure_linears", measure)
+    before = {"Q4_0": {"1": 0.8, "8": 0.6}, "Q8_0": {"1": 0.8, "8": 0.6}}
+    once = {"Q4_0": {"1": 0.8, "8": 0.6}, "Q8_0": {"1": 0.8, "8": 0.4}}
+    slight = {"Q4_0": {"1": 0.7, "8": 0.5}, "Q8_0": {"1": 0.7, "8": 0.5}}
+    assert run(options=("--update",))[0] == 1
+    assert "has no shares (" in run()[2]
+    assert run(before, options=("--shares", file, "--update"))[0] == 0
+    assert run(before)[0] == run(slight)[0] == 0
+    assert run(once, before)[0] == 0, "only once"
+    code, out, _ = run(once, once)
+    assert (code, out.splitlines()[-1]) == (1, "slower: Q8_0 at 8 rows has 40% of the limit and had 60%")
+    assert run(once, options=("--shares", file, "--update"))[0] == 0
+    assert run(once)[0] == 0, "what it does now was kept"
+    isa = "avx2"
+    code, _, err = run(once)
+    assert (code, "threads with avx2: nothing is compared" in err) == (0, True)
+    file.write_text("[]")
+    assert "has no shares by processor" in run()[2]

@@ -61,7 +61,7 @@ def test_two_builds(shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(beside, "compare_builds", compare)
     file = tmp_path / "figures.json"
     code, out, err = shell("bench", "local", tiny_gguf, "--beside", tmp_path, "--json", file)
-    assert code == 0, err
+    assert code == 1, err
     assert "b1: 50.0 tokens/s, 0.500 of the other build" in err
     assert json.loads(file.read_text()) == result
     assert " ".join(out.splitlines()[1].split()) == "b1 50.0 100.0 0.500 0.400 to 0.600 20.0 0%"

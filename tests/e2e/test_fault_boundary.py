@@ -96,7 +96,7 @@ def test_a_failing_strategy_fails_alone(tiny_llm: LLM, what: str) -> None:
     assert beside.outputs[0].token_ids == alone
     assert not tiny_llm.engine.busy
     assert tiny_llm.engine.blocks.used == 0
-    assert not tiny_llm._open
+    assert not tiny_llm.callers.open
 
 
 def test_a_request_that_is_lost_is_said_and_not_waited_for(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_request_that_is_lost_is_said_and_not_waited_for(tiny_llm: LLM, monkey
     monkeypatch.setattr(tiny_llm.engine, "add", forgotten)
     with pytest.raises(RuntimeError, match="has lost request"):
         tiny_llm.generate("the mill", GREEDY)
-    assert not tiny_llm._open
+    assert not tiny_llm.callers.open
 
 
 def test_requests_that_nobody_can_feed_end(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,4 +165,4 @@ def test_one_threads_mistake_is_its_own(tiny_llm: LLM) -> None:
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(lambda job: job(0), jobs)) == [alone] * 6
     assert not tiny_llm.engine.busy
-    assert not tiny_llm._open
+    assert not tiny_llm.callers.open

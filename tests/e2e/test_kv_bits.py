@@ -1,4 +1,4 @@
-"""K and V in int8 and int4: the core's kernels hold what torch's `RoundedPool` does, less a constant that no softmax sees."""
+"""K and V in int8 and int4: the core's kernels hold what torch's `Rounded` does, less a constant that no softmax sees."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from headrace.compress.centre import mean_keys
 from headrace.kv import rounded
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
-from headrace.kv.rounded import RoundedPool, to_int4
+from headrace.kv.rounded import Rounded, to_int4
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
 from headrace.startup.opening import open_files
@@ -72,7 +72,7 @@ def by_torch(make: Callable[..., KVPool]) -> list[np.ndarray]:
 
 def rounded_pool(format: str, centred: bool = True) -> Callable[..., KVPool]:
     shift = torch.from_numpy(centre()).view(kv_shape(offset().config)) if centred else None
-    return lambda *sizes: RoundedPool(*sizes, format=format, centre=shift)
+    return lambda *sizes: KVPool(*sizes, rounding=Rounded(format, shift))
 
 
 def by_core(kv_dtype: str, centred: bool = True) -> list[np.ndarray]:

@@ -1,12 +1,13 @@
 """A back end is a file with an offer, and what works beside a target is a role: toys of both, at work in real engines."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import TARGET
+from headrace.data.plan import DRAFT, TARGET
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
@@ -16,6 +17,7 @@ from headrace.runner.executor import InProcess
 from headrace.runner.span import Span
 from headrace.startup import backend
 from headrace.startup.backend import Started, start
+from headrace.startup.memory import DoesNotFit
 from headrace.startup.opening import open_model
 from headrace.startup.recipe import BLOCK_SIZE, SELF, Recipe, Role, Settings
 from tests.house.toy_back_end import Counting, Toy
@@ -58,6 +60,28 @@ def test_a_back_end_could_lie_in_its_room() -> None:
     source = Path(__file__).with_name("toy_back_end.py").read_text()
     assert wrong_imports("headrace.startup.toy", source, {*SOURCES}) == []
     assert wrong_imports("headrace.engine.toy", source, {*SOURCES}), "any room would do"
+
+
+def test_torch_reads_a_file_once(tiny: Path, tmp_path: Path) -> None:
+    """For all who run it; the control: another file."""
+    other = write_tiny_gguf(tmp_path / "other.gguf", seed=1)
+    for path, shared in ((tiny, True), (other, False)):
+        first, second = begin(tiny, "torch", Role(DRAFT, open_model(path)))[1].runner.programs
+        assert (first.model is second.model) == shared
+        assert first.pool is not second.pool
+
+
+def test_torch_reads_nothing_where_not_all_has_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [open_model(tiny), open_model(write_tiny_gguf(tmp_path / "other.gguf", seed=1))]
+    numbers = sum(math.prod(models[0].source.info(name).shape) for name in models[0].source.names())
+    monkeypatch.setattr("headrace.startup.tensors.load_model", None)  # it would be called
+    roles = [Role(name, each) for name, each in zip((TARGET.name, DRAFT), models, strict=True)]
+    for memory, fits in (("1024GiB", "kv_cache_memory is 1024.00 GiB"), (None, "need .* for their weights")):
+        with pytest.raises(DoesNotFit, match=fits):
+            start(Recipe(tuple(roles), Settings("cpu", "torch", dtype="float64", kv_cache_memory=memory)))
+        monkeypatch.setattr("headrace.host.free_memory", lambda: 12 * numbers)  # for one and a half
+    with pytest.raises(TypeError):
+        start(Recipe((roles[0],), Settings("cpu", "torch", dtype="float64", max_model_len=16)))
 
 
 # -- a role: one row ---------------------------------------------------------------------------------------------------------

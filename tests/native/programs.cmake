@@ -21,9 +21,10 @@ foreach(isa IN LISTS HEADRACE_ISAS)
   target_sources(vec_test PRIVATE $<TARGET_OBJECTS:headrace_shim_${isa}>)
 endforeach()
 
-# Each header of the core alone, so that it brings what it needs. Those of the Python module need Python's.
+# Each header of the core, and each part of a kernel, alone, so that it brings what it needs. Those of the Python module
+# need Python's.
 if(NOT HEADRACE_SANITIZE)
-  file(GLOB HEADRACE_HEADERS CONFIGURE_DEPENDS csrc/*.h)
+  file(GLOB HEADRACE_HEADERS CONFIGURE_DEPENDS csrc/*.h csrc/*.inl)
   list(FILTER HEADRACE_HEADERS EXCLUDE REGEX "/(bind|bound)[^/]*$")
   foreach(header IN LISTS HEADRACE_HEADERS)
     get_filename_component(name ${header} NAME)
@@ -32,6 +33,7 @@ if(NOT HEADRACE_SANITIZE)
   endforeach()
   add_library(headers OBJECT EXCLUDE_FROM_ALL ${HEADRACE_HEADER_SOURCES})
   target_include_directories(headers PRIVATE csrc)
+  target_compile_definitions(headers PRIVATE HEADRACE_ISA=plain)
   target_compile_options(headers PRIVATE -fsyntax-only)
   add_dependencies(programs headers)
 endif()

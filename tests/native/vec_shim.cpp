@@ -54,6 +54,19 @@ static void dots(int count, const int32_t* acc, const uint8_t* w, const int8_t* 
     }
 }
 
+template <bool wide, int lane>
+static I32v add_lanes(I32v acc, const uint8_t* w, Inputs inputs) {
+    const U8v bytes = load_u8(w + 64 * lane);
+    acc = dot_end(acc, dot_lane<wide, lane>(dot_begin(acc), wide ? wide_bytes(bytes) : bytes, inputs));
+    if constexpr (lane < 3) return add_lanes<wide, lane + 1>(acc, w, inputs);
+    return acc;
+}
+
+template <bool wide>
+static void dot_lanes(const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out) {
+    for (int i = 0; i < 16; i += kLanes) put(out + i, add_lanes<wide, 0>(load_i32(acc + i), w + 4 * i, load_inputs(a)));
+}
+
 template <bool high, int width>
 static void interleaved(const uint32_t* x, const uint32_t* y, uint32_t* out) {
     EACH(16) put(out + i, interleave<high, width>(vector_at<U32v>(x + i), vector_at<U32v>(y + i)));
@@ -196,6 +209,8 @@ static constexpr VecShim kFunctions = {
         },
     .dot = [](bool wide, int count, const int32_t* acc, const uint8_t* w, const int8_t* a,
               int32_t* out) { wide ? dots<true>(count, acc, w, a, out) : dots<false>(count, acc, w, a, out); },
+    .dot_lanes = [](bool wide, const int32_t* acc, const uint8_t* w, const int8_t* a,
+                    int32_t* out) { wide ? dot_lanes<true>(acc, w, a, out) : dot_lanes<false>(acc, w, a, out); },
     .dot_bf16 =
         [](const float* acc, const uint16_t* w, const uint16_t* x, float* out) {
             EACH(16)

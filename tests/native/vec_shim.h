@@ -48,6 +48,8 @@ struct VecShim {
     void (*pick)(const int32_t* eight, const int32_t* index, int32_t* out);  // 16
     // 16 sums; `count` products in one of the shim's sums, w 64 bytes of each, a 4 of each
     void (*dot)(bool wide, int count, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out);
+    // 16 sums; four products of one load of 16 inputs, w 64 bytes of each
+    void (*dot_lanes)(bool wide, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out);
     void (*dot_bf16)(const float* acc, const uint16_t* w, const uint16_t* x, float* out);  // 16 sums, 32 of w
     void (*prefetch)(const void* p);
 

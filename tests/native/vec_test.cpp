@@ -262,6 +262,9 @@ void check_dots_of(const VecShim& v, std::mt19937& rng, int most) {
         }
         v.dot(wide, static_cast<int>(count), acc.data(), w.data(), a.data(), out.data());
         require(out == exact_dots(v, wide, acc, w, a), wide ? "dot of wide bytes" : "dot");
+        if (count != 4) continue;
+        v.dot_lanes(wide, acc.data(), w.data(), a.data(), out.data());
+        require(out == exact_dots(v, wide, acc, w, a), "dot of lanes");
     }
     if (room >= 16) return;
     // The control: of the largest bytes one product more than there is room for does not fit.

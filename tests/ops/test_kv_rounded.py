@@ -1,4 +1,4 @@
-"""The core's attention over int8 and int4 pages against torch's over `RoundedPool`, on every instruction set."""
+"""The core's attention over int8 and int4 pages against torch's over `Rounded`, on every instruction set."""
 
 import random
 
@@ -8,7 +8,8 @@ import torch
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv import rounded
-from headrace.kv.rounded import RoundedPool
+from headrace.kv.pool import KVPool
+from headrace.kv.rounded import Rounded
 from headrace.ops.attention import attention
 from headrace.ops.context import FeedRows, build
 from tests.ops.native_step import Feed, Shape, Stepper
@@ -30,11 +31,7 @@ def both(isa: str, format: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     fill(stepper, feeds, 0)
     found = []
     for kind in (format, None):
-        pool = (
-            RoundedPool(config, blocks, 16, torch.float64, format=kind)
-            if kind
-            else rounded.KVPool(config, blocks, 16, torch.float64)
-        )
+        pool = KVPool(config, blocks, 16, torch.float64, rounding=Rounded(kind) if kind else None)
         step = [FeedRows([0] * feed.known, feed.table, 0, [0] * len(feed.parents), feed.parents) for feed in feeds]
         parts = (torch.from_numpy(part.copy()).double() for part in SHAPE.split(x))
         found.append(attention(*parts, build(pool, step), 0).numpy())

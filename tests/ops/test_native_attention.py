@@ -147,6 +147,20 @@ def test_int8_sums_of_512_dimensions_at_their_extremes(isa, signs):
         core.KVPool(1, 1, 16, 1, 528, "int4")
 
 
+@pytest.mark.parametrize("place", ["k", "v"])
+def test_numbers_farther_apart_than_floats_reach_are_no_range(isa, place):
+    """Of int4: as torch's, their scale is infinite, and what reads them no number."""
+    shape = VARIANTS["plain"]
+    x = rows(40, shape, 0)
+    at = x.shape[1] - shape.kv_heads * shape.dim * (1 if place == "v" else 2)
+    x[23, at : at + 2] = 3e38, -3e38
+    assert to_int4(torch.from_numpy(x[23, at : at + shape.dim])[None, None]).isnan().all()
+    out = Stepper(shape, 8, "int4", isa, THREADS[1]).run([Feed(0, 40, (), [1, 2, 0])], x).reshape(40, -1, shape.dim)
+    readers = out.shape[1] // shape.kv_heads
+    assert np.isnan(out[23:, :readers]).any(axis=2).all()
+    assert np.isfinite(out[:, readers:]).all()
+
+
 def test_what_the_pool_holds_is_what_was_given(isa):
     """K after norm and rotation, V as it is: rounded to bfloat16, or to 8 or 4 bits with scales per token and head."""
     shape = Shape(4, 2, 48, k_norm=[0.5 + i / 48 for i in range(48)], rope_dim=32)

@@ -16,9 +16,12 @@ import pytest
 
 from headrace.cli import serve as command
 from headrace.cli.app import main
+from headrace.models.registry import describe
+from headrace.native.weights import packed_bytes
 from headrace.server.engine_client import EngineLink
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import Limits, ServerSettings
+from headrace.startup.opening import open_files
 from tests.server.harness import ENDLESS, ENGINE, PATIENCE, Running, in_thread, until
 from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
@@ -122,6 +125,36 @@ def test_each_model_of_a_file_may_have_a_classifier(
     file.write_text(text.replace("FOLDER", str(tmp_path / "nowhere")))
     assert main(["serve", "--config", str(file)]) == 2
     assert "--classifier" in capsys.readouterr().err
+
+
+def test_models_without_room_are_refused_before_anything_listens(
+    tiny: Path,
+    tmp_path: Path,
+    started: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Memory for one model and a half: one is served, two are refused in a line, and two that come when asked for are not."""
+    write_tiny_gguf(tmp_path / "other.gguf", seed=1)
+    file, opened = tmp_path / "a.toml", open_files(tiny)
+    need = packed_bytes(describe(opened.config), opened.source)
+    monkeypatch.setattr("headrace.host.free_memory", lambda: need * 3 // 2)
+    both = f"[[models]]\nmodel = '{tiny}'\n[[models]]\nmodel = '{tmp_path / 'other.gguf'}'\n"
+    file.write_text(both)
+    assert main(["serve", str(tiny)]) == 0
+    assert main(["serve", "--config", str(file)]) == 1
+    assert len(started) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "for their weights" in line)
+    assert f"{tiny} and {tmp_path / 'other.gguf'} need " in line
+    file.write_text(f"model_memory = '8GiB'\n{both}")
+    assert main(["serve", "--config", str(file)]) == 0
+
+
+def test_a_model_that_would_never_be_loaded_is_refused(tiny: Path) -> None:
+    settings = ServerSettings("tiny", port=0)
+    open_models([Chosen("tiny", str(tiny), ENGINE)], settings, 1000)  # it is loaded at the start, and may take less
+    with pytest.raises(ValueError, match="so it would never be loaded; raise model_memory"):
+        open_models([Chosen("tiny", str(tiny), ENGINE, preload=False)], settings, 1000)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ ROOMS = {
     "quant": "weights kv.layout data",
     "kv.layout": "data",
     "kv.pool": "kv.layout data",
-    "kv.rounded": "kv.pool data",
+    "kv.rounded": "",
     "kv.block_pool": "data",
     "kv.blocks": "kv.block_pool data",
     "ops": "kv.pool data",
@@ -45,7 +45,8 @@ ROOMS = {
     "native.weights": "native weights.parts weights models layers",
     "native.kept": "runner",
     "native.centring": "native.weights runner data",
-    "native.lowering": "native.centring native.weights native runner kv.layout layers data",
+    "native.values": "native runner",
+    "native.lowering": "native.centring native.values native.weights native runner kv.layout layers data",
     "native.encoder": "native.lowering native.weights native runner kv.layout models",
     "native.live": "native ops data",
     "native.step": "native.live native runner ops data",
@@ -56,6 +57,7 @@ ROOMS = {
     "engine.feeding": "kv.blocks data",
     "engine.scheduler": "engine.feeding kv.blocks data",
     "engine.admission": "decoding data",
+    "engine.callers": "engine engine.signals engine.turns decoding data",
     "engine.signals": "",
     "engine.turns": "",
     "startup": "host startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
@@ -65,8 +67,8 @@ ROOMS = {
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
     "startup.rules": "weights",
-    "startup.runnable": "host startup.opening startup.memory native weights",
-    "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
+    "startup.runnable": "host startup.opening startup.memory native.weights native models weights",
+    "llm": "startup startup.exits engine.callers engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
     "weights.loader weights.parts weights models layers eager ops kv.pool text data",
     "compress": "quant llm startup.opening runner.streamed runner kv.layout text models layers ops weights.loader "
@@ -87,8 +89,8 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening decoding text weights "
-    "native confined host data",
+    "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening startup.memory "
+    "decoding text weights native confined host data",
     "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.leaving "
     "bench.profile bench workflows training compress llm startup startup.opening startup.rules startup.runnable decoding "
     "text weights native host data",
@@ -102,9 +104,9 @@ STOREYS = (
     "ops layers models",
     "weights.loader weights.parts text",
     "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
-    "native.lowering native.encoder "
+    "native.values native.lowering native.encoder "
     "native.live native.step native.kept native.program native.heads",
-    "engine engine.scheduler engine.feeding engine.admission engine.signals engine.turns "
+    "engine engine.scheduler engine.feeding engine.admission engine.callers engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
@@ -119,7 +121,10 @@ ARROWS = {
     *(("models", "layers"), ("models", "ops")),
     *(("quant", "weights"), ("quant", "kv.layout")),
     ("weights", "native"),  # files are dequantised by the core
-    *((f"native.{name}", "runner") for name in ("kept", "centring", "lowering", "encoder", "step", "program", "heads")),
+    *(
+        (f"native.{name}", "runner")
+        for name in ("kept", "centring", "values", "lowering", "encoder", "step", "program", "heads")
+    ),
     ("eager", "runner"),
     *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there

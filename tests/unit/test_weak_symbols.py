@@ -1,4 +1,5 @@
-"""Objects of different instruction sets define no weak symbols: the linker would keep one copy for all CPUs."""
+"""Objects of different instruction sets define no weak symbols: the linker would keep one copy for all CPUs. What they are made
+of stands for itself."""
 
 import shutil
 import subprocess
@@ -53,3 +54,21 @@ def test_the_kernels_that_were_built_have_none() -> None:
     assert len(objects) == len(kernels) * len(sets)
     done = checked(*objects)
     assert done.returncode == 0, done.stderr
+
+
+OPENS = "namespace headrace::HEADRACE_ISA {"
+
+
+def leans(text: str) -> bool:
+    """Whether a part of a kernel needs to be included where others have opened the namespace, or does so with others."""
+    before, opens, within = text.partition(OPENS)
+    return not opens or "#pragma once" not in before or "#include" in within
+
+
+def test_parts_of_kernels_open_the_namespace_themselves() -> None:
+    parts = {path.name: path.read_text() for path in (ROOT / "csrc").glob("*.inl")}
+    assert [name for name, text in parts.items() if leans(text)] == []
+    for text in parts.values():
+        assert leans(text.replace(OPENS, ""))
+    kernels = [path.read_text().partition(OPENS) for path in (ROOT / "csrc").glob("kernels_*.cpp")]
+    assert not any("#include" in within for _, _, within in kernels)

@@ -40,15 +40,16 @@ def local(
         typer.Option("--profile", help="In place of speeds: where a step of 1 to 256 rows spends its time."),
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
-) -> None:
+) -> int:
     """Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 tokens, load time,
-    memory. --beside: the same of two builds, in turns, and their ratios. --profile: phases of the native core, with what they
-    read and multiply and their share of what the machine can do; HEADRACE_ISA chooses the instruction set."""
+    memory. --beside: the same of two builds, in turns, their ratios, and exit code 1 where this one is slower. --profile:
+    phases of the native core, with what they read and multiply and their share of what the machine can do; HEADRACE_ISA
+    chooses the instruction set."""
     if profile:
         if cells or beside or backend not in ("auto", "native"):
             raise ValueError("--profile has no cells, is of one build, and of the native core; leave the other options out")
         _profile(model, 5 if rounds is None else rounds, threads, json_file)
-        return
+        return 0
     from headrace.bench import local as bench
     from headrace.bench.peers import fitting
     from headrace.cli.opening import look_at
@@ -67,9 +68,11 @@ def local(
     if beside is not None:
         from headrace.bench.beside import PAIRS, compare_builds
 
-        _print_beside(compare_builds(model, beside, wanted, pairs=PAIRS if rounds is None else rounds, **given))
-    else:
-        _print_alone(bench.measure_local(model, wanted, rounds=5 if rounds is None else rounds, **given))
+        result = compare_builds(model, beside, wanted, pairs=PAIRS if rounds is None else rounds, **given)
+        _print_beside(result)
+        return int(not result["verdict"]["not_slower"])
+    _print_alone(bench.measure_local(model, wanted, rounds=5 if rounds is None else rounds, **given))
+    return 0
 
 
 def _profile(model: str, rounds: int, threads: int | None, json_file: Path | None) -> None:

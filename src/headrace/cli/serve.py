@@ -82,12 +82,27 @@ def serve(
         state=server.state or (home() / "serve" / str(server.port) if server.port else None),
         limits=Limits(**limits.limits()),
     )
-    for _, entry, arguments in entries:
-        for each in (entry.model, *(arguments.get(role) for role in ("draft", "amateur", "cascade"))):
-            if each is not None:
-                look_at(each)
+    _look(entries, server.model_memory is not None)
     cascades = [read_cascade(table) for table in context.meta.get(CASCADES, [])]
     return _run(settings, entries, queue.arguments(), server.model_memory, cascades)
+
+
+def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool) -> None:
+    """Open the files of all models, and see whether those that are loaded at the start have room together. Raises ValueErrors
+    of one line."""
+    from headrace.startup.loading import pick_device
+    from headrace.startup.runnable import check_room
+
+    together = []
+    for _, entry, given in entries:
+        names = dict.fromkeys([entry.model, *(given.get(role) for role in ("draft", "amateur", "cascade"))])
+        opened = [one for name in names if name is not None and (one := look_at(name)) is not None]
+        packed = (
+            given["backend"] != "torch" and given["dtype"] in ("auto", "bfloat16") and pick_device(given["device"]) == "cpu"
+        )
+        if packed and (entry.preload or not on_demand):
+            together += [(one, given["quantize"] or "") for one in opened]
+    check_room(together)
 
 
 def _run(

@@ -1,6 +1,6 @@
 """Device side of the paged KV cache: the tensors that blocks are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -8,12 +8,15 @@ import torch
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 
+KVRounding = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of a layer, k, v
+
 
 class KVPool:
     """K and V of every layer in `num_blocks` blocks of `block_size` tokens (PagedAttention, Kwon et al., SOSP'23).
 
     One tensor [layers, 2, num_blocks, block_size, kv_heads, head_dim]; a flat position is block * block_size + offset. K is
     stored as attention uses it, after norm and rotary. Starts as zeros, so that nothing read from it is ever NaN by accident.
+    `rounding`: what becomes of k and v [n, kv_heads, head_dim] of a layer before they are stored.
     """
 
     def __init__(
@@ -23,10 +26,12 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rounding: KVRounding | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self._rounding = rounding
         layers, heads, head_dim = kv_shape(config)
         shape = (layers, 2, num_blocks, block_size, heads, head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -43,6 +48,8 @@ class KVPool:
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [n, kv_heads, head_dim] at the flat positions `slots` [n], rounded to the pool's dtype."""
+        if self._rounding is not None:
+            k, v = self._rounding(layer, k, v)
         self._flat[layer, 0].index_copy_(0, slots, k.to(self.dtype))
         self._flat[layer, 1].index_copy_(0, slots, v.to(self.dtype))
 

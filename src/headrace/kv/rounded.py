@@ -6,9 +6,6 @@ from functools import partial
 import torch
 from torch.nn.functional import pad
 
-from headrace.data.config import ModelConfig
-from headrace.kv.pool import KVPool
-
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # of vectors [tokens, heads, head_dim]
 
 LINE = 16  # the core pads heads to so many dimensions, with zeros
@@ -55,27 +52,16 @@ FORMATS: dict[str, tuple[Rounding, Rounding]] = {  # of K, and of V
 }
 
 
-class RoundedPool(KVPool):
-    """K and V as a format of FORMATS holds them, in numbers of `dtype`: the same output, without its memory. `centre` [layers,
-    KV heads, head_dim]: what K is stored less."""
+class Rounded:
+    """The rounding of a KVPool whose K and V are as a format of FORMATS holds them: the same output, without its memory.
+    `centre` [layers, KV heads, head_dim]: what K is stored less."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        *,
-        format: str,
-        centre: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device)
+    def __init__(self, format: str, centre: torch.Tensor | None = None) -> None:
         self._of_k, self._of_v = FORMATS[format]
-        self._centre = None if centre is None else centre.to(device)
+        self._centre = centre
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(k.dtype, torch.float32)
         if self._centre is not None:
-            k = k - self._centre[layer].to(wide)
-        super().write(layer, slots, self._of_k(k.to(wide)), self._of_v(v.to(wide)))
+            k = k - self._centre[layer].to(k.device, wide)
+        return self._of_k(k.to(wide)), self._of_v(v.to(wide))

@@ -22,6 +22,7 @@ from headrace.native import core
 from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
 from headrace.native.centring import k_shift
 from headrace.native.relative import by_distance
+from headrace.native.values import Values
 from headrace.native.weights import PackedPart, PackedWeights
 from headrace.runner.record import Node, RecordError, Recording, Segment
 from headrace.runner.uses import Uses, leading_to_kv
@@ -104,27 +105,26 @@ class Lowering:
         self.head_ids = head_ids
         self.by_group, self.static = activations == "group", activations == "tensor"
         self.centre = centre
-        self.values: dict[int, Floats | Normed | Input] = {}
         self.inputs: dict[tuple[int, str, tuple[int, ...], float], int] = {}  # quantised values, by form, order and scale
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = Uses(segment)
+        self.values = Values(buffers, self.uses)
         self.fills = _fills(segment)
-        self.held: dict[int, set[int]] = {}  # buffer -> values in it
 
     def run(self, entry: int) -> None:
         if self.segment.entry is not None:
-            self.values[self.segment.entry] = Floats(entry, 0, self.config.hidden_size)
+            self.values.places[self.segment.entry] = Floats(entry, 0, self.config.hidden_size)
         for index, node in enumerate(self.segment.nodes):
             if index not in self.fused:
                 step = getattr(self, f"_{node.op}", None)
                 if step is None:
                     raise RecordError(f"the native core has no phase for {node.op!r}")
                 step(index, node)
-            self._retire(index)
-        result = self.values.get(self.segment.result)
+            self.values.retire(index)
+        result = self.values.places.get(self.segment.result)
         if isinstance(result, Floats) and entry == HIDDEN and result.at != (HIDDEN, 0):
             self.program.copy(result.at, (HIDDEN, 0), result.width, name="copy")
-        self._retire(len(self.segment.nodes))
+        self.values.retire(len(self.segment.nodes))
 
     # -- ops, in the order of the vocabulary ---------------------------------------------------------------------------
     def _embed(self, index: int, node: Node) -> None:
@@ -143,14 +143,14 @@ class Lowering:
             sinusoids=self.ropes.number(computed),
             name="embed",
         )
-        self._set(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
+        self.values.put(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
 
     def _norm(self, index: int, node: Node) -> None:
-        source, norm = self._rows(node.inputs["x"]), self._norm_weights(node.settings["w"])
+        source, norm = self.values.rows(node.inputs["x"]), self._norm_weights(node.settings["w"])
         if "norm_linear" in self.fuse and self.uses.by_linears(node.outputs[0]):
-            self._set(node.outputs[0], Normed(source, norm))
+            self.values.put(node.outputs[0], Normed(source, norm))
             return
-        out = self._float(node.outputs[0], source.width)
+        out = self.values.fresh(node.outputs[0], source.width)
         self.program.norm(source.at, out.at, source.width, norm, **self._mark(index, "norm"))
 
     def _linear(self, index: int, node: Node) -> None:
@@ -160,14 +160,14 @@ class Lowering:
         parts = self.weights.linear(layer, self._segment_unit(node))
         residual = self._residual_after(index, node)
         if residual is not None:
-            out, kind = self._rows(self.segment.nodes[residual].inputs["x"]), "add"
+            out, kind = self.values.rows(self.segment.nodes[residual].inputs["x"]), "add"
             self.fused.add(residual)
-            self._set(self.segment.nodes[residual].outputs[0], out)
+            self.values.put(self.segment.nodes[residual].outputs[0], out)
         else:
             out, kind = Floats(self.buffers.take("float", layer.n_out), 0, layer.n_out), "store"
             column = 0
             for value, width in zip(node.outputs, layer.sizes if layer.split else (layer.n_out,), strict=True):
-                self._set(value, Floats(out.buffer, column, width))
+                self.values.put(value, Floats(out.buffer, column, width))
                 column += width
         self._multiply(index, node, parts, kind, out)
 
@@ -240,35 +240,35 @@ class Lowering:
         self.program.store(node.settings["layer"], k.at, v.at, **self._mark(index, "store"))
 
     def _act_mul(self, index: int, node: Node) -> None:
-        source = self._rows(node.inputs["gate_up"])
-        out = self._float(node.outputs[0], source.width // 2)
+        source = self.values.rows(node.inputs["gate_up"])
+        out = self.values.fresh(node.outputs[0], source.width // 2)
         self.program.act_mul(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act_mul"))
 
     def _act(self, index: int, node: Node) -> None:
-        source = self._rows(node.inputs["x"])
-        out = self._float(node.outputs[0], source.width)
+        source = self.values.rows(node.inputs["x"])
+        out = self.values.fresh(node.outputs[0], source.width)
         self.program.act(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act"))
 
     def _residual(self, index: int, node: Node) -> None:
-        x, y = self._rows(node.inputs["x"]), self._rows(node.inputs["y"])
+        x, y = self.values.rows(node.inputs["x"]), self.values.rows(node.inputs["y"])
         if self.uses.last[node.inputs["x"]] == index:
             out = x
-            self._set(node.outputs[0], x)
+            self.values.put(node.outputs[0], x)
         else:
-            out = self._float(node.outputs[0], x.width)
+            out = self.values.fresh(node.outputs[0], x.width)
         post_norm = node.settings["post_norm"]
         norm = None if post_norm is None else self._norm_weights(post_norm)
         self.program.residual(x.at, y.at, out.at, x.width, norm, **self._mark(index, "residual"))
 
     def _tap(self, index: int, node: Node) -> None:
-        x = self._rows(node.inputs["x"])
+        x = self.values.rows(node.inputs["x"])
         if x.width != self.config.hidden_size:
             raise RecordError(f"the native core taps hidden rows only, and {node.settings['name']!r} is {x.width} wide")
         tap = self.made.taps.setdefault(node.settings["name"], len(self.made.taps))
         if tap == len(self.made.taps) - 1:
             self.program.tap()
         self.program.copy_to_tap(x.at, tap, name="tap")
-        self._set(node.outputs[0], x)
+        self.values.put(node.outputs[0], x)
 
     def _head(self, index: int, node: Node) -> None:
         part = self.weights.head(node.settings["w"], self.head_ids)
@@ -286,35 +286,19 @@ class Lowering:
         return self.buffers.take("float", width), self.buffers.take("float", -(-width // core().VOCAB_BLOCK))
 
     # -- values --------------------------------------------------------------------------------------------------------
-    def _set(self, value: int, place: Floats | Normed | Input) -> None:
-        self.values[value] = place
-        if isinstance(place, Floats | Input):
-            self.held.setdefault(place.buffer, set()).add(value)
-
-    def _rows(self, value: int) -> Floats:
-        place = self.values[value]
-        if not isinstance(place, Floats):
-            raise RecordError("an op reads what the native core did not keep as rows")
-        return place
-
-    def _float(self, value: int, width: int) -> Floats:
-        rows = Floats(self.buffers.take("float", width), 0, width)
-        self._set(value, rows)
-        return rows
-
     def _result(self, value: int, width: int, fusion: str, possible: bool = True) -> tuple[int, int]:
         """Where attention or a gate leaves a value: as an input where only linear layers of one form read it, else as rows."""
         forms = self._forms(value)
         if fusion in self.fuse and len(forms) == 1 and ((possible and self.by_group) or forms == {"bf16"}):
             (form,) = forms
             buffer = self.buffers.take(form, width)
-            self._set(value, Input(buffer, form))
+            self.values.put(value, Input(buffer, form))
             return buffer, 0
-        return self._float(value, width).at
+        return self.values.fresh(value, width).at
 
     def _input(self, index: int, value: int, form: str, order: tuple[int, ...], scale: float = 0.0) -> int:
         """The buffer with a value as a linear layer's input, made when it is first needed."""
-        place = self.values[value]
+        place = self.values.places[value]
         if isinstance(place, Input):
             return place.buffer
         key = (value, form, order, scale if self.static else 0.0)
@@ -322,7 +306,7 @@ class Lowering:
             rows, norm = (place.rows, place.norm) if isinstance(place, Normed) else (place, None)
             buffer = self.buffers.take(form, rows.width, local=True)
             self.inputs[key] = buffer
-            self.held.setdefault(buffer, set()).add(value)
+            self.values.hold(buffer, value)
             reader = next((at for at in self.uses.of(value) if at in self.fills), index)  # K and V may be another's beside it
             self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **self._mark(reader, "quantize"))
         return self.inputs[key]
@@ -330,23 +314,16 @@ class Lowering:
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
         """q, k and v, as far as a node has them, as columns of one buffer, which attention wants; copied there where they are
         not."""
-        parts = [self._rows(node.inputs[name]) for name in "qkv" if name in node.inputs]
+        parts = [self.values.rows(node.inputs[name]) for name in "qkv" if name in node.inputs]
         if len({rows.buffer for rows in parts}) == 1:
             return parts
         buffer = self.buffers.take("float", sum(rows.width for rows in parts))
-        self.held[buffer] = set(node.inputs.values())
+        self.values.hold(buffer, *node.inputs.values())
         made: list[Floats] = []
         for rows in parts:
             made.append(Floats(buffer, sum(other.width for other in made), rows.width))
             self.program.copy(rows.at, made[-1].at, rows.width, **self._mark(index, "copy"))
         return made
-
-    def _retire(self, index: int) -> None:
-        """Give back buffers whose values nobody reads after this node."""
-        for buffer, values in list(self.held.items()):
-            if buffer > HEAD_ROWS and all(self.uses.last.get(value, -1) <= index for value in values):
-                self.buffers.give(buffer)
-                del self.held[buffer]
 
     # -- what is around a node -----------------------------------------------------------------------------------------
     def _mark(self, index: int, name: str) -> dict[str, Any]:
@@ -369,7 +346,7 @@ class Lowering:
         if residual.op != "residual" or residual.settings["post_norm"] is not None or residual.inputs["y"] != node.outputs[0]:
             return None
         x = residual.inputs["x"]
-        return follower if self.uses.free_for(x, index, follower) and isinstance(self.values.get(x), Floats) else None
+        return follower if self.uses.free_for(x, index, follower) and isinstance(self.values.places.get(x), Floats) else None
 
     def _segment_unit(self, node: Node) -> int:
         """Columns of a unit of the fixed segments that a row-parallel layer is summed in; 0 for the others."""

@@ -21,6 +21,7 @@ from headrace.server.metrics import Figures
 from headrace.server.models import LoadedModel, Models, expected_size, make_service
 from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
 from headrace.server.store import Store
+from headrace.startup.memory import gib
 from headrace.weights.defaults import summary
 
 log = logging.getLogger("headrace.server")
@@ -157,6 +158,11 @@ def open_models(
         entry = LoadedModel(make_service(llm, one.name, settings, figures), one.preload)
         if budget is not None:
             entry.size = expected_size(one.model, one.arguments.get("kv_cache_memory"))
+            if entry.size > budget and not one.preload:
+                raise SettingsError(
+                    f"{one.name} takes about {gib(entry.size)} and models may have {gib(budget)} together, so it would "
+                    "never be loaded; raise model_memory, or leave it out"
+                )
         entries.append(entry)
     return Models(entries, settings, figures, budget, cascades)
 

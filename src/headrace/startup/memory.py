@@ -32,11 +32,12 @@ class MemoryPlan:
         return self.kv_bytes + self.scratch
 
 
-def check_weights_fit(need: int, free: int, what: str) -> None:
-    """Raise unless weights of `need` bytes fit in `free` bytes."""
+def check_weights_fit(need: int, free: int, *names: str) -> None:
+    """Raise unless weights of `need` bytes, of the models of these names together, fit in `free` bytes."""
     if need > free * 0.95:
+        verb, whose = ("needs", "its") if len(set(names)) == 1 else ("need", "their")
         raise DoesNotFit(
-            f"{what} needs {gib(need)} for its weights and {gib(free)} are free; "
+            f"{' and '.join(dict.fromkeys(names))} {verb} {gib(need)} for {whose} weights and {gib(free)} are free; "
             "choose a smaller model or a narrower dtype (dtype='bfloat16'), or free memory"
         )
 

@@ -1,6 +1,5 @@
 """The native core as a back end."""
 
-from pathlib import Path
 from typing import Any
 
 from headrace import host, native
@@ -38,11 +37,11 @@ class Native:
 
     def load(self, recipe: Recipe) -> Loaded:
         settings, models = recipe.settings, recipe.models
-        quantize, owners = settings.quantize or "", _owners(recipe)
+        quantize, owners = settings.quantize or "", recipe.owners
         described = {role: describe(models[role].config) for role in dict.fromkeys(owners.values())}
         need = sum(packed_bytes(model, models[role].source, quantize) for role, model in described.items())
         free = host.free_memory()
-        memory.check_weights_fit(need, free, " and ".join(each.name for each in models.values()))
+        memory.check_weights_fit(need, free, *(each.name for each in models.values()))
         scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
         plan = recipe.plan(lambda config: kv_block_bytes(config, BLOCK_SIZE, settings.kv_dtype), 4, free - need, scratch)
         shared: dict[str, Any] = {
@@ -74,9 +73,3 @@ class Native:
             heads_of = late("headrace.native.heads", "NativeHeads")  # torch: it makes their first products
             programs[role.name] = heads_of(role.heads, programs[TARGET.name], recipe.target.source, **shared)
         return Loaded(programs, plan, "bfloat16")
-
-
-def _owners(recipe: Recipe) -> dict[str, str]:
-    """By role who brings its weights: the first role of the same file."""
-    firsts: dict[Path, str] = {}
-    return {role: firsts.setdefault(each.path.resolve(), role) for role, each in recipe.models.items()}

@@ -4,6 +4,7 @@ them. Needs no torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,12 @@ class Recipe:
     def models(self) -> dict[str, Opened]:
         """By role the models whose files are read."""
         return {role.name: role.opened for role in self.roles if role.opened is not None}
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """By role who brings its weights: the first role of the same file."""
+        firsts: dict[Path, str] = {}
+        return {role: firsts.setdefault(each.path.resolve(), role) for role, each in self.models.items()}
 
     @property
     def headed(self) -> list[Role]:

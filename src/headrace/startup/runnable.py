@@ -1,10 +1,13 @@
 """Whether a model can be run here, from its headers, without loading it. Needs no torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace import host, native
-from headrace.startup.memory import gib
-from headrace.startup.opening import open_files
+from headrace.models.registry import describe
+from headrace.native.weights import packed_bytes
+from headrace.startup.memory import check_weights_fit, gib
+from headrace.startup.opening import Opened, open_files
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.quantized.folder import QuantizedFolder
 
@@ -30,6 +33,15 @@ def missing(model: str | Path) -> str:
     if need > free:
         return f"the weights are {gib(need)} and {gib(free)} of memory are free"
     return ""
+
+
+def check_room(models: Sequence[tuple[Opened, str]]) -> None:
+    """Raise DoesNotFit where models that are to be in memory together, each with what its float weights become (`quantize`;
+    empty: what they are), have no room as the native core packs them. Where the core is not there torch looks when it loads."""
+    if native.reason() or not models:
+        return
+    need = sum(packed_bytes(describe(each.config), each.source, quantize) for each, quantize in models)
+    check_weights_fit(need, host.free_memory(), *(each.name for each, _ in models))
 
 
 def said(model: str | Path) -> str:

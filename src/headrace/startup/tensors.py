@@ -1,6 +1,7 @@
 """Models in torch: on which device, in which number format."""
 
 import logging
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,7 +14,7 @@ from headrace.eager.program import EagerProgram
 from headrace.eager.rounded import round_inputs
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
-from headrace.kv.rounded import FORMATS, RoundedPool
+from headrace.kv.rounded import FORMATS, Rounded
 from headrace.models.base import Model
 from headrace.startup.memory import check_weights_fit
 from headrace.startup.offer import Loaded
@@ -46,16 +47,21 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     def kv_bytes(config: ModelConfig) -> int:
         return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
 
-    models = {role: _model(recipe, each, dtype, device, free_memory(recipe)) for role, each in recipe.models.items()}
+    opened, owners = recipe.models, recipe.owners
+    firsts = {role: opened[role] for role in dict.fromkeys(owners.values())}  # a file is read once, whoever runs it
 
     def pool_bytes(encoder: ModelConfig) -> int:
         return -(-recipe.longest // BLOCK_SIZE) * kv_shape(encoder).block_bytes(BLOCK_SIZE, dtype.itemsize)
 
-    plan = recipe.plan(kv_bytes, dtype.itemsize, free_memory(recipe), recipe.scratch(pool_bytes))
+    need, free = sum(_elements(each) for each in firsts.values()) * dtype.itemsize, free_memory(recipe)
+    check_weights_fit(need, free, *(each.name for each in opened.values()))
+    plan = recipe.plan(kv_bytes, dtype.itemsize, free - need, recipe.scratch(pool_bytes))
+    models = {role: _model(recipe, each, dtype, device) for role, each in firsts.items()}
     heads = recipe.head_ids()
     programs: dict[str, EagerProgram] = {}
-    for role, model in models.items():
-        pool = _pool(recipe.models[role], settings.kv_dtype, plan.num_blocks, kv_type, device)
+    for role, owner in owners.items():
+        model, rounding = models[owner], _rounding(opened[role], settings.kv_dtype)
+        pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device, rounding)
         programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
     if settings.kv_dtype in FORMATS:
         log.warning("torch rounds K and V to %s and keeps them as %s: it saves no memory", settings.kv_dtype, kv_type)
@@ -64,21 +70,18 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     return Loaded(programs, plan, str(dtype).removeprefix("torch."))
 
 
-def _pool(opened: Opened, kv_dtype: str, blocks: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+def _rounding(opened: Opened, kv_dtype: str) -> Rounded | None:
+    """What K and V of a model become; None: what they are in the pool's dtype."""
     if kv_dtype not in FORMATS:
-        return KVPool(opened.config, blocks, BLOCK_SIZE, dtype, device)
+        return None
     shape = kv_shape(opened.config)
     said = kv_settings(opened.source, shape)
-    centre = None if said is None else torch.tensor(said.centre).view(shape)
-    return RoundedPool(opened.config, blocks, BLOCK_SIZE, dtype, device, format=kv_dtype, centre=centre)
+    return Rounded(kv_dtype, None if said is None else torch.tensor(said.centre).view(shape))
 
 
-def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device, free: int) -> Model:
-    """The torch model, in memory of which `free` bytes are free. Raises DoesNotFit, WeightError."""
-    source = opened.source
-    elements = sum(_elements(source.info(name).shape) for name in source.names())
-    check_weights_fit(elements * dtype.itemsize, free, opened.name)
-    before = 0
+def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device) -> Model:
+    """The torch model. Raises WeightError."""
+    source, before = opened.source, 0
 
     def tell(done: int, total: int) -> None:
         nonlocal before
@@ -123,8 +126,6 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _elements(opened: Opened) -> int:
+    """Numbers in a model's file."""
+    return sum(math.prod(opened.source.info(name).shape) for name in opened.source.names())
