@@ -70,7 +70,7 @@ ROOMS = {
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
     "weights.loader weights.parts weights models layers eager ops kv.pool text data",
     "compress": "quant llm startup.opening runner.streamed runner kv.layout text models layers ops weights.loader "
-    "weights.parts weights native data",
+    "weights.parts weights native.weights native data",
     "workflows": "workflows.surety llm data",
     "workflows.surety": "",  # of numbers alone: the web process has it, too
     "bench": "compress llm engine startup decoding drafting eager runner kv.layout text ops weights host data",

@@ -5,11 +5,16 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from headrace import native
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
+from headrace.models.registry import describe
+from headrace.native.weights import packed_bytes
+from headrace.quant.arithmetic import kv_token_bytes
 from headrace.startup.opening import Opened
 from headrace.weights.progress import Progress
 
@@ -64,21 +69,29 @@ def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, thr
     """Drawn at temperature 1 from BOS, or from what ends a text where the model has none: so a change of the model can only
     make them less likely."""
     start = beginning(opened) or sorted(opened.eos_ids)[:1] or [0]
-    llm = LLM(opened.path, speculate=None, max_model_len=window, threads=threads, enable_prefix_caching=False)
+    settings: dict[str, Any] = {"max_model_len": window, "max_num_seqs": BATCH, "threads": threads}
     made: Texts = []
-    tell.start("texts of the model's own", count, unit="texts")
-    for at in range(0, count, BATCH):
-        params = [
-            SamplingParams(temperature=1.0, max_tokens=window - len(start), seed=(seed << 20) + number, ignore_eos=True)
-            for number in range(at, min(at + BATCH, count))
-        ]
-        outputs = llm.generate([start] * len(params), params)
-        if failed := next((output.error for output in outputs if output.error), None):
-            raise RuntimeError(f"a text to measure on failed: {failed}")
-        made += [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-        tell.advance(len(params))
-    tell.finish()
+    with LLM(opened.path, speculate=None, enable_prefix_caching=False, **settings) as llm:
+        tell.start("texts of the model's own", count, unit="texts")
+        for at in range(0, count, BATCH):
+            params = [
+                SamplingParams(temperature=1.0, max_tokens=window - len(start), seed=(seed << 20) + number, ignore_eos=True)
+                for number in range(at, min(at + BATCH, count))
+            ]
+            outputs = llm.generate([start] * len(params), params)
+            if failed := next((output.error for output in outputs if output.error), None):
+                raise RuntimeError(f"a text to measure on failed: {failed}")
+            made += [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+            tell.advance(len(params))
+        tell.finish()
     return made
+
+
+def writing_bytes(opened: Opened, window: int) -> int:
+    """What a model takes in memory that writes texts: its weights as they are multiplied, and K and V of a batch."""
+    model = describe(opened.config)
+    weights = packed_bytes(model, opened.source) if native.available() else 2 * model.num_parameters
+    return weights + round(BATCH * window * kv_token_bytes(opened.config, "bfloat16"))
 
 
 def digest(texts: Sequence[Sequence[int]]) -> str:
