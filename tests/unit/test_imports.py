@@ -72,7 +72,7 @@ ROOMS = {
     "compress": "quant llm startup.opening runner.streamed runner kv.layout text models layers ops weights.loader "
     "weights.parts weights native.weights native data",
     "workflows": "workflows.surety llm data",
-    "workflows.surety": "",  # of numbers alone: the web process has it, too
+    "workflows.surety": "data",  # of numbers alone: the web process has it, too
     "bench": "compress llm engine startup decoding drafting eager runner kv.layout text ops weights host data",
     "bench.kv": "bench compress startup runner.streamed models ops kv.layout kv.rounded weights host",
     "bench.profile": "bench llm native.program native data",  # of the native core alone
