@@ -141,6 +141,11 @@ class AsyncLLM:
         return self.replica.running
 
     @property
+    def asked(self) -> bool:
+        """Whether anybody waits for an answer, or has not taken all of one, which its tokenizer may still be needed for."""
+        return bool(self._asking)
+
+    @property
     def pid(self) -> int | None:
         """The engine process's id."""
         return self.replica.pid
