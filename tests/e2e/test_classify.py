@@ -252,6 +252,14 @@ def test_a_damaged_classifier_is_refused(bert: Path, folder: Path, tmp_path: Pat
         LLM(bert, classifier=tmp_path)
 
 
+@pytest.mark.parametrize("name", [INFO, CALIBRATION])
+def test_bytes_that_are_no_text_are_said_with_their_place(name: str, bert: Path, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "c")
+    (tmp_path / "c" / name).write_bytes((folder / name).read_bytes().replace(b"max_prob", b"max_\xff").replace(b"bad", b"\xff"))
+    with pytest.raises(ValueError, match="c: this classifier cannot be read"):
+        load(tmp_path / "c", open_files(bert))
+
+
 def test_a_classifier_that_is_half_written_is_none(
     bert: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -307,9 +307,10 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     rules.save(exits, rule)
     rules.save(exits, msgspec.structs.replace(rule, delta=0.4))
     assert [one.delta for one in rules.load(exits)] == [0.4]
-    (exits / rules.CALIBRATION).write_text("[1]")
-    with pytest.raises(ValueError, match="cannot be read"):
-        rules.load(exits)
+    for data in (b"[1]", b'[{"criterion": "\xff"}]'):
+        (exits / rules.CALIBRATION).write_bytes(data)
+        with pytest.raises(ValueError, match=r"calibration\.json cannot be read"):
+            rules.load(exits)
     (exits / rules.CALIBRATION).unlink()
 
 

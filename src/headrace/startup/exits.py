@@ -137,7 +137,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
         tensors = load_file(place / WEIGHTS)
         found = place / CALIBRATION
         rules = msgspec.json.decode(found.read_bytes(), type=tuple[Rule, ...]) if found.is_file() else ()
-    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{place}: this classifier cannot be read ({' '.join(str(error).split())[:200]})") from None
     if not c.encoder:
         raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model.name} is none; leave it out")

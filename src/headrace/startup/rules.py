@@ -92,7 +92,7 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
     try:
         rules = msgspec.json.decode(place.read_bytes(), type=tuple[Rule, ...]) if place.is_file() else ()
         return tuple(one for one in rules if state in ("", one.state))
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
 
 
