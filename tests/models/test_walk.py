@@ -310,7 +310,7 @@ def test_the_memory_that_is_said_has_the_model_that_writes_texts(
     assert own_texts.writing_bytes(opened, 256) > sum(opened.source.info(name).nbytes for name in opened.source.names()) / 2
     monkeypatch.setattr("headrace.compress.measured.writing_bytes", lambda *_: 1 << 33)
     for changes in ({"calibrate": "self"}, {"judge": "self"}, {"calibrate": "self", "method": ("rtn",), "kv": "int8"}):
-        assert predict(model, pipeline(book, **changes)).largest == 1 << 33
+        assert predict(model, pipeline(book, **changes)).largest > 1 << 33
     assert predict(model, pipeline(book)).largest < 1 << 33
 
 
