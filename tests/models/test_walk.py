@@ -35,6 +35,7 @@ from headrace.llm import LLM
 from headrace.ops.context import FeedRows, build
 from headrace.runner.record import record
 from headrace.startup.opening import open_files
+from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.loader import load_model, read_tensor
@@ -312,6 +313,32 @@ def test_the_memory_that_is_said_has_the_model_that_writes_texts(
     for changes in ({"calibrate": "self"}, {"judge": "self"}, {"calibrate": "self", "method": ("rtn",), "kv": "int8"}):
         assert predict(model, pipeline(book, **changes)).largest > 1 << 33
     assert predict(model, pipeline(book)).largest < 1 << 33
+
+
+def test_a_long_file_is_encoded_piece_by_piece(
+    model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer makes a hundred bytes and more of each: a piece is in memory at a time, and ends with a line if it can."""
+    opened, long, encoded = open_files(model), tmp_path / "long.txt", Tokenizer.encode
+    words = book.read_text().split()
+    long.write_text(" ".join(words[:400]) + "".join(f"\n{' '.join(words[at : at + 9])}" for at in range(400, 1000, 9)))
+    whole = texts_of(opened, str(long), 10**6, 3, Silent(), 64)
+    pieces: list[str] = []
+
+    def spied(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        pieces.append(text)
+        return encoded(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", spied)
+    monkeypatch.setattr(own_texts, "PIECE", 500)
+    assert texts_of(opened, str(long), 10**6, 3, Silent(), 64) != []
+    assert "".join(pieces) == long.read_text()
+    assert max(map(len, pieces)) <= 1000
+    assert sum(piece.endswith("\n") for piece in pieces) > 3
+    monkeypatch.setattr(own_texts, "PIECE", 10**6)
+    assert texts_of(opened, str(long), 10**6, 3, Silent(), 64) == whole
+    long.write_bytes(b"a" * (3 << 20))
+    assert predict(model, pipeline(long)).largest > 140 * 2 << 20 > predict(model, pipeline(book)).largest
 
 
 def test_a_full_disk_loses_nothing_that_was_done(

@@ -16,7 +16,7 @@ from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
 from headrace.compress.report import Pipeline
 from headrace.compress.rounding import Rounding
-from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, passages, texts_of, writing_bytes
+from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, file_bytes, passages, texts_of, writing_bytes
 from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
 from headrace.kv.layout import kv_shape
@@ -71,8 +71,8 @@ def reading_bytes(pipeline: Pipeline, opened: Opened) -> int:
     config = opened.config
     decoder, window, most = describe(config), min(WINDOW, config.max_position), 0
     read = pipeline.calibrate if pipeline.reads or pipeline.kv is not None else None
-    if SELF in (read, pipeline.judge):
-        most = LIBRARIES + writing_bytes(opened, window)
+    for text in filter(None, (read, pipeline.judge)):
+        most = max(most, LIBRARIES + (writing_bytes(opened, window) if text == SELF else file_bytes(Path(text))))
     if pipeline.reads:
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ SELF = "self"
 WINDOW = 256  # tokens of a text
 SHARED = 32  # tokens in a row that texts to measure on and texts to judge by may not share
 BATCH = 16  # texts that a model writes at once
+PIECE = 1 << 20  # characters of a file that are encoded at once, at least; twice as many at most
+ENCODING = 140  # bytes of memory for each of these, while it is encoded
 
 Texts = list[list[int]]
 
@@ -51,13 +54,30 @@ def texts_of(
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     start = beginning(opened)
-    found = opened.tokenizer.encode(text, add_special=False, parse_special=False)  # names of control tokens are text
-    room = window - len(start)
-    whole = [[*start, *found[at : at + room]] for at in range(0, len(found) - room + 1, room)]
-    if not whole:
+    found, room = _encoded(opened, text), window - len(start)
+    places = list(range(0, len(found) - room + 1, room))
+    if not places:
         raise ValueError(f"{path} has {len(found):,} tokens and a text needs {room:,}; give a longer one")
-    random.Random(seed).shuffle(whole)
-    return whole[-count:] if judging else whole[:count]
+    random.Random(seed).shuffle(places)
+    return [[*start, *found[at : at + room]] for at in (places[-count:] if judging else places[:count])]
+
+
+def _encoded(opened: Opened, text: str) -> "array[int]":
+    """The tokens of a text, piece by piece; a piece ends with a line where there is one. Names of control tokens are text."""
+    found, at = array("I"), 0
+    while at < len(text):
+        end = len(text)
+        if end - at > 2 * PIECE:
+            end = text.find("\n", at + PIECE, at + 2 * PIECE) + 1 or at + 2 * PIECE
+        found.extend(opened.tokenizer.encode(text[at:end], add_special=False, parse_special=False))
+        at = end
+    return found
+
+
+def file_bytes(path: Path) -> int:
+    """What reading texts from a file takes in memory: the file, its tokens, and what the tokenizer makes of a piece."""
+    size = path.stat().st_size if path.is_file() else 0
+    return 4 * size + ENCODING * min(size, 2 * PIECE)
 
 
 def beginning(opened: Opened) -> list[int]:
