@@ -148,7 +148,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "no threshold loses at most 0.05 for sure on 6 questions" in printed
     result = json.loads(told.read_text())
-    assert (result["n"], result["score"]) == (12, "min")
+    assert (result["n"], result["score"], result["models"]) == (12, "min", [str(small), str(large)])
     with pytest.raises(SettingsError, match="found no threshold"):  # a server reads it
         read_cascade({"name": "auto", "tiers": ["small", "large"], "calibration": str(told)})
     assert result["curve"][0]["accuracy"] == result["small"]
@@ -157,6 +157,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     assert main(["bench", "cascade", str(small), str(large), *given, "--score", "most"]) == 2
     assert "--score takes min, mean, low, vote" in capsys.readouterr().err
+
+
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    """JSON may hold other ends of lines as they are."""
+    file = tmp_path / "q.jsonl"
+    asked = [{"prompt": f"a{end}b", "answer": "x"} for end in ("\u2028", "\x85")]
+    file.write_text("".join(json.dumps(one, ensure_ascii=False) + "\r\n" for one in asked), "utf-8", newline="")
+    assert [one.prompt for one in bench.read_questions(file)] == [one["prompt"] for one in asked]
 
 
 @pytest.mark.parametrize(

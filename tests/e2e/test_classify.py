@@ -1,6 +1,8 @@
 """Classifiers with exits: whoever leaves early changes nobody else's answer, and who leaves nowhere has the whole model's."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, Exits, Staged, _pool, leave_at, probabilities
-from headrace.startup.exits import INFO, WEIGHTS, Rule, save
+from headrace.startup.exits import CALIBRATION, INFO, WEIGHTS, Rule, load, save
+from headrace.startup.opening import open_files
 from tests.cli_shell import Shell
 from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
@@ -247,6 +250,37 @@ def test_a_damaged_classifier_is_refused(bert: Path, folder: Path, tmp_path: Pat
     (tmp_path / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes())
     with pytest.raises(ValueError, match=says):
         LLM(bert, classifier=tmp_path)
+
+
+@pytest.mark.parametrize("name", [INFO, CALIBRATION])
+def test_bytes_that_are_no_text_are_said_with_their_place(name: str, bert: Path, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "c")
+    (tmp_path / "c" / name).write_bytes((folder / name).read_bytes().replace(b"max_prob", b"max_\xff").replace(b"bad", b"\xff"))
+    with pytest.raises(ValueError, match="c: this classifier cannot be read"):
+        load(tmp_path / "c", open_files(bert))
+
+
+def test_a_classifier_that_is_half_written_is_none(
+    bert: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one is written over another: its weights with the thresholds of the other would promise what nobody has shown."""
+    place, model, right = tmp_path / "classifier", open_files(bert), os.replace
+    shutil.copytree(folder, place)
+    known = load(place, model)
+
+    def full(old: Path, new: Path) -> None:
+        if Path(new).name == CALIBRATION:
+            raise OSError("No space left on device")
+        right(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            save(place, known.exits, model, {}, ())
+    with pytest.raises(ValueError, match="this classifier cannot be read"):
+        load(place, model)
+    save(place, known.exits, model, {}, known.rules)
+    assert load(place, model).rules == known.rules
 
 
 def test_wants_and_answers_cross_as_data() -> None:

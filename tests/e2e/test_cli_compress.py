@@ -42,7 +42,7 @@ def test_methods_that_read_texts(shell: Shell, tmp_path: Path) -> None:
     assert "2/2 qkv.q K 32 error 0." in err
     assert "of the squares of the layers' outputs" in said
     assert "judged:          KL " in said
-    assert json.loads((tmp_path / "out.report.json").read_text())["tokens"] == 1024
+    assert json.loads((tmp_path / "out.gguf.report.json").read_text())["tokens"] == 1024
     code, said, _ = shell("inspect", out, "--json")
     assert (code, json.loads(said)["types"]["Q4_0"]) == (0, 13)
     assert shell("compress", model, "-o", tmp_path / "two.gguf", "-f", "q4_0", "--imatrix", tmp_path / "i.gguf")[0] == 0
@@ -61,7 +61,7 @@ def test_a_model_is_made_smaller(shell: Shell, tmp_path: Path) -> None:
     assert "layers:          1 of 2, without " in said
     code, said, _ = shell("inspect", out, "--json")
     assert code == 0
-    assert len(json.loads((tmp_path / "out.report.json").read_text())["cuts"]) == 3
+    assert len(json.loads((tmp_path / "out.gguf.report.json").read_text())["cuts"]) == 3
 
 
 def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tokens that leave early, unverified: who writes them is a pure function of the tokens before, on either back end."""
 
 import json
+import shutil
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.compress.run import Pipeline, compress
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.types import Request
 from headrace.decoding.processors import LengthNudge
@@ -16,6 +18,7 @@ from headrace.llm import LLM
 from headrace.runner import leaving
 from headrace.runner.leaving import MOST_BEHIND
 from headrace.startup import rules
+from headrace.startup.opening import open_files
 from headrace.training.leaving import Task, calibrated, likeness
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
@@ -304,9 +307,10 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     rules.save(exits, rule)
     rules.save(exits, msgspec.structs.replace(rule, delta=0.4))
     assert [one.delta for one in rules.load(exits)] == [0.4]
-    (exits / rules.CALIBRATION).write_text("[1]")
-    with pytest.raises(ValueError, match="cannot be read"):
-        rules.load(exits)
+    for data in (b"[1]", b'[{"criterion": "\xff"}]'):
+        (exits / rules.CALIBRATION).write_bytes(data)
+        with pytest.raises(ValueError, match=r"calibration\.json cannot be read"):
+            rules.load(exits)
     (exits / rules.CALIBRATION).unlink()
 
 
@@ -354,3 +358,26 @@ def test_the_command_line_shows_who_left(shell: Shell, folders: tuple[Path, Path
     code, _, err = shell("calibrate", model, "--exits", exits, "-i", source, "-m", "4", "--threads", "1")
     assert code == 1
     assert "has 6 prompts, and fewer than 29 can show nothing" in err
+    code, _, err = shell("calibrate", model, "--exits", exits, "-i", source, "-m", "4", "--threads", "1", "--delta", "0.9")
+    assert code == 0, err
+    (rule,) = rules.load(exits)
+    assert f"calibrated: {rule.said()}" in " ".join(shell(*ask, "--exits", exits)[2].split())
+    (exits / rules.CALIBRATION).unlink()
+
+
+def test_a_rule_is_of_one_model_and_of_its_exits(
+    folders: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exits may draft for any model of the same shape; what was shown of a threshold is of one, as it was stored then."""
+    model, exits = folders
+    own, place = open_files(model), tmp_path / "exits"
+    shutil.copytree(exits, place)
+    rule = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64, fits=rules.fits(own, place))
+    rules.save(place, rule)
+    assert rules.known(own, place, None) == (rule,)
+    compress(model, tmp_path / "other.gguf", Pipeline(format="Q8_0"))
+    assert rules.known(open_files(tmp_path / "other.gguf"), place, None) == ()
+    assert "calibration.json is of another model or of other exits and is not used" in caplog.text
+    weights = place / "heads.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert rules.known(own, place, None) == ()

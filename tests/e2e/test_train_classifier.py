@@ -82,16 +82,30 @@ def test_texts_that_cannot_be_read(tmp_path: Path, text: str, says: str) -> None
         read_labelled(path)
 
 
+def test_what_is_no_text_is_said_in_a_line(tmp_path: Path) -> None:
+    """Bytes that are none, a cell that is longer than csv reads, values nested without an end."""
+    for name, data, says in (
+        ("a.tsv", b"text\tlabel\n\xff\t1\n", r"a\.tsv is not UTF-8 text"),
+        ("a.csv", b"text,label\n" + b"a" * 200_000 + b",1\n", r"a\.csv cannot be read as a table"),
+        ("a.jsonl", b'{"text":' + b"[" * 200_000 + b"\n", "line 1: wants a JSON object"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=says):
+            read_labelled(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (("--layers", "1,2"), "the last after layer 3"),
         (("--layers", "a"), "takes numbers"),
         (("--delta", "2"), "between 0 and 1"),
+        (("--check", "DATA"), "all texts to calibrate with are texts to train with"),
     ],
 )
 def test_training_that_cannot_be_is_refused(tmp_path: Path, shell: Shell, options: tuple[str, ...], says: str) -> None:
     bert, data = write_tiny_bert(tmp_path / "bert"), write_texts(tmp_path / "train.jsonl", 20, 1)
+    options = tuple(str(data) if one == "DATA" else one for one in options)
     code, _, err = shell("train-classifier", bert, "-d", data, "-o", tmp_path / "out", *options)
     assert code != 0
     assert says in err

@@ -14,7 +14,9 @@ from headrace.llm import LLM
 from headrace.runner.heads import affine
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
+from headrace.training.heads import Recipe
 from headrace.training.kinds import KINDS, begin
+from headrace.training.run import begin as start
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Shards, Text, open_writer, write_texts
 from tests.cli_shell import Shell, check_bar
@@ -67,6 +69,13 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
     code, _, said = shell("train-heads", model, "--out", out, "--kind", other, *longer, *QUICK)
     assert code == 1
     assert f"holds another training (heads: {kind} then, {other} now)" in said
+    twin = write_tiny_gguf(tmp_path / "twin.gguf", seed=5)  # of the same shape: its rows are others
+    code, _, said = shell("train-heads", twin, "--out", out, "--kind", kind, *longer, *QUICK)
+    assert code == 1
+    assert "holds another training (model: tiny.gguf" in said
+    (tmp_path / "asked.txt").write_text("What turns?")
+    code, _, said = shell("train-heads", model, "--out", out, "--kind", kind, *longer, *QUICK, "-i", tmp_path / "asked.txt")
+    assert "holds another training (prompts: its own then" in said
     plain = LLM(model, speculate=None).generate(["A wheel", "Hello"], GREEDY)
     for method in ("heads", "auto"):
         made = LLM(model, draft=out, speculate=method, draft_tokens=2).generate(["A wheel", "Hello"], GREEDY)
@@ -79,6 +88,16 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
         LLM(model, draft=out, speculate=None)
     with pytest.raises(ValueError, match="trained heads were given and suffix does not use that"):
         LLM(model, draft=out, speculate="suffix")
+
+
+def test_exits_elsewhere_are_another_training(tmp_path: Path) -> None:
+    """As many, after other layers: the texts that are there have the rows of those."""
+    opened = open_model(write_tiny_gguf(tmp_path / "deep.gguf", layers=4))
+    first, other = (Recipe("exit", exits=exits).about(opened) for exits in ((1, 2), (1, 3)))
+    start(tmp_path / "work", first)
+    start(tmp_path / "work", first)
+    with pytest.raises(ValueError, match=r"holds another training \(exits: \[1, 2\] then, \[1, 3\] now\)"):
+        start(tmp_path / "work", other)
 
 
 def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
@@ -113,7 +132,7 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
     assert re.search(r"exit: \d+ tokens? accepted of \d+ drafted", shown), shown
     code, _, said = shell(*args, "--exits", "2")
     assert code == 1
-    assert "holds the texts of other heads" in said
+    assert "holds another training (tokens: 2 then, 1 now; exits: [1, 2] then, [2] now)" in said
     for exits, match in (("2,1", "ascending, 1 to 2"), ("1,3", "ascending, 1 to 2"), ("one", "takes numbers, as in 10,20,25")):
         code, _, said = shell(*args[:3], tmp_path / "other", *args[4:], "--exits", exits)
         assert code != 0

@@ -212,6 +212,7 @@ def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
         "run", out, "the mill", "--raw", "--refine-block", "8", "--refine-passes", "2", "-m", "8", "--threads", "1"
     )
     assert code == 0, err
+    assert "holds a model; name another folder" in shell("train-masked", text, "-o", out, *small)[2]
     assert "neither a task (reverse, numbers) nor a text file" in shell("train-masked", "poems", "-o", tmp_path / "no")[2]
     maskless = write_tiny_gguf(tmp_path / "tiny.gguf")
     assert "it fills in no blocks" in shell("bench", "refine", maskless, "-i", out / "prompts.jsonl", "--threads", "1")[2]

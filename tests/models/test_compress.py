@@ -363,8 +363,12 @@ def test_importance_of_another_model_or_damaged_is_one_line(tmp_path: Path) -> N
     with pytest.raises(WeightError, match="importance of none of this model's matrices"):
         predict(model, Pipeline(imatrix=other))
     wide = write_dat(tmp_path / "wide.dat", {"blk.0.attn_q.weight": np.ones(64)})
-    with pytest.raises(WeightError, match="blk.0.attn_q.weight importance has 64 columns and the matrix 32"):
-        compress(model, tmp_path / "out.gguf", Pipeline(format="Q4_0", imatrix=wide))
+    for how in ({}, {"method": ("wanda",), "sparsity": "0.5"}):  # said before a number is read
+        with pytest.raises(WeightError, match="blk.0.attn_q.weight importance has 64 columns and the matrix 32"):
+            predict(model, Pipeline(format="Q4_0", imatrix=wide, **how))
+    none = write_dat(tmp_path / "none.dat", {"blk.0.attn_q.weight": np.ones(0)})
+    with pytest.raises(WeightError, match=r"none.dat: ends within the importance of 'blk.0.attn_q.weight'"):
+        imatrix.read_imatrix(none)
     whole = other.read_bytes()
     rng = np.random.default_rng(0)
     for _ in range(300):

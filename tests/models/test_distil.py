@@ -1,6 +1,7 @@
 """Distillation: gradients against finite differences, losses that are nothing where nothing differs, and what is learned."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,6 +256,20 @@ def test_a_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "whole/checkpoint.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match="is damaged; remove"):
         trained(tmp_path / "whole")
+
+
+def test_a_loss_that_is_no_number_ends_a_training(tmp_path: Path) -> None:
+    """Before a step with it, which would make all weights none."""
+    x = torch.ones(2)
+    run = Run({"x": x}, tmp_path, Budget(steps=3), 0.1)
+
+    def learn(step: int) -> float:
+        x.grad = torch.ones(2)
+        return math.nan if step else 1.0
+
+    with pytest.raises(ValueError, match="the loss of step 1 is no number"):
+        run.go(learn)
+    assert (run.steps, bool(x.isfinite().all())) == (1, True)
 
 
 def test_what_a_folder_was_begun_for(tmp_path: Path) -> None:

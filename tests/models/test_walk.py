@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch
 from headrace.compress import texts as own_texts
 from headrace.compress.base import Edge, Inputs, Matrix, Visit
 from headrace.compress.edges import edges
+from headrace.compress.folder import compress_folder
 from headrace.compress.folding import SmoothQuant
 from headrace.compress.judge import judge
+from headrace.compress.measured import plan_of
+from headrace.compress.report import report_path
 from headrace.compress.rounding import Rounding
 from headrace.compress.run import Pipeline, compress, predict, work_folder
 from headrace.compress.texts import check_apart, passages, texts_of
 from headrace.compress.walk import Walk
-from headrace.compress.work import PLAN, STATE, Work
+from headrace.compress.work import PLAN, STATE, TEXTS, Work
 from headrace.data.params import SamplingParams
 from headrace.kv.pool import KVPool
 from headrace.layers.linear import Linear
@@ -31,6 +35,7 @@ from headrace.llm import LLM
 from headrace.ops.context import FeedRows, build
 from headrace.runner.record import record
 from headrace.startup.opening import open_files
+from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.loader import load_model, read_tensor
@@ -129,7 +134,7 @@ def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_p
     written = GGUFFile(out)
     assert written.metadata["headrace.compress"] == "gptq Q4_0"
     assert {written.info(name).kind for name in written.names() if "blk" in name} == {"Q4_0", "F32"}
-    said = json.loads((tmp_path / "out.report.json").read_text())
+    said = json.loads((tmp_path / "out.gguf.report.json").read_text())
     assert said["outputs"]["layers.1.down.weight"] == report.told["layers.1.down.weight"].record()
     made = LLM(str(out), backend="torch", max_model_len=64).generate(["the water of"], SamplingParams(max_tokens=4))
     assert len(made[0].outputs[0].token_ids) == 4
@@ -237,8 +242,103 @@ def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, t
     layer.write_bytes(right[:100])
     refused("layer_0000.safetensors is damaged")
     layer.write_bytes(right)
+    right = (work / TEXTS).read_bytes()
+    (work / TEXTS).write_text("{}")
+    refused("texts.json is damaged")
+    (work / TEXTS).write_bytes(right)
     (work / PLAN).unlink()
     refused("holds no work of compress; remove it, or name another OUT")
+
+
+def test_work_is_of_one_plan_to_the_byte(model: Path, tmp_path: Path) -> None:
+    """Kinds are chosen by the budget and by what the head takes of it: layers that are done have those of the other choice."""
+    asked = pipeline(tmp_path, calibrate="self", budget=100_000_000)
+    others = [replace(asked, **change) for change in ({"budget": 100_000_001}, {"head": "Q8_0"}, {"layout": "gptq"})]
+    plans = [plan_of(open_files(model), one, "Q4_0") for one in (asked, *others)]
+    Work(tmp_path / "work").begin(plans[0])
+    for plan, name in zip(plans[1:], ("budget", "head", "layout"), strict=True):
+        with pytest.raises(WeightError, match=rf"was begun for something else \({name}: "):
+            Work(tmp_path / "work").begin(plan)
+    assert Work(tmp_path / "work").begin(plans[0]) == 0
+
+
+def test_stopped_before_its_plan_was_there_it_begins(tmp_path: Path) -> None:
+    (tmp_path / f"{PLAN}.part").write_text("{")
+    assert Work(tmp_path).begin({"model": "a"}) == 0
+    assert Work(tmp_path).read(PLAN) == {"model": "a"}
+
+
+@pytest.mark.parametrize(("name", "number_format"), [("out.gguf", "Q4_0"), ("out", "int4-g32")])
+def test_stopped_while_it_was_judged_it_goes_on(
+    name: str, number_format: str, model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OUT is there then, and whole: the same command judges it, any other refuses to replace it. A report is of that OUT."""
+    out, other = tmp_path / name, tmp_path / "other.txt"
+    other.write_text(" ".join(reversed(book.read_text().split()[:500])))
+    asked = pipeline(book, format=number_format, judge=str(other), tokens=256)
+    run, room = (compress, "run") if name == "out.gguf" else (compress_folder, "folder")
+
+    def written() -> bytes:
+        return (out if out.is_file() else out / "model.safetensors").read_bytes()
+
+    def stop(*rest: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"headrace.compress.{room}.judge", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, out, asked)
+    before = written()
+    with pytest.raises(ValueError, match="exists; give another name"):
+        run(model, out, replace(asked, method=("rtn",)))
+    with pytest.raises(WeightError, match=r"\(act-order: True then, False now\)"):
+        run(model, out, replace(asked, act_order=False))
+    assert run(model, out, asked).judged is not None
+    assert written() == before
+    assert not work_folder(out).exists()
+    assert report_path(out).is_file()
+    with pytest.raises(ValueError, match="exists; give another name"):
+        run(model, out, asked)
+    if out.is_file():
+        compress(model, out, Pipeline(format="Q4_0"), overwrite=True)
+        assert not report_path(out).exists()
+
+
+def test_the_memory_that_is_said_has_the_model_that_writes_texts(
+    model: Path, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_files(model)
+    assert own_texts.writing_bytes(opened, 256) > sum(opened.source.info(name).nbytes for name in opened.source.names()) / 2
+    monkeypatch.setattr("headrace.compress.measured.writing_bytes", lambda *_: 1 << 33)
+    for changes in ({"calibrate": "self"}, {"judge": "self"}, {"calibrate": "self", "method": ("rtn",), "kv": "int8"}):
+        assert predict(model, pipeline(book, **changes)).largest > 1 << 33
+    assert predict(model, pipeline(book)).largest < 1 << 33
+
+
+def test_a_long_file_is_encoded_piece_by_piece(
+    model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer makes a hundred bytes and more of each: a piece is in memory at a time, and ends with a line if it can."""
+    opened, long, encoded = open_files(model), tmp_path / "long.txt", Tokenizer.encode
+    words = book.read_text().split()
+    long.write_text(" ".join(words[:400]) + "".join(f"\n{' '.join(words[at : at + 9])}" for at in range(400, 1000, 9)))
+    whole = texts_of(opened, str(long), 10**6, 3, Silent(), 64)
+    pieces: list[str] = []
+
+    def spied(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        pieces.append(text)
+        return encoded(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", spied)
+    monkeypatch.setattr(own_texts, "PIECE", 500)
+    assert texts_of(opened, str(long), 10**6, 3, Silent(), 64) != []
+    assert "".join(pieces) == long.read_text()
+    assert max(map(len, pieces)) <= 1000
+    assert sum(piece.endswith("\n") for piece in pieces) > 3
+    monkeypatch.setattr(own_texts, "PIECE", 10**6)
+    assert texts_of(opened, str(long), 10**6, 3, Silent(), 64) == whole
+    long.write_bytes(b"a" * (3 << 20))
+    assert predict(model, pipeline(long)).largest > 140 * 2 << 20 > predict(model, pipeline(book)).largest
 
 
 def test_a_full_disk_loses_nothing_that_was_done(
@@ -272,11 +372,13 @@ def test_a_full_disk_loses_nothing_that_was_done(
         ({"imatrix": Path("i.dat")}, "--imatrix is for rtn alone"),
         ({"calibrate": "short"}, "short.txt has 3 tokens and a text needs 256"),
         ({"judge": "book"}, "passages of 32 tokens that were measured on"),
+        ({"write_imatrix": "model"}, "tiny.gguf would replace that file; give another name"),
+        ({"write_imatrix": "out"}, "out.gguf would replace that file; give another name"),
     ],
 )
 def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: Path, book: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("abc")
-    names = {"short": str(tmp_path / "short.txt"), "book": str(book)}
+    names = {"short": str(tmp_path / "short.txt"), "book": str(book), "model": model, "out": tmp_path / "out.gguf"}
     changes = {key: names.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
     with pytest.raises(ValueError, match=re.escape(line)) as found:
         compress(model, tmp_path / "out.gguf", pipeline(book, **changes))

@@ -183,6 +183,7 @@ def test_every_endpoint_of_a_batch(server: Running) -> None:
     ("content", "says"),
     [
         (b"{", "not JSON"),
+        (b'{"custom_id": "\xff"}', "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "not a JSON object"),
         (b"\n\n", "no lines"),

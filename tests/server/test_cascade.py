@@ -1,6 +1,7 @@
 """A cascade as a model of the server: it answers as the offline one, every tier that was asked is counted, and what has no
 score is refused."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,17 @@ from headrace.cli import serve as command
 from headrace.cli.app import main
 from headrace.cli.cascades import read_cascade
 from headrace.data.params import SamplingParams
+from headrace.data.plan import Exited, TokenLogprob
+from headrace.data.types import Delta, RequestMetrics
 from headrace.llm import LLM
 from headrace.server import cascade as module
 from headrace.server.async_llm import RequestFailedError
-from headrace.server.fields import ChatRequest
+from headrace.server.errors import UNFIT, ApiError
+from headrace.server.fields import ChatRequest, CompletionRequest
+from headrace.server.queueing import Queue
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
-from headrace.server.tickets import DeadlineError
+from headrace.server.tickets import DeadlineError, Ticket, Wakeup
 from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown
 from tests.server.browser import ask, opened
@@ -183,6 +188,62 @@ def test_a_tier_that_fails_is_not_sure(server: Running, monkeypatch: pytest.Monk
     assert [(one["model"], one["score"]) for one in said["usage"]["tiers"]] == [("small", 0.0), ("large", None)]
 
 
+def test_an_answer_that_a_context_cut_off_does_not_stand(
+    server: Running, offline: dict[str, LLM], files: dict[str, Path]
+) -> None:
+    """However sure its tokens are: the next tier's context holds all of it. Offline too, where a prompt that a tier cannot hold
+    is for the next one. One that ends where it was asked to stands."""
+    prompt = "wheel " * 4
+    ask = {"model": "always", "prompt": prompt, "temperature": 0, "ignore_eos": True}
+    tokens = len(offline["small"].tokenizer.encode(prompt))
+    for most, tiers in ((CONTEXT - tokens, ["small"]), (CONTEXT - tokens + 1, ["small", "large"])):
+        said = server.post("/v1/completions", {**ask, "max_tokens": most}).json()
+        assert [one["model"] for one in said["usage"]["tiers"]] == tiers
+        assert said["usage"]["tiers"][-1]["completion_tokens"] == most
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=most)
+        with LLM(files["small"], **ENGINE, max_model_len=CONTEXT) as short:
+            found = answer([Tier(short), Tier(offline["large"])], [prompt, "wheel " * CONTEXT], params)
+        assert [one.tier for one in found] == [len(tiers) - 1, 1]
+        assert [len(one.scores) for one in found] == [1, 0]
+        assert found[0].output.outputs[0].text == said["choices"][0]["text"]
+
+
+def test_an_answer_that_is_not_of_its_form_is_for_the_next(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a next one: a form that no mask can hold answers to is looked at when they are whole."""
+    begin, right = module.WAYS[CompletionRequest]
+    unfit: list[str] = []
+
+    async def answered(job: Any, http: Any) -> Any:
+        if job.trial.model in unfit:
+            job.service.llm.abort(job.tickets)
+            raise ApiError(422, "not of its form", code=UNFIT)
+        return await right(job, http)
+
+    monkeypatch.setitem(module.WAYS, CompletionRequest, (begin, answered))
+    body = {"model": "always", "prompt": "The mill", **ASK}
+    unfit.append("small")
+    assert [one["model"] for one in server.post("/v1/completions", body).json()["usage"]["tiers"]] == ["small", "large"]
+    unfit.append("large")
+    assert server.post("/v1/completions", body).json()["error"]["code"] == UNFIT
+
+
+def test_an_answer_that_is_gathered_has_all_of_its_parts() -> None:
+    waiting = Queue(4, 64)
+    waiting.enter([1])
+    ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
+    parts = [
+        Delta("a", 0, [number], str(number), (TokenLogprob(number, -1.0, 1, ()),), exits=(Exited(number),))
+        for number in range(3)
+    ]
+    for part in (*parts, Delta("a", 0, finish_reason="stop", finished=True)):
+        ticket.put(part)
+    ticket.end(RequestMetrics())
+    whole = asyncio.run(module.gathered(ticket))
+    assert (whole.token_ids, whole.text, whole.finish_reason) == ([0, 1, 2], "012", "stop")
+    assert [one.token for one in whole.logprobs] == [one.layers for one in whole.exits] == [0, 1, 2]
+    assert ticket.take() == [whole]
+
+
 def test_tiers_share_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     request = ChatRequest(model="both", messages=[], deadline=10.0)
     monkeypatch.setattr(module.time, "monotonic", lambda: 107.0)
@@ -200,6 +261,7 @@ def test_tiers_share_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"beam_width": 2}, "beam_width"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"penalty_alpha": 0.5, "top_k": 4}, "penalty_alpha"),
+        ({"refine_block": 8}, "refine_block"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": [[5]]}, "bad_words"),
@@ -273,14 +335,14 @@ def served(monkeypatch: pytest.MonkeyPatch, file: Path, text: str, files: dict[s
     return main(["serve", "--config", str(file)]), calls
 
 
-def calibrated(threshold: float | None, score: str = "mean") -> str:
+def calibrated(threshold: float | None, score: str = "mean", **more: Any) -> str:
     made = {"threshold": threshold, "delta": 0.05, "epsilon": 0.05, "n": 250}
-    return json.dumps({"score": score, "calibration": made})
+    return json.dumps({"score": score, "calibration": made, **more})
 
 
 def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Path]) -> None:
     told = tmp_path / "told.json"
-    told.write_text(calibrated(0.62))
+    told.write_text(calibrated(0.62, models=["s.gguf", "l.gguf"]))
     expected = {
         'threshold = 0.4\nscore = "low"': CascadeSettings("auto", ("small", "large"), (0.4,), "low"),
         "threshold = [1]": CascadeSettings("auto", ("small", "large"), (1.0,)),
@@ -289,7 +351,7 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
             ("small", "large"),
             (0.62,),
             "mean",
-            f"loses at most 0.05 with probability 0.95, on inputs like the 250 of {told}",
+            f"loses at most 0.05 with probability 0.95, on inputs like the 250 of {told} and of s.gguf before l.gguf",
         ),
     }
     for lines, right in expected.items():
@@ -316,13 +378,16 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
         ({"calibration": "nowhere.json"}, "nowhere.json is not what bench cascade --json writes"),
         ({"calibration": "NONE"}, "found no threshold"),
         ({"calibration": "MEAN", "score": "min"}, "was calibrated with the score 'mean', not 'min'"),
+        ({"calibration": ["MEAN", "MIN"]}, r"its files were calibrated with different scores \(mean, min\); use one"),
     ],
 )
 def test_a_bad_table_is_said_in_a_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    for name, threshold in (("NONE", None), ("MEAN", 0.5)):
-        (tmp_path / name).write_text(calibrated(threshold))
-        if change.get("calibration") == name:
-            change = {**change, "calibration": str(tmp_path / name)}
+    for name, threshold in (("NONE", None), ("MEAN", 0.5), ("MIN", 0.5)):
+        (tmp_path / name).write_text(calibrated(threshold, "min" if name == "MIN" else "mean"))
+    if isinstance(named := change.get("calibration", []), str):
+        named = [named]
+    if there := [str(tmp_path / name) for name in named if (tmp_path / name).exists()]:
+        change = {**change, "calibration": there}
     with pytest.raises(SettingsError, match=says):
         read_cascade({"name": "auto", "tiers": ["small", "large"], **change})
 

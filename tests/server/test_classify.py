@@ -97,7 +97,7 @@ def test_an_answer_has_so_many_probabilities(server: Running, monkeypatch: pytes
 
 @pytest.mark.parametrize("path", ["/v1/classify", "/v1/embeddings"])
 def test_many_answers_are_written_in_turns(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Of the event loop: others have theirs after every 32 texts."""
+    """Of the event loop: others have theirs after every 32 texts, or fewer where there are many labels."""
     turns: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -107,6 +107,10 @@ def test_many_answers_are_written_in_turns(server: Running, monkeypatch: pytest.
     found = server.post(path, {"model": "tiny", "input": [[5, 6]] * 70}).json()["data"]
     assert [one["index"] for one in found] == list(range(70))
     assert turns == [0, 0]
+    if path == "/v1/classify":
+        monkeypatch.setattr(classes, "IN_A_TURN", 40)  # of two labels those of 20 texts
+        assert server.post(path, {"model": "tiny", "input": [[5, 6]] * 70}).json()["data"] == found
+        assert turns == [0] * 5
 
 
 def test_a_text_as_long_as_the_context_is_taken(server: Running) -> None:

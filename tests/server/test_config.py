@@ -205,6 +205,18 @@ def test_a_model_that_is_answering_is_not_unloaded(two: Running) -> None:
     assert two.complete(model="other").choices[0].finish_reason == "length"
 
 
+def test_a_model_whose_answer_is_not_taken_yet_is_not_unloaded(two: Running) -> None:
+    """A stream may still be sent when the engine has written all of it, and its tokens are spelled on the way."""
+    two.complete()
+    llm = two.models.services[0].llm
+    llm._asking.add("a stream")
+    assert not llm.tickets
+    with pytest.raises(openai.InternalServerError, match="in use by others"):
+        two.complete(model="other")
+    llm._asking.discard("a stream")
+    assert two.complete(model="other").choices[0].finish_reason == "length"
+
+
 def test_while_the_model_is_loaded_requests_are_told_to_come_back(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The address answers at once, whatever loading takes."""
     go_on, start = threading.Event(), EngineLink.start

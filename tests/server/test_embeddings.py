@@ -53,7 +53,7 @@ def test_the_answer_has_the_shape_of_the_protocol(server: Running) -> None:
         ({"input": [[10**9]]}, "is not in the vocabulary"),
         ({"input": [[5]] * 100 + [[5, 99_999]]}, "token 99999 is not in the vocabulary (0 to"),
         ({"input": [[5, 99_999]]}, "another model's tokenizer? send texts"),
-        ({"input": "mill " * 600}, "shorten the prompt"),
+        ({"input": "mill " * 600}, "shorten the text"),
         ({"input": ["a"] * 2049}, "at most 2048 inputs"),
         ({"encoding_format": "int8"}, "float or base64"),
         ({"priority": -1}, "priority must be 0 or more"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.data.params import SamplingParams
@@ -16,6 +17,7 @@ from headrace.server.messages import Deltas, Loaded, Stats
 from headrace.server.metrics import Figures, Metrics
 from headrace.server.principals import Principal
 from headrace.startup import rules
+from headrace.startup.opening import open_files
 from tests.leaving import write_exits
 from tests.server.browser import opened
 from tests.server.harness import Running
@@ -131,11 +133,14 @@ def test_a_slowdown_is_seen() -> None:
 
 
 def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[Path, Path]) -> None:
+    """Of this model and these exits: one of others is nobody's promise here."""
     model, exits = folders
-    rules.save(exits, RULE)
+    rule = msgspec.structs.replace(RULE, fits=rules.fits(open_files(model), exits))
+    rules.save(exits, rule)
+    rules.save(exits, msgspec.structs.replace(RULE, threshold=0.1, fits="another"))
     with Running(model, exits=str(exits)) as running:
         assert running.llm.loaded is not None
-        assert running.llm.loaded.rule == RULE
+        assert running.llm.loaded.rule == rule
         told = running.http.get("/v1/models/tiny").json()["exit"]
     assert told["calibrated"] == {"criterion": "max_prob", "threshold": 0.5, "decay": 0.0, "promise": RULE.said()}
     (exits / rules.CALIBRATION).unlink()

@@ -1,5 +1,6 @@
 """When a text leaves an encoder: the papers' rules on tables made by hand, and what is said of them that does not hold."""
 
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -206,3 +207,16 @@ def test_leaving_when_all_agree_would_be_seen(monkeypatch: pytest.MonkeyPatch) -
 
     assert alone(sure)
     assert not alone(together)
+
+
+def test_an_exit_of_many_labels_takes_little_memory() -> None:
+    """The products of a step's rows are made some at a time, and the sums have the bits that they have all at once."""
+    rng = np.random.default_rng(0)
+    weight, pooled = rng.normal(size=(1, 512, 384)), rng.normal(size=(64, 384)).astype(np.float32)
+    many = exits.Exits((1,), tuple(map(str, range(512))), "mean", weight, np.ones((1, 512)))
+    tracemalloc.start()
+    found = many.logits(0, pooled)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 32 << 20, "all at once they are 96 MiB"
+    np.testing.assert_array_equal(found, (pooled[:, None] * weight[0]).sum(-1) + 1)

@@ -66,15 +66,15 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
-    "startup.rules": "weights",
+    "startup.rules": "startup.exits startup.opening weights",
     "startup.runnable": "host startup.opening startup.memory native.weights native models weights",
     "llm": "startup startup.exits engine.callers engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
     "weights.loader weights.parts weights models layers eager ops kv.pool text data",
     "compress": "quant llm startup.opening runner.streamed runner kv.layout text models layers ops weights.loader "
-    "weights.parts weights native data",
+    "weights.parts weights native.weights native data",
     "workflows": "workflows.surety llm data",
-    "workflows.surety": "",  # of numbers alone: the web process has it, too
+    "workflows.surety": "data",  # of numbers alone: the web process has it, too
     "bench": "compress llm engine startup decoding drafting eager runner kv.layout text ops weights host data",
     "bench.kv": "bench compress startup runner.streamed models ops kv.layout kv.rounded weights host",
     "bench.profile": "bench llm native.program native data",  # of the native core alone

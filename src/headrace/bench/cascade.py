@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.prompts import Prompt, read_prompts, tokens_of
+from headrace.bench.prompts import Prompt, lines_of, read_prompts, tokens_of
 from headrace.data.params import SamplingParams
 from headrace.data.structured import StructuredOutputs
 from headrace.llm import LLM
@@ -48,7 +48,7 @@ class Answered:
 def read_questions(path: Path, most: int | None = None) -> list[Question]:
     """JSON lines with "prompt" (or "messages"), "answer", and perhaps "choices". Raises ValueError, naming the line."""
     prompts = read_prompts(path, most)
-    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    lines = [line for line in lines_of(path) if line.strip()]
     found = []
     for number, (prompt, line) in enumerate(zip(prompts, lines, strict=False), 1):
         fields = json.loads(line)

@@ -16,6 +16,7 @@ from headrace.bench.engines import Say
 from headrace.bench.peers import Lineup, fitting, heading, kv_bytes
 from headrace.bench.rounds import Party, measure
 from headrace.compress.judge import judge
+from headrace.compress.report import report_path
 from headrace.compress.survey import survey
 from headrace.compress.texts import Texts, check_apart, texts_of
 from headrace.host import cores
@@ -97,9 +98,8 @@ def measure_compressed(
 
 def _measured_on(path: Path) -> list[str]:
     """Hashes of the passages that a model was compressed by, where its report lies beside it."""
-    report = path.with_suffix(".report.json") if path.is_file() else path.with_name(f"{path.name}.report.json")
     try:
-        found = json.loads(report.read_text("utf-8")).get("passages", [])
+        found = json.loads(report_path(path).read_text("utf-8")).get("passages", [])
     except (OSError, ValueError, AttributeError):
         return []
     return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []

@@ -10,12 +10,17 @@ Prompt = str | list[dict[str, Any]]
 def read_prompts(path: Path, most: int | None = None) -> list[Prompt]:
     """Texts and conversations in the order of the file, `most` at most. Raises ValueError, naming the line."""
     found: list[Prompt] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(lines_of(path), 1):
         if line.strip() and (most is None or len(found) < most):
             found.append(_prompt(line, number, path.suffix == ".jsonl"))
     if not found:
         raise ValueError(f"{path} has no prompt; write one a line")
     return found
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file: they end at line feeds alone, as JSON may hold what else ends a line (U+2028)."""
+    return path.read_text("utf-8").split("\n")
 
 
 def _prompt(line: str, number: int, is_json: bool) -> Prompt:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headrace.bench.prompts import Prompt, read_prompts, tokens_of
+from headrace.bench.prompts import Prompt, lines_of, read_prompts, tokens_of
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import ParamError, RefineParams, SamplingParams
 from headrace.llm import LLM
@@ -56,7 +56,7 @@ class Measured:
 def read_questions(path: Path, most: int | None = None) -> list[Question]:
     """JSON lines with "prompt" (or "messages"), and perhaps "answers" or "answer". Raises ValueError."""
     prompts = read_prompts(path, most)
-    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    lines = [line for line in lines_of(path) if line.strip()]
     found = []
     for number, (prompt, line) in enumerate(zip(prompts, lines, strict=False), 1):
         try:

@@ -62,7 +62,7 @@ def cascade(
         llm.close()
         say(f"{name}: {sum(answered[-1].right)} of {len(questions)} right, {answered[-1].seconds:.1f} s")
     figures = {"price": price, "delta": delta, "epsilon": epsilon}
-    result = bench.judge(*answered, score=score, **figures)  # type: ignore[arg-type]
+    result = {"models": [small, large]} | bench.judge(*answered, score=score, **figures)  # type: ignore[arg-type]
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     rows = [tuple(f"{one[key]:.3f}" for key in ("share", "accuracy", "by_chance", "cost")) for one in result["curve"]]

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -69,7 +69,6 @@ def calibrate(
     options.check()
 
     from headrace.bench.prompts import read_prompts
-    from headrace.startup.rules import folder_of, save
     from headrace.training.calibration import minimum_n
     from headrace.training.heads import asked_tokens
     from headrace.training.leaving import Task, calibrated
@@ -94,9 +93,20 @@ def calibrate(
     if rule is None:
         say(f"no threshold loses at most {delta:g} for sure on {found.n} prompts: none is set, and the whole model writes")
         return
-    folder = Path(options.exits) if options.exits is not None else folder_of(llm.opened.path, fetch(str(options.cascade)))
-    save(folder, rule)
+    _save(llm, options, rule)
     say(rule.said())
+
+
+def _save(llm: Any, options: ModelOptions, rule: Any) -> None:
+    """Beside the exits, for this model and them; or in Headrace's own folder, for these two models."""
+    from msgspec.structs import replace
+
+    from headrace.startup.rules import fits, folder_of, save
+
+    if options.exits is not None:
+        save(Path(options.exits), replace(rule, fits=fits(llm.opened, options.exits)))
+    else:
+        save(folder_of(llm.opened.path, fetch(str(options.cascade))), rule)
 
 
 def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:

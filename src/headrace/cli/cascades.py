@@ -24,6 +24,8 @@ def read_cascade(table: Mapping[str, Any]) -> CascadeSettings:
     if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in thresholds):
         raise SettingsError(f"{who}: threshold is a number, or a list of one for each tier but the last")
     found = [_calibrated(who, one, score) for one in files]
+    if len(apart := {scored for _, scored, _ in found}) > 1:
+        raise SettingsError(f"{who}: its files were calibrated with different scores ({', '.join(sorted(apart))}); use one")
     return CascadeSettings(
         name,
         tuple(tiers),
@@ -41,9 +43,10 @@ def _calibrated(who: str, file: Any, score: Any) -> tuple[float, Any, str]:
     """Threshold, score and promise of what `bench cascade --json` wrote. Raises SettingsError."""
     try:
         told = json.loads(Path(file).expanduser().read_text("utf-8"))
-        made, scored = told["calibration"], told["score"]
+        made, scored, models = told["calibration"], str(told["score"]), told.get("models", ())
         threshold, n = made["threshold"], made["n"]
         promise = f"loses at most {made['delta']:g} with probability {1 - made['epsilon']:g}, on inputs like the {n} of {file}"
+        promise += f" and of {' before '.join(models)}" if models else ""  # as who measured it called them
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{who}: {file} is not what bench cascade --json writes ({type(error).__name__})") from None
     if score is not None and score != scored:

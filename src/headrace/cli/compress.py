@@ -137,7 +137,8 @@ def compress(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
-    if out is not None and not dry_run and out.exists() and not overwrite:
+    going_on = out is not None and out.with_name(f"{out.name}.work").is_dir()
+    if out is not None and not dry_run and out.exists() and not (overwrite or going_on):
         raise ValueError(f"{out} exists; give another name, or --overwrite")
 
     from headrace.cli.opening import fetch

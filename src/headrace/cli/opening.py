@@ -77,5 +77,5 @@ def _say_calibrated(llm: Any, options: ModelOptions) -> None:
     from headrace.startup.rules import known
 
     smaller = None if options.cascade is None else fetch(options.cascade)
-    for rule in known(llm.opened.path, options.exits, smaller, options.exit_state):
+    for rule in known(llm.opened, options.exits, smaller, options.exit_state):
         note(f"calibrated: {rule.said()}")

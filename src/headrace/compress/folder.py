@@ -15,12 +15,12 @@ from headrace.compress.folder_plan import Job, infos_of, is_matrix, prepare_fold
 from headrace.compress.judge import judge
 from headrace.compress.measured import begun, few, kv_measured, sensitivities, threads_of, walked
 from headrace.compress.pruning import pruned
-from headrace.compress.report import Matrix, Pipeline, Report
-from headrace.compress.run import CHUNK, check_room, finish, judging_texts, report_walk, warn, work_folder
+from headrace.compress.report import Matrix, Pipeline, Report, report_path
+from headrace.compress.run import CHUNK, check_room, finish, goes_on, judging_texts, report_walk, warn, work_folder
 from headrace.compress.stages import cut_model
 from headrace.compress.texts import Texts, passages
 from headrace.compress.walk import layer_width
-from headrace.compress.work import Work
+from headrace.compress.work import WRITTEN, Work
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.encode import encode
@@ -45,11 +45,12 @@ def compress_folder(model: str | Path, out: str | Path, pipeline: Pipeline, tell
     Raises ValueError (WeightError, TokenizerError, HubError) for what cannot be, before any matrix is read, and OSError.
     """
     tell, path, start = tell or Silent(), Path(out), time.perf_counter()
-    if path.exists():
+    if path.exists() and not goes_on(path, pipeline):
         raise ValueError(f"{path} exists; give another name")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is no folder; make it first")
     job = prepare_folder(model, pipeline)
+    pipeline.check_files(path, job.origin.path)
     check_room(path, job.report.bytes)
     for line in job.report.warnings:
         tell.note(line)
@@ -65,6 +66,8 @@ def compress_folder(model: str | Path, out: str | Path, pipeline: Pipeline, tell
             _walk(job, work, texts, tell)
     job.kept = kv_measured(job.opened, pipeline, texts, tell)
     _write(job, path, tell)
+    if work is not None:
+        work.write(WRITTEN, {"bytes": job.report.bytes})
     if pipeline.judge is not None:
         tell.start("beside the original")
         job.report.judged = judge(job.origin.source, open_files(path).source, judged, pipeline.judge)
@@ -73,7 +76,7 @@ def compress_folder(model: str | Path, out: str | Path, pipeline: Pipeline, tell
     if work is not None:
         names = describe(gguf_keys.named(job.opened.config))
         stored = stored_as(names, "gguf") if pipeline.write_imatrix is not None else {}
-        finish(job.report, work, job.made, stored, pipeline, path.with_name(f"{path.name}.report.json"))
+        finish(job.report, work, job.made, stored, pipeline, report_path(path))
     return job.report
 
 
@@ -125,11 +128,14 @@ def _write(job: Job, path: Path, tell: Progress) -> None:
     """The folder, which gets its name when it is whole."""
     part = path.with_name(f".{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)
+    report_path(path).unlink(missing_ok=True)  # which would be of what was there before
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
         part.mkdir()
         _write_settings(job, part)
         write_safetensors(part / SINGLE, job.tensors, _chunks(job, threads_of(job.pipeline), tell))
+        if path.exists():  # what this run had written when it was stopped
+            shutil.rmtree(path)
         part.rename(path)
     finally:
         tell.finish()

@@ -24,7 +24,7 @@ from headrace.models.registry import describe
 from headrace.quant.targets import integers_named
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.imatrix import read_imatrix
+from headrace.weights.imatrix import check_widths, read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.kv_settings import KVSettings
 from headrace.weights.parts import WeightPart, plan, stored_as
@@ -115,6 +115,7 @@ def prepared(origin: Opened, cut: Opened | None, pipeline: Pipeline) -> Job:
     }
     formats = dict.fromkeys(layouts, pipeline.format.lower())
     importance = _by_stored(given, stored, config)
+    check_widths(pipeline.imatrix, importance, {name: parts[0].stored[-1] for name, parts in stored.items()})
     job = Job(origin, opened, pipeline, layouts, formats, kinds, stored, read, importance, _config(origin, final, pipeline))
     if pipeline.budget is not None:
         check_mixed(layout, "--budget")
@@ -165,7 +166,7 @@ def _largest(job: Job, config: ModelConfig) -> int:
     sizes = [(prod(parts[0].stored), name) for name, parts in job.stored.items()]
     kinds = {name: KINDS[layout.kind] for name, layout in job.layouts.items()}
     largest = max(4 * size + (size * kinds[n].nbytes // kinds[n].block if n in kinds else 4 * size) for size, n in sizes)
-    largest = max(largest, reading_bytes(job.pipeline, config))
+    largest = max(largest, reading_bytes(job.pipeline, job.opened))
     if job.pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     return largest

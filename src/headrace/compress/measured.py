@@ -16,16 +16,15 @@ from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
 from headrace.compress.report import Pipeline
 from headrace.compress.rounding import Rounding
-from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, passages, texts_of
-from headrace.compress.walk import Clock, Walk, layer_width, peak_bytes
+from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, file_bytes, passages, texts_of, writing_bytes
+from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
-from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kv_settings import KVSettings, kv_settings
-from headrace.weights.progress import Moving, Progress, human_size
+from headrace.weights.progress import Moving, Progress
 
 ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: what is taken, and below what it is said
 
@@ -67,13 +66,17 @@ def tokens_wanted(pipeline: Pipeline, width: int) -> int:
     return pipeline.tokens or ENOUGH * width
 
 
-def reading_bytes(pipeline: Pipeline, config: ModelConfig) -> int:
-    """The most that reading texts takes in memory, cuts and the mean of keys included."""
+def reading_bytes(pipeline: Pipeline, opened: Opened) -> int:
+    """The most that reading texts takes in memory, cuts and the mean of keys included, and the model that writes them."""
+    config = opened.config
     decoder, window, most = describe(config), min(WINDOW, config.max_position), 0
+    read = pipeline.calibrate if pipeline.reads or pipeline.kv is not None else None
+    for text in filter(None, (read, pipeline.judge)):
+        most = max(most, LIBRARIES + (writing_bytes(opened, window) if text == SELF else file_bytes(Path(text))))
     if pipeline.reads:
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
-        most = rows + peak_bytes(config, decoder, wanted, window)
+        most = max(most, rows + peak_bytes(config, decoder, wanted, window))
     return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
 
 
@@ -104,7 +107,9 @@ def begun(opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Te
         made = texts_of(opened, pipeline.calibrate, wanted, pipeline.seed, tell, WINDOW, pipeline.threads)
         check_apart(passages(made), judged)
         work.write(TEXTS, {"texts": made})
-    texts: Texts = work.read(TEXTS)["texts"]
+    texts: Texts = work.read(TEXTS).get("texts", [])
+    if not texts:
+        raise work.damaged(TEXTS)
     check_apart(passages(texts), judged)
     return work, texts
 
@@ -202,7 +207,10 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
     return {
         "model": _sha256(_files(opened)),
         "method": ",".join(pipeline.method),
-        "format": mix if pipeline.budget is None else f"{mix} in {human_size(pipeline.budget)}",
+        "format": mix,
+        "budget": "none" if pipeline.budget is None else f"{pipeline.budget:,} bytes",
+        "head": pipeline.head or "as the format has it",
+        "layout": pipeline.layout or "the usual one",
         "sparsity": pipeline.sparsity or "none",
         "cuts": ", ".join(map(str, pipeline.cuts)) or "none",
         "act-order": pipeline.act_order,

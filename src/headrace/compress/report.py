@@ -95,6 +95,16 @@ class Pipeline:
         if prunes and self.budget is not None:
             raise ValueError("--budget may choose kinds in which 0 does not stay 0; leave it out, or --sparsity")
 
+    def check_files(self, out: Path, model: Path) -> None:
+        """Raise ValueError where the importance would be written over what is read, or over OUT."""
+        if (name := self.write_imatrix) is not None and name.resolve() in (out.resolve(), model.resolve()):
+            raise ValueError(f"--write-imatrix {name} would replace that file; give another name")
+
+
+def report_path(out: Path) -> Path:
+    """Where the report of OUT lies: beside it. A file and a folder that differ by their ending alone have one each."""
+    return out.with_name(f"{out.name}.report.json")
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:

@@ -20,12 +20,12 @@ from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.measured import Made, begun, few, kv_measured, reading_bytes, sensitivities, threads_of, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pruning import is_pruned, pruned, zero_kind
-from headrace.compress.report import Matrix, Pipeline, Report
+from headrace.compress.report import Matrix, Pipeline, Report, report_path
 from headrace.compress.stages import cut_model
 from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW, Texts, passages, texts_of
 from headrace.compress.walk import layer_width
-from headrace.compress.work import Work
+from headrace.compress.work import WRITTEN, Work
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
@@ -34,7 +34,7 @@ from headrace.quant.keep import Sparsity
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.dequant import dequantize
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
-from headrace.weights.imatrix import read_imatrix, write_imatrix
+from headrace.weights.imatrix import check_widths, read_imatrix, write_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
@@ -94,11 +94,12 @@ def compress(
     written, and OSError.
     """
     tell, path, start = tell or Silent(), Path(out), time.perf_counter()
-    _check_out(path, overwrite)
     pipeline = pipeline or Pipeline()
+    _check_out(path, overwrite or goes_on(path, pipeline))
     job = prepare(model, pipeline)
     if path.exists() and path.samefile(job.opened.path):
         raise ValueError(f"{path} is the model that is read; give another name")
+    pipeline.check_files(path, job.opened.path)
     check_room(path, job.report.bytes)
     for line in job.report.warnings:
         tell.note(line)
@@ -115,18 +116,21 @@ def compress(
     if (kept := kv_measured(job.opened, pipeline, texts, tell)) is not None:
         job.entries += [entry(key, value) for key, value in kept.metadata().items()]
         job.report.bytes = file_size(job.entries, job.tensors, job.alignment)
+    report_path(path).unlink(missing_ok=True)  # which would be of what is replaced
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
         write_gguf(path, job.entries, job.tensors, _chunks(job, pipeline, tell.advance), job.alignment)
     finally:
         tell.finish()
+    if work is not None:
+        work.write(WRITTEN, {"bytes": job.report.bytes})
     if pipeline.judge is not None:
         tell.start("beside the original")
         job.report.judged = judge(original, open_files(path).source, judged, pipeline.judge)
         tell.finish()
     job.report.seconds = time.perf_counter() - start
     if work is not None:
-        finish(job.report, work, job.made, job.stored, pipeline, path.with_suffix(".report.json"))
+        finish(job.report, work, job.made, job.stored, pipeline, report_path(path))
     return job.report
 
 
@@ -199,7 +203,10 @@ def finish(
             if parts[0].target.startswith("layers.") and len(parts[0].stored) > 1
         }
         write_imatrix(pipeline.write_imatrix, measured, made.tokens, pipeline.calibrate)
-    path.write_text(json.dumps(report.record(), indent=1), "utf-8")
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(report.record(), indent=1), "utf-8")
+    part.replace(path)
+    (work.folder / WRITTEN).unlink()  # nothing is left to go on with
     if not pipeline.keep_work:
         work.remove()
 
@@ -212,8 +219,13 @@ def check_room(path: Path, needed: int) -> None:
 
 
 def work_folder(out: Path) -> Path:
-    """Where what is done is kept until OUT is whole."""
+    """Where what is done is kept until OUT is whole, and was judged."""
     return out.with_name(f"{out.name}.work")
+
+
+def goes_on(out: Path, pipeline: Pipeline) -> bool:
+    """Whether OUT is what a run wrote that was stopped after it: the same command goes on."""
+    return pipeline.reads and (work_folder(out) / WRITTEN).is_file()
 
 
 def predict(model: str | Path, pipeline: Pipeline | None = None) -> Report:
@@ -242,6 +254,7 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     given = given_tensors(opened, whole, target)
     if importance and not set(importance) & set(stored):
         raise WeightError(f"{pipeline.imatrix}: has the importance of none of this model's matrices; is it another model's?")
+    check_widths(pipeline.imatrix, importance, {name: parts[0].stored[-1] for name, parts in stored.items()})
 
     def kind(name: str, shape: tuple[int, ...]) -> str:
         found = tensor_kind(mix, name, shape[-1], target, bool(importance), head)
@@ -262,7 +275,7 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     bytes_given = {name: data for name, (_, data) in given.items()}
     job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
-    largest = max(largest, reading_bytes(pipeline, config))
+    largest = max(largest, reading_bytes(pipeline, opened))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     job.report = Report(0, {}, [], largest)

@@ -3,13 +3,19 @@
 import hashlib
 import json
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from headrace import native
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
+from headrace.models.registry import describe
+from headrace.native.weights import packed_bytes
+from headrace.quant.arithmetic import kv_token_bytes
 from headrace.startup.opening import Opened
 from headrace.weights.progress import Progress
 
@@ -17,6 +23,8 @@ SELF = "self"
 WINDOW = 256  # tokens of a text
 SHARED = 32  # tokens in a row that texts to measure on and texts to judge by may not share
 BATCH = 16  # texts that a model writes at once
+PIECE = 1 << 20  # characters of a file that are encoded at once, at least; twice as many at most
+ENCODING = 140  # bytes of memory for each of these, while it is encoded
 
 Texts = list[list[int]]
 
@@ -46,13 +54,30 @@ def texts_of(
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     start = beginning(opened)
-    found = opened.tokenizer.encode(text, add_special=False, parse_special=False)  # names of control tokens are text
-    room = window - len(start)
-    whole = [[*start, *found[at : at + room]] for at in range(0, len(found) - room + 1, room)]
-    if not whole:
+    found, room = _encoded(opened, text), window - len(start)
+    places = list(range(0, len(found) - room + 1, room))
+    if not places:
         raise ValueError(f"{path} has {len(found):,} tokens and a text needs {room:,}; give a longer one")
-    random.Random(seed).shuffle(whole)
-    return whole[-count:] if judging else whole[:count]
+    random.Random(seed).shuffle(places)
+    return [[*start, *found[at : at + room]] for at in (places[-count:] if judging else places[:count])]
+
+
+def _encoded(opened: Opened, text: str) -> "array[int]":
+    """The tokens of a text, piece by piece; a piece ends with a line where there is one. Names of control tokens are text."""
+    found, at = array("I"), 0
+    while at < len(text):
+        end = len(text)
+        if end - at > 2 * PIECE:
+            end = text.find("\n", at + PIECE, at + 2 * PIECE) + 1 or at + 2 * PIECE
+        found.extend(opened.tokenizer.encode(text[at:end], add_special=False, parse_special=False))
+        at = end
+    return found
+
+
+def file_bytes(path: Path) -> int:
+    """What reading texts from a file takes in memory: the file, its tokens, and what the tokenizer makes of a piece."""
+    size = path.stat().st_size if path.is_file() else 0
+    return 4 * size + ENCODING * min(size, 2 * PIECE)
 
 
 def beginning(opened: Opened) -> list[int]:
@@ -64,21 +89,29 @@ def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, thr
     """Drawn at temperature 1 from BOS, or from what ends a text where the model has none: so a change of the model can only
     make them less likely."""
     start = beginning(opened) or sorted(opened.eos_ids)[:1] or [0]
-    llm = LLM(opened.path, speculate=None, max_model_len=window, threads=threads, enable_prefix_caching=False)
+    settings: dict[str, Any] = {"max_model_len": window, "max_num_seqs": BATCH, "threads": threads}
     made: Texts = []
-    tell.start("texts of the model's own", count, unit="texts")
-    for at in range(0, count, BATCH):
-        params = [
-            SamplingParams(temperature=1.0, max_tokens=window - len(start), seed=(seed << 20) + number, ignore_eos=True)
-            for number in range(at, min(at + BATCH, count))
-        ]
-        outputs = llm.generate([start] * len(params), params)
-        if failed := next((output.error for output in outputs if output.error), None):
-            raise RuntimeError(f"a text to measure on failed: {failed}")
-        made += [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-        tell.advance(len(params))
-    tell.finish()
+    with LLM(opened.path, speculate=None, enable_prefix_caching=False, **settings) as llm:
+        tell.start("texts of the model's own", count, unit="texts")
+        for at in range(0, count, BATCH):
+            params = [
+                SamplingParams(temperature=1.0, max_tokens=window - len(start), seed=(seed << 20) + number, ignore_eos=True)
+                for number in range(at, min(at + BATCH, count))
+            ]
+            outputs = llm.generate([start] * len(params), params)
+            if failed := next((output.error for output in outputs if output.error), None):
+                raise RuntimeError(f"a text to measure on failed: {failed}")
+            made += [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+            tell.advance(len(params))
+        tell.finish()
     return made
+
+
+def writing_bytes(opened: Opened, window: int) -> int:
+    """What a model takes in memory that writes texts: its weights as they are multiplied, and K and V of a batch."""
+    model = describe(opened.config)
+    weights = packed_bytes(model, opened.source) if native.available() else 2 * model.num_parameters
+    return weights + round(BATCH * window * kv_token_bytes(opened.config, "bfloat16"))
 
 
 def digest(texts: Sequence[Sequence[int]]) -> str:

@@ -6,6 +6,7 @@ layers, and last of all how far it has come.
     layer_0003.safetensors    the layer's numbers as they are to be: float32, or rows of a kind (uint8); what is said of them
     rows.a, rows.b   float32 [tokens, hidden]: what went into a layer and what came out of it, in turns
     state.json       layers done; written when all of the above is there
+    written.json     OUT is whole, and is still to be judged
 
 Every file is written under another name and then renamed.
 """
@@ -26,7 +27,8 @@ from safetensors.numpy import save_file
 from headrace.weights.source import WeightError
 
 VERSION = 1  # of what the files mean, and of how they are made
-PLAN, TEXTS, STATE = "plan.json", "texts.json", "state.json"
+PLAN, TEXTS, STATE, WRITTEN = "plan.json", "texts.json", "state.json", "written.json"
+PART = ".part"  # of a name: what a run was writing when it was stopped
 
 
 class Work:
@@ -37,7 +39,7 @@ class Work:
 
     def begin(self, plan: Mapping[str, Any]) -> int:
         """How many layers are done. Raises WeightError where the folder is of another plan, damaged, or no such folder."""
-        if not self.folder.exists() or not any(self.folder.iterdir()):
+        if not self.folder.exists() or all(path.suffix == PART for path in self.folder.iterdir()):
             self.write(PLAN, plan)
             return 0
         if not (self.folder / PLAN).is_file():
@@ -108,7 +110,7 @@ class Work:
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
         """A name to write under, which becomes `path` when all is written. Raises WeightError where the disk is full."""
-        part = path.with_name(f"{path.name}.part")
+        part = path.with_name(f"{path.name}{PART}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             yield part

@@ -17,6 +17,7 @@ from headrace.runner.program import AnyLive, Program
 from headrace.runner.span import Span
 from headrace.runner.wants import add_rows, pools
 
+PRODUCTS = 1 << 20  # numbers that are in memory at once while an exit reads rows, or those of one row
 BOTH = "both"  # pooling: the first row beside the mean
 
 
@@ -89,8 +90,10 @@ class Exits:
 
     def logits(self, exit: int, pooled: np.ndarray) -> np.ndarray:
         """Of pooled rows [texts, hidden]: [texts, classes]. A text's are summed in one order, whoever is beside it."""
-        summed: np.ndarray = (pooled[:, None] * self.weight[exit]).sum(-1) + self.bias[exit]
-        return summed
+        weight = self.weight[exit]
+        step = max(1, PRODUCTS // weight.size)
+        parts = [(pooled[at : at + step, None] * weight).sum(-1) for at in range(0, len(pooled), step)]
+        return np.concatenate(parts) + self.bias[exit]
 
     def check(self, criterion: str, threshold: float | None = None) -> None:
         """Raise ValueError for what no exit can be asked; an empty criterion is the whole model."""

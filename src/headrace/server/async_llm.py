@@ -141,6 +141,11 @@ class AsyncLLM:
         return self.replica.running
 
     @property
+    def asked(self) -> bool:
+        """Whether anybody waits for an answer, or has not taken all of one, which its tokenizer may still be needed for."""
+        return bool(self._asking)
+
+    @property
     def pid(self) -> int | None:
         """The engine process's id."""
         return self.replica.pid
@@ -193,12 +198,13 @@ class AsyncLLM:
         """
         if not (self.state is State.READY or (begun and self.state is State.DRAINING)) or self.loaded is None:
             raise self.replica.supervision.refusal()
-        context = self.loaded.max_model_len
+        context, writes = self.loaded.max_model_len, not pool and rule is None
         for ids in prompts:
-            if len(ids) >= context + (bool(pool) or rule is not None):
+            if len(ids) + writes > context:
+                included, what = (", the answer included,", "prompt") if writes else ("", "text")
                 raise TooLongError(
-                    f"This model's maximum context length is {context} tokens, the answer included, "
-                    f"and the prompt has {len(ids)}; shorten the prompt"
+                    f"This model's maximum context length is {context} tokens{included} and the {what} has {len(ids)}; "
+                    f"shorten the {what}"
                 )
         if len(prompts) > (most := self.waiting.max_requests):
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")

@@ -20,7 +20,7 @@ from headrace.decoding.tools import callable_tools
 from headrace.server import chat, completions
 from headrace.server.answers import Chat, Completion, Model, Trial, Usage, now
 from headrace.server.async_llm import RequestFailedError, State
-from headrace.server.errors import bad
+from headrace.server.errors import UNFIT, ApiError, bad
 from headrace.server.fields import ChatRequest, CompletionRequest
 from headrace.server.metrics import LABELS
 from headrace.server.models import Models
@@ -28,7 +28,7 @@ from headrace.server.service import Service
 from headrace.server.settings import CascadeSettings
 from headrace.server.stream import unless_gone
 from headrace.server.tickets import DeadlineError, TooLongError, gathered
-from headrace.workflows.surety import of_tokens
+from headrace.workflows.surety import cut_off, of_tokens
 
 Asked = ChatRequest | CompletionRequest
 Way = tuple[Callable[..., Awaitable[Any]], Callable[..., Awaitable[Any]]]
@@ -39,6 +39,8 @@ WAYS: dict[type, Way] = {
 SHARES = tuple(i / 20 for i in range(1, 21))
 # Fields with token ids, which mean something in one model's vocabulary.
 OF_TOKENS = tuple(one.flat for one in declared(SamplingParams) if one.kind in (IDS, ID_LISTS, BIASES))
+# Fields that ask for answers whose tokens have no probabilities, and what they ask for.
+UNSCORED = {"penalty_alpha": "contrastive search", "refine_block": "what is filled in block by block"}
 
 
 @dataclass(eq=False, slots=True)
@@ -74,9 +76,8 @@ class Cascade:
                     if threshold is None:
                         raise
                     continue
-                if stands:
+                if stands and (said := await self._said(job, http, last=threshold is None)) is not None:
                     self._answers.labels(self.settings.name, tier).inc()
-                    said: Response | Chat | Completion = await WAYS[type(request)][1](job, http)
                     return said
                 before = (*before, trial.usage(job.tickets, job.tickets[0].generated))
         raise AssertionError("the last tier's answer stands")
@@ -92,7 +93,7 @@ class Cascade:
         try:
             whole = await unless_gone(http, gathered(job.tickets[0]))
             trial.score = of_tokens([entry.logprob for entry in whole.logprobs], self.settings.score)
-            stands = trial.score >= threshold
+            stands = trial.score >= threshold and not cut_off(whole.finish_reason, len(whole.token_ids), job.tickets[0].params)
         except RequestFailedError:
             trial.score = 0.0
         finally:
@@ -100,6 +101,16 @@ class Cascade:
                 service.llm.abort(job.tickets)
         self._scores.labels(self.settings.name, trial.model).observe(trial.score)
         return job, stands
+
+    async def _said(self, job: Any, http: Request, last: bool) -> Response | Chat | Completion | None:
+        """The answer; None where it has not the form that was asked for, and another tier is there to ask."""
+        try:
+            said: Response | Chat | Completion = await WAYS[type(job.request)][1](job, http)
+        except ApiError as error:
+            if last or error.code != UNFIT:
+                raise
+            return None
+        return said
 
     def _tiers(self) -> list[tuple[str, float | None]]:
         return list(zip(self.settings.tiers, (*self.settings.thresholds, None), strict=True))
@@ -111,8 +122,9 @@ class Cascade:
         several = [name for name, width in given.items() if (width or 1) > 1]
         for name in [*several, *(["use_beam_search"] if request.use_beam_search else [])]:
             raise bad(f"{name}: a cascade gives one answer to a prompt; leave {name} out, or {instead}", name)
-        if request.penalty_alpha:
-            raise bad(f"penalty_alpha: contrastive search has no score; leave penalty_alpha out, or {instead}", "penalty_alpha")
+        for name, what in UNSCORED.items():
+            if getattr(request, name):
+                raise bad(f"{name}: {what} has no score; leave {name} out, or {instead}", name)
         for name in OF_TOKENS:
             if getattr(request, name, None):
                 raise bad(f"{name}: token ids are of one model's vocabulary; leave {name} out, or {instead}", name)

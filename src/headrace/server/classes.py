@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from headrace.server.embeddings import TOGETHER, together, tokens_of
@@ -15,6 +16,7 @@ from headrace.server.turns import pieces
 from headrace.startup.exits import Classifier
 
 MOST = 1 << 20  # probabilities of an answer
+IN_A_TURN = 1 << 14  # of these that are made and written before others have their turn
 
 
 async def classify(service: Service, request: ClassifyRequest, http: Request, salt: bytes) -> dict[str, Any]:
@@ -32,7 +34,8 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
         raise bad(f"these inputs make {many} probabilities and {MOST} are the most; send fewer", "input")
     tickets = await unless_gone(http, together(service, request, texts, salt, rule=rule))
     each = [(index, known, bool(request.return_exits), *one) for index, one in enumerate(zip(texts, tickets, strict=True))]
-    data = [_entry(*one) async for some in pieces(each, TOGETHER) for one in some]
+    size = max(1, min(TOGETHER, IN_A_TURN // each_has))
+    data = [msgspec.Raw(msgspec.json.encode(_entry(*one))) async for some in pieces(each, size) for one in some]
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": service.name, "usage": used}

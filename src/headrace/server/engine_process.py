@@ -200,7 +200,7 @@ def _calibrated(llm: LLM, settings: dict[str, Any]) -> rules.Rule | None:
     """The newest threshold for tokens that leave by the model's exits, or that its smaller model writes. Raises ValueError."""
     cascade = settings.get("cascade")
     smaller = None if cascade is None else hub.resolve(str(cascade), download=False)
-    found = rules.known(llm.opened.path, settings.get("exits"), smaller, settings.get("exit_state", "deferred"))
+    found = rules.known(llm.opened, settings.get("exits"), smaller, settings.get("exit_state", "deferred"))
     return next(iter(found), None)
 
 

@@ -25,6 +25,7 @@ from headrace.text.tokenizer import TokenizerError
 
 ENGINE_LOST = "engine_lost"
 QUARANTINED = "request_quarantined"
+UNFIT = "answer_unfit"  # an answer that is not of the form that was asked for
 TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
 RETRIED = (408, 409, 429)  # statuses after which clients ask again, beside those of servers
 MODEL_UNUSABLE = "model_unusable"  # which does not pass

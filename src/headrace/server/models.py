@@ -43,7 +43,7 @@ class LoadedModel:
 
     @property
     def busy(self) -> bool:
-        return bool(self.users or self.llm.tickets)
+        return bool(self.users or self.llm.asked)
 
 
 class Models:

@@ -43,6 +43,8 @@ def read_json(data: bytes, kind: Any = Any) -> Any:
     gc.disable()  # else what is being made would be walked through again and again; JSON has no cycles
     try:
         return msgspec.json.decode(data, type=kind)
+    except UnicodeDecodeError:
+        raise msgspec.DecodeError("it is not UTF-8") from None
     finally:
         if collects:
             gc.enable()
@@ -60,7 +62,7 @@ def read_body(data: bytes, kind: type[T]) -> T:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise _no_json() from None
         raise _wrong_field(str(error), kind) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except (msgspec.DecodeError, RecursionError):
         raise _no_json() from None
 
 

@@ -11,7 +11,7 @@ from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutp
 from headrace.decoding.json_schema.prepare import Prepared
 from headrace.decoding.json_schema.validate import read_schema
 from headrace.decoding.looking import CHECK, LOOK, asked, found
-from headrace.server.errors import ApiError, bad
+from headrace.server.errors import UNFIT, ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
 from headrace.server.service import Service
 
@@ -105,7 +105,7 @@ async def check_text(service: Service, spec: StructuredOutputs, text: str) -> No
         raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None
     service.metrics.look("unfit" if broken else "fit")
     if broken:
-        raise ApiError(422, f"{broken}; ask again, or say less in the schema", param="response_format", code="answer_unfit")
+        raise ApiError(422, f"{broken}; ask again, or say less in the schema", param="response_format", code=UNFIT)
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:

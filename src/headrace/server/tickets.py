@@ -178,6 +178,7 @@ async def gathered(ticket: Ticket) -> Delta:
         token_ids=[token for delta in found for token in delta.token_ids],
         text="".join(delta.text for delta in found),
         logprobs=tuple(entry for delta in found for entry in delta.logprobs),
+        exits=tuple(entry for delta in found for entry in delta.exits),
     )
     ticket.give_back(whole)
     return whole

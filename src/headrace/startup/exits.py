@@ -116,14 +116,17 @@ def fingerprint(model: Opened) -> str:
 
 
 def save(folder: Path, exits: Exits, model: Opened, trained: dict[str, float | str], rules: Sequence[Rule]) -> None:
-    """Write all three files."""
+    """Write all three files; without the last of them, which says what it is, a folder is no classifier."""
     info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / INFO).unlink(missing_ok=True)
     unfinished = folder / f"{WEIGHTS}.part"
     save_file({"weight": exits.weight.astype(np.float32), "bias": exits.bias.astype(np.float32)}, unfinished)
     os.replace(unfinished, folder / WEIGHTS)
     for name, what in ((CALIBRATION, sorted(rules, key=lambda rule: rule.mean_layers)), (INFO, info)):
-        (folder / name).write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
+        unfinished = folder / f"{name}.part"
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
+        os.replace(unfinished, folder / name)
 
 
 def load(folder: str | Path, model: Opened) -> Classifier:
@@ -134,7 +137,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
         tensors = load_file(place / WEIGHTS)
         found = place / CALIBRATION
         rules = msgspec.json.decode(found.read_bytes(), type=tuple[Rule, ...]) if found.is_file() else ()
-    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{place}: this classifier cannot be read ({' '.join(str(error).split())[:200]})") from None
     if not c.encoder:
         raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model.name} is none; leave it out")

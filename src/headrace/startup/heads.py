@@ -53,7 +53,7 @@ def load(folder: str | Path, target: Opened) -> Heads:
     try:
         info = msgspec.json.decode((place / HEADS_INFO).read_bytes(), type=Info)
         tensors = load_file(place / WEIGHTS)
-    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{place}: these heads cannot be read ({' '.join(str(error).split())[:200]})") from None
     if info.kind not in (HEADS, FEATURE, EXIT) or info.version != VERSION or not 1 <= info.count <= MAX_HEADS:
         raise ValueError(f"{place}: heads of this kind or version ({info.kind}, {info.version}) are unknown; train them again")

@@ -2,13 +2,28 @@
 one that writes first, in Headrace's own folder. Needs no torch."""
 
 import hashlib
+import logging
+import os
 from pathlib import Path
 
 import msgspec
 
+from headrace.startup.exits import fingerprint
+from headrace.startup.opening import Opened
 from headrace.weights.store import home
 
+log = logging.getLogger("headrace")
+
 CALIBRATION = "calibration.json"
+
+
+def fits(model: Opened, exits: str | Path) -> str:
+    """Of a model's norms, biases and bytes, and of its exits' weights: others have another. What was shown of a threshold is of
+    these alone, while exits may draft for any model of the same shape."""
+    sign = hashlib.sha256(f"{fingerprint(model)} {_size(model.path)}".encode())
+    for file in sorted(Path(exits).glob("*.safetensors")):
+        sign.update(file.read_bytes())
+    return sign.hexdigest()[:32]
 
 
 def folder_of(model: Path, smaller: Path) -> Path:
@@ -28,7 +43,8 @@ class Rule(msgspec.Struct, frozen=True):
     at most `delta` on average against the whole model's. `loss` is text (1 - ROUGE-L of the tokens) or token (the share of
     tokens that left and are not what the whole model says there), `risk` its mean over the n. An answer's tokens were written
     after `layers` layers on average (of a cascade: of the larger model, 0 where the smaller one wrote), with a standard
-    deviation of `spread` between answers. `data`: SHA-256 of the prompts. `state`: the exit_state that it was tried with."""
+    deviation of `spread` between answers. `data`: SHA-256 of the prompts. `state`: the exit_state that it was tried with.
+    `fits`: of exits, the model and weights that it was tried with."""
 
     criterion: str
     threshold: float
@@ -43,6 +59,7 @@ class Rule(msgspec.Struct, frozen=True):
     spread: float
     data: str
     state: str = "deferred"
+    fits: str = ""
 
     def said(self) -> str:
         """In one line, for people."""
@@ -55,15 +72,17 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def save(folder: Path, rule: Rule) -> None:
-    """Write a rule beside those of other criteria, decays, losses and states; an older one of the same is replaced."""
+    """Write a rule beside those of other criteria, decays, losses, states and models; an older one of the same is replaced."""
 
-    def kind(one: Rule) -> tuple[str, float, str, str]:
-        return one.criterion, one.decay, one.loss, one.state
+    def kind(one: Rule) -> tuple[str, float, str, str, str]:
+        return one.criterion, one.decay, one.loss, one.state, one.fits
 
     others = [one for one in load(folder) if kind(one) != kind(rule)]
     made = msgspec.json.encode([rule, *others])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CALIBRATION).write_bytes(msgspec.json.format(made, indent=2) + b"\n")
+    unfinished = folder / f"{CALIBRATION}.part"
+    unfinished.write_bytes(msgspec.json.format(made, indent=2) + b"\n")
+    os.replace(unfinished, folder / CALIBRATION)
 
 
 def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
@@ -73,12 +92,19 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
     try:
         rules = msgspec.json.decode(place.read_bytes(), type=tuple[Rule, ...]) if place.is_file() else ()
         return tuple(one for one in rules if state in ("", one.state))
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
 
 
-def known(model: Path, exits: str | Path | None, smaller: Path | None, state: str = "deferred") -> tuple[Rule, ...]:
+def known(model: Opened, exits: str | Path | None, smaller: Path | None, state: str = "deferred") -> tuple[Rule, ...]:
     """The thresholds, the newest first, of a model that is opened with a folder of exits, with a smaller model, or with
-    neither. Raises ValueError as `load`."""
-    folder = Path(exits) if exits is not None else None if smaller is None else folder_of(model, smaller)
-    return () if folder is None else load(folder, state)
+    neither. Those of another model or of other exits are left out, which is logged. Raises ValueError as `load`."""
+    if exits is None:
+        return () if smaller is None else load(folder_of(model.path, smaller), state)
+    if not (found := load(exits, state)):
+        return ()
+    sign = fits(model, exits)
+    if not (own := tuple(rule for rule in found if rule.fits == sign)):
+        place = Path(exits) / CALIBRATION
+        log.warning("%s is of another model or of other exits and is not used; run headrace calibrate", place)
+    return own

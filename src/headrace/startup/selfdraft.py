@@ -37,6 +37,6 @@ def load(model: Path) -> Span:
         raise ValueError(
             f"no part of {model.name} has been chosen to draft for it; run: headrace bench self-draft {model}"
         ) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{place(model)} cannot be read ({error}); remove it") from None
     return Span(saved.layers, saved.skips)

@@ -66,6 +66,16 @@ def read_labelled(path: Path, most: int | None = None) -> Labelled:
 
 
 def _rows(path: Path) -> Iterator[dict[str, object]]:
+    """The entries of a file. Raises ValueError where they cannot be read."""
+    try:
+        yield from _read(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start} of a part)") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} cannot be read as a table ({error})") from None
+
+
+def _read(path: Path) -> Iterator[dict[str, object]]:
     with path.open(encoding="utf-8", newline="") as file:
         if path.suffix in (".tsv", ".csv"):
             tabs = path.suffix == ".tsv"
@@ -76,7 +86,7 @@ def _rows(path: Path) -> Iterator[dict[str, object]]:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: wants a JSON object on a line")
@@ -204,6 +214,8 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
         random.Random(recipe.seed).shuffle(order)
         cut = round(len(order) * recipe.held_out)
         data, check = data.part(order[cut:]), data.part(order[:cut])
+    elif set(check.texts) <= set(data.texts):
+        raise ValueError("all texts to calibrate with are texts to train with, of which nothing can be promised; give others")
     if len(set(data.labels)) < 2 or len(check.texts) < 2:
         raise ValueError("a classifier needs texts of two labels at least, and some to calibrate with; give more")
     if strange := sorted(set(check.labels) - set(labels)):

@@ -68,7 +68,7 @@ def reasoned(path: Path, tokenizer: Tokenizer, ends: int | None, weight: float, 
     items: list[Item] = []
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_id]
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # at line feeds alone: JSON may hold what else ends a line
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     for number, line in enumerate(lines, 1):

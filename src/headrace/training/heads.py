@@ -1,5 +1,7 @@
 """From a model to trained heads in a folder: texts, training, and what they are worth on prompts that were held out."""
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +14,10 @@ from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.runner.heads import EXIT, Heads
 from headrace.startup import heads as files
+from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
+from headrace.training.run import begin
 from headrace.training.teacher import Teacher, read_teacher
 from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
 from headrace.training.train import Training, agreement
@@ -48,6 +52,12 @@ class Recipe:
     def places(self) -> int:
         """How many heads, or exits, there are."""
         return len(self.exits) or self.count
+
+    def about(self, opened: Opened) -> dict[str, Any]:
+        """What must be the same where a training goes on: its texts have the rows of one model, after these layers."""
+        asked = hashlib.sha256(json.dumps(list(self.prompts)).encode()).hexdigest()[:12] if self.prompts else "its own"
+        model = f"{opened.path.name} {fingerprint(opened)[:12]}"
+        return {"heads": self.kind, "tokens": self.places, "model": model, "exits": list(self.exits), "prompts": asked}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +105,9 @@ def train(opened: Opened, out: Path, recipe: Recipe, tell: Tell) -> Trained:
         torch.set_num_threads(recipe.threads)
     check_sources(opened, recipe)
     work = out / "work"
+    begin(work, recipe.about(opened))
     _write(opened, Shards(work / "texts"), recipe, tell)
     texts = Shards(work / "texts").read()
-    if texts[0].hidden.shape[1] != opened.config.hidden_size * (len(recipe.exits) + 1):
-        raise ValueError(f"{work} holds the texts of other heads; take another folder, or remove it")
     held, learned = texts[::HELD], [text for at, text in enumerate(texts) if at % HELD]
     vocab = frequent(learned, opened.config.vocab_size, recipe.vocab, opened.eos_ids, opened.config.never)
     teacher = read_teacher(opened, vocab)

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from headrace.data.outputs import CompletionOutput
+from headrace.data.outputs import CompletionOutput, whole
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.rules import Rule
@@ -40,20 +40,20 @@ def calibrated(
     """The lowest threshold that can be shown to be good enough, None where there is none, and all that were tried. Raises
     ValueError, AdmissionError."""
     plain = SamplingParams(temperature=0.0, max_tokens=task.max_tokens)
-    whole = [output.outputs[0].token_ids for output in llm.generate(list(prompts), plain)]
+    complete = [output.outputs[0].token_ids for output in whole(llm.generate(list(prompts), plain))]
     depths: dict[float, list[float]] = {}
 
     def losses(threshold: float) -> np.ndarray:
-        answers = [output.outputs[0] for output in llm.generate(list(prompts), _leaving(plain, task, threshold))]
-        lost = [_lost(task.loss, answer, best) for answer, best in zip(answers, whole, strict=True)]
-        depths[threshold] = [float(np.mean([one.layers for one in answer.exits or ()])) for answer in answers]
+        answers = [output.outputs[0] for output in whole(llm.generate(list(prompts), _leaving(plain, task, threshold)))]
+        lost = [_lost(task.loss, answer, best) for answer, best in zip(answers, complete, strict=True)]
+        depths[threshold] = [float(np.mean([one.layers for one in answer.exits])) for answer in answers if answer.exits]
         tell(threshold, float(np.mean(lost)))
         return np.array(lost)
 
     found = calibrate(losses, grid, delta=task.delta, epsilon=task.epsilon)
     if found.threshold is None or found.risk is None:
         return None, found
-    layers = depths[found.threshold]
+    layers = depths[found.threshold] or [0.0]  # of answers with a token
     data = hashlib.sha256(msgspec.json.encode(list(prompts))).hexdigest()
     numbers = float(np.mean(layers)), float(np.std(layers))
     asked = task.criterion, found.threshold, task.decay, task.max_tokens, task.loss, task.delta, task.epsilon
@@ -67,9 +67,9 @@ def _leaving(plain: SamplingParams, task: Task, threshold: float) -> SamplingPar
     return plain.replace(exit_threshold=threshold, exit_criterion=task.criterion, exit_decay=task.decay, exit_audit=audit)
 
 
-def _lost(loss: str, answer: CompletionOutput, whole: list[int]) -> float:
+def _lost(loss: str, answer: CompletionOutput, complete: list[int]) -> float:
     if loss == "text":
-        return 1 - likeness(answer.token_ids, whole)
+        return 1 - likeness(answer.token_ids, complete)
     exits = answer.exits or []
     deepest = max((one.layers for one in exits), default=0)
     wrong = sum(one.layers < deepest and len(set(one.votes)) == 2 for one in exits)

@@ -231,7 +231,9 @@ def write_prompts(path: Path, task: Task, count: int, seed: int) -> None:
 
 
 def make(task: Task, recipe: Recipe, out: Path, tell: Tell) -> float:
-    """Train a model into a folder, with prompts to try it on; the seconds it took."""
+    """Train a model into a folder, with prompts to try it on; the seconds it took. Raises ValueError where it holds one."""
+    if (out / CONFIG).exists():
+        raise ValueError(f"{out} holds a model; name another folder")
     began = time.perf_counter()
     model = train(task, recipe, tell)
     save(out, model, task, recipe)

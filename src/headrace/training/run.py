@@ -45,7 +45,9 @@ def begin(folder: Path, about: Mapping[str, Any]) -> None:
     path, now = folder / PLAN, json.loads(json.dumps(about))
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(now, indent=1), "utf-8")
+        part = folder / f"{PLAN}.part"
+        part.write_text(json.dumps(now, indent=1), "utf-8")
+        os.replace(part, path)
         return
     try:
         before = dict(json.loads(path.read_text("utf-8")))
@@ -83,11 +85,14 @@ class Run:
         every: float = EVERY,
     ) -> None:
         """Train to the end of the budget. `learn` leaves the gradients of a step, by its number, and returns the loss; `seen`
-        hears of it. Raises KeyboardInterrupt between two steps once `stopped` says so; what was done is kept."""
+        hears of it. Raises KeyboardInterrupt between two steps once `stopped` says so; what was done is kept. Raises ValueError
+        where a loss is no number, which would be the end of every weight."""
         began, saved, before = time.monotonic(), time.monotonic(), self.spent
         while self.share < 1:
             self.adam.zero_grad()
             loss = learn(self.steps)
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {self.steps} is no number: begin again ({self.folder}) at a lower rate")
             self._step()
             self.spent = before + time.monotonic() - began
             seen(loss)

@@ -12,7 +12,7 @@ from headrace.runner.heads import Tensors
 from headrace.training import kinds
 from headrace.training.kinds import KINDS
 from headrace.training.networks import norm
-from headrace.training.run import Budget, Run, begin
+from headrace.training.run import Budget, Run
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text
 
@@ -58,7 +58,6 @@ class Training:
     """Heads on their way: a run (training.run) over texts, whose state is in `folder`."""
 
     def __init__(self, kind: str, teacher: Teacher, folder: Path, *, depth: int, minutes: float, rate: float = 1e-3) -> None:
-        begin(folder, {"heads": kind, "tokens": depth})
         self.kind, self.teacher, self.depth = kind, teacher, depth
         self.tensors = {name: x.float() for name, x in kinds.begin(kind, teacher, depth).items()}
         self.state = Run(self.tensors, folder, Budget(minutes=minutes), rate)

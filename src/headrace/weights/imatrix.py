@@ -31,9 +31,16 @@ def read_imatrix(path: Path) -> dict[str, np.ndarray]:
     if not found:
         raise WeightError(f"{path}: holds no importance of any matrix; is it an importance matrix?")
     for name, values in found.items():
-        if not np.isfinite(values).all() or values.min() < 0:
+        if not len(values) or not np.isfinite(values).all() or values.min() < 0:
             raise WeightError(f"{path}: the importance of {quoted(name)} is negative or no number; measure it again")
     return found
+
+
+def check_widths(path: Path | None, found: Mapping[str, np.ndarray], widths: Mapping[str, int]) -> None:
+    """Raise WeightError where the importance of a matrix has not as many columns as the model's, by name."""
+    for name in sorted(found.keys() & widths.keys()):
+        if (size := found[name].size) != (width := widths[name]):
+            raise WeightError(f"{path}: {name} importance has {size} columns and the matrix {width}; is it another model's?")
 
 
 def write_imatrix(path: Path, measured: Mapping[str, np.ndarray], tokens: int, text: str) -> None:
@@ -87,7 +94,7 @@ def _of_dat(path: Path, data: bytes) -> dict[str, np.ndarray]:
         name = data[pos : pos + size].decode("utf-8", "replace")
         pos += size
         calls, width = number("a number of calls", 2**31 - 1), number("a number of inputs", MAX_WIDTH)
-        if pos + 4 * width > len(data):
+        if not width or pos + 4 * width > len(data):
             raise WeightError(f"{path}: ends within the importance of {quoted(name)}; the file is damaged")
         found[name] = np.frombuffer(data, "<f4", width, pos) / np.float32(max(calls, 1))
         pos += 4 * width

@@ -37,7 +37,7 @@ def find(name: str) -> Name | None:
         return msgspec.json.decode(path.read_bytes(), type=Name)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StoreError(f"{path} cannot be read ({error}); give the name again with: headrace add {name} PATH") from None
 
 

@@ -140,7 +140,7 @@ class Store:
             record = msgspec.json.decode(path.read_bytes(), type=Record)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             _log.warning("%s cannot be read (%s); pull the model again", path, error)
             return None
         for file in record.files:

@@ -15,7 +15,7 @@ from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM, Messages, Prompt
 from headrace.workflows.consistency import majority
-from headrace.workflows.surety import TOKEN_SCORES, of_tokens
+from headrace.workflows.surety import TOKEN_SCORES, cut_off, of_tokens
 
 Score = Literal["min", "mean", "low", "vote"]
 SCORES = (*TOKEN_SCORES, "vote")
@@ -49,7 +49,8 @@ class Settled:
 
 def answer(tiers: Sequence[Tier], prompts: Sequence[Prompt | Messages], params: SamplingParams) -> list[Settled]:
     """One settled answer a prompt: a text, token ids (of one vocabulary), or a conversation, which each tier's own template
-    writes. A tier is asked for all that those before it were unsure of, in one batch.
+    writes. A tier is asked for all that those before it were unsure of, in one batch; a prompt that its context does not hold
+    is for the next one, and so is an answer that the context cut off.
 
     Raises ValueError where there is no tier, or a score needs what `params` does not ask for.
     """
@@ -61,19 +62,30 @@ def answer(tiers: Sequence[Tier], prompts: Sequence[Prompt | Messages], params: 
     open_ = list(range(len(prompts)))
     for number, tier in enumerate(tiers):
         last = number == len(tiers) - 1
-        asked = [_rendered(tier.llm, prompts[at]) for at in open_]
-        outputs = tier.llm.generate(asked, _asked(tier, params, scored=not last)) if asked else []
-        deferred = []
-        for at, output in zip(open_, outputs, strict=True):
+        how = _asked(tier, params, scored=not last)
+        each = {at: _rendered(tier.llm, prompts[at]) for at in open_}
+        asked = {at: prompt for at, prompt in each.items() if last or _fits(tier.llm, prompt)}
+        outputs = tier.llm.generate(list(asked.values()), how) if asked else []
+        for at, output in zip(asked, outputs, strict=True):
             costs[at] += tier.cost * tokens_used(output)
             if not last:
                 scores[at].append(surety(output, tier.score))
-            if last or (output.error is None and scores[at][-1] >= tier.threshold):
+            if last or (_is_whole(output, how) and scores[at][-1] >= tier.threshold):
                 settled[at] = Settled(output, number, scores[at], costs[at])
-            else:
-                deferred.append(at)
-        open_ = deferred
+        open_ = [at for at in open_ if settled[at] is None]
     return [one for one in settled if one is not None]
+
+
+def _fits(llm: LLM, prompt: Prompt) -> bool:
+    """Whether a model's context holds a prompt and a token of its answer."""
+    tokens = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    return len(tokens) < llm.memory_plan.max_model_len
+
+
+def _is_whole(output: RequestOutput, params: SamplingParams) -> bool:
+    """Whether an answer neither failed nor was cut off by the context."""
+    cut = [cut_off(one.finish_reason, len(one.token_ids), params) for one in output.outputs]
+    return output.error is None and not all(cut)
 
 
 def surety(output: RequestOutput, score: Score) -> float:

@@ -5,9 +5,16 @@ from typing import Literal
 
 import numpy as np
 
+from headrace.data.params import SamplingParams
+
 TokenScore = Literal["min", "mean", "low"]
 TOKEN_SCORES = ("min", "mean", "low")
 WORST = 0.1  # of an answer's tokens, whose mean is "low"
+
+
+def cut_off(finish_reason: str | None, tokens: int, params: SamplingParams) -> bool:
+    """Whether an answer of so many tokens ended because a model's context was full, where another's may hold more."""
+    return finish_reason == "length" and (params.max_tokens is None or tokens < params.max_tokens)
 
 
 def of_tokens(logprobs: Sequence[float], score: TokenScore) -> float:
