@@ -21,10 +21,9 @@ from to_safetensors import bleu
 
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.plan import Feed, Score, Scores, StepPlan
 from headrace.llm import LLM
 from headrace.startup.recipe import BLOCK_SIZE
-from headrace.training.selfdraft import SLOT, ScratchLive
+from headrace.training.selfdraft import likeliest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128)
 FOUR = BeamSearchParams(beam_width=4, max_tokens=128, early_stopping=False)
@@ -50,13 +49,9 @@ def said(outputs: Sequence[RequestOutput], reference: list[str] | None) -> str:
     return f", BLEU {bleu([output.outputs[0].text for output in outputs], reference[: len(outputs)]):.1f}"
 
 
-def likeliest(llm: LLM, source: list[int], answer: list[int]) -> list[bool]:
+def chosen(llm: LLM, source: list[int], answer: list[int]) -> list[bool]:
     """Whether each token of an answer is the one that the model finds likeliest."""
-    written = [llm.model_config.start, *answer]
-    with ScratchLive(llm.runner, written, BLOCK_SIZE, source):
-        ((scores,),) = llm.runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(written), wants=(Score(),))])).feeds
-    assert isinstance(scores, Scores)
-    return [one.rank == 1 for one in scores.scores]
+    return likeliest(llm.runner, [llm.model_config.start, *answer], BLOCK_SIZE, source)
 
 
 def compare(folder: Path, texts: list[str], reference: list[str] | None, beams: int) -> None:
@@ -67,7 +62,7 @@ def compare(folder: Path, texts: list[str], reference: list[str] | None, beams: 
         with opened(folder, "native", **settings) as llm:
             made, others = llm.generate(texts, GREEDY), llm.generate(texts[:beams], FOUR)
             pairs = zip(plain, tokens(plain), strict=True)
-            same = [one for output, answer in pairs for one in likeliest(llm, output.prompt_token_ids, answer)]
+            same = [one for output, answer in pairs for one in chosen(llm, output.prompt_token_ids, answer)]
         equal = sum(a == b for a, b in zip(tokens(made), tokens(plain), strict=True))
         share = sum(same) / len(same)
         print(f"{name}: top-1 {share:.2%} of {len(same)}; {equal} of {len(texts)} lines equal{said(made, reference)}")

@@ -228,7 +228,10 @@ def test_what_does_not_belong_together_is_refused(bert: Path, folder: Path, llm:
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="is another model; train one for it"):
         LLM(other, classifier=folder)
-    with pytest.raises(ValueError, match="this classifier cannot be read"):
+    with pytest.raises(ValueError, match=r"has no classifier \(classifier.json is missing\); train one: headrace train-cl"):
+        LLM(bert, classifier=tmp_path)
+    (tmp_path / "heads.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds trained heads or exits of a model .*, and no classifier; train one"):
         LLM(bert, classifier=tmp_path)
 
 

@@ -284,8 +284,15 @@ def test_exits_that_cannot_be_opened(folders: tuple[Path, Path], tmp_path: Path)
         LLM(model, exits=drafts, threads=1, device="cpu")
     with pytest.raises(ValueError, match="are not opened together; leave one out"):
         LLM(model, exits=exits, draft=drafts, threads=1, device="cpu")
-    with pytest.raises(ValueError, match="these heads cannot be read"):
+    with pytest.raises(ValueError, match="no such folder; train some: headrace train-heads"):
+        LLM(model, exits=tmp_path / "none", threads=1, device="cpu")
+    with pytest.raises(ValueError, match=r"has no exits \(heads.json is missing\); train some"):
         LLM(model, exits=tmp_path, threads=1, device="cpu")
+    (tmp_path / "classifier.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a classifier of texts .headrace classify.*, and no exits; train some"):
+        LLM(model, exits=tmp_path, threads=1, device="cpu")
+    with pytest.raises(ValueError, match="holds trained heads or exits of a model .*, and no model; name a .gguf file"):
+        LLM(exits)
 
 
 def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:

@@ -200,3 +200,28 @@ def test_exits_learn_from_what_the_model_says(kind: str) -> None:
     assert float((teacher.said(rows) - wanted).abs().max()) < 0.02
     wrong = replace(teacher, bias=None) if kind == "marian" else replace(teacher, norm=teacher.norm * 1.5)
     assert float((wrong.said(rows) - wanted).abs().max()) > 0.05
+
+
+def test_translate_takes_exits_and_a_draft(folder: Path, exits: Path, shell: Shell) -> None:
+    """Tokens leave where it is asked for, and are summed up; drafts change none."""
+    common = [TEXTS[0], "--max-tokens", "8", "--threads", "1"]
+    leaves = ["--exits", str(exits), "--exit-threshold", "0"]
+    with opened(folder, exits=exits) as llm:
+        params = (SamplingParams(temperature=0.0, max_tokens=8, exit_threshold=least) for least in (1.01, 0.0))
+        whole, left = (llm.generate(TEXTS[0], one)[0].outputs[0] for one in params)
+    code, out, said = shell("translate", str(folder), *common, *leaves, "--show-exits")
+    assert (code, out.strip()) == (0, left.text.strip())
+    assert f"after {AFTER} of 3 layers: {len(left.token_ids) - 1} tokens" in said
+    drafts = ["--draft", str(folder), "--speculate", "draft", "--draft-tokens", "3"]
+    for more in (drafts, ["--exits", str(exits)]):
+        code, out, said = shell("translate", str(folder), *common, *more)
+        assert (code, out.strip()) == (0, whole.text.strip()), said
+    for more, says in (
+        (["--exit-threshold", "0"], "--exit-threshold needs exits of the model: --exits FOLDER"),
+        ([*leaves, "--beams", "2"], "--beams chooses among translations of the whole model"),
+        ([*leaves[:2], "--exit-criterion", "margin"], "--exit-criterion goes with --exit-threshold"),
+        (["--show-exits"], "--show-exits goes with --exits FOLDER"),
+    ):
+        code, _, said = shell("translate", str(folder), *common, *more)
+        assert code == 2
+        assert says in " ".join(said.split())

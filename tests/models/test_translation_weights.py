@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from headrace.data.params import BeamSearchParams, SamplingParams
-from headrace.data.plan import Feed, Score, Scores, StepPlan
 from headrace.llm import LLM
 from headrace.startup.recipe import BLOCK_SIZE
-from headrace.training.selfdraft import SLOT, ScratchLive
+from headrace.training.selfdraft import likeliest
 from tests.places import model_file
 
 pytestmark = pytest.mark.weights
@@ -50,13 +49,9 @@ def torch(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def likeliest(llm: LLM, source: list[int], answer: list[int]) -> list[bool]:
+def chosen(llm: LLM, source: list[int], answer: list[int]) -> list[bool]:
     """Whether each token of an answer is the one that the model finds likeliest."""
-    written = [llm.model_config.start, *answer]
-    with ScratchLive(llm.runner, written, BLOCK_SIZE, source):
-        ((scores,),) = llm.runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(written), wants=(Score(),))])).feeds
-    assert isinstance(scores, Scores)
-    return [one.rank == 1 for one in scores.scores]
+    return likeliest(llm.runner, [llm.model_config.start, *answer], BLOCK_SIZE, source)
 
 
 @pytest.mark.parametrize(("quantize", "share"), [(None, 0.98), ("int8", 0.97)])
@@ -65,8 +60,8 @@ def test_the_core_says_what_torch_says(folder: Path, torch: LLM, quantize: str |
     assert "herbe" in wanted[0].outputs[0].text
     with opened(folder, "native", quantize=quantize) as llm:
         answers = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in wanted]
-        same = [one for source, answer in answers for one in likeliest(llm, source, answer)]
-        shifted = [one for (source, _), (_, answer) in pairwise(answers) for one in likeliest(llm, source, answer)]
+        same = [one for source, answer in answers for one in chosen(llm, source, answer)]
+        shifted = [one for (source, _), (_, answer) in pairwise(answers) for one in chosen(llm, source, answer)]
     assert len(same) > 100
     assert sum(same) >= share * len(same)
     assert sum(shifted) < 0.7 * len(shifted), "what is written from another source is no less likely"

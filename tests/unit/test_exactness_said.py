@@ -2,7 +2,7 @@
 
 import re
 
-from headrace.cli.options import ModelOptions
+from headrace.cli.options import HelperOptions
 from headrace.drafting.methods import METHODS
 from headrace.llm import LLM
 from headrace.startup.backend import OFFERS
@@ -20,7 +20,7 @@ def test_the_docstring_names_every_method_and_both_classes() -> None:
 
 
 def test_the_help_claims_no_more() -> None:
-    (option,) = ModelOptions.__annotations__["speculate"].__metadata__
+    (option,) = HelperOptions.__annotations__["speculate"].__metadata__
     text = option.help
     assert "in torch near ties" in text
     assert "--verification rejection" in text

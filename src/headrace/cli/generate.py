@@ -13,7 +13,15 @@ from headrace.cli.batch_output import BatchOutput, Input, survey
 from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.opening import fetch, open_llm
-from headrace.cli.options import ChoiceOptions, ModelName, ModelOptions, SamplingOptions, check, with_groups
+from headrace.cli.options import (
+    ChoiceOptions,
+    ModelName,
+    ModelOptions,
+    SamplingOptions,
+    ShowExitsOfMany,
+    check,
+    with_groups,
+)
 from headrace.cli.output import say
 from headrace.cli.status import status
 from headrace.data.params import SamplingParams
@@ -46,9 +54,7 @@ def generate(
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answers, one a line.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew where OUT.jsonl is there.")] = False,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
-    show_exits: Annotated[
-        bool, typer.Option("--show-exits", help="Sum up after how many layers, or by whom, tokens came.")
-    ] = False,
+    show_exits: ShowExitsOfMany = False,
 ) -> int:
     """Answer every line of a file; answers come in order of completion.
 
@@ -85,21 +91,13 @@ def generate(
             seen: list[Any] = []
             _answer_all(llm, read_jobs(source), output, partial(sampling.bind(llm, stated), **more), found, seen)
             if show_exits:
-                _say_exits(seen, llm.model_config.num_layers)
+                from headrace.cli.origins import say_exits
+
+                say_exits(seen, llm.model_config.num_layers)
         finally:
             output.drop_unused()
             output.close()
     return _conclude(output, found)
-
-
-def _say_exits(exits: list[Any], layers: int) -> None:
-    """After how many layers tokens were written that could leave."""
-    from headrace.cli.origins import legend
-
-    for _, line in legend(exits, layers):
-        say(line)
-    if not exits:
-        say("no token could leave early, or be a smaller model's; set an exit_threshold or a cascade_threshold")
 
 
 def _conclude(output: BatchOutput, found: Input) -> int:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.options import ModelOptions, SamplingOptions, WeightOptions
+from headrace.cli.options import HelperOptions, SamplingOptions, WeightOptions
 from headrace.cli.output import say
 from headrace.cli.status import moving, status
 from headrace.cli.terminal import note
@@ -53,7 +53,7 @@ def open_llm(
     """The opened `headrace.llm.LLM`. `sampling`, with what else was `given`: the settings in force are said first. `more`:
     further arguments of it."""
     opened, *_ = [look_at(each) for each in (model, *options.companions())]
-    if isinstance(options, ModelOptions) and opened is not None and opened.config.encoder:
+    if isinstance(options, HelperOptions) and opened is not None and opened.config.encoder:
         raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
     if sampling is not None and not quiet and opened is not None:
         note(f"{model}: {sampling.said(opened.defaults, **given or {})}")
@@ -67,12 +67,12 @@ def open_llm(
     if not quiet:
         rounding = llm.opened.rounding_said(options.activations)
         note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}{rounding}")
-        if isinstance(options, ModelOptions):
+        if isinstance(options, HelperOptions):
             _say_calibrated(llm, options)
     return llm
 
 
-def _say_calibrated(llm: Any, options: ModelOptions) -> None:
+def _say_calibrated(llm: Any, options: HelperOptions) -> None:
     """The thresholds that were calibrated for the exits, or the smaller model, that it was opened with."""
     from headrace.startup.rules import known
 

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +29,7 @@ SystemPrompt = Annotated[
 ShowExits = Annotated[
     bool, typer.Option("--show-exits", help="Colour tokens that left early, or are a smaller model's, and sum them up.")
 ]
+ShowExitsOfMany = Annotated[bool, typer.Option("--show-exits", help="Sum up after how many layers, or by whom, tokens came.")]
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -153,13 +154,12 @@ class WeightOptions:
 
 
 @dataclass
-class ModelOptions(WeightOptions):
-    """The same, and who helps a model write: speculation, contrastive decoding."""
+class HelperOptions(WeightOptions):
+    """The same, and who writes for a model: drafters, exits, a smaller model."""
 
     draft: Annotated[
         str | None, _model("A smaller model of the same vocabulary that drafts for this one, or a folder of trained heads.")
     ] = None
-    amateur: Annotated[str | None, _model("A smaller model of the same vocabulary: contrastive decoding, cascades.")] = None
     speculate: Annotated[
         str,
         _model(
@@ -184,7 +184,18 @@ class ModelOptions(WeightOptions):
 
     def companions(self) -> list[str]:
         """The other models that are opened with it."""
-        return [name for name in (self.draft, self.amateur, self.cascade) if name is not None]
+        return [name for name in (self.draft, self.cascade) if name is not None]
+
+
+@dataclass
+class ModelOptions(HelperOptions):
+    """The same, and a model that this one is combined with: contrastive decoding, speculative cascades."""
+
+    amateur: Annotated[str | None, _model("A smaller model of the same vocabulary: contrastive decoding, cascades.")] = None
+
+    def companions(self) -> list[str]:
+        """The other models that are opened with it."""
+        return [*super().companions(), *([] if self.amateur is None else [self.amateur])]
 
 
 # Of types that a command line has: lists and forms have options of their own.
@@ -216,6 +227,8 @@ Drawing: Any = make_dataclass(
     "Drawing", [("preset", Annotated[Preset | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
 )
 Choosing: Any = make_dataclass("Choosing", option_fields(CHOOSES, CHOICE_PANEL))
+LEAVES = [one for one in DRAWS if one.name.startswith(("exit_", "cascade_"))]
+Leaving: Any = make_dataclass("Leaving", option_fields(LEAVES, SAMPLING_PANEL))
 
 
 @dataclass
@@ -305,6 +318,14 @@ class ChoiceOptions(Choosing):
         return given
 
 
+class LeavingOptions(Leaving):
+    """When tokens leave a model early, or are a smaller model's."""
+
+    def changes(self) -> dict[str, Any]:
+        """The fields of SamplingParams that were given."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
+
+
 def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOptions | None = None, **more: Any) -> None:
     """Raises typer.BadParameter for what no model could answer, before one is opened. `more`: what else the parameters get."""
     options.check()
@@ -316,10 +337,7 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
     for name, method in (("beam_width", "beam search"), ("refine_block", "refine")):
         if given.get(name) is not None and sampling.preset is not None:
             raise typer.BadParameter(f"--preset says how tokens are drawn, and {method} draws none; leave it out")
-    if given.get("exit_threshold") is not None and options.exits is None:
-        raise typer.BadParameter("--exit-threshold needs exits of the model: --exits FOLDER (headrace train-heads --kind exit)")
-    if given.get("cascade_threshold") is not None and options.cascade is None:
-        raise typer.BadParameter("--cascade-threshold needs a smaller model of the same vocabulary: --cascade MODEL")
+    check_helpers(options, given)
     # Only the model knows the tokens of texts; that there are some is enough here.
     stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}
     given |= {name: tokens for name, tokens in stand_in.items() if name in given}
@@ -329,6 +347,14 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
         raise typer.BadParameter(str(error)) from None
     if params.structured_outputs is not None:
         _check_form(params.structured_outputs)
+
+
+def check_helpers(options: HelperOptions, given: Mapping[str, Any]) -> None:
+    """Raises typer.BadParameter for fields of parameters that ask for who was not named."""
+    if given.get("exit_threshold") is not None and options.exits is None:
+        raise typer.BadParameter("--exit-threshold needs exits of the model: --exits FOLDER (headrace train-heads --kind exit)")
+    if given.get("cascade_threshold") is not None and options.cascade is None:
+        raise typer.BadParameter("--cascade-threshold needs a smaller model of the same vocabulary: --cascade MODEL")
 
 
 def _check_form(form: StructuredOutputs) -> None:

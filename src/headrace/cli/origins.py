@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from headrace.cli.output import say
 from headrace.weights.progress import counted
 
 COLOURS = {
@@ -105,6 +106,14 @@ def legend(exits: Sequence[Any], layers: int) -> Iterator[tuple[int | None, str]
         if some:
             same = sum(one.votes[0] == one.votes[1] for one in some)
             yield None, f"audit: {first} says what the whole model does at {same / len(some):.0%} of {what}"
+
+
+def say_exits(exits: Sequence[Any], layers: int) -> None:
+    """Those lines on stderr, of many answers; or that no token of them could leave."""
+    for _, line in legend(exits, layers):
+        say(line)
+    if not exits:
+        say("no token could leave early, or be a smaller model's; set an exit_threshold or a cascade_threshold")
 
 
 def _whole(data: bytes) -> tuple[str, bytes]:

@@ -10,9 +10,10 @@ import typer
 from headrace.cli.help import short_help
 from headrace.cli.inputs import texts_of
 from headrace.cli.opening import look_at, open_llm
-from headrace.cli.options import ModelName, WeightOptions, with_groups
+from headrace.cli.options import HelperOptions, LeavingOptions, ModelName, ShowExitsOfMany, check_helpers, with_groups
 from headrace.cli.status import status
-from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.given import params_of
+from headrace.data.params import ParamError, SamplingParams
 from headrace.weights.progress import Silent
 
 BATCH = 64  # texts handed over at a time
@@ -21,7 +22,7 @@ BATCH = 64  # texts handed over at a time
 def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
-        "file beams max_tokens as_json threads",
+        "file beams max_tokens as_json draft exits exit_threshold threads",
         ('headrace translate MODEL "A dog runs on the grass."', "The translation."),
         ("headrace translate MODEL --beams 4 < in.txt > out.txt", "A line for each line."),
     )
@@ -30,7 +31,8 @@ def register(app: typer.Typer) -> None:
 
 def translate(
     model: ModelName,
-    options: WeightOptions,
+    options: HelperOptions,
+    leaving: LeavingOptions,
     texts: Annotated[
         list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts; without any, the lines of --file or stdin.")
     ] = None,
@@ -40,12 +42,18 @@ def translate(
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON line each: text, translation, tokens, finish_reason.")
     ] = False,
+    show_exits: ShowExitsOfMany = False,
 ) -> int:
     """Write what an encoder-decoder (Marian, T5) makes of each text: one line each.
 
-    An empty line stays one. T5 is told what to do by the text itself ("translate English to German: …").
+    An empty line stays one. T5 is told what to do by the text itself ("translate English to German: …"). --draft, --cascade and
+    --exits name who helps: another encoder-decoder of the same vocabulary, or exits that were trained for this one.
     """
     options.check()
+    check_helpers(options, leaving.changes())
+    if show_exits and options.exits is None and options.cascade is None:
+        raise typer.BadParameter("--show-exits goes with --exits FOLDER or --cascade MODEL")
+    _params(beams, max_tokens or 1, leaving)  # what does not go together is said before a model is loaded
     given = texts_of(texts, file, blank=True)
     opened = look_at(model)
     if opened is None or opened.config.source is None:
@@ -53,19 +61,37 @@ def translate(
     llm = open_llm(model, options)
     status().finish()
     most = llm.memory_plan.max_model_len - 1
-    most = most if max_tokens is None else min(max_tokens, most)
-    params = SamplingParams(temperature=0.0, max_tokens=most)
-    searched = params if beams == 1 else BeamSearchParams(beam_width=beams, max_tokens=most)
+    params = _params(beams, most if max_tokens is None else min(max_tokens, most), leaving)
+    exits: list[Any] = []
     told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
     told.start("translating", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
-        made = iter(llm.generate([text for text in part if text.strip()], searched))
+        made = iter(llm.generate([text for text in part if text.strip()], params))
         for text in part:
-            print(_line(text, next(made) if text.strip() else None, as_json), flush=True)
+            output = next(made) if text.strip() else None
+            print(_line(text, output, as_json), flush=True)
+            exits += [] if output is None else output.outputs[0].exits or []
         told.advance(len(part))
     told.finish()
+    if show_exits:
+        from headrace.cli.origins import say_exits
+
+        say_exits(exits, llm.model_config.num_layers)
     return 0
+
+
+def _params(beams: int, max_tokens: int, leaving: LeavingOptions) -> SamplingParams:
+    """How translations are chosen. Raises typer.BadParameter for what does not go together."""
+    if beams > 1 and leaving.changes():
+        raise typer.BadParameter(
+            "--beams chooses among translations of the whole model; leave --beams out, or what lets tokens leave it early"
+        )
+    how: dict[str, Any] = {"temperature": 0.0} if beams == 1 else {"beam_width": beams}
+    try:
+        return params_of({**how, "max_tokens": max_tokens, **leaving.changes()})
+    except ParamError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _line(text: str, output: Any, as_json: bool) -> str:

@@ -16,10 +16,11 @@ from safetensors.numpy import load_file, save_file
 from headrace.data.outputs import Classification, Vote
 from headrace.decoding.prompts import POOLS
 from headrace.runner.exits import BOTH, Exits, probabilities
-from headrace.startup.opening import Opened
+from headrace.startup.opening import Opened, absent
 from headrace.weights.dequant import read_floats
+from headrace.weights.source import CLASSIFIER_INFO
 
-INFO, WEIGHTS, CALIBRATION = "classifier.json", "classifier.safetensors", "calibration.json"
+INFO, WEIGHTS, CALIBRATION = CLASSIFIER_INFO, "classifier.safetensors", "calibration.json"
 VERSION = 1
 MOST_LABELS, LONGEST_LABEL = 4096, 1024
 Pair = tuple[str, str]  # two texts that are read as one
@@ -132,6 +133,8 @@ def save(folder: Path, exits: Exits, model: Opened, trained: dict[str, float | s
 def load(folder: str | Path, model: Opened) -> Classifier:
     """The classifier of a model. Raises ValueError, in one line, where it cannot be read or is another model's."""
     place, c = Path(folder), model.config
+    if not (place / INFO).is_file():
+        raise ValueError(f"{absent(place, 'classifier', INFO)}; train one: headrace train-classifier {model.name}")
     try:
         info = msgspec.json.decode((place / INFO).read_bytes(), type=Info)
         tensors = load_file(place / WEIGHTS)

@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.runner.heads import EXIT, FEATURE, HEADS, Heads, Tensors, shapes, sure_shapes
-from headrace.startup.opening import HEADS_INFO, Opened
+from headrace.startup.opening import Opened
+from headrace.weights.source import HEADS_INFO
 
 WEIGHTS = "heads.safetensors"
 VERSION = 1

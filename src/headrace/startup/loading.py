@@ -6,9 +6,10 @@ from headrace.data.late import late
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, TARGET
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
-from headrace.startup.opening import Opened, is_heads, open_companion, open_files, open_model
+from headrace.startup.opening import Opened, absent, is_heads, open_companion, open_files, open_model
 from headrace.startup.recipe import BLOCKS, EXITS, HEADS, SELF, Role
 from headrace.weights.progress import Progress
+from headrace.weights.source import HEADS_INFO
 
 __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]
 
@@ -48,9 +49,12 @@ def open_roles(
             raise ValueError(
                 "exits by which tokens leave, and trained heads that draft, are not opened together; leave one out"
             )
+        train = f"train some: headrace train-heads {target.name} --kind exit"
+        if not is_heads(exits):
+            raise ValueError(f"{absent(exits, 'exits', HEADS_INFO)}; {train}")
         heads = late("headrace.startup.heads", "load")(exits, target)
         if heads.span is None:
-            raise ValueError(f"{exits}: these heads are no exits; train some: headrace train-heads {target.name} --kind exit")
+            raise ValueError(f"{exits}: these heads are no exits; {train}")
         roles.append(Role(EXITS, span=heads.span, heads=heads))
     if cascade is not None:
         if exits is not None or (draft is not None and is_heads(draft)):

@@ -17,8 +17,7 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.progress import Progress
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
-
-HEADS_INFO = "heads.json"  # what says that a folder holds trained heads
+from headrace.weights.source import HEADS_INFO, trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +160,15 @@ def open_companion(model: str | Path, target: Opened, role: str, progress: Progr
 def is_heads(folder: str | Path | None) -> bool:
     """Whether a name is that of a folder of trained heads."""
     return folder is not None and (Path(folder) / HEADS_INFO).is_file()
+
+
+def absent(folder: str | Path, what: str, info: str) -> str:
+    """Why a folder has not what was trained for a model (`what`, told by its file `info`), for an error."""
+    place = Path(folder)
+    if not place.is_dir():
+        return f"{place}: there is no such folder"
+    other = trained(place)
+    return f"{place} {other}, and no {what}" if other else f"{place} has no {what} ({info} is missing)"
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ much by either; that nothing pays is a result too, and then nothing is saved.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +86,21 @@ class Trial:
                 taken.append(time.perf_counter() - began)
         return sorted(taken)[repeats // 2]
 
-    def _agreement(self, span: Span, tokens: list[int], start: int) -> Iterator[bool]:
+    def _agreement(self, span: Span, tokens: list[int], start: int) -> list[bool]:
         """For each token the model wrote: whether the span finds it the likeliest."""
-        feed = Feed(SLOT, 0, len(tokens), (), (Score(),))
-        with self._slot(tokens):
-            ((answer,),) = self.runner.run(StepPlan(0, feeds=[feed]), span).feeds
-        assert isinstance(answer, Scores)
-        return (score.rank == 1 for score in answer.scores[start - 1 :])
+        return likeliest(self.runner, tokens, self.block_size, span=span)[start - 1 :]
 
     def _slot(self, tokens: list[int]) -> "ScratchLive":
         return ScratchLive(self.runner, tokens, self.block_size)
+
+
+def likeliest(runner: Runner, tokens: list[int], block_size: int, source: Sequence[int] = (), span: Span = WHOLE) -> list[bool]:
+    """Of each token but the first whether the model, or a span of it, finds it the likeliest behind those before; `source`:
+    what an encoder-decoder writes from. Nothing else may be in the pool."""
+    with ScratchLive(runner, tokens, block_size, source):
+        ((answer,),) = runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens), (), (Score(),))]), span).feeds
+    assert isinstance(answer, Scores)
+    return [score.rank == 1 for score in answer.scores]
 
 
 class ScratchLive:

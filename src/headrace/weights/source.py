@@ -33,6 +33,11 @@ class TensorInfo:
         return self.nbytes // self.rows
 
 
+HEADS_INFO, CLASSIFIER_INFO = "heads.json", "classifier.json"  # what says that a folder holds something trained for a model
+TRAINED = {
+    CLASSIFIER_INFO: "a classifier of texts (headrace classify MODEL --classifier FOLDER)",
+    HEADS_INFO: "trained heads or exits of a model (headrace run MODEL --draft FOLDER, or --exits FOLDER)",
+}
 # Formats of weights that are not read, by files that they leave in a folder.
 FOREIGN = {
     "ONNX": ("*.onnx", "onnx/*.onnx"),
@@ -71,6 +76,14 @@ def adapter_of(kind: str, base: object) -> str:
         f"is a {'LoRA' if kind.upper() == 'LORA' else kind} adapter for {model}, which is not read by itself; merge it into "
         "that model (merge_and_unload of peft, then save_pretrained) and name the folder with the result"
     )
+
+
+def trained(folder: Path) -> str:
+    """What is said of a folder that holds what was trained for a model; empty where it holds nothing of the kind."""
+    for name, what in TRAINED.items():
+        if (folder / name).is_file():
+            return f"holds {what}"
+    return ""
 
 
 class WeightSource(Protocol):
