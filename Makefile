@@ -5,7 +5,7 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 PROMPT ?= Why is the sky blue?
 # What is run in parallel, and what else pytest is told: make test PYTEST="-x -k scheduler"
-PYTEST ?= -n auto --maxprocesses 4
+PYTEST ?= -n auto --dist worksteal --maxprocesses 4
 export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)

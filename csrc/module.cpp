@@ -33,6 +33,11 @@ void dequantize(std::string_view kind, const Bytes& data, const Floats& out, int
 
 NB_MODULE(_core, m) {
     m.doc() = "The native core of Headrace";
+    // A thread that still runs when the interpreter ends keeps what it uses, which nanobind would take for a mistake.
+    nb::set_leak_warnings(false);
+    m.def(
+        "set_leak_warnings", [](bool on) { nb::set_leak_warnings(on); }, nb::arg("on"),
+        "Whether objects that outlive the interpreter are listed on stderr (default: no).");
     m.def(
         "dequantize", &dequantize, nb::arg("kind"), nb::arg("data").noconvert(), nb::arg("out").noconvert(),
         nb::arg("threads") = 1,

@@ -59,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_core() -> Iterator[None]:
+    """Tests run side by side: a core without a number of threads has one here. Threads that wait for each other on busy cores
+    mostly wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.native.threads.processors", lambda: 1)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_torch() -> None:
     """A model sets torch's threads for its process, and draws go on where the last ended: the test after must not notice."""

@@ -228,3 +228,31 @@ def test_memory_that_is_not_there_is_an_error_of_the_request() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     words = "there was not enough memory to answer; ask for less at once, or give the process more"
     assert done.stdout.strip() == f"{['', words]} True {{''}}"
+
+
+OUTLIVED = """
+import sys, threading, time
+from headrace.llm import LLM
+from headrace.native import core
+core().set_leak_warnings("listed" in sys.argv)
+llm, begun = LLM(sys.argv[1], threads=1), threading.Event()
+
+def hold(kept):
+    begun.set()
+    time.sleep(600)
+
+if "held" in sys.argv:
+    threading.Thread(target=hold, args=(llm,), daemon=True).start()
+    begun.wait()
+"""
+
+
+@pytest.mark.parametrize(("how", "leaks"), [(["held"], False), (["listed"], False), (["held", "listed"], True)])
+def test_an_engine_that_a_thread_holds_to_the_end_is_no_leak(tiny_gguf: Path, how: list[str], leaks: bool) -> None:
+    """Nobody hears of it; and nothing else is left, which would be listed: the control."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", OUTLIVED, str(tiny_gguf), *how]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=600)
+    assert done.returncode == 0
+    assert ("nanobind: leaked" in done.stderr) is leaks
+    assert leaks or done.stderr == ""

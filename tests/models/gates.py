@@ -30,7 +30,7 @@ WORKER = Path(__file__).with_name("llama_cpp_rows.py")
 
 
 def program_of(source: WeightSource, model: Model | None = None, **options: Any) -> NativeProgram:
-    settings = {"num_blocks": 128, "block_size": BLOCK, "max_positions": 2048, "threads": 2, **options}
+    settings = {"num_blocks": 128, "block_size": BLOCK, "max_positions": 2048, "threads": 1, **options}
     return NativeProgram(model or describe(read_config(source)), source, **settings)
 
 

@@ -100,7 +100,7 @@ class AskedFirst(FakeProgram):
     """Who may write before the whole model does: a smaller model, or, over the `below` of another one, an exit of it."""
 
     def _answer(self, feed: Feed) -> Answers:
-        context = [self.pool[self._at(feed.slot, position)] for position in range(feed.start + feed.count)]
+        context = self._known(feed.slot, feed.start + feed.count)
         return tuple(self._one(feed, want, [*context, FIRST]) for want in feed.wants)
 
     def _top(self, feed: Feed, want: Any, context: list[int], node: int) -> Ranked:

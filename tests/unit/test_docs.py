@@ -4,6 +4,7 @@ number formats, files to touch, prompts; and figures that stand in two places ar
 import ast
 import hashlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,13 @@ def is_test(name: str) -> bool:
     file = ROOT / path
     if not file.is_file():
         return False
-    names = {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
-    return not function or function in names
+    return not function or function in functions(file)
+
+
+@cache
+def functions(file: Path) -> set[str]:
+    """The names of those of a file. It is parsed once, for all that pages say of it."""
+    return {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_statement_of_the_seeds_is_answered_once() -> None:

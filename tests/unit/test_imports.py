@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -187,9 +188,20 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path.read_text("utf-8") for path in sorted(SRC.rglob("*.py"))}
 
 
-def imports(tree: ast.AST, modules: Set[str] = frozenset()) -> Iterator[tuple[int, str]]:
-    """Line and module of every import in a tree; `from package import module` names the module."""
-    for node in ast.walk(tree):
+@cache
+def loads(source: str) -> tuple[ast.AST, ...]:
+    """The imports of a source, and its calls of what loads late. Parsed once for all tests."""
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom) or is_late(node))
+
+
+def is_late(node: ast.AST) -> bool:
+    """Whether it says what loads when it is used: `late` and `declare` say where that is."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("late", "declare")
+
+
+def imports(nodes: Iterable[ast.AST], modules: Set[str] = frozenset()) -> Iterator[tuple[int, str]]:
+    """Line and module of every import among the nodes; `from package import module` names the module."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -198,10 +210,10 @@ def imports(tree: ast.AST, modules: Set[str] = frozenset()) -> Iterator[tuple[in
             yield from ((node.lineno, name if name in modules else base) for name in names)
 
 
-def late_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and module of what loads when it is used: `late` and `declare` say where it is."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("late", "declare"):
+def late_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Line and module of what loads when it is used."""
+    for node in nodes:
+        if isinstance(node, ast.Call):
             first = node.args[0]
             yield node.lineno, first.value if isinstance(first, ast.Constant) else ast.unparse(first)
 
@@ -217,8 +229,8 @@ def wrong_imports(module: str, source: str, modules: Set[str]) -> list[str]:
     """Imports of `module` that do not point downward."""
     here = room(module)
     wrong = []
-    tree = ast.parse(source)
-    for line, name in [*imports(tree, modules), *late_names(tree)]:
+    nodes = loads(source)
+    for line, name in [*imports(nodes, modules), *late_names(nodes)]:
         if name.startswith("."):
             wrong.append(f"{module}:{line} imports {name}; write the whole name")
         elif name.startswith("headrace.") and room(name) not in {here, *ROOMS[here].split()}:
@@ -231,7 +243,7 @@ def late_imports(module: str, source: str) -> list[str]:
     if room(module) in LATE:
         return []
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, FUNCTIONS)]
-    found = {pair for function in functions for pair in imports(function)}
+    found = {pair for function in functions for pair in imports(ast.walk(function))}
     return [f"{module}:{line} imports {name} late" for line, name in sorted(found) if name.split(".")[0] not in OPTIONAL]
 
 
@@ -273,8 +285,8 @@ def test_rooms_stand_on_floors() -> None:
 
 def named(source: str) -> list[str]:
     """The modules of Headrace that a source imports."""
-    tree = ast.parse(source)
-    return [name for _, name in (*imports(tree, set(SOURCES)), *late_names(tree)) if name.startswith("headrace")]
+    nodes = loads(source)
+    return [name for _, name in (*imports(nodes, set(SOURCES)), *late_names(nodes)) if name.startswith("headrace")]
 
 
 def test_nothing_new_stands_at_the_top() -> None:
@@ -288,7 +300,7 @@ def test_imports_point_downward() -> None:
 
 def test_modules_import_each_other_in_no_circle() -> None:
     graph = {
-        module: {name for _, name in imports(ast.parse(source), set(SOURCES)) if name in SOURCES} - {module}
+        module: {name for _, name in imports(loads(source), set(SOURCES)) if name in SOURCES} - {module}
         for module, source in SOURCES.items()
     }
     assert cycle(graph) == []
@@ -301,7 +313,7 @@ def test_imports_stand_at_the_top() -> None:
 
 def test_nothing_forbidden_is_imported() -> None:
     sources = {module: source for module, source in SOURCES.items() if room(module) != "bench.workers"}
-    used = {(module, name.split(".")[0]) for module, source in sources.items() for _, name in imports(ast.parse(source))}
+    used = {(module, name.split(".")[0]) for module, source in sources.items() for _, name in imports(loads(source))}
     assert [(module, name) for module, name in used if name in FORBIDDEN] == []
 
 
@@ -332,7 +344,7 @@ def test_a_late_import_and_a_circle_are_found() -> None:
 
 def test_what_loads_late_is_there_and_heavy() -> None:
     """Nothing else has a reason to: what needs nothing heavy is imported at the top."""
-    found = {name for source in SOURCES.values() for _, name in late_names(ast.parse(source))}
+    found = {name for source in SOURCES.values() for _, name in late_names(loads(source))}
     assert len(found) > 5
     assert {name for name in found if not HEAVY & reached(name)} == set()
 
@@ -342,7 +354,7 @@ def reached(module: str) -> set[str]:
     seen: set[str] = set()
     rest = [module]
     while rest:
-        for _, name in imports(ast.parse(SOURCES.get(rest.pop(), "")), set(SOURCES)):
+        for _, name in imports(loads(SOURCES.get(rest.pop(), "")), set(SOURCES)):
             if name not in seen:
                 seen.add(name.split(".")[0] if name not in SOURCES else name)
                 rest.append(name)

@@ -6,6 +6,7 @@ A model that compared positions only would not notice a block that holds another
 import hashlib
 import random
 import struct
+from array import array
 from collections import deque
 from collections.abc import Callable
 
@@ -43,7 +44,7 @@ NOTHING = "no token can be drawn"
 
 def draw(context: list[int], seed: int, child: int) -> int:
     """The token after `context`: a pure function of what was read, the seed and the child."""
-    message = b",".join(str(value).encode() for value in (*context, seed, child))
+    message = array("q", context).tobytes() + b"%d,%d" % (seed, child)
     return int.from_bytes(hashlib.blake2b(message, digest_size=4).digest(), "little") % VOCAB
 
 
@@ -116,8 +117,17 @@ class FakeRunner:
         self.pool[self._at(slot, position)] = token
 
     def _answer(self, feed: Feed) -> Answers:
-        context = [self.pool[self._at(feed.slot, position)] for position in range(feed.start + feed.count)]
+        if not feed.wants:
+            return ()
+        context = self._known(feed.slot, feed.start + feed.count)
         return tuple(self._one(feed, want, context) for want in feed.wants)
+
+    def _known(self, slot: int, count: int) -> list[int]:
+        """The first `count` tokens of a slot, as its blocks hold them."""
+        size, tokens = self.block_size, list[int]()
+        for block in self.slots[slot].table[: -(-count // size)]:
+            tokens += self.pool[block * size : (block + 1) * size]
+        return tokens[:count]
 
     def _one(self, feed: Feed, want: AnyWant, context: list[int]) -> Answer:
         """What comes of a want; a node's context are the known tokens and what the pool holds of the nodes above it."""

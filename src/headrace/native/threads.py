@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from headrace.native import core
+from headrace.native import core, processors
 
 SPIN_MICROSECONDS = 1000  # workers stay awake while Python works between two steps
 
@@ -11,7 +11,7 @@ SPIN_MICROSECONDS = 1000  # workers stay awake while Python works between two st
 def thread_pool(threads: int) -> Any:
     """A pool of so many threads (0: one for each core the process may use), the same for all that ask for as many; engines
     take turns on it. Raises _core.ThreadsError, a RuntimeError, where the system does not start them all: fewer may do."""
-    return _pool(threads or core().cpu_info()["threads"])
+    return _pool(threads or processors())
 
 
 @cache
