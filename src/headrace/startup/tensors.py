@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from headrace import host
@@ -14,7 +15,9 @@ from headrace.eager.rounded import round_inputs
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.kv.rounded import FORMATS, RoundedPool
+from headrace.layers.linear import Linear
 from headrace.models.base import Model
+from headrace.runner.centring import k_shifts
 from headrace.startup.memory import check_weights_fit
 from headrace.startup.offer import Loaded
 from headrace.startup.opening import Opened
@@ -55,7 +58,7 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     heads = recipe.head_ids()
     programs: dict[str, EagerProgram] = {}
     for role, model in models.items():
-        pool = _pool(recipe.models[role], settings.kv_dtype, plan.num_blocks, kv_type, device)
+        pool = _pool(recipe.models[role], model, settings.kv_dtype, plan.num_blocks, kv_type, device)
         programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
     if settings.kv_dtype in FORMATS:
         log.warning("torch rounds K and V to %s and keeps them as %s: it saves no memory", settings.kv_dtype, kv_type)
@@ -64,13 +67,20 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     return Loaded(programs, plan, str(dtype).removeprefix("torch."))
 
 
-def _pool(opened: Opened, kv_dtype: str, blocks: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+def _pool(opened: Opened, model: Model, kv_dtype: str, blocks: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+    """K in fewer bits is stored less what the file says, or what biases have in common, as in the native core."""
     if kv_dtype not in FORMATS:
         return KVPool(opened.config, blocks, BLOCK_SIZE, dtype, device)
     shape = kv_shape(opened.config)
     said = kv_settings(opened.source, shape)
-    centre = None if said is None else torch.tensor(said.centre).view(shape)
+    shift = k_shifts(model, _bias) if said is None else said.centre
+    centre = None if shift is None else torch.tensor(shift).view(shape)
     return RoundedPool(opened.config, blocks, BLOCK_SIZE, dtype, device, format=kv_dtype, centre=centre)
+
+
+def _bias(layer: Linear) -> np.ndarray | None:
+    bias: np.ndarray | None = None if layer.bias is None else layer.bias.float().cpu().numpy()
+    return bias
 
 
 def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device, free: int) -> Model:
