@@ -53,9 +53,7 @@ class Integers:
     @property
     def kind(self) -> str:
         """Of the rows."""
-        found = kind_of(self.bits, *self.range, self.group)
-        assert found is not None
-        return found
+        return kind_of(self.bits, *self.range, self.group)
 
     def groups(self, k: int) -> int:
         return k // (self.group or k)
