@@ -39,6 +39,8 @@ ROUNDED = [  # format, layout, what inspect says
     ("int4-g32", "awq", "AWQ, 4 bits, groups of 32"),
     ("int3-g32", "gptq", "GPTQ, 3 bits, groups of 32"),
     ("int6-g32", None, "compressed-tensors, 6 bits, groups of 32"),
+    ("mxfp4", None, "compressed-tensors, MXFP4"),
+    ("nvfp4", None, "compressed-tensors, NVFP4 as bfloat16"),
 ]
 
 
@@ -160,6 +162,8 @@ def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -
             {"budget": 10**6, "method": ("gptq",), "layout": "awq"},
             "the layout awq holds integers of one format: leave --budget",
         ),
+        ({"layout": "gptq", "format": "nvfp4"}, "the layout gptq holds integers, and nvfp4 are none: leave --layout out"),
+        ({"budget": 10**6, "format": "mxfp4"}, "--budget chooses between integers of 4 and 8 bits, and mxfp4 are none"),
         ({"budget": 10**6, "format": "int8"}, "--budget chooses between 4 and 8 bits, and int8 has 8"),
         ({"budget": 10}, "10 bytes are too few: with the fewest bits all tensors take"),
     ],
@@ -213,6 +217,11 @@ def test_compressed_tensors_decompresses_it_alike(
         assert np.array_equal(theirs.numpy(), read_floats(ours, name)), name
 
 
-def test_a_head_that_no_walk_has_seen_is_written_too(model: Path, tmp_path: Path) -> None:  # noqa: F811
-    made = Pipeline(method=("gptq",), format="int4-g32", head="int8", calibrate="self", tokens=256)
-    assert "int8" in {each.kind for each in compress_folder(model, tmp_path / "out", made).matrices.values()}
+@pytest.mark.parametrize(("number_format", "head"), [("int4-g32", "int8"), ("nvfp4", "mxfp4")])
+def test_a_head_that_no_walk_has_seen_is_written_too(number_format: str, head: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    made = Pipeline(method=("gptq",), format=number_format, head=head, calibrate="self", tokens=256)
+    report = compress_folder(model, tmp_path / "out", made)
+    assert {each.kind for each in report.matrices.values()} >= {number_format, head}
+    errors = [sum(getattr(told, name) for told in report.told.values()) for name in ("error", "nearest")]
+    assert errors[0] < errors[1]
+    assert f" {number_format}" in str(describe(tmp_path / "out")["compress"])
