@@ -48,6 +48,7 @@ TEXT = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
 FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "gptq": (gptq, {"Q4_0"}, "GPTQ, 4 bits, groups of 32"),
     "gptq by row": (lambda: gptq(group=-1), {"Q4_0"}, "GPTQ, 4 bits, a scale a row"),
+    "gptq by row of 128": (lambda: gptq(group=-1, ffn=128), {"Q4_0", "G4_128"}, "GPTQ, 4 bits, a scale a row"),
     "gptq v2": (lambda: gptq(version=2, sym=False), {"G4_32"}, "GPTQ, 4 bits, groups of 32"),
     "gptq with zeros": (lambda: gptq(sym=False), {"G4_32"}, "GPTQ, 4 bits, groups of 32"),
     "gptq with zeros by row": (

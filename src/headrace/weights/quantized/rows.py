@@ -1,8 +1,8 @@
 """Integers and their scales as rows of a kind: exact wherever the scales are halves, because a kind has a fixed zero and
 integer minus zero point is an integer again.
 
-    q - z of 4 bits, z = 8:     Q4_0, w = d * (q - 8)
-    q - z of 4 bits, any z:     G4_128 where groups are of a multiple of 128 inputs, else G4_32, w = d * (q - z)
+    q - z of up to 4 bits, any z:   G4_128 where groups are of a multiple of 128 inputs, w = d * (q - z)
+    the same in other groups:   Q4_0 where z = 8, w = d * (q - 8), else G4_32
     q - z of 5 bits, z = 16:    Q5_0, w = d * (q - 16)
     q - z of up to 7 bits, any z, and of 8 bits, z = 128:   Q8_0, w = d * (q - z)
     q - z of 8 bits, any z:     float32, which the core holds as bfloat16
@@ -26,11 +26,10 @@ MOST_POINT = 16
 def kind_of(bits: int, low: int, high: int, group: int) -> str:
     """The narrowest kind for codes of `bits` that, less their zero points, are from `low` to `high`, with a scale and a zero
     point for `group` inputs (0: of any number)."""
-    if RANGES["Q4_0"][0] <= low and high <= RANGES["Q4_0"][1]:
-        return "Q4_0"
-    if bits <= 4:
-        return "G4_128" if group and group % POINTS["G4_128"] == 0 else "G4_32"
-    return next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), "F32")
+    if bits <= 4 and group and group % POINTS["G4_128"] == 0:
+        return "G4_128"
+    found = next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), "F32")
+    return "G4_32" if bits <= 4 and found != "Q4_0" else found
 
 
 def unpacked(words: np.ndarray, bits: int, padded: bool = False) -> np.ndarray:
