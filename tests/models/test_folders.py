@@ -218,9 +218,14 @@ def test_compressed_tensors_decompresses_it_alike(
 
 
 @pytest.mark.parametrize(("number_format", "head"), [("int4-g32", "int8"), ("nvfp4", "mxfp4")])
-def test_a_head_that_no_walk_has_seen_is_written_too(number_format: str, head: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
-    made = Pipeline(method=("gptq",), format=number_format, head=head, calibrate="self", tokens=256)
-    report = compress_folder(model, tmp_path / "out", made)
+def test_a_head_that_no_walk_has_seen_is_written_too(
+    number_format: str,
+    head: str,
+    model: Path,  # noqa: F811
+    book: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    report = compress_folder(model, tmp_path / "out", pipeline(book, method=("gptq",), format=number_format, head=head))
     assert {each.kind for each in report.matrices.values()} >= {number_format, head}
     errors = [sum(getattr(told, name) for told in report.told.values()) for name in ("error", "nearest")]
     assert errors[0] < errors[1]
