@@ -34,6 +34,7 @@ from tests.quantized import (
     Made,
     awq,
     fp8_blocks,
+    fp8_whole,
     gptq,
     kept,
     mxfp4,
@@ -84,6 +85,8 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "nvfp4": (nvfp4, {"F32"}, "compressed-tensors, NVFP4 as bfloat16"),
     "mxfp4": (mxfp4, {"MXFP4"}, "MXFP4"),
     "fp8": (fp8_blocks, {"F32"}, "FP8, E4M3 as bfloat16"),
+    "fp8 in several blocks": (lambda: fp8_blocks(ffn=288), {"F32"}, "FP8, E4M3 as bfloat16"),
+    "fp8 with one scale": (fp8_whole, {"F32"}, "FP8, E4M3 as bfloat16"),
 }  # fmt: skip
 
 
