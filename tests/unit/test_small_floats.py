@@ -33,7 +33,8 @@ def test_what_is_written_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     layout, wanted = SmallFloats(name), {}
     made = Made(layout.settings([]), others(np.random.default_rng(0)))
     for number, (matrix_name, (n, k)) in enumerate(MATRICES.items()):
-        rows, values = nearest(torch.from_numpy(matrix(n, k, number)), target(name), None, 1)
+        w = matrix(n, k, number) * np.float32(10.0**-number)
+        rows, values = nearest(torch.from_numpy(w), target(name), None, 1)
         wanted[matrix_name] = values.numpy()
         for field, (key, value) in zip(layout.fields(n, k), layout.tensors(rows).items(), strict=True):
             assert (field.name, field.shape, field.nbytes) == (key, value.shape, value.nbytes)

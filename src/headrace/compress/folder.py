@@ -204,12 +204,18 @@ def _rows(job: Job, name: str, threads: int) -> tuple[np.ndarray, float, float |
         error = sum(one.lost for one in told) / (sum(one.energy for one in told) or 1.0)
         return rows, error, float((dequantize_numpy(rows.reshape(-1), kind) == 0).mean()) if how else None
     values, weight, to = _values(job, name), job.importance.get(name), target(job.formats[name])
-    step, pieces, lost, zeros = max(1, CHUNK // values.shape[1]) if to.by_row else len(values), [], 0.0, 0
+    step, pieces, lost, zeros, whole = max(1, CHUNK // values.shape[1]), [], 0.0, 0, None
+    if not to.by_row:
+        whole = to.encode(values if how is None else pruned(values, how, weight), weight, threads)
     for at in range(0, len(values), step):
         some = values[at : at + step]
-        pieces.append(to.encode(some if how is None else pruned(some, how, weight), weight, threads))
+        if whole is not None:
+            pieces.append(whole[at : at + step])
+        else:
+            pieces.append(to.encode(some if how is None else pruned(some, how, weight), weight, threads))
         read = dequantize_numpy(pieces[-1].reshape(-1), kind).reshape(some.shape)
         lost += float(np.square(some - read, dtype=np.float64).sum())
         zeros += int((read == 0).sum())
     energy = float(np.square(values, dtype=np.float64).sum()) or 1.0
-    return np.concatenate(pieces), lost / energy, zeros / values.size if how else None
+    rows = np.concatenate(pieces) if whole is None else whole
+    return rows, lost / energy, zeros / values.size if how else None

@@ -26,10 +26,13 @@ class Nvfp4:
 
     def encode(self, w: Array, importance: Array | None = None, threads: int = 1) -> Array:
         """Each number to the nearest: float32 as bytes, uint8 [n, 4 k]. Raises ValueError as quant.encode does."""
-        scale = fit(w, unit_of(w), importance, threads)
-        each = w.reshape(len(w), -1, GROUP)
-        made = scale[:, :, None] * VALUES[np.searchsorted(MIDDLES, each / scale[:, :, None])]
-        return np.ascontiguousarray(made.reshape(w.shape), np.float32).view(np.uint8)
+        scale, made = fit(w, unit_of(w), importance, threads), np.empty(w.shape, np.float32)
+        step = max(1, CHUNK // w.shape[1])
+        for at in range(0, len(w), step):
+            each = scale[at : at + step, :, None]
+            some = w[at : at + step].reshape(*each.shape[:2], GROUP)
+            made[at : at + step] = (each * VALUES[np.searchsorted(MIDDLES, some / each)]).reshape(-1, w.shape[1])
+        return made.view(np.uint8)
 
     def grids(
         self, w: Array, importance: Array | None, *, rows: Array | None, order: Tensor | None, threads: int

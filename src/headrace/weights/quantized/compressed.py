@@ -37,7 +37,7 @@ FIELDS = ("weight_packed", "weight", "compressed", "bitmask", "shape", "weight_s
 GLOBAL = "weight_global_scale"
 BITS = range(2, 9)
 NVFP4_GROUP = 16
-E2M1 = MXFP4_VALUES / 2
+E2M1 = MXFP4_VALUES / 2  # by code
 
 
 class CompressedTensors:

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace.weights.decode import MXFP4_VALUES
 from headrace.weights.kinds import KINDS
+from headrace.weights.quantized.compressed import E2M1, NVFP4_GROUP
 from headrace.weights.quantized.float8 import VALUES
+from headrace.weights.quantized.rows import by_turns
 from headrace.weights.quantized.written import Field, Tensors, scheme_of, settings_of
 
 MXFP4, NVFP4 = "mxfp4", "nvfp4"
-GROUPS = {MXFP4: 32, NVFP4: 16}
-E2M1 = MXFP4_VALUES / 2  # by code
+GROUPS = {MXFP4: 32, NVFP4: NVFP4_GROUP}
 LARGEST = E2M1[7:0:-1]  # what a group's largest number may be, from 6 down
 E4M3 = VALUES["F8_E4M3"][:127]  # ascending, from 0
 
@@ -71,23 +71,31 @@ def nvfp4_parts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]
     A group's largest number may be any size of E2M1: of the scales that this allows, each group takes the least that there is
     a code for. Raises ValueError where a group has none.
     """
-    groups = values.reshape(len(values), -1, GROUPS[NVFP4])
-    sizes = np.abs(groups)
-    fraction, power = np.frexp(_scales(sizes, None).max() / E4M3[-1])
+    n = len(values)
+    largest = by_turns(n, lambda first, last: _scales(values[first:last], None)).max()
+    fraction, power = np.frexp(largest / E4M3[-1])
     unit = np.ldexp(np.float32(1), power - (fraction == 0.5))  # the least with which the largest scale has a code
-    scales = _scales(sizes, unit)
-    codes = np.searchsorted(E2M1[:8], sizes / scales[:, :, None]) + 8 * (groups < 0)
-    return codes.astype(np.uint8).reshape(values.shape), np.searchsorted(E4M3, scales / unit).astype(np.uint8), 1 / unit
+    scales = by_turns(n, lambda first, last: _scales(values[first:last], unit))
+    codes = by_turns(n, lambda first, last: _codes(values[first:last], scales[first:last]))
+    return codes, np.searchsorted(E4M3, scales / unit).astype(np.uint8), 1 / unit
 
 
-def _scales(sizes: np.ndarray, unit: np.float32 | None) -> np.ndarray:
-    """The least scale of each group of sizes float32 [n, groups, 16]; with a `unit`, of those that are E4M3 times it.
+def _codes(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """uint8 [n, k] of numbers [n, k] with scales [n, k / 16]."""
+    groups = values.reshape(*scales.shape, -1)
+    codes = np.searchsorted(E2M1[:8], np.abs(groups) / scales[:, :, None]) + 8 * (groups < 0)
+    return codes.astype(np.uint8).reshape(values.shape)
+
+
+def _scales(values: np.ndarray, unit: np.float32 | None) -> np.ndarray:
+    """The least scale of each group of numbers [n, k], float32 [n, k / 16]; with a `unit`, of those that are E4M3 times it.
 
     A scale has four bits of fraction and a number six at the most, so that a quotient which does not come out even is not taken
     for one that does.
     """
+    sizes = np.abs(values).reshape(len(values), -1, NVFP4_GROUP)
     top = sizes.max(2)
-    found = np.where(top > 0, np.float32(np.nan), np.float32(1) if unit is None else unit)
+    found = np.where(top > 0, np.float32(np.nan), np.float32(0) if unit is None else unit)
     for size in LARGEST:
         scale = top / size
         bits = np.frexp(scale)[0] * 16
