@@ -170,15 +170,26 @@ def nvfp4(seed: int = 0) -> Made:
     return made
 
 
-def fp8_blocks(seed: int = 0) -> Made:
+def fp8_blocks(seed: int = 0, ffn: int = FFN) -> Made:
     """E4M3 with a scale for each block of 128 x 128 in weight_scale_inv; w = weight * weight_scale_inv."""
     rng = np.random.default_rng(seed)
     made = Made({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, others(rng))
-    for name, (n, k) in MATRICES.items():
+    made.config = {**LLAMA, "intermediate_size": ffn}
+    for name, (n, k) in matrices(ffn).items():
         weight = torch.from_numpy(rng.standard_normal((n, k)).astype(np.float32)).to(torch.float8_e4m3fn)
-        scale = torch.tensor([[float(rng.uniform(0.5, 1)) / k**0.5]])
+        scale = torch.from_numpy((rng.uniform(0.5, 1, (-(-n // 128), -(-k // 128))) / k**0.5).astype(np.float32))
         made.tensors |= {f"{name}.weight": weight, f"{name}.weight_scale_inv": scale}
-        made.values[name] = (weight.float() * scale).numpy()
+        each = scale[torch.arange(n) // 128][:, torch.arange(k) // 128]
+        made.values[name] = (weight.float() * each).numpy()
+    return made
+
+
+def fp8_whole(seed: int = 0) -> Made:
+    """E4M3 with one scale for a matrix, in weight_scale."""
+    made = fp8_blocks(seed)
+    made.settings = {"quant_method": "fp8", "activation_scheme": "static"}
+    for name in MATRICES:
+        made.tensors[f"{name}.weight_scale"] = made.tensors.pop(f"{name}.weight_scale_inv").reshape(())
     return made
 
 

@@ -18,14 +18,16 @@ from headrace.kv.pool import KVPool
 from headrace.kv.rounded import Rounded, to_int4
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
+from headrace.runner.centring import k_shifts
 from headrace.startup.opening import open_files
 from headrace.weights.kv_settings import kv_settings
 from headrace.weights.loader import load_model
 from headrace.weights.source import WeightError
 from tests.cli_shell import Shell
+from tests.models.test_compress import write_folder
 from tests.tiny import tiny_config, tiny_model
 from tests.tiny_files import write_tiny_gguf
-from tests.tiny_native import Feeder, as_bfloat16, native_program
+from tests.tiny_native import Feeder, as_bfloat16, native_program, packed
 
 TEXTS = np.random.default_rng(3).integers(0, 97, (3, 40)).tolist()
 
@@ -123,6 +125,25 @@ def test_less_the_mean_of_keys_4_bits_lose_less() -> None:
         centred, plain = (apart(run("int4", which), exact) for which in (True, False))
         print(f"less the mean {centred:.4f}, as it is {plain:.4f}")
         assert centred < 0.7 * plain
+
+
+def test_torch_takes_off_what_biases_have_in_common_as_the_core_does(tmp_path: Path) -> None:
+    """Where a file says nothing, in engines too. The control: without it more is lost."""
+    shift = k_shifts(offset(), lambda layer: None if layer.bias is None else layer.bias.float().numpy())
+    assert shift is not None
+    core = k_shifts(offset(), packed(offset()).bias)
+    assert core is not None
+    assert np.array_equal(shift, core)
+    assert shift.any(1).all()
+    common, exact = torch.from_numpy(shift).view(kv_shape(offset().config)), by_torch(KVPool)
+    less = apart(by_torch(lambda *sizes: RoundedPool(*sizes, format="int4", centre=common)), exact)
+    plain = apart(by_torch(rounded_pool("int4", False)), exact)
+    print(f"less what biases have in common {less:.4f}, as it is {plain:.4f}")
+    assert less < 0.9 * plain
+    for name, has in (("qwen2-tied", True), ("llama-gqa", False)):
+        llm = LLM(write_folder(tmp_path / name, name), backend="torch", kv_dtype="int4", max_model_len=64)
+        assert (llm.runner.programs[0].pool._centre is not None) == has
+        assert llm.generate(["the water"], SamplingParams(max_tokens=2, temperature=0.0))[0].error is None
 
 
 def test_rounding_of_each_half_and_of_ranges_without_width() -> None:

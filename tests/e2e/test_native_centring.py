@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headrace.models.base import Model
-from headrace.native import centring
 from headrace.native.weights import PackedWeights
+from headrace.runner import centring
 from headrace.runner.record import Node, record
 from tests.models.feeding import feed
 from tests.tiny import tiny_config, tiny_model
@@ -51,7 +51,7 @@ def shifts(model: Model) -> list[np.ndarray | None]:
     made = []
     for segment in record(model).layers:
         (node,) = (node for node in segment.nodes if node.op == "attention")
-        made.append(centring.k_shift(segment, node, weights, model.config))
+        made.append(centring.k_shift(segment, node, weights.bias, model.config))
     return made
 
 
@@ -76,6 +76,6 @@ def test_where_more_than_softmax_sees_the_scores_nothing_is_taken_off(name: str)
     model = biased()
     segment = record(model).layers[0]
     (node,) = (node for node in segment.nodes if node.op == "attention")
-    assert centring.k_shift(segment, node, packed(model), model.config) is not None
+    assert centring.k_shift(segment, node, packed(model).bias, model.config) is not None
     other = Node(node.op, node.inputs, {**node.settings, name: 30.0}, node.outputs)
-    assert centring.k_shift(segment, other, packed(model), model.config) is None
+    assert centring.k_shift(segment, other, packed(model).bias, model.config) is None

@@ -21,6 +21,7 @@ import torch
 import transformers
 
 from headrace.compress import run
+from headrace.compress.folder import compress_folder
 from headrace.compress.mixes import MIXES, mix_named, tensor_kind
 from headrace.compress.run import Pipeline, compress, predict
 from headrace.compress.survey import survey
@@ -203,6 +204,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monk
         (Pipeline(), "out", "give a name that ends in .gguf"),
         (Pipeline(), "no/out.gguf", "no is no folder; make it first"),
         (Pipeline(), "tiny.gguf", "tiny.gguf exists"),
+        (Pipeline(budget=1000), "out.gguf", "1,000 bytes are too few: with the fewest bits all tensors take"),
         (Pipeline(imatrix=Path("none.dat")), "out.gguf", "none.dat: cannot be opened"),
     ],
 )
@@ -228,6 +230,12 @@ def test_models_that_are_not_written_are_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "gemma", "gemma3-one-kv-head")
     with pytest.raises(WeightError, match="a folder of gemma3_text is not written as GGUF"):
         predict(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_moe", "num_experts": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    for write, out, number_format in ((compress, "out.gguf", "Q8_0"), (compress_folder, "out", "int8")):
+        with pytest.raises(WeightError, match="has layers of 128 experts, which are not built") as caught:
+            write(folder, tmp_path / out, Pipeline(format=number_format))
+        assert "\n" not in str(caught.value)
 
 
 def prefixed(backend: Any) -> None:
@@ -273,7 +281,7 @@ def test_splits_are_known_by_their_patterns() -> None:
 EXPECTED = {
     "Q8_0": {"Q8_0"}, "F16": {"F16"}, "Q4_0": {"Q4_0", "Q6_K"}, "Q4_K_S": {"Q4_K", "Q5_K", "Q6_K"}, "Q6_K": {"Q6_K"},
     "Q5_K_S": {"Q5_K", "Q6_K"}, "Q3_K_S": {"Q3_K", "Q6_K"}, "Q3_K_L": {"Q3_K", "Q5_K", "Q6_K"},
-    "Q2_K": {"Q2_K", "Q3_K", "Q6_K"},
+    "Q2_K": {"Q2_K", "Q3_K", "Q6_K"}, "MXFP4": {"MXFP4", "Q6_K"},
 }  # fmt: skip
 
 

@@ -223,6 +223,10 @@ def test_divisors_of_another_head_size_are_refused() -> None:
         ({**GEMMA3_1B, "use_bidirectional_attention": True}, "asks for use_bidirectional_attention"),
         ({**QWEN25_05B, "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types for its 24 layers"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "asks for scale_attn_by_inverse_layer_idx"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "has layers of 8 experts, which are not built; take a model without",
+        ),
         ({}, "unknown architecture ''; known are"),
     ],
 )
@@ -266,6 +270,7 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
         ({"gemma3.block_count": None}, "must have gemma3.block_count as an integer from 1 to 1024, not None"),
         ({"gemma3.attention.value_length": 128}, "different widths"),
         ({"gemma3.expert_count": 8}, "has layers of 8 experts, which are not built; take a model without experts"),
+        ({"general.architecture": "qwen3moe", "qwen3moe.expert_count": 128}, "has layers of 128 experts, which are not built"),
         ({"gemma3.rope.scaling.type": "yarn"}, "rotary scaling 'yarn'; known are none, linear and llama3"),
         ({"gemma3.rope.freq_base": "fast"}, "must have gemma3.rope.freq_base as a number above 0, not 'fast'"),
         (

@@ -39,6 +39,8 @@ ROUNDED = [  # format, layout, what inspect says
     ("int4-g32", "awq", "AWQ, 4 bits, groups of 32"),
     ("int3-g32", "gptq", "GPTQ, 3 bits, groups of 32"),
     ("int6-g32", None, "compressed-tensors, 6 bits, groups of 32"),
+    ("mxfp4", None, "compressed-tensors, MXFP4"),
+    ("nvfp4", None, "compressed-tensors, NVFP4 as bfloat16"),
 ]
 
 
@@ -160,6 +162,8 @@ def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -
             {"budget": 10**6, "method": ("gptq",), "layout": "awq"},
             "the layout awq holds integers of one format: leave --budget",
         ),
+        ({"layout": "gptq", "format": "nvfp4"}, "the layout gptq holds integers, and nvfp4 are none: leave --layout out"),
+        ({"budget": 10**6, "format": "mxfp4"}, "--budget chooses between integers of 4 and 8 bits, and mxfp4 are none"),
         ({"budget": 10**6, "format": "int8"}, "--budget chooses between 4 and 8 bits, and int8 has 8"),
         ({"budget": 10}, "10 bytes are too few: with the fewest bits all tensors take"),
     ],
@@ -185,6 +189,8 @@ def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: P
         ("int5-g32-sym", None),
         ("int4-g32", "int8"),
         ("w8a8", "int4-g32"),
+        ("mxfp4", None),
+        ("nvfp4", "int8"),
     ],
 )
 def test_compressed_tensors_decompresses_it_alike(
@@ -205,7 +211,8 @@ def test_compressed_tensors_decompresses_it_alike(
     for name in ours.scheme.matrices:
         matrix = name.removesuffix("weight")
         fields = {key.removeprefix(matrix): value for key, value in tensors.items() if key.startswith(matrix)}
-        fields["weight_scale"] = fields["weight_scale"].float()
+        if fields["weight_scale"].dtype != torch.uint8:  # powers of two stay what they are
+            fields["weight_scale"] = fields["weight_scale"].float()
         groups = config.config_groups.values()
         scheme = next(group for group in groups if "Linear" in group.targets or matrix.removesuffix(".") in group.targets)
         compressor = BaseCompressor.get_value_from_registry(scheme.format)
@@ -213,6 +220,16 @@ def test_compressed_tensors_decompresses_it_alike(
         assert np.array_equal(theirs.numpy(), read_floats(ours, name)), name
 
 
-def test_a_head_that_no_walk_has_seen_is_written_too(model: Path, tmp_path: Path) -> None:  # noqa: F811
-    made = Pipeline(method=("gptq",), format="int4-g32", head="int8", calibrate="self", tokens=256)
-    assert "int8" in {each.kind for each in compress_folder(model, tmp_path / "out", made).matrices.values()}
+@pytest.mark.parametrize(("number_format", "head"), [("int4-g32", "int8"), ("nvfp4", "mxfp4")])
+def test_a_head_that_no_walk_has_seen_is_written_too(
+    number_format: str,
+    head: str,
+    model: Path,  # noqa: F811
+    book: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    report = compress_folder(model, tmp_path / "out", pipeline(book, method=("gptq",), format=number_format, head=head))
+    assert {each.kind for each in report.matrices.values()} >= {number_format, head}
+    errors = [sum(getattr(told, name) for told in report.told.values()) for name in ("error", "nearest")]
+    assert errors[0] < errors[1]
+    assert f" {number_format}" in str(describe(tmp_path / "out")["compress"])

@@ -36,7 +36,7 @@ def test_magnitude_leaves_out_the_smallest_of_each_row(sparsity: str, tmp_path: 
 def test_zeros_stay_zeros_when_the_others_are_rounded(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     name = "blk.1.ffn_up.weight"
-    for number_format in ("Q8_0", "Q4_0", "Q5_1", "BF16"):
+    for number_format in ("Q8_0", "Q4_0", "Q5_1", "MXFP4", "BF16"):
         compress(
             model,
             tmp_path / "out.gguf",

@@ -34,6 +34,7 @@ from tests.quantized import (
     Made,
     awq,
     fp8_blocks,
+    fp8_whole,
     gptq,
     kept,
     mxfp4,
@@ -48,6 +49,7 @@ TEXT = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
 FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "gptq": (gptq, {"Q4_0"}, "GPTQ, 4 bits, groups of 32"),
     "gptq by row": (lambda: gptq(group=-1), {"Q4_0"}, "GPTQ, 4 bits, a scale a row"),
+    "gptq by row of 128": (lambda: gptq(group=-1, ffn=128), {"Q4_0", "G4_128"}, "GPTQ, 4 bits, a scale a row"),
     "gptq v2": (lambda: gptq(version=2, sym=False), {"G4_32"}, "GPTQ, 4 bits, groups of 32"),
     "gptq with zeros": (lambda: gptq(sym=False), {"G4_32"}, "GPTQ, 4 bits, groups of 32"),
     "gptq with zeros by row": (
@@ -64,6 +66,7 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     ),
     "gptq int8": (lambda: gptq(8), {"Q8_0"}, "GPTQ, 8 bits, groups of 32"),
     "gptq int8 in act-order": (lambda: gptq(8, act_order=True), {"Q8_0"}, "GPTQ, 8 bits, groups of 32, act-order"),
+    "gptq int8 with zeros": (lambda: gptq(8, sym=False), {"F32"}, "GPTQ, 8 bits, groups of 32 as bfloat16"),
     "gptq int2": (lambda: gptq(2, sym=False), {"Q4_0"}, "GPTQ, 2 bits, groups of 32"),
     "awq": (awq, {"G4_32"}, "AWQ, 4 bits, groups of 32"),
     "awq without zeros": (lambda: awq(zeros=False), {"Q4_0"}, "AWQ, 4 bits, groups of 32"),
@@ -76,9 +79,14 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     ),
     "int7 with zeros": (lambda: packed_integers(7, sym=False), {"Q8_0"}, "compressed-tensors, 7 bits, groups of 32"),
     "int7 in whole words": (lambda: packed_integers(7, padded=True), {"Q8_0"}, "compressed-tensors, 7 bits, groups of 32"),
+    "int8 with zeros": (
+        lambda: packed_integers(8, sym=False), {"F32"}, "compressed-tensors, 8 bits, groups of 32 as bfloat16"
+    ),
     "nvfp4": (nvfp4, {"F32"}, "compressed-tensors, NVFP4 as bfloat16"),
     "mxfp4": (mxfp4, {"MXFP4"}, "MXFP4"),
     "fp8": (fp8_blocks, {"F32"}, "FP8, E4M3 as bfloat16"),
+    "fp8 in several blocks": (lambda: fp8_blocks(ffn=288), {"F32"}, "FP8, E4M3 as bfloat16"),
+    "fp8 with one scale": (fp8_whole, {"F32"}, "FP8, E4M3 as bfloat16"),
 }  # fmt: skip
 
 
@@ -252,7 +260,6 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         "has 5 bits; 2, 3, 4, 8 are read: take another",
     ),
     "gptq of groups of 16": (lambda: gptq(group=16), lambda made: None, "groups of a multiple of 32 are read"),
-    "gptq of 8 bits with zeros": (lambda: gptq(8, sym=False), lambda made: None, "no packed kind holds; take a symmetric"),
     "awq without zeros": (awq, without("qzeros"), "has no qzeros; the file is incomplete"),
     "awq of fewer words": (awq, changed("qweight", lambda x: x[:-1]), "has 2 groups of 63 columns"),
     "awq of fewer outputs": (awq, changed("qweight", lambda x: x[:, 1:]), "bits or is damaged; 4 are read"),
@@ -311,6 +318,11 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         changed("bitmask", lambda x: x | 1),
         "has a bitmask that keeps another number than two of four",
     ),
+    "2:4 with zeros": (
+        sparse,
+        lambda made: made.tensors.update({f"{UP}.weight_zero_point": torch.full((96, 1), 3, dtype=torch.int8)}),
+        "is 2:4 with zero points, which is not read",
+    ),
     "2:4 of fewer numbers": (sparse, changed("compressed", lambda x: x[1:]), "compressed of I8 95 x 32 and needs I8 96 x 32"),
     "nf4 of other blocks": (
         lambda: kept("bnb-nf4-nested"),
@@ -328,6 +340,8 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         "weight.absmax of U8 128 and needs F32 128",
     ),
     "bitsandbytes int8 of fewer scales": (lambda: kept("bnb-int8"), changed("SCB", lambda x: x[1:]), "SCB of F32 127"),
+    "gptq of an older layout": (lambda: gptq(is_marlin_format=True), lambda made: None, "layout 'marlin'; take one of gptq"),
+    "awq of a newer layout": (lambda: awq(version="gemv_fast"), lambda made: None, "layout 'gemv_fast'; take one of gemm"),
     "gptq of another layout": (
         lambda: gptq(checkpoint_format="marlin"),
         lambda made: None,

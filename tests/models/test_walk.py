@@ -237,6 +237,9 @@ def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, t
         path.write_bytes(right[:-5])
         refused(line)
         path.write_bytes(right)
+    Work(work).write(STATE, {"layers": 2})  # the control: a run that says so before the layer is there, and is killed
+    refused("state.json is damaged")
+    Work(work).write(STATE, {"layers": 1})
     layer = work / "layer_0000.safetensors"
     right = layer.read_bytes()
     layer.write_bytes(right[:100])

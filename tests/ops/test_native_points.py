@@ -54,6 +54,23 @@ def test_it_is_q5_0_bit_for_bit(kind: str, isa: str, pool) -> None:
             assert np.array_equal(*logits)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_without_zero_points_it_is_q4_0_bit_for_bit(isa: str, pool) -> None:
+    """So that groups of 128 lose nothing by fewer bytes. Control: the integers of the row before."""
+    n, k = 37, 384
+    rng = np.random.default_rng(1)
+    values = rng.integers(-8, 8, (n, k)).astype(np.int8)
+    scales = rng.standard_normal((n, k // 128)).astype(np.float16).repeat(4, axis=1)
+    made = [("Q4_0", values), ("G4_128", values), ("G4_128", np.roll(values, 1, axis=0))]
+    layers = [core.PackedLinear([packed(rows_of(kind, each, scales), kind, k, pool)]) for kind, each in made]
+    for m in (1, 3, 8, 41):
+        x = rng.standard_normal((m, k)).astype(np.float32)
+        for path in ("direct", "panels"):
+            wanted, ours, wrong = (core.linear(layer, x, pool, path=path, isa=isa) for layer in layers)
+            assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path)
+            assert not np.array_equal(wrong, wanted)
+
+
 @pytest.mark.parametrize("kind", POINTS)
 def test_integers_become_rows_and_back(kind: str) -> None:
     """All that 4 bits and any zero point give, and nothing farther apart."""

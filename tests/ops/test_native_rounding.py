@@ -84,7 +84,8 @@ def test_a_scale_that_is_given(k: int, isa: str) -> None:
 
 
 def test_the_product_of_a_row_with_one_scale(isa: str, pool) -> None:
-    """Integers times integers, exactly, times the two scales."""
+    """Integers times integers, exactly, times the two scales. The control: a scale for each column of inputs does not factor
+    out, and the product of integers says something else."""
     k, n = 160, 37
     q = np.random.default_rng(0).integers(-127, 128, (n, k)).astype(np.int8)
     stored = np.zeros((n, k // 32, 34), np.uint8)
@@ -97,6 +98,10 @@ def test_the_product_of_a_row_with_one_scale(isa: str, pool) -> None:
     for path in PATHS:
         y = core.linear(core.PackedLinear([packed]), x, pool, path=path, isa=isa, activations="token")
         assert (np.abs(y - exact) <= 1e-6 * np.abs(integers[:, :k]).astype(np.float64) @ np.abs(q.T) * scale[:, :1]).all()
+    true = x.astype(np.float64) @ q.T * 0.5
+    by_column = np.rint(x / np.abs(x).max(0) * 127) @ q.T.astype(np.float64)
+    best = (by_column * true).sum(1, keepdims=True) / np.square(by_column).sum(1, keepdims=True)  # one scale for each row
+    assert np.square(best * by_column - true).sum() > 4 * np.square(exact - true).sum()
 
 
 def test_outliers_are_the_largest(isa: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.quant.codes import CODES
 from headrace.quant.encode import encode
 from headrace.quant.hessian import DAMPING, output_error, upper
-from headrace.quant.loop import Round, StoredGrids, reconstruct
+from headrace.quant.loop import Grids, Keep, Round, StoredGrids, reconstruct
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 
@@ -94,6 +94,49 @@ def test_a_wrong_sign_is_found() -> None:
     errors = [output_error(one - w, hessian) for one in (right, nearest, wrong)]
     assert errors == sorted(errors)
     assert errors[2] > 4 * errors[0]
+
+
+def test_rounding_and_pruning_at_once_lose_about_what_both_lose() -> None:
+    """The control: steps that are the mask's scores, which one name for both would make."""
+    hessian, w = moments(64, rows=500), weights(16, 64)
+    made = upper(hessian)
+    assert made is not None
+    factor = made.factor
+
+    class Scores:
+        def at(self, j: int, w: Tensor) -> Round:
+            step = (w[:, j] / factor[j, j]).square()
+            return lambda column: (column / step).round() * step
+
+    def lost(grids: Grids | None, keep: Keep | None) -> float:
+        return output_error(reconstruct(w, factor, grids=grids, keep=keep) - w, hessian)
+
+    most = 1.2 * (lost(None, Largest()) + lost(Halves(), None))
+    assert lost(Halves(), Largest()) <= most < lost(Scores(), Largest())
+
+
+def test_as_many_rows_as_inputs_are_learned_by_heart() -> None:
+    """The error falls on them and not on others, where four times as many serve both."""
+    k, rng = 64, torch.Generator().manual_seed(3)
+    mix, w = torch.randn(k, k, generator=rng, dtype=torch.float64), weights(16, k)
+
+    def moment(rows: int) -> Tensor:
+        x = torch.randn(rows, k, generator=rng, dtype=torch.float64) @ mix
+        return x.t() @ x / rows
+
+    others = moment(20 * k)
+
+    def errors(rows: int) -> tuple[float, float]:
+        own = moment(rows)
+        made = upper(own)
+        assert made is not None
+        change = reconstruct(w, made.factor, grids=Halves(), keep=None) - w
+        return output_error(change, own), output_error(change, others)
+
+    (own, held), (many, many_held) = errors(k), errors(4 * k)
+    assert own < many
+    assert held > 1.3 * many_held
+    assert held / own > 1.5 * many_held / many
 
 
 def test_an_order_is_that_of_the_sorted_matrix() -> None:

@@ -14,11 +14,12 @@ from headrace.weights.kinds import FLOATS, KINDS, NOT_GGUF
 from headrace.weights.safetensors import SafetensorsFolder
 from tests.places import model_file
 
-THEIRS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # that the package quantises
+THEIRS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # that the package quantises
 # Square error over the square of normal numbers: a slip in a layout or a search loses more than this.
 MOST = {
     "Q4_0": 7e-3, "Q4_1": 5.1e-3, "Q5_0": 1.7e-3, "Q5_1": 1.2e-3, "Q8_0": 2.9e-5, "Q2_K": 7e-2, "Q3_K": 2.2e-2, "Q4_K": 5.1e-3,
     "Q5_K": 1.3e-3, "Q6_K": 3e-4, "IQ4_NL": 5.7e-3,
+    "MXFP4": 1.3e-2,
 }  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def test_no_block_has_more_error_than_the_reference_quantiser_leaves(kind: str, 
     )
     assert (ours <= reference * (1 + 1e-5)).all()
     if name in ("normal", "long tails") and kind != "Q8_0":
-        assert ours.sum() < 0.96 * reference.sum()
+        assert ours.sum() < (0.97 if kind == "MXFP4" else 0.96) * reference.sum()  # of few scales
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -155,7 +156,7 @@ def test_what_cannot_be_written_is_one_line() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             encode(np.full((1, 256), value, np.float32), kind)
-    assert set(WRITTEN) == set(KINDS) - {"IQ4_XS", "MXFP4", *NOT_GGUF}
+    assert set(WRITTEN) == set(KINDS) - {"IQ4_XS", *NOT_GGUF}
     assert set(FLOATS) < set(WRITTEN)
 
 

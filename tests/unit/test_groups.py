@@ -16,7 +16,7 @@ from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.quantized.gptq import BITS
 from headrace.weights.quantized.rows import integers_of, packed, rows_of, unpacked
 from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout
-from tests.quantized import MATRICES, Made, awq, gptq, kept, others
+from tests.quantized import LLAMA, MATRICES, Made, awq, gptq, kept, matrices, others
 
 GRIDS = [
     *(Integers(4, 128), Integers(4, 64), Integers(4, 32, symmetric=False), Integers(4, symmetric=False), Integers(8)),
@@ -126,9 +126,10 @@ def test_words_are_packed_and_unpacked() -> None:
 def written(layout: Layout, folder: Path) -> tuple[QuantizedFolder, dict[str, np.ndarray]]:
     """A tiny model in a layout, and its matrices as they were rounded."""
     made = Made(layout.settings(["model.layers.7.mlp.up_proj"]), others(np.random.default_rng(0)))
+    made.config = {**LLAMA, "intermediate_size": 256}  # groups of 128
     wanted = {}
     of = layout.integers  # type: ignore[attr-defined]
-    for name, (n, k) in MATRICES.items():
+    for name, (n, k) in matrices(256).items():
         assert layout.fits(n, k) == (k % (of.group or k) == 0)
         one = of if layout.fits(n, k) else Integers(of.bits, 32, of.symmetric)
         chosen = type(layout)(one)  # type: ignore[call-arg]

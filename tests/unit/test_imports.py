@@ -45,9 +45,8 @@ ROOMS = {
     "eager.heads": "eager runner.heads weights.loader ops weights kv.pool",
     "native.weights": "native weights.parts weights models layers",
     "native.kept": "runner",
-    "native.centring": "native.weights runner data",
     "native.values": "native runner",
-    "native.lowering": "native.centring native.values native.weights native runner kv.layout layers data",
+    "native.lowering": "native.values native.weights native runner kv.layout layers data",
     "native.encoder": "native.lowering native.weights native runner kv.layout models",
     "native.live": "native ops data",
     "native.step": "native.live native runner ops data",
@@ -62,7 +61,7 @@ ROOMS = {
     "engine.signals": "",
     "engine.turns": "",
     "startup": "host startup.opening startup.memory native.heads native.program native.weights native eager.heads eager "
-    "runner.heads runner weights.loader drafting kv.layout kv.pool kv.rounded models text weights data",
+    "runner.heads runner weights.loader drafting kv.layout kv.pool kv.rounded models layers text weights data",
     "startup.memory": "data",
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
@@ -104,7 +103,7 @@ STOREYS = (
     "kv.layout kv.pool kv.rounded kv.blocks kv.block_pool weights native confined quant",
     "ops layers models",
     "weights.loader weights.parts text",
-    "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights native.centring "
+    "decoding drafting runner runner.executor runner.heads runner.streamed eager eager.heads native.weights "
     "native.values native.lowering native.encoder "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.callers engine.signals engine.turns "
@@ -122,10 +121,7 @@ ARROWS = {
     *(("models", "layers"), ("models", "ops")),
     *(("quant", "weights"), ("quant", "kv.layout")),
     ("weights", "native"),  # files are dequantised by the core
-    *(
-        (f"native.{name}", "runner")
-        for name in ("kept", "centring", "values", "lowering", "encoder", "step", "program", "heads")
-    ),
+    *((f"native.{name}", "runner") for name in ("kept", "values", "lowering", "encoder", "step", "program", "heads")),
     ("eager", "runner"),
     *((f"{name}.heads", "runner.heads") for name in ("eager", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there

@@ -111,8 +111,8 @@ def compress(
             "--format",
             "-f",
             help="F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, IQ4_NL, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, Q2_K …: "
-            "as llama.cpp names them. Of a folder int4-g128, int4-g64-sym, int8, w8a8 …: bits, numbers with one scale, and "
-            "whether there are zero points.",
+            "as llama.cpp names them; MXFP4. Of a folder int4-g128, int4-g64-sym, int8, w8a8 …: bits, numbers with one "
+            "scale, and whether there are zero points; mxfp4, nvfp4: 4 bits with exponents.",
         ),
     ] = "Q4_K_M",
     head: Annotated[

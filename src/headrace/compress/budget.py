@@ -12,6 +12,7 @@ from headrace.compress.rounding import importance_of
 from headrace.quant.hessian import output_error
 from headrace.quant.targets import integers_named, nearest, target
 from headrace.weights.kinds import KINDS
+from headrace.weights.quantized.written_floats import GROUPS
 
 LADDERS = (
     ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"),
@@ -28,6 +29,8 @@ def kinds_for(width: int) -> tuple[str, ...]:
 
 def integers_from(name: str) -> Ladder:
     """Integers of folders from a format on: finer groups, then 8 bits. Raises ValueError where there is no way up."""
+    if name in GROUPS:
+        raise ValueError(f"--budget chooses between integers of 4 and 8 bits, and {name} are none: begin with int4-g128")
     first = integers_named(name)
     if first.bits == 8:
         raise ValueError(f"--budget chooses between 4 and 8 bits, and {name} has 8: begin with int4-g128, or leave it out")

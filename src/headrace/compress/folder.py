@@ -13,6 +13,7 @@ from headrace.compress.budget import Rung, chosen, integers_from
 from headrace.compress.export import CONFIG, write_json, write_words
 from headrace.compress.folder_plan import Job, infos_of, is_matrix, prepare_folder, prepared, quantization_of
 from headrace.compress.judge import judge
+from headrace.compress.layouts import grouped
 from headrace.compress.measured import begun, few, kv_measured, sensitivities, threads_of, walked
 from headrace.compress.pruning import pruned
 from headrace.compress.report import Matrix, Pipeline, Report, report_path
@@ -24,14 +25,13 @@ from headrace.compress.work import WRITTEN, Work
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.encode import encode
-from headrace.quant.targets import integers_named, target
+from headrace.quant.targets import target
 from headrace.startup.opening import open_files
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.describe import COMPRESSED
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import stored_as
 from headrace.weights.progress import Progress, Silent
-from headrace.weights.quantized.written import Compressed
 from headrace.weights.source import WeightError
 from headrace.weights.write_safetensors import write_safetensors
 
@@ -118,7 +118,7 @@ def _within(job: Job, errors: dict[str, dict[str, float]], budget: int) -> dict[
             each = [errors[part.target] for part in parts]
             ladders[name] = []
             for one in each[0]:
-                infos = infos_of(name, parts[0].stored, Compressed(integers_named(one)))
+                infos = infos_of(name, parts[0].stored, grouped(one))
                 ladders[name].append(Rung(one, sum(found[one] for found in each), sum(info.nbytes for info in infos)))
     fixed = sum(info.nbytes for name in job.stored if name not in ladders for info in job.infos(name))
     return chosen(ladders, fixed, budget)
@@ -210,12 +210,18 @@ def _rows(job: Job, name: str, threads: int) -> tuple[np.ndarray, float, float |
         error = sum(one.lost for one in told) / (sum(one.energy for one in told) or 1.0)
         return rows, error, float((dequantize_numpy(rows.reshape(-1), kind) == 0).mean()) if how else None
     values, weight, to = _values(job, name), job.importance.get(name), target(job.formats[name])
-    step, pieces, lost, zeros = max(1, CHUNK // values.shape[1]), [], 0.0, 0
+    step, pieces, lost, zeros, whole = max(1, CHUNK // values.shape[1]), [], 0.0, 0, None
+    if not to.by_row:
+        whole = to.encode(values if how is None else pruned(values, how, weight), weight, threads)
     for at in range(0, len(values), step):
         some = values[at : at + step]
-        pieces.append(to.encode(some if how is None else pruned(some, how, weight), weight, threads))
+        if whole is not None:
+            pieces.append(whole[at : at + step])
+        else:
+            pieces.append(to.encode(some if how is None else pruned(some, how, weight), weight, threads))
         read = dequantize_numpy(pieces[-1].reshape(-1), kind).reshape(some.shape)
         lost += float(np.square(some - read, dtype=np.float64).sum())
         zeros += int((read == 0).sum())
     energy = float(np.square(values, dtype=np.float64).sum()) or 1.0
-    return np.concatenate(pieces), lost / energy, zeros / values.size if how else None
+    rows = np.concatenate(pieces) if whole is None else whole
+    return rows, lost / energy, zeros / values.size if how else None

@@ -1,4 +1,4 @@
-"""What a folder is to hold: which matrices become integers and of which format, names, sizes, settings; with nothing written
+"""What a folder is to hold: which matrices are rounded and to which format, names, sizes, settings; with nothing written
 yet."""
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 from headrace.compress.budget import check_room_for, integers_from
 from headrace.compress.export import settings_of
 from headrace.compress.judge import judge_bytes
-from headrace.compress.layouts import check_mixed, layout_of, settings_of_layouts
+from headrace.compress.layouts import check_mixed, grouped, layout_of, settings_of_layouts
 from headrace.compress.measured import Made, reading_bytes
 from headrace.compress.report import Matrix, Pipeline, Report
 from headrace.compress.structure import reshaped
@@ -21,14 +21,13 @@ from headrace.compress.texts import WINDOW
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
-from headrace.quant.targets import integers_named
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import check_widths, read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.kv_settings import KVSettings
 from headrace.weights.parts import WeightPart, plan, stored_as
-from headrace.weights.quantized.written import Compressed, Layout, TwoFour
+from headrace.weights.quantized.written import Layout, TwoFour
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.write_safetensors import safetensors_header
 
@@ -42,7 +41,7 @@ class Job:
     origin: Opened  # whose words and settings the folder gets
     opened: Opened  # whose numbers: the same, or what its cuts left
     pipeline: Pipeline
-    layouts: dict[str, Layout]  # by stored tensor, of those that become integers
+    layouts: dict[str, Layout]  # by stored tensor, of those that are rounded
     formats: dict[str, str]  # theirs
     kinds: dict[str, str]  # by stored tensor, of those that stay floats
     stored: dict[str, list[WeightPart]]
@@ -68,7 +67,7 @@ class Job:
 
     def choose(self, formats: dict[str, str]) -> None:
         """Some matrices get these formats."""
-        self.layouts |= {name: Compressed(integers_named(format)) for name, format in formats.items()}
+        self.layouts |= {name: grouped(format) for name, format in formats.items()}
         self.formats |= formats
 
     def measure(self) -> None:
@@ -153,8 +152,8 @@ def _head(job: Job) -> str:
     targets = {parts[0].target: name for name, parts in job.stored.items()}
     name = targets.get("output.weight") or targets["tokens.weight"]
     assert job.pipeline.head is not None
-    width = job.stored[name][0].stored[1]
-    if not integers_named(job.pipeline.head).fits(width):
+    n, width = job.stored[name][0].stored
+    if not grouped(job.pipeline.head).fits(n, width):
         raise ValueError(
             f"the head's rows of {width} numbers are no whole groups of {job.pipeline.head}: choose another --head"
         )

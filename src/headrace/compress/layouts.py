@@ -1,4 +1,4 @@
-"""Which layout a folder gets: by its name, and the integers that the format asks for; another where one matrix has others."""
+"""Which layout a folder gets: by its name, and the numbers that the format asks for; another where one matrix has others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,8 @@ from headrace.compress.mixes import MIXES, SHORT
 from headrace.compress.report import LAYOUTS, Pipeline
 from headrace.quant.targets import EXAMPLES, integers_named
 from headrace.weights.quantized.gptq import BITS as GPTQ_BITS
-from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout, TwoFour, mixed
+from headrace.weights.quantized.written import Awq, Compressed, Gptq, Grouped, Integers, Layout, TwoFour, mixed
+from headrace.weights.quantized.written_floats import GROUPS, SmallFloats
 
 NAMED: dict[str, type] = {"gptq": Gptq, "awq": Awq, "2:4": TwoFour}
 SPARSE = {Integers(4, 32): "S4", Integers(8, 32): "S8"}
@@ -16,6 +17,10 @@ SPARSE = {Integers(4, 32): "S4", Integers(8, 32): "S8"}
 def layout_of(pipeline: Pipeline) -> Layout:
     """Raises ValueError for formats and layouts that folders do not have."""
     name = pipeline.format
+    if name.lower() in GROUPS:
+        if pipeline.layout not in (None, LAYOUTS[0]):
+            raise ValueError(f"the layout {pipeline.layout} holds integers, and {name} are none: leave --layout out")
+        return SmallFloats(name.lower())
     if {name.upper(), name.upper().replace("-", "_")} & {*MIXES, *SHORT}:
         raise ValueError(f"{name} is a format of GGUF: give a name that ends in .gguf, or a format of folders: {EXAMPLES}")
     integers = integers_named(name)
@@ -42,9 +47,15 @@ def layout_of(pipeline: Pipeline) -> Layout:
     return Awq(integers) if wanted == "awq" else Gptq(integers)
 
 
+def grouped(name: str) -> Grouped:
+    """The layout of compressed-tensors for a format by its name, in any case of letters. Raises ValueError as `integers_named`
+    does."""
+    return SmallFloats(name.lower()) if name.lower() in GROUPS else Compressed(integers_named(name))
+
+
 def check_mixed(layout: Layout, option: str) -> None:
     """Raise ValueError where a folder cannot hold several formats, which `option` asks for."""
-    if not isinstance(layout, Compressed):
+    if not isinstance(layout, Compressed | SmallFloats):
         name = next(name for name, kind in NAMED.items() if isinstance(layout, kind))
         raise ValueError(f"the layout {name} holds integers of one format: leave {option} out, or take --layout compressed")
 
@@ -54,17 +65,19 @@ def settings_of_layouts(layouts: Mapping[str, Layout], whole: Sequence[str], by_
     `by_name`: formats are said of each."""
     if not by_name:
         return next(iter(layouts.values())).settings(whole)
-    groups: dict[Compressed, list[str]] = {}
+    groups: dict[Grouped, list[str]] = {}
     for name, layout in layouts.items():
-        assert isinstance(layout, Compressed)
+        assert isinstance(layout, Compressed | SmallFloats)
         groups.setdefault(layout, []).append(name.removesuffix(".weight"))
     return mixed(groups, whole)
 
 
 def is_of_folders(name: str) -> bool:
-    """Whether a format is one that folders have."""
+    """Whether a format is one that folders have; MXFP4 in capitals is a kind of GGUF."""
+    if name in MIXES:
+        return False
     try:
-        integers_named(name)
+        grouped(name)
     except ValueError:
         return False
     return True

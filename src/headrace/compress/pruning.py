@@ -10,7 +10,7 @@ from headrace.weights.kinds import FLOATS
 
 SPARSEGPT = "sparsegpt"
 PRUNES = ("magnitude", "wanda", SPARSEGPT)
-HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K")  # kinds in which 0 stays 0
+HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "MXFP4")  # kinds in which 0 stays 0
 WITHOUT_MINIMUM = {"Q4_1": "Q4_0", "Q5_1": "Q5_0"}
 _MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
 
@@ -37,7 +37,7 @@ def zero_kind(kind: str) -> str:
     kind = WITHOUT_MINIMUM.get(kind, kind)
     if kind not in HOLDS_ZERO:
         raise ValueError(
-            f"0 does not stay 0 in {kind}: pruned models are written as Q4_0, Q5_0, Q8_0, Q6_K, Q3_K_S, F16 or BF16"
+            f"0 does not stay 0 in {kind}: pruned models are written as Q4_0, Q5_0, Q8_0, Q6_K, Q3_K_S, MXFP4, F16 or BF16"
         )
     return kind
 

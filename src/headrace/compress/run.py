@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.compress.budget import Rung, chosen, kinds_for
+from headrace.compress.budget import Rung, check_room_for, chosen, kinds_for
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.measured import Made, begun, few, kv_measured, reading_bytes, sensitivities, threads_of, walked
@@ -186,6 +186,14 @@ def _within(job: Job, errors: dict[str, dict[str, float]], budget: int) -> list[
     return [tensor_info(info.name, info.shape, found[info.name]) if info.name in found else info for info in job.tensors]
 
 
+def _least_bytes(job: Job, info: TensorInfo) -> int:
+    """Those of a tensor in the fewest bits that a budget may choose: matrices of layers have some to choose from."""
+    parts = [part.target for part in job.stored.get(info.name, ())]
+    matrix = len(info.shape) == 2 and bool(parts) and all(part.startswith("layers.") for part in parts)
+    kinds = kinds_for(info.shape[-1]) if matrix else ()
+    return tensor_info(info.name, info.shape, kinds[0]).nbytes if kinds else info.nbytes
+
+
 def report_walk(report: Report, made: Made, tell: Progress) -> None:
     """What a walk told goes into the report, and what went other than it should to its head."""
     report.tokens, report.told = made.tokens, made.told
@@ -282,6 +290,7 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     job.choose(tensors)
     job.report.warnings = _warnings(job, mix, config)
     if pipeline.budget is not None:
+        check_room_for(sum(_least_bytes(job, info) for info in tensors), pipeline.budget)
         job.report.warnings.append(f"kinds are chosen matrix by matrix when texts are read; {mix} is where that begins")
     return job
 

@@ -18,6 +18,7 @@ from headrace.quant.spec import Spec, parse, unknown
 from headrace.startup.opening import open_files
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
+from headrace.weights.quantized.written_floats import GROUPS
 from headrace.weights.source import WeightError, WeightSource
 
 ROWS = 32  # of each matrix that are rounded, evenly spread: a sample
@@ -72,7 +73,7 @@ def survey(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", er
 
 def _chosen(name: str) -> str | Spec:
     mix = SHORT.get(name.upper(), name.upper())
-    if mix in MIXES:
+    if mix in MIXES and name not in GROUPS:
         return mix
     try:
         return parse(name)

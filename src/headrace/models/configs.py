@@ -12,6 +12,7 @@ from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource, adapter_of
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # of a folder's layers, by family
 WHOLE_TEXT = ("llada", "llada-moe", "llada_moe", "dream")  # diffusion models
 
 
@@ -33,12 +34,14 @@ def read_config(source: WeightSource) -> ModelConfig:
             base = metadata.get("general.base_model.0.name")
             raise WeightError(f"{source.path}: {adapter_of(str(metadata.get('adapter.type') or 'LoRA'), base)}")
         name = str(metadata.get("general.architecture", ""))
+        _refuse_experts(metadata.get(f"{name}.expert_count"), source)
         family = _family(name, source)
         if isinstance(family.gguf, str):
             raise WeightError(f"{source.path}: {family.gguf}")
         read = Reader(family.architecture, metadata, source, "metadata", f"{name}.")
         return _masked(family.gguf.numbers(read), replace(read, prefix="tokenizer.ggml."))
     settings = cast(_WithConfig, source).config
+    _refuse_experts(next((settings[key] for key in EXPERTS if key in settings), None), source)
     family = _family(str(settings.get("model_type", "")), source)
     read = Reader(family.architecture, settings, source, "config.json")
     hf.refuse_not_built(read)
@@ -53,6 +56,15 @@ def _masked(config: ModelConfig, read: Reader) -> ModelConfig:
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < config.vocab_size:
         raise read.error(f"names mask_token_id {mask!r}, and the vocabulary's ids are 0 to {config.vocab_size - 1}")
     return replace(config, mask_id=mask)
+
+
+def _refuse_experts(count: object, source: WeightSource) -> None:
+    """Raise WeightError for a model whose layers have experts, known or not."""
+    if isinstance(count, int) and count > 1:
+        raise WeightError(
+            f"{source.path}: has layers of {count} experts, which are not built; take a model without experts, of these "
+            f"architectures: {', '.join(sorted(FAMILIES))}"
+        )
 
 
 def name_map(container: str, architecture: str) -> NameMap:

@@ -12,10 +12,6 @@ FLOATS = {"F32": "<f4", "F16": "<f2"}  # that it is stored as
 
 def decoder(read: Reader, eps: str = "attention.layer_norm_rms_epsilon", rotary: bool = True) -> ModelConfig:
     """All layers alike, with one window where the file has one. `eps`: the key of the norms'."""
-    if read.get("expert_count"):
-        raise read.error(
-            f"has layers of {read.size('expert_count')} experts, which are not built; take a model without experts"
-        )
     names = set(read.source.names())
     hidden = read.size("embedding_length")
     heads, kv_heads = read.heads("attention.head_count", "attention.head_count_kv")

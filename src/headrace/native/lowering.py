@@ -20,10 +20,10 @@ from headrace.kv.layout import kv_shape
 from headrace.layers.embedding import Sinusoids
 from headrace.native import core
 from headrace.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
-from headrace.native.centring import k_shift
 from headrace.native.relative import by_distance
 from headrace.native.values import Values
 from headrace.native.weights import PackedPart, PackedWeights
+from headrace.runner.centring import k_shift
 from headrace.runner.record import Node, RecordError, Recording, Segment
 from headrace.runner.uses import Uses, leading_to_kv
 
@@ -220,7 +220,7 @@ class Lowering:
             window=settings["window"] or 0,
             softcap=settings["softcap"] or 0.0,
             sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
-            k_shift=k_shift(self.segment, node, self.weights, self.config, self.centre),
+            k_shift=k_shift(self.segment, node, self.weights.bias, self.config, self.centre),
             causal=settings["causal"],
             source=settings["source"],
             bias=self._bias(settings["bias"], settings["softcap"] or scale),

@@ -200,6 +200,10 @@ class PackedWeights:
             return None
         return np.concatenate([self._floats(part) for part in self._parts(holder, field)])
 
+    def bias(self, holder: Holder) -> np.ndarray | None:
+        """That of a linear layer: float32, flat; None where it has none."""
+        return self.vector(holder, "bias")
+
     def numbers(self, holder: Embedding | Relative) -> np.ndarray:
         """A small table as it is [rows, width], float32."""
         (part,) = self._parts(holder, "weight")

@@ -1,12 +1,14 @@
-"""Blocks of 32 numbers with a scale, and some with a minimum: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL. Formats: weights.decode."""
+"""Blocks of 32 numbers with a scale, and some with a minimum: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4. Formats:
+weights.decode."""
 
 import numpy as np
 
-from headrace.quant.codes import pack
-from headrace.quant.search import Array, best_line, best_scale, error, integers, inverse, largest, to_half
+from headrace.quant.codes import TABLES, pack
+from headrace.quant.search import TOO_LARGE, Array, best_line, best_scale, error, integers, inverse, largest, to_half
 from headrace.weights.decode import IQ4_VALUES
 
 OFFSETS = np.arange(-0.9, 1.3, 0.4)  # beyond the last code, in steps: what is farther is cut off
+LEAST_POWER, MOST_POWER = -24, 15  # of scales that are powers of two: those that 16 bits hold
 
 
 def ends(low: float, high: float, step: float = 1.0) -> list[float]:
@@ -56,6 +58,26 @@ def iq4_nl(x: Array, weight: Array | None) -> Array:
     scale = best_scale(x, weight, nearest, ends(first, last, 12.0))
     d, values = _settled(x, weight, nearest, [scale, largest(x) / first])
     return _stored("IQ4_NL", (d,), np.searchsorted(IQ4_VALUES, values).astype(np.uint8))
+
+
+def mxfp4(x: Array, weight: Array | None) -> Array:
+    """Of three powers of two next to that of the largest number, the one with the least error (the format takes the first:
+    Open Compute Project, Microscaling Formats 1.0)."""
+    table = TABLES["MXFP4"]
+    middles = (table[1:] + table[:-1]) / 2
+    first = np.frexp(np.abs(x).max(0))[1] - np.frexp(table[-1])[1]
+    if first.max() > MOST_POWER:
+        raise ValueError(TOO_LARGE)
+    best, ranks, least = first, np.zeros(x.shape, np.uint8), np.full(x.shape[1], np.inf, np.float32)
+    for step in (0, 1, -1):
+        power = np.clip(first + step, LEAST_POWER, MOST_POWER)
+        d = np.ldexp(np.float32(1), power)
+        rank = np.searchsorted(middles, x / d).astype(np.uint8)
+        found = error(x, d * table[rank], weight)
+        better = found < least
+        best, ranks, least = np.where(better, power, best), np.where(better, rank, ranks), np.where(better, found, least)
+    scales = (best + 128).astype(np.uint8)
+    return np.concatenate([scales[:, None], pack("MXFP4", np.ascontiguousarray(ranks.T))], axis=1)
 
 
 def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array]) -> tuple[Array, Array]:

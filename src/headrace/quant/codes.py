@@ -3,7 +3,7 @@ weights.decode."""
 
 import numpy as np
 
-from headrace.weights.decode import IQ4_VALUES, dequantize_numpy
+from headrace.weights.decode import IQ4_VALUES, MXFP4_VALUES, dequantize_numpy
 from headrace.weights.kinds import KINDS
 
 Array = np.ndarray
@@ -21,12 +21,16 @@ CODES = {
     "Q6_K": (0, 192, 64),
     "IQ4_NL": (2, 18, 16),
     "Q8_0": (2, 34, 255),
+    "MXFP4": (1, 17, 15),
 }
+MXFP4_CODES = np.array([*range(15, 8, -1), *range(8)], np.uint8)  # by ascending values; -0 is left out
+TABLES = {"IQ4_NL": IQ4_VALUES, "MXFP4": MXFP4_VALUES[MXFP4_CODES]}  # of kinds whose values are no even steps
+ENDS = {"Q8_0": (0x81, 0x7F), "MXFP4": (0xFF, 0x77)}  # bytes of the first code and of the last, where not all bits are 0 and 1
 
 
 def steps(kind: str) -> Array:
     """Where each code's value stands between those of the first (0) and the last (1): float32 [codes], ascending."""
-    table = IQ4_VALUES if kind == "IQ4_NL" else np.arange(CODES[kind][2], dtype=np.float32)
+    table = TABLES.get(kind, np.arange(CODES[kind][2], dtype=np.float32))
     made: Array = (table - table[0]) / (table[-1] - table[0])
     return made
 
@@ -37,7 +41,7 @@ def ends(rows: Array, kind: str) -> tuple[Array, Array]:
     nbytes = KINDS[kind].nbytes
     first, last, _ = CODES[kind]
     found = []
-    for code in (0x81, 0x7F) if kind == "Q8_0" else (0x00, 0xFF):
+    for code in ENDS.get(kind, (0x00, 0xFF)):
         blocks = rows.reshape(-1, nbytes).copy()
         blocks[:, first:last] = code
         found.append(dequantize_numpy(blocks.reshape(-1), kind).reshape(len(rows), -1))
@@ -71,7 +75,7 @@ def pack(kind: str, q: Array) -> Array:
         low = fields((q & 15).reshape(-1, 2, 2, 64), 4).reshape(len(q), 128)
         high = fields((q >> 4).reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
         return np.concatenate([low, high], axis=1)
-    return _nibbles(q)
+    return _nibbles(MXFP4_CODES[q] if kind == "MXFP4" else q)
 
 
 def fields(values: Array, bits: int) -> Array:

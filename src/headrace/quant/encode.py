@@ -1,4 +1,4 @@
-"""float32 to stored rows of every kind that is read but IQ4_XS: the inverse of weights.decode."""
+"""float32 to stored rows of every kind of GGUF that is read but IQ4_XS: the inverse of weights.decode."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +33,7 @@ ENCODERS = {
     "Q5_K": Encoder(32, superblocks.q5_k),
     "Q6_K": Encoder(16, superblocks.q6_k),
     "IQ4_NL": Encoder(32, blocks.iq4_nl),
+    "MXFP4": Encoder(32, blocks.mxfp4),
 }
 WRITTEN = ("F32", "F16", "BF16", *ENCODERS)  # kinds that can be written
 

@@ -57,11 +57,11 @@ class Spec:
 
 def parse(text: str) -> Spec:
     """The format of a name, in any case of letters. Raises ValueError, with the nearest names, for one that is not known."""
-    if text.upper() in WRITTEN:
-        return Spec("kind", kind=text.upper())
     if text.lower() in SCALED:
         family, size, scales = SCALED[text.lower()]
         return Spec(family, FLOATS[family], size, scales=scales)
+    if text.upper() in WRITTEN:
+        return Spec("kind", kind=text.upper())
     words = text.lower().split("-")
     found = _GRID.fullmatch(words[0])
     if found is None:

@@ -1,4 +1,5 @@
-"""What a matrix is to be stored as, for methods that round: a kind of block ("Q4_K"), or integers of a folder ("int4-g128")."""
+"""What a matrix is to be stored as, for methods that round: a kind of block ("Q4_K"), or integers of a folder ("int4-g128"), or
+small floating numbers ("mxfp4", "nvfp4")."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,16 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.quant.codes import CODES, ends
+from headrace.quant.codes import CODES, TABLES, ends
 from headrace.quant.encode import WRITTEN, encode
 from headrace.quant.groups import fit, stored
 from headrace.quant.loop import Grids, GroupGrids, StoredGrids
+from headrace.quant.nvfp4 import Nvfp4
 from headrace.quant.spec import parse
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.quantized.rows import BLOCK, integers_of
 from headrace.weights.quantized.written import Integers
+from headrace.weights.quantized.written_floats import MXFP4, NVFP4
 
-EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static"
+EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static, mxfp4, nvfp4"
 BITS = range(3, 9)
 SHORT = {  # a scale a row, no zero points
     "int8": Integers(8),
@@ -45,6 +48,11 @@ class Target(Protocol):
         """Rows float32 [n, k], each number to the nearest: uint8 [n, row bytes]. Raises ValueError as quant.encode does."""
         ...
 
+    @property
+    def by_row(self) -> bool:
+        """Whether a row's bytes depend on that row alone, so that some rows may be encoded after others."""
+        ...
+
     def grids(
         self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
     ) -> RowGrids:
@@ -67,6 +75,7 @@ class Blocks:
     """Blocks of a kind."""
 
     kind: str
+    by_row = True
 
     def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
         return encode(w, self.kind, importance, threads)
@@ -78,7 +87,7 @@ class Blocks:
 
     @property
     def steps(self) -> int:
-        return 0 if self.kind == "IQ4_NL" else CODES[self.kind][2] - 1
+        return 0 if self.kind in TABLES else CODES[self.kind][2] - 1
 
     def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = ends(rows, self.kind)
@@ -90,6 +99,7 @@ class Groups:
     """Integers with a scale for a group."""
 
     integers: Integers
+    by_row = True
 
     @property
     def kind(self) -> str:
@@ -124,8 +134,12 @@ class Groups:
 
 
 def target(name: str) -> Target:
-    """Of a kind that is written, or of integers of a folder. Raises ValueError as `integers_named` does."""
-    return Blocks(name) if name in WRITTEN else Groups(integers_named(name))
+    """Of a kind that is written, or of a format of folders. Raises ValueError as `integers_named` does."""
+    if name in WRITTEN:
+        return Blocks(name)
+    if name == MXFP4:
+        return Blocks("MXFP4")
+    return Nvfp4() if name == NVFP4 else Groups(integers_named(name))
 
 
 def integers_named(name: str) -> Integers:

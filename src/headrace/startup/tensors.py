@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from headrace import host
@@ -15,7 +16,9 @@ from headrace.eager.rounded import round_inputs
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.kv.rounded import FORMATS, Rounded
+from headrace.layers.linear import Linear
 from headrace.models.base import Model
+from headrace.runner.centring import k_shifts
 from headrace.startup.memory import check_weights_fit
 from headrace.startup.offer import Loaded
 from headrace.startup.opening import Opened
@@ -60,7 +63,7 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     heads = recipe.head_ids()
     programs: dict[str, EagerProgram] = {}
     for role, owner in owners.items():
-        model, rounding = models[owner], _rounding(opened[role], settings.kv_dtype)
+        model, rounding = models[owner], _rounding(opened[role], models[owner], settings.kv_dtype)
         pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device, rounding)
         programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
     if settings.kv_dtype in FORMATS:
@@ -70,13 +73,20 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
     return Loaded(programs, plan, str(dtype).removeprefix("torch."))
 
 
-def _rounding(opened: Opened, kv_dtype: str) -> Rounded | None:
-    """What K and V of a model become; None: what they are in the pool's dtype."""
+def _rounding(opened: Opened, model: Model, kv_dtype: str) -> Rounded | None:
+    """What K and V of a model become; None: what they are in the pool's dtype. K in fewer bits is stored less what the file
+    says, or what biases have in common, as in the native core."""
     if kv_dtype not in FORMATS:
         return None
     shape = kv_shape(opened.config)
     said = kv_settings(opened.source, shape)
-    return Rounded(kv_dtype, None if said is None else torch.tensor(said.centre).view(shape))
+    shift = k_shifts(model, _bias) if said is None else said.centre
+    return Rounded(kv_dtype, None if shift is None else torch.tensor(shift).view(shape))
+
+
+def _bias(layer: Linear) -> np.ndarray | None:
+    bias: np.ndarray | None = None if layer.bias is None else layer.bias.float().cpu().numpy()
+    return bias
 
 
 def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device) -> Model:

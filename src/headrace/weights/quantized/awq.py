@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import BLOCK, by_turns, kind_of, rows_of, unpacked
+from headrace.weights.quantized.rows import BLOCK, by_turns, coded_rows, kind_of, unpacked
 from headrace.weights.quantized.scheme import SCALES, Coded, Stored
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
@@ -38,7 +38,6 @@ class Awq:
             name, (n, k) = f"{matrix}.weight", self._measure(matrix)
             zeros = self._outputs(self._stored.array(matrix, "qzeros"))
             kind = kind_of(BITS, -int(zeros.max()), 15 - int(zeros.min()), k // len(zeros))
-            assert kind is not None
             info = TensorInfo(name, (n, k), kind, n * k // KINDS[kind].block * KINDS[kind].nbytes)
             self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in FIELDS))
 
@@ -62,8 +61,7 @@ class Awq:
         def make(first: int, last: int) -> np.ndarray:
             q = np.ascontiguousarray(self._outputs(words[:, first // 8 : last // 8]).T)
             z = self._outputs(zeros[:, first // 8 : last // 8])[group].T
-            values = q.reshape(last - first, -1, BLOCK) - z[:, :, None]
-            return rows_of(info.kind, values.reshape(q.shape).view(np.int8), scales[group, first:last].T)
+            return coded_rows(info.kind, q, z, scales[group, first:last].T)
 
         return by_turns(n, make)
 

@@ -26,7 +26,7 @@ from headrace.weights.decode import MXFP4_VALUES
 from headrace.weights.dequant import dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized import float8
-from headrace.weights.quantized.rows import BLOCK, by_turns, kind_of, mxfp4_rows, rows_of, unpacked
+from headrace.weights.quantized.rows import BLOCK, by_turns, coded_rows, kind_of, mxfp4_rows, rows_of, unpacked
 from headrace.weights.quantized.scheme import SCALES, Coded, Stored
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
@@ -37,7 +37,7 @@ FIELDS = ("weight_packed", "weight", "compressed", "bitmask", "shape", "weight_s
 GLOBAL = "weight_global_scale"
 BITS = range(2, 9)
 NVFP4_GROUP = 16
-E2M1 = MXFP4_VALUES / 2
+E2M1 = MXFP4_VALUES / 2  # by code
 
 
 class CompressedTensors:
@@ -74,7 +74,7 @@ class CompressedTensors:
         n, k = info.shape
         if info.kind == "MXFP4":
             return mxfp4_rows(self._stored.array(matrix, "weight_packed"), self._stored.array(matrix, "weight_scale"))
-        if info.kind == "F32":
+        if info.kind == "F32" and matrix not in self._bits:
             return self._floats(matrix, n, k).view(np.uint8)
         scales = self._stored.halves(matrix, "weight_scale").reshape(-1, self._groups(matrix))
         group = np.arange(0, k, BLOCK) // (k // scales.shape[1])
@@ -86,10 +86,10 @@ class CompressedTensors:
                 kept, chosen = self._chosen(matrix, first, last)
                 return sparse_rows("S8", kept, indices_of(chosen), scales[first:last, group])
             q = self._integers(matrix, first, last, k)
-            if zeros is not None:
-                z = zeros[first:last, group]
-                q = (q.reshape(last - first, -1, BLOCK) - z[:, :, None]).reshape(q.shape)
-            return rows_of(info.kind, q, scales[first:last, group])
+            if zeros is None:
+                return rows_of(info.kind, q, scales[first:last, group])
+            codes, points = (x.view(np.uint8) + np.uint8(128) for x in (q, zeros[first:last, group]))
+            return coded_rows(info.kind, codes, points, scales[first:last, group])
 
         return by_turns(n, make)
 
@@ -162,6 +162,8 @@ class CompressedTensors:
             found = self._measure_plain(matrix, kind, (n, k))
             if found[0] == "Q8_0":
                 return "S8", found[1], f"2:4, {found[2]}"
+            if kind == "I8":
+                raise stored.error(matrix, "is 2:4 with zero points, which is not read; take a symmetric checkpoint")
         elif kind in SCALES:
             found = "F32", (n, k), kind
         else:
@@ -180,12 +182,8 @@ class CompressedTensors:
         zeros, half = self._zeros(matrix, n, groups), 1 << bits - 1
         low, high = (0, 0) if zeros is None else (int(zeros.min()), int(zeros.max()))
         kind = kind_of(bits, -half - high, half - 1 - low, k // groups)
-        if kind is None:
-            raise stored.error(
-                matrix, "has 8 bits and zero points, which no packed kind holds; take a symmetric checkpoint, or one of 4 bits"
-            )
         size = f"groups of {k // groups}" if groups > 1 else "a scale a row" if rows == n else "one scale"
-        return kind, (n, k), f"{bits} bits, {size}"
+        return kind, (n, k), f"{bits} bits, {size}{' as bfloat16' if kind == 'F32' else ''}"
 
     def _input_scale(self, matrix: str) -> float | None:
         """Of int8 weights; None where inputs are rounded token by token, or have a zero point."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import BLOCK, by_turns, kind_of, rows_of, unpacked
+from headrace.weights.quantized.rows import BLOCK, by_turns, coded_rows, kind_of, unpacked
 from headrace.weights.quantized.scheme import SCALES, Coded, Stored
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
@@ -44,7 +44,7 @@ class Gptq:
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
         self._stored = Stored(folder, "GPTQ")
-        layout = str(settings.get("checkpoint_format") or "gptq")
+        layout = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format") or "gptq")
         if layout not in ("gptq", "gptq_v2"):
             raise WeightError(f"{folder.path}: is a GPTQ folder of the layout {layout!r}; take one of gptq or gptq_v2")
         self._shifted = layout == "gptq"
@@ -77,8 +77,7 @@ class Gptq:
             if columns is not None:
                 q = q[:, columns]
             z = zeros[group, first:last].T.astype(np.uint8)
-            values = q.reshape(last - first, -1, BLOCK) - z[:, :, None]
-            return rows_of(kind, values.reshape(q.shape).view(np.int8), scales[group, first:last].T)
+            return coded_rows(kind, np.ascontiguousarray(q), z, scales[group, first:last].T)
 
         return by_turns(sizes.n, make)
 
@@ -122,12 +121,7 @@ class Gptq:
 
     def _kind(self, matrix: str, sizes: Sizes) -> str:
         zeros, most = self._zeros(matrix, sizes), (1 << sizes.bits) - 1
-        kind = kind_of(sizes.bits, -int(zeros.max()), most - int(zeros.min()), sizes.group)
-        if kind is None:
-            raise self._stored.error(
-                matrix, "has 8 bits and zero points, which no packed kind holds; take a symmetric checkpoint, or one of 4 bits"
-            )
-        return kind
+        return kind_of(sizes.bits, -int(zeros.max()), most - int(zeros.min()), sizes.group)
 
     def _zeros(self, matrix: str, sizes: Sizes) -> np.ndarray:
         """int16 [groups, n]."""
@@ -141,4 +135,5 @@ class Gptq:
         sizes = self._sizes[name]
         groups = "a scale a row" if sizes.groups == 1 else f"groups of {sizes.group}"
         order = ", act-order" if self.columns(name) is not None else ""
-        return f"GPTQ, {sizes.bits} bits, {groups}{order}"
+        floats = " as bfloat16" if self.matrices[name].info.kind == "F32" else ""
+        return f"GPTQ, {sizes.bits} bits, {groups}{order}{floats}"

@@ -1,10 +1,11 @@
 """Integers and their scales as rows of a kind: exact wherever the scales are halves, because a kind has a fixed zero and
 integer minus zero point is an integer again.
 
-    q - z of 4 bits, z = 8:     Q4_0, w = d * (q - 8)
-    q - z of 4 bits, any z:     G4_128 where groups are of a multiple of 128 inputs, else G4_32, w = d * (q - z)
+    q - z of up to 4 bits, any z:   G4_128 where groups are of a multiple of 128 inputs, w = d * (q - z)
+    the same in other groups:   Q4_0 where z = 8, w = d * (q - 8), else G4_32
     q - z of 5 bits, z = 16:    Q5_0, w = d * (q - 16)
     q - z of up to 7 bits, any z, and of 8 bits, z = 128:   Q8_0, w = d * (q - z)
+    q - z of 8 bits, any z:     float32, which the core holds as bfloat16
 """
 
 from collections.abc import Callable
@@ -22,14 +23,13 @@ POINTS = {"G4_128": 128, "G4_32": 32}  # kinds with zero points, and the inputs 
 MOST_POINT = 16
 
 
-def kind_of(bits: int, low: int, high: int, group: int) -> str | None:
+def kind_of(bits: int, low: int, high: int, group: int) -> str:
     """The narrowest kind for codes of `bits` that, less their zero points, are from `low` to `high`, with a scale and a zero
-    point for `group` inputs (0: of any number); None where no kind has them."""
-    if RANGES["Q4_0"][0] <= low and high <= RANGES["Q4_0"][1]:
-        return "Q4_0"
-    if bits <= 4:
-        return "G4_128" if group and group % POINTS["G4_128"] == 0 else "G4_32"
-    return next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), None)
+    point for `group` inputs (0: of any number)."""
+    if bits <= 4 and group and group % POINTS["G4_128"] == 0:
+        return "G4_128"
+    found = next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), "F32")
+    return "G4_32" if bits <= 4 and found != "Q4_0" else found
 
 
 def unpacked(words: np.ndarray, bits: int, padded: bool = False) -> np.ndarray:
@@ -64,6 +64,16 @@ def packed(fields: np.ndarray, bits: int) -> np.ndarray:
     for field in range(each):
         made |= whole[:, field::each] << (field * bits)
     return made.view("<i4")
+
+
+def coded_rows(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Rows of a kind that `kind_of` names. codes: uint8 [n, k]; zeros (points): uint8, and scales: float16 [n, k / 32]."""
+    n, blocks = scales.shape
+    each = codes.reshape(n, blocks, BLOCK)
+    if kind == "F32":
+        values = each.astype(np.float32) - zeros[:, :, None]
+        return (values * scales[:, :, None].astype(np.float32)).reshape(n, -1).view(np.uint8)
+    return rows_of(kind, (each - zeros[:, :, None]).view(np.int8).reshape(n, -1), scales)
 
 
 def rows_of(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from headrace.weights.quantized.awq import ORDER
 from headrace.weights.quantized.rows import BLOCK, integers_of, kind_of, packed
 from headrace.weights.sparse import DENSE, from_dense
 
-SIZES = {"F32": 4, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+SIZES = {"F32": 4, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 Tensors = dict[str, np.ndarray]
 
 
@@ -53,9 +53,7 @@ class Integers:
     @property
     def kind(self) -> str:
         """Of the rows."""
-        found = kind_of(self.bits, *self.range, self.group)
-        assert found is not None
-        return found
+        return kind_of(self.bits, *self.range, self.group)
 
     def groups(self, k: int) -> int:
         return k // (self.group or k)
@@ -88,6 +86,19 @@ class Layout(Protocol):
 
     def settings(self, whole: Sequence[str]) -> dict[str, Any]:
         """quantization_config of a folder whose matrices `whole` are floats."""
+        ...
+
+
+class Grouped(Layout, Protocol):
+    """A layout of compressed-tensors, of which a folder may hold several."""
+
+    @property
+    def form(self) -> str:
+        """ "pack-quantized" and the like."""
+        ...
+
+    def scheme(self, targets: Sequence[str]) -> dict[str, Any]:
+        """What is said of some modules: by class, or by name."""
         ...
 
 
@@ -138,29 +149,30 @@ class Compressed:
         weights = {"num_bits": of.bits, "type": "int", "symmetric": of.symmetric, "dynamic": False, **group}
         inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not of.static}
         inputs |= {"strategy": "tensor" if of.static else "token"}
-        return {
-            "targets": list(targets),
-            "weights": weights,
-            "input_activations": inputs if of.activations else None,
-            "output_activations": None,
-            "format": self.form,
-        }
+        return scheme_of(self.form, targets, weights, inputs if of.activations else None)
 
     def settings(self, whole: Sequence[str]) -> dict[str, Any]:
-        return _compressed(self.form, [self.scheme(["Linear"])], ["lm_head", *whole])
+        return settings_of(self.form, [self.scheme(["Linear"])], ["lm_head", *whole])
 
 
-def mixed(groups: Mapping[Compressed, Sequence[str]], whole: Sequence[str]) -> dict[str, Any]:
+def scheme_of(form: str, targets: Sequence[str], weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    """A group of config_groups: the modules that it has, and what is said of their weights and inputs."""
+    said = {"targets": list(targets), "weights": weights, "input_activations": inputs, "output_activations": None}
+    return said | {"format": form}
+
+
+def mixed(groups: Mapping[Grouped, Sequence[str]], whole: Sequence[str]) -> dict[str, Any]:
     """quantization_config of a folder of compressed-tensors in which each format has the modules that are named; `whole` are
     floats, and so is lm_head where it is not named."""
     forms = list(dict.fromkeys(one.form for one in groups))
     named = {name for names in groups.values() for name in names}
     ignored = [name for name in ("lm_head", *whole) if name not in named]
     schemes = [one.scheme(names) for one, names in groups.items()]
-    return _compressed(forms[0] if len(forms) == 1 else "mixed-precision", schemes, ignored)
+    return settings_of(forms[0] if len(forms) == 1 else "mixed-precision", schemes, ignored)
 
 
-def _compressed(form: str, schemes: Sequence[dict[str, Any]], ignored: Sequence[str]) -> dict[str, Any]:
+def settings_of(form: str, schemes: Sequence[dict[str, Any]], ignored: Sequence[str]) -> dict[str, Any]:
+    """quantization_config of a folder of compressed-tensors."""
     return {
         "quant_method": "compressed-tensors",
         "format": form,
