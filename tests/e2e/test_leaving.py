@@ -314,6 +314,10 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     (exits / rules.CALIBRATION).write_text("[1]")
     with pytest.raises(ValueError, match="cannot be read"):
         rules.load(exits)
+    for change in ({"criterion": "most"}, {"threshold": -1.0}, {"n": 0}, {"delta": 2.0}, {"spread": -1.0}):
+        (exits / rules.CALIBRATION).write_bytes(msgspec.json.encode([msgspec.to_builtins(rule) | change]))
+        with pytest.raises(ValueError, match="calibration.json cannot be read"):
+            rules.load(exits)
     (exits / rules.CALIBRATION).unlink()
 
 

@@ -64,7 +64,7 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
-    "startup.rules": "weights",
+    "startup.rules": "weights data",
     "startup.runnable": "host startup.opening startup.memory native weights",
     "llm": "startup startup.exits engine.signals engine.turns engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "

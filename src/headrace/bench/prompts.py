@@ -10,7 +10,11 @@ Prompt = str | list[dict[str, Any]]
 def read_prompts(path: Path, most: int | None = None) -> list[Prompt]:
     """Texts and conversations in the order of the file, `most` at most. Raises ValueError, naming the line."""
     found: list[Prompt] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text; give prompts, one a line") from None
+    for number, line in enumerate(lines, 1):
         if line.strip() and (most is None or len(found) < most):
             found.append(_prompt(line, number, path.suffix == ".jsonl"))
     if not found:
