@@ -136,7 +136,7 @@ def test_torch_takes_off_what_biases_have_in_common_as_the_core_does(tmp_path: P
     assert np.array_equal(shift, core)
     assert shift.any(1).all()
     common, exact = torch.from_numpy(shift).view(kv_shape(offset().config)), by_torch(KVPool)
-    less = apart(by_torch(lambda *sizes: RoundedPool(*sizes, format="int4", centre=common)), exact)
+    less = apart(by_torch(lambda *sizes: KVPool(*sizes, rounding=Rounded("int4", common))), exact)
     plain = apart(by_torch(rounded_pool("int4", False)), exact)
     print(f"less what biases have in common {less:.4f}, as it is {plain:.4f}")
     assert less < 0.9 * plain

@@ -314,7 +314,9 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     rules.save(exits, rule)
     rules.save(exits, msgspec.structs.replace(rule, delta=0.4))
     assert [one.delta for one in rules.load(exits)] == [0.4]
-    for data in (b"[1]", b'[{"criterion": "\xff"}]'):
+    wrong = ({"criterion": "most"}, {"threshold": -1.0}, {"n": 0}, {"delta": 2.0}, {"spread": -1.0})
+    changed = [msgspec.json.encode([msgspec.to_builtins(rule) | change]) for change in wrong]
+    for data in (b"[1]", b'[{"criterion": "\xff"}]', *changed):
         (exits / rules.CALIBRATION).write_bytes(data)
         with pytest.raises(ValueError, match=r"calibration\.json cannot be read"):
             rules.load(exits)

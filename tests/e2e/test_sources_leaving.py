@@ -218,7 +218,8 @@ def test_translate_takes_exits_and_a_draft(folder: Path, exits: Path, shell: She
         assert (code, out.strip()) == (0, whole.text.strip()), said
     for more, says in (
         (["--exit-threshold", "0"], "--exit-threshold needs exits of the model: --exits FOLDER"),
-        ([*leaves, "--beams", "2"], "--beams chooses among translations of the whole model"),
+        ([*leaves, "--beams", "2"], "--exit-threshold does not go with beam search"),
+        (["--beams", "2", "--exit-criterion", "margin"], "--exit-criterion goes with --exit-threshold"),
         ([*leaves[:2], "--exit-criterion", "margin"], "--exit-criterion goes with --exit-threshold"),
         (["--show-exits"], "--show-exits goes with --exits FOLDER"),
     ):

@@ -2,10 +2,12 @@
 
 import io
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from headrace.bench.prompts import read_prompts
 from headrace.bench.speculation import Row, svg, theory
 from headrace.cli.origins import Origins
 from headrace.data.types import Delta
@@ -67,3 +69,11 @@ def test_tokens_are_shown_by_where_they_came_from() -> None:
     assert "corrected: 1 token\x1b" in shown
     assert "bonus: 1 token\n" in shown, "after a draft that was right to its end"
     assert "plain: 2 tokens" in shown
+
+
+def test_prompts_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xac\xff")
+    with pytest.raises(ValueError, match=r"model.gguf is no text; give prompts, one a line"):
+        read_prompts(tmp_path / "model.gguf")
+    (tmp_path / "prompts.txt").write_text("The mill\n\nstands\n")
+    assert read_prompts(tmp_path / "prompts.txt") == ["The mill", "stands"]

@@ -66,7 +66,7 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
-    "startup.rules": "startup.exits startup.opening weights",
+    "startup.rules": "startup.exits startup.opening weights data",
     "startup.runnable": "host startup.opening startup.memory native.weights native models weights",
     "llm": "startup startup.exits engine.callers engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "

@@ -83,10 +83,6 @@ def translate(
 
 def _params(beams: int, max_tokens: int, leaving: LeavingOptions) -> SamplingParams:
     """How translations are chosen. Raises typer.BadParameter for what does not go together."""
-    if beams > 1 and leaving.changes():
-        raise typer.BadParameter(
-            "--beams chooses among translations of the whole model; leave --beams out, or what lets tokens leave it early"
-        )
     how: dict[str, Any] = {"temperature": 0.0} if beams == 1 else {"beam_width": beams}
     try:
         return params_of({**how, "max_tokens": max_tokens, **leaving.changes()})

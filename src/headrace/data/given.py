@@ -74,7 +74,9 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     beam = {name: value for name, value in fields.items() if name in names and not (name == "max_tokens" and value is None)}
     rest = {name: value for name, value in fields.items() if name not in names}
     search = BeamSearchParams(**beam)
-    return SamplingParams(beam=search, **{**search.shared(), **rest})
+    made = SamplingParams(beam=search, **{**search.shared(), **rest})
+    _check_alone(made)
+    return made
 
 
 def _check_alone(params: SamplingParams) -> None:

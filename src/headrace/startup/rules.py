@@ -5,9 +5,11 @@ import hashlib
 import logging
 import os
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 
+from headrace.data.params import ParamError, SamplingParams
 from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened
 from headrace.weights.store import home
@@ -15,6 +17,9 @@ from headrace.weights.store import home
 log = logging.getLogger("headrace")
 
 CALIBRATION = "calibration.json"
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Depth = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 def fits(model: Opened, exits: str | Path) -> str:
@@ -49,14 +54,14 @@ class Rule(msgspec.Struct, frozen=True):
     criterion: str
     threshold: float
     decay: float
-    max_tokens: int
+    max_tokens: Count
     loss: str
-    delta: float
-    epsilon: float
-    n: int
-    risk: float
-    layers: float
-    spread: float
+    delta: Share
+    epsilon: Share
+    n: Count
+    risk: Share
+    layers: Depth
+    spread: Depth
     data: str
     state: str = "deferred"
     fits: str = ""
@@ -91,8 +96,11 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
     place = Path(folder) / CALIBRATION
     try:
         rules = msgspec.json.decode(place.read_bytes(), type=tuple[Rule, ...]) if place.is_file() else ()
+        for one in rules:
+            asked: dict[str, Any] = {"exit_criterion": one.criterion, "exit_threshold": one.threshold, "exit_decay": one.decay}
+            SamplingParams(**asked, max_tokens=one.max_tokens)  # a request could ask for it
         return tuple(one for one in rules if state in ("", one.state))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ParamError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
 
 
