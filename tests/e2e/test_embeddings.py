@@ -18,7 +18,7 @@ from headrace.runner.record import Recording, record
 from headrace.runner.wants import add_rows
 from headrace.weights.source import WeightError
 from tests.cli_shell import Shell
-from tests.places import model_file
+from tests.places import data_path, model_file
 from tests.tiny_bert import CONTEXT, HIDDEN, write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
 
@@ -141,6 +141,26 @@ def test_minilm_is_what_transformers_computes(backend: str) -> None:
         assert cosine(one.values, oracle(folder, one.token_ids).mean(0)) >= 0.9999
     assert cosine(made[1].values, made[4].values) > cosine(made[1].values, made[5].values) + 0.2
     llm.close()
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_minilm_in_eight_bits_keeps_neighbours() -> None:
+    """Of 500 sentences: how near each vector stays, and whether the nearest other sentence is the same one."""
+    folder, texts = model_file("all-MiniLM-L6-v2"), data_path("multi30k/test_2016_flickr_first500.en").read_text().splitlines()
+    vectors = {}
+    for quantize in (None, "int8"):
+        with LLM(folder, backend="native", threads=1, quantize=quantize) as llm:
+            made = np.array([one.values for one in llm.embed(texts)])
+        vectors[quantize] = made / np.linalg.norm(made, axis=1, keepdims=True)
+    before, after = (found @ found.T - 2 * np.eye(len(texts)) for found in vectors.values())
+    near = (vectors[None] * vectors["int8"]).sum(1)
+    chosen = after.argmax(1)
+    kept, farther = (before.argmax(1) == chosen).mean(), (before.max(1) - before[np.arange(len(texts)), chosen]).max()
+    print(f"cosine {near.mean():.5f}, least {near.min():.5f}; the same neighbour for {kept:.1%}, else {farther:.4f} farther")
+    assert near.min() >= 0.999
+    assert kept >= 0.95  # captions are much alike
+    assert farther <= 0.01
 
 
 def test_bert_files_that_cannot_be_run_are_refused(bert: Path, tmp_path: Path) -> None:

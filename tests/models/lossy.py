@@ -1,0 +1,73 @@
+"""Methods of compression carried out on a real model in memory, and what it then foretells of texts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+
+from headrace.compress.base import Compressor, Told, visited
+from headrace.compress.pruning import pruned
+from headrace.compress.walk import Walk
+from headrace.compress.work import Work
+from headrace.models.base import Model
+from headrace.quant.keep import parse_sparsity
+from headrace.quant.targets import nearest, target
+from headrace.training.whole import fed
+from headrace.weights.loader import load_model
+from headrace.weights.source import WeightSource
+from tests.models.zoo import pieces
+
+PARTS = ("qkv.q", "qkv.k", "qkv.v", "out", "gate_up.gate", "gate_up.up", "down")
+
+
+def kinds(format: str | None, layers: int) -> dict[str, str]:
+    """All matrices of the layers are to be stored so."""
+    return {f"layers.{layer}.{part}.weight": format for layer in range(layers) for part in PARTS} if format else {}
+
+
+class After(NamedTuple):
+    """A model as methods left it, layer by layer, and what was told of its matrices."""
+
+    model: Model
+    told: dict[str, Told]
+
+
+def walked(source: WeightSource, read: Sequence[list[int]], steps: Sequence[Compressor], format: str | None = None) -> After:
+    """Methods carried out on a walk. Weights are what the codes say; where something is cut the model is the masked one."""
+    model, told = load_model(source), dict[str, Told]()
+    holders, layers = dict(model.holders()), model.config.num_layers
+    with TemporaryDirectory() as folder:
+        for visit in Walk(source, read, Work(Path(folder)), kinds(format, layers)):
+            visited(visit, steps)
+            told |= visit.told
+            for name, holder in visit.holders.items():
+                for field in holder.params():
+                    getattr(holders[f"layers.{visit.number}.{name}"], field).copy_(getattr(holder, field))
+    return After(model, told)
+
+
+def rounded(source: WeightSource, format: str, magnitude: str | None = None) -> Model:
+    """To nearest, as the method rtn rounds, which reads no texts; `magnitude`: the sparsity of what is left out before."""
+    model = load_model(source)
+    wanted = kinds(format, model.config.num_layers)
+    for name, values in pieces(model).items():
+        if name not in wanted:
+            continue
+        if magnitude is not None:
+            values.copy_(torch.from_numpy(pruned(values.numpy(), ("magnitude", parse_sparsity(magnitude)), None)))
+        values.copy_(nearest(values, target(format), None, 1)[1])
+    return model
+
+
+@torch.inference_mode()
+def foretold(model: Model, text: list[int], count: int) -> torch.Tensor:
+    """Log-probabilities [count, vocabulary] of a text's last tokens."""
+    rows: torch.Tensor = model.head(fed(model, text).rows[-count - 1 : -1])
+    return rows.log_softmax(-1)
+
+
+def likelihood(log_p: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """What they say of the tokens that came: [count]."""
+    return log_p.gather(1, torch.tensor(text[-len(log_p) :])[:, None])[:, 0]
