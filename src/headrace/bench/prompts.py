@@ -19,8 +19,12 @@ def read_prompts(path: Path, most: int | None = None) -> list[Prompt]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a file: they end at line feeds alone, as JSON may hold what else ends a line (U+2028)."""
-    return path.read_text("utf-8").split("\n")
+    """The lines of a file: they end at line feeds alone, as JSON may hold what else ends a line (U+2028). Raises ValueError
+    where it is no text."""
+    try:
+        return path.read_text("utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text; give prompts, one a line") from None
 
 
 def _prompt(line: str, number: int, is_json: bool) -> Prompt:
