@@ -116,14 +116,15 @@ def fingerprint(model: Opened) -> str:
 
 
 def save(folder: Path, exits: Exits, model: Opened, trained: dict[str, float | str], rules: Sequence[Rule]) -> None:
-    """Write all three files."""
+    """Write all three files, each of which is there when it is whole."""
     info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{WEIGHTS}.part"
+    unfinished = folder / "unfinished.part"
     save_file({"weight": exits.weight.astype(np.float32), "bias": exits.bias.astype(np.float32)}, unfinished)
     os.replace(unfinished, folder / WEIGHTS)
     for name, what in ((CALIBRATION, sorted(rules, key=lambda rule: rule.mean_layers)), (INFO, info)):
-        (folder / name).write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
+        os.replace(unfinished, folder / name)
 
 
 def load(folder: str | Path, model: Opened) -> Classifier:
