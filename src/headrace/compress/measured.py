@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from headrace.compress.base import Compressor, Told, Visit, visited
 from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
+from headrace.compress.healing import heal_bytes
 from headrace.compress.report import Pipeline
 from headrace.compress.rounding import Rounding
+from headrace.compress.structure import reshaped
 from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, passages, texts_of
-from headrace.compress.walk import Clock, Walk, layer_width, peak_bytes
+from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
@@ -67,13 +70,16 @@ def tokens_wanted(pipeline: Pipeline, width: int) -> int:
     return pipeline.tokens or ENOUGH * width
 
 
-def reading_bytes(pipeline: Pipeline, config: ModelConfig) -> int:
-    """The most that reading texts takes in memory, cuts and the mean of keys included."""
+def reading_bytes(pipeline: Pipeline, config: ModelConfig, cut: bool = False) -> int:
+    """The most that reading texts takes in memory, cuts, healing and the mean of keys included; `cut`: what is left to do once
+    the model is cut and healed."""
     decoder, window, most = describe(config), min(WINDOW, config.max_position), 0
     if pipeline.reads:
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
         most = rows + peak_bytes(config, decoder, wanted, window)
+    if pipeline.heal is not None and not cut:
+        most = max(most, LIBRARIES + heal_bytes(config, reduce(reshaped, pipeline.cuts, config)))
     return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
 
 
@@ -211,6 +217,7 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "seed": pipeline.seed,
         "threads": threads_of(pipeline),  # sums have another order on more or fewer
         "version": VERSION,
+        **({} if pipeline.heal is None else {"heal": str(pipeline.heal)}),
     }
 
 
