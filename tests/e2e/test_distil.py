@@ -66,6 +66,9 @@ def test_a_student_is_trained_and_runs(shell: Shell, model: Path, text: Path, tm
     code, _, said = shell(*args, "--student", "layers:1,2", "--steps", "3")
     assert code == 1
     assert "another training (student: layers:0,2 then, layers:1,2 now)" in said
+    code, _, said = shell(*args, "--student", "layers:0,2", "--steps", "3", "--backend", "torch")
+    assert code == 1
+    assert "another training (backend: native then, torch now)" in said
     code, _, said = shell("distil", model, "-o", tmp_path / "healed", "--student", out, "--texts", text, "--steps", "1", *SHORT)
     assert code == 0, said
     code, _, said = shell("distil", model, "-o", tmp_path / "x", "--student", "depth=9", "--steps", "1", *SHORT)

@@ -31,7 +31,7 @@ from headrace.training.examples import (
     write_items,
 )
 from headrace.training.exits import check as check_exits
-from headrace.training.forward import AUTO, TORCH, backend_of, forward_of
+from headrace.training.forward import AUTO, backend_of, forward_of
 from headrace.training.heads import ANSWER, Prompt, acceptance, asked_tokens
 from headrace.training.lesson import HARD, LOSSES, MAPS, Lesson, check_maps
 from headrace.training.run import Budget, Run, begin
@@ -93,8 +93,6 @@ class Recipe:
             said.pop(name)
         if not self.exits:  # so that trainings which were begun before there were any go on
             said.pop("exits")
-        if backend == TORCH:  # so too
-            said.pop("backend")
         data = json.dumps(list(self.prompts)).encode() if self.texts == SELF else Path(self.texts).read_bytes()
         return {"teacher": str(opened.path), **said, "texts": f"{self.texts} {hashlib.sha256(data).hexdigest()[:16]}"}
 
