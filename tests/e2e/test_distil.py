@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.compress.export import CONFIG
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.training.distil import Recipe, Stopped, distil
 from headrace.training.run import Budget
 from tests.cli_shell import Shell, check_bar
+from tests.killed import command_killed_at, forgetful, killed_at
 from tests.tiny_files import Tensors, write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -63,6 +66,9 @@ def test_a_student_is_trained_and_runs(shell: Shell, model: Path, text: Path, tm
     code, _, said = shell(*args, "--student", "layers:1,2", "--steps", "3")
     assert code == 1
     assert "another training (student: layers:0,2 then, layers:1,2 now)" in said
+    code, _, said = shell(*args, "--student", "layers:0,2", "--steps", "3", "--backend", "torch")
+    assert code == 1
+    assert "another training (backend: native then, torch now)" in said
     code, _, said = shell("distil", model, "-o", tmp_path / "healed", "--student", out, "--texts", text, "--steps", "1", *SHORT)
     assert code == 0, said
     code, _, said = shell("distil", model, "-o", tmp_path / "x", "--student", "depth=9", "--steps", "1", *SHORT)
@@ -71,7 +77,8 @@ def test_a_student_is_trained_and_runs(shell: Shell, model: Path, text: Path, tm
 
 
 def test_a_student_that_is_its_teacher_is_always_accepted(model: Path, text: Path, tmp_path: Path) -> None:
-    recipe = Recipe("depth=3", Budget(steps=1), texts=str(text), window=24, batch=1, as_draft=True, rate=1e-7, threads=1)
+    more = {"as_draft": True, "rate": 1e-7, "threads": 1, "backend": "torch"}
+    recipe = Recipe("depth=3", Budget(steps=1), texts=str(text), window=24, batch=1, **more)
     result = distil(model, tmp_path / "same", recipe)
     assert result.losses == [0.0]
     assert result.drafting is not None
@@ -99,6 +106,28 @@ def test_a_stopped_training_ends_in_the_same_model(model: Path, text: Path, tmp_
         weights("stopped", after_two())
     assert not (tmp_path / "stopped/config.json").exists()
     assert weights("stopped") == whole
+    for name, count in (("examples.json", 1), ("model.safetensors", 1), (CONFIG, 1)):
+        killed_at(name, count, lambda: weights("killed"))
+        assert not (tmp_path / "killed" / CONFIG).exists()
+    assert weights("killed") == whole
+    assert LLM(tmp_path / "killed", threads=1).model_config.num_layers == 2
+
+
+def test_kill_9_within_the_training(
+    shell: Shell, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command then comes to the same bytes; the control forgets the optimiser's state, and comes to others."""
+    more = ("--student", "layers:0,2", "--steps", "4", "--texts", text, *SHORT)
+    assert shell("distil", model, "-o", tmp_path / "whole", *more)[0] == 0
+    whole = (tmp_path / "whole/model.safetensors").read_bytes()
+    command_killed_at("checkpoint.safetensors", 3, "distil", model, "-o", tmp_path / "killed", *more)
+    assert not (tmp_path / "killed" / CONFIG).exists()
+    shutil.copytree(tmp_path / "killed", tmp_path / "forgetful")
+    assert shell("distil", model, "-o", tmp_path / "killed", *more)[0] == 0
+    assert (tmp_path / "killed/model.safetensors").read_bytes() == whole
+    forgetful(monkeypatch)
+    assert shell("distil", model, "-o", tmp_path / "forgetful", *more)[0] == 0
+    assert (tmp_path / "forgetful/model.safetensors").read_bytes() != whole
 
 
 def test_other_texts_and_losses(shell: Shell, model: Path, tmp_path: Path) -> None:

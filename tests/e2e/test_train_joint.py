@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from headrace.compress.export import CONFIG
 from headrace.llm import LLM
 from headrace.ops.context import FeedRows
 from headrace.runner.exits import _pool
 from headrace.startup.exits import INFO
 from headrace.startup.opening import open_model
 from headrace.training import whole
-from headrace.training.classifier import exit_logits
-from headrace.training.joint import Schedule, _batches, learn, loss_of, pooled
+from headrace.training.classifier import Recipe, exit_logits, read_labelled, train
+from headrace.training.joint import WORK, Learnt, Schedule, _batches, learn, loss_of, pooled
 from headrace.weights.loader import load_model
 from tests.cli_shell import Shell
+from tests.killed import each_step, forgetful, killed_at
 from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert
 
 TEXTS = [[2, 4, 5, 3], [2, 9, 3], [2, *range(4, 26), 3], [2, 7, 8, 9, 10, 3]]
@@ -116,9 +119,16 @@ def test_a_model_learns_with_its_exits(shell: Shell, bert: Path, tmp_path: Path)
     assert "holds a model; name another folder" in err
 
 
-def test_the_same_training_comes_to_the_same_weights(bert: Path) -> None:
+def learnt(
+    bert: Path, work: Path, schedule: Schedule, texts: list[list[int]] = TEXTS, layers: tuple[int, ...] = (3,)
+) -> Learnt:
+    never = nullcontext(lambda: False)
+    return learn(open_model(bert), texts, [0, 1, 1, 0], 2, layers, "mean", schedule, lambda *_: None, work, never)
+
+
+def test_the_same_training_comes_to_the_same_weights(bert: Path, tmp_path: Path) -> None:
     opened, schedule = open_model(bert), Schedule(batch=2, rate=1e-3)
-    made = [learn(opened, TEXTS, [0, 1, 1, 0], 2, (1, 3), "mean", schedule, lambda *_: None) for _ in range(2)]
+    made = [learnt(bert, tmp_path / name, schedule, layers=(1, 3)) for name in "ab"]
     assert np.array_equal(made[0].weight, made[1].weight)
     assert made[0].weight.shape == (2, 2, HIDDEN)
     before = dict(load_model(opened.source).named_parameters())
@@ -126,9 +136,36 @@ def test_the_same_training_comes_to_the_same_weights(bert: Path) -> None:
     assert {"tokens.weight", "layers.0.qkv.weight", "layers.2.down.weight"} <= set(moved)
 
 
-def test_what_cannot_be_learnt_is_refused(bert: Path) -> None:
-    opened = open_model(bert)
+def test_killed_anywhere_the_same_command_goes_on(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between checkpoints, with the weights written but no config.json, and with a model that has no classifier yet: nothing
+    that is there is half of a model, and in the end all files are those of a run that nobody stopped. The control forgets the
+    state of the optimiser, and comes elsewhere."""
+    each_step(monkeypatch)
+    data = read_labelled(write_pairs(tmp_path / "train.jsonl", 48, 1))
+    recipe = Recipe(delta=0.4, threads=1, joint=Schedule(batch=8, rate=1e-3))
+
+    def trained(name: str) -> dict[str, bytes]:
+        out = tmp_path / name / "model"
+        train(str(bert), data, out, recipe, lambda *_: None)
+        return {file.name: file.read_bytes() if file.is_file() else b"" for file in sorted(out.iterdir())}
+
+    whole = trained("whole")
+    for name, count in (("checkpoint.safetensors", 3), ("model.safetensors", 1), (CONFIG, 1), (INFO, 1)):
+        killed_at(name, count, lambda: trained("out"))
+        assert (tmp_path / "out/model" / CONFIG).exists() == (name == INFO)
+        assert not (tmp_path / "out/model" / INFO).exists()
+    assert trained("out") == whole
+    assert WORK not in whole
+    killed_at("checkpoint.safetensors", 3, lambda: trained("forgetful"))
+    forgetful(monkeypatch)
+    assert trained("forgetful")["model.safetensors"] != whole["model.safetensors"]
+
+
+def test_what_cannot_be_learnt_is_refused(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a text has 65 tokens and the model takes 64"):
-        learn(opened, [[2] * 65, [2, 3]], [0, 1], 2, (3,), "mean", Schedule(), lambda *_: None)
+        learnt(bert, tmp_path, Schedule(), [[2] * 65, *TEXTS[1:]])
     with pytest.raises(ValueError, match="epochs and batch are 1 or more"):
-        learn(opened, TEXTS, [0, 1, 1, 0], 2, (3,), "mean", Schedule(epochs=0), lambda *_: None)
+        learnt(bert, tmp_path, Schedule(epochs=0))
+    learnt(bert, tmp_path, Schedule())
+    with pytest.raises(ValueError, match=r"holds another training \(epochs: 1 then, 2 now\)"):
+        learnt(bert, tmp_path, Schedule(epochs=2))

@@ -14,14 +14,17 @@ from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
 from headrace.ops.vocabulary import attention
 from headrace.runner.record import record
+from headrace.startup.opening import open_model
 from headrace.text.tokenizer import Tokenizer
 from headrace.training import losses
 from headrace.training.examples import LABEL, REASON, Example, batch_of, held_apart, reasoned, windows
+from headrace.training.forward import BACKENDS, NativeForward, TorchForward, backend_of
 from headrace.training.lesson import LOSSES, Lesson
 from headrace.training.run import Budget, Run, begin, rate_at
 from headrace.training.students import Student, ends, kept_layers, narrowed, spread, student_of
 from headrace.training.whole import Passed, attention_map, fed
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.loader import load_model
 from tests.models.feeding import feed
 from tests.tiny import VOCAB, tiny_config, tiny_model
 from tests.tiny_files import write_tiny_gguf
@@ -79,9 +82,10 @@ def test_kl_at_a_high_temperature_compares_logits() -> None:
 @pytest.mark.parametrize("name", ["kl", "features", "cosine", "attention"])
 def test_a_student_that_is_its_teacher_loses_nothing(name: str) -> None:
     teacher, other = tiny_model(), tiny_model(seed=3)
-    assert abs(Lesson(teacher, student(teacher), [name], 2.0, 0.5).loss(Example(TEXT)).item()) < 1e-12
-    assert Lesson(teacher, student(other), [name], 2.0, 0.5).loss(Example(TEXT)).item() > 0.01
-    judged = Lesson(teacher, student(teacher), [name], 2.0, 0.5).judge(windows([TEXT]))
+    said = TorchForward(teacher, maps=name == "attention")
+    assert abs(Lesson(said, student(teacher), [name], 2.0, 0.5).loss(Example(TEXT)).item()) < 1e-12
+    assert Lesson(said, student(other), [name], 2.0, 0.5).loss(Example(TEXT)).item() > 0.01
+    judged = Lesson(said, student(teacher), [name], 2.0, 0.5).judge(windows([TEXT]))
     assert (judged.kl, judged.same_choice) == (0.0, 1.0)
 
 
@@ -89,7 +93,7 @@ def test_exits_count_by_their_number() -> None:
     """One third of the first exit's loss and two of the whole student's; a student that is its teacher still has the first."""
     teacher, other = tiny_model(), tiny_model(seed=3)
     for model in (other, teacher):
-        loss = Lesson(teacher, student(model), ["exits"], 2.0, 0.5, (1,)).loss(Example(TEXT)).item()
+        loss = Lesson(TorchForward(teacher), student(model), ["exits"], 2.0, 0.5, (1,)).loss(Example(TEXT)).item()
         passed, rows = fed(model, TEXT, (0,)), slice(0, -1)
         truth = teacher.head(fed(teacher, TEXT).rows[rows])
         early, late = (losses.soft(model.head(x[rows]), truth, 2.0).item() for x in (passed.after[0], passed.rows))
@@ -169,7 +173,7 @@ def test_attention_maps_are_what_attention_does(architecture: str) -> None:
 def test_a_prompt_is_not_learned() -> None:
     """The loss is of the tokens after it; one that counts the prompt, too, is another."""
     teacher, ours = tiny_model(), tiny_model(seed=3)
-    lesson = Lesson(teacher, student(ours), ["steps"], 2.0, 0.5)
+    lesson = Lesson(TorchForward(teacher), student(ours), ["steps"], 2.0, 0.5)
     found = lesson.loss(Example(TEXT, first=9)).item()
     logs = log_softmax(ours.head(fed(ours, TEXT).rows), -1)
     expected = -sum(logs[at - 1, TEXT[at]].item() for at in range(9, len(TEXT))) / (len(TEXT) - 9)
@@ -181,7 +185,8 @@ def test_losses_are_mixed_as_asked() -> None:
     teacher, ours = tiny_model(), tiny_model(seed=3)
     both = {}
     for names in (["kl"], ["ce"], ["kl", "ce"], ["cosine"], ["kl", "cosine"]):
-        both[",".join(names)] = Lesson(teacher, student(ours), names, 2.0, 0.25).loss(Example(TEXT)).item()
+        lesson = Lesson(TorchForward(teacher), student(ours), names, 2.0, 0.25)
+        both[",".join(names)] = lesson.loss(Example(TEXT)).item()
     assert both["kl,ce"] == pytest.approx(0.25 * both["kl"] + 0.75 * both["ce"], abs=1e-12)
     assert both["kl,cosine"] == pytest.approx(both["kl"] + both["cosine"], abs=1e-12)
     assert set(LOSSES) >= {"features", "attention", "sequence", "steps"}
@@ -198,7 +203,7 @@ def test_w42_rationales_are_learned_beside_labels(tmp_path: Path) -> None:
     assert tokenizer.decode(label.tokens[label.first : -1]) == " Four"
     assert (label.tokens[-1], reason.tokens[-1]) == (7, 7)
     teacher = tiny_model(tiny_config(vocab_size=512))
-    lesson = Lesson(teacher, student(tiny_model(teacher.config, seed=3)), ["steps"], 2.0, 0.5)
+    lesson = Lesson(TorchForward(teacher), student(tiny_model(teacher.config, seed=3)), ["steps"], 2.0, 0.5)
     for x in lesson.tensors.values():
         x.requires_grad_()
     wanted = lesson.loss(label).item() + 0.5 * lesson.loss(reason).item()
@@ -284,18 +289,19 @@ def test_what_a_folder_was_begun_for(tmp_path: Path) -> None:
     assert Budget(minutes=2.0).share(5, 30.0) == 0.25
 
 
-def test_students_of_a_teacher() -> None:
-    teacher = tiny_model(tiny_config(num_layers=5), torch.float32)
-    opened = None
-    made = student_of("layers:0,2-3", teacher, opened)  # type: ignore[arg-type]
+def test_students_of_a_teacher(tmp_path: Path) -> None:
+    opened = open_model(write_tiny_gguf(tmp_path / "tiny.gguf", layers=5))
+    teacher = load_model(opened.source)
+    made = student_of("layers:0,2-3", opened)
     assert made.pairs == [1, 2, 4]
     for mine, its in zip(made.model.layers, (0, 2, 3), strict=True):
         assert torch.equal(mine.qkv.weight, teacher.layers[its].qkv.weight)
     assert torch.equal(made.model.tokens.weight, teacher.tokens.weight)
-    assert made.model.tokens.weight is not teacher.tokens.weight
+    shared = student_of("share=2", opened).model.layers
+    assert torch.equal(shared[1].qkv.weight, teacher.layers[1].qkv.weight[:32])  # q alone
     assert spread(3, 5) == [0, 2, 4]
     assert ends(2, 5) == [2, 4]
-    small = student_of("depth=2,width=16", teacher, opened)  # type: ignore[arg-type]
+    small = student_of("depth=2,width=16", opened)
     assert small.fresh
     assert (small.model.config.each_layer.heads, small.model.config.each_layer.kv_heads) == (2, 1)
     assert narrowed(teacher.config, 1, 16).each_layer.ffn == 32  # of 48: 24, as a multiple of 32
@@ -304,10 +310,10 @@ def test_students_of_a_teacher() -> None:
             kept_layers(text, 5)
     for text, match in (("width=24", "a multiple of 16"), ("depth=9", "1 to 5 of them, not 9"), ("depth=x", "a student is")):
         with pytest.raises(ValueError, match=match):
-            student_of(text, teacher, opened)  # type: ignore[arg-type]
+            student_of(text, opened)
     wide = tiny_model(tiny_config(heads=8, kv_heads=8, head_dim=4))
     with pytest.raises(ValueError, match="attention maps are compared head by head"):
-        Lesson(tiny_model(), student(wide), ["attention"], 2.0, 0.5)
+        Lesson(TorchForward(tiny_model()), student(wide), ["attention"], 2.0, 0.5)
 
 
 class Shuffled(Lesson):
@@ -317,6 +323,38 @@ class Shuffled(Lesson):
         theirs, ours = super()._both(tokens)
         theirs.rows = theirs.rows[torch.randperm(len(theirs.rows), generator=torch.Generator().manual_seed(1))]
         return theirs, ours
+
+
+def test_a_teacher_on_the_native_core_says_what_it_says_in_torch(tmp_path: Path) -> None:
+    """Rows after layers, and what its head makes of them, the same each time; torch keeps its threads. Controls: rows of other
+    tokens, and of another layer."""
+    opened, threads = open_model(write_tiny_gguf(tmp_path / "tiny.gguf", layers=3)), torch.get_num_threads()
+    exact, native = TorchForward(load_model(opened.source)), NativeForward(opened, len(TEXT), threads=1)
+    theirs, ours, again = exact.passed(TEXT, (1, 2)), native.passed(TEXT, (1, 2)), native.passed(TEXT)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(ours.rows, again.rows)
+    assert torch.equal(ours.rows, ours.after[1])
+    for mine, its in ((ours.rows, theirs.rows), (ours.after[0], theirs.after[0])):
+        assert losses.apart(mine, its) < 1e-3
+    assert losses.apart(ours.after[0], theirs.rows) > 0.05
+    assert losses.angle(native.final(ours.rows), exact.final(theirs.rows)) < 1e-3
+    truth = exact.head(theirs.rows)
+    assert losses.soft(native.head(ours.rows), truth, 1.0) < 5e-3
+    assert losses.soft(native.head(ours.rows.roll(1, 0)), truth, 1.0) > 1.0
+
+
+def test_where_a_teacher_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_model(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    assert [backend_of(name, opened, maps=False) for name in BACKENDS] == ["native", "native", "torch"]
+    assert backend_of("auto", opened, maps=True) == "torch"
+    with pytest.raises(ValueError, match="unknown backend 'gpu'; use auto, native, torch"):
+        backend_of("gpu", opened, maps=False)
+    with pytest.raises(ValueError, match="cannot run on the native core: the maps of the loss attention are taken in torch"):
+        backend_of("native", opened, maps=True)
+    monkeypatch.setattr("headrace.native.reason", lambda: "it is not built")
+    assert backend_of("auto", opened, maps=False) == "torch"
+    with pytest.raises(ValueError, match="cannot run on the native core: it is not built; use backend torch"):
+        backend_of("native", opened, maps=False)
 
 
 def test_a_student_learns_what_its_teacher_does(tmp_path: Path) -> None:
@@ -330,7 +368,7 @@ def test_a_student_learns_what_its_teacher_does(tmp_path: Path) -> None:
         noise = torch.Generator().manual_seed(9)
         for x in hurt.parameters():
             x.mul_(1 + 0.15 * torch.randn(x.shape, generator=noise))
-        lesson = kind(tiny_model(dtype=torch.float32), student(hurt), ["kl"], 2.0, 0.5)
+        lesson = kind(TorchForward(tiny_model(dtype=torch.float32)), student(hurt), ["kl"], 2.0, 0.5)
         before[kind] = lesson.judge(held)
         run = Run(lesson.tensors, tmp_path / kind.__name__, Budget(steps=40), 5e-3)
         run.go(lambda step, by=lesson: by.learn(batch_of(learned, step, 2, 0)))  # type: ignore[misc]

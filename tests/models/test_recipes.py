@@ -12,18 +12,23 @@ from headrace.compress import measured
 from headrace.compress.folder import compress_folder
 from headrace.compress.folder_plan import prepare_folder
 from headrace.compress.judge import judge
+from headrace.compress.report import Report
 from headrace.compress.run import compress, work_folder
+from headrace.compress.texts import passages, texts_of
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.models.registry import read_config
 from headrace.startup.opening import open_files
+from headrace.training.healing import Healing
 from headrace.weights.dequant import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
+from headrace.weights.progress import Silent
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
 from tests import tiny_files
+from tests.killed import each_step, forgetful, killed_at
 from tests.models.test_compress import write_folder
 from tests.models.test_walk import book, model, pipeline  # noqa: F401
 
@@ -85,6 +90,54 @@ def test_pruned_rounded_and_two_of_four_in_one_command(model: Path, book: Path, 
     compress_folder(model, tmp_path / "out", wanted)
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_cut_healed_and_rounded_in_one_command(
+    model: Path,  # noqa: F811
+    book: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was cut learns; killed within the training, before its file and in the last walk, the same
+    command goes on to the same bytes. The control forgets the optimiser's state, and comes to others."""
+    each_step(monkeypatch)
+    heal: dict[str, Any] = {"heal_steps": 6, "heal_rate": 3e-3, "keep_neurons": 0.5, "format": "int4-g32"}
+    wanted = pipeline(book, method=("neurons", "heal", "gptq"), **heal)
+
+    def made(name: str) -> Report:
+        return compress_folder(model, tmp_path / name, wanted, healer=Healing())
+
+    report = made("whole")
+    healed = report.record()["healed"]
+    assert (healed["steps"], healed["tokens"]) == (6, 6 * 4 * 256)
+    assert 0 < healed["different"] <= healed["tokens"]
+    assert healed["after"]["perplexity"] < 0.9 * healed["before"]["perplexity"]
+    assert set(passages(texts_of(open_files(model), str(book), 1024, 0, Silent()))) < set(report.passages)
+    for file, count in (("checkpoint.safetensors", 3), ("healed.gguf", 1), ("layer_0001.safetensors", 1)):
+        killed_at(file, count, lambda: made("out"))
+    made("out")
+    whole, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
+    assert other == whole
+    killed_at("checkpoint.safetensors", 3, lambda: made("forgetful"))
+    forgetful(monkeypatch)
+    made("forgetful")
+    assert (tmp_path / "forgetful" / "model.safetensors").read_bytes() != whole
+
+
+def test_a_healed_file_is_the_healed_model(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+    """As float32, trained on its own texts, beside the file that was only cut: nearer to the original, on others, too."""
+    lost, fresh = [], [[*range(1, 200)], [*range(100, 299)]]
+    for method, more in ((("layers", "heal"), {"heal_steps": 12, "heal_rate": 1e-2}), (("layers",), {})):
+        out = tmp_path / f"{len(lost)}.gguf"
+        wanted = pipeline(book, method=method, drop_layers=1, format="F32", calibrate="self", tokens=512, **more)
+        report = compress(model, out, wanted, healer=Healing())
+        if report.healed is not None:
+            assert report.healed.after.kl < 0.8 * report.healed.before.kl
+        lost.append(judge(GGUFFile(model), GGUFFile(out), fresh, "").kl)
+        assert GGUFFile(out).metadata["headrace.compress"].startswith(",".join(method))
+    assert lost[0] < 0.9 * lost[1]
+    with pytest.raises(ValueError, match=r"nobody is given who does: pass healer=Healing\(\)"):
+        compress(model, tmp_path / "x.gguf", pipeline(book, method=("layers", "heal"), drop_layers=1, heal_steps=1))
 
 
 def test_a_folder_that_is_cut_keeps_its_words_and_settings(book: Path, tmp_path: Path) -> None:  # noqa: F811

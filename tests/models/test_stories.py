@@ -9,11 +9,12 @@ from headrace.data.params import SamplingParams
 from headrace.models.base import Model
 from headrace.runner.heads import EXIT, affine
 from headrace.training.examples import batch_of, windows
+from headrace.training.forward import TorchForward
 from headrace.training.kinds import KINDS, begin
 from headrace.training.lesson import Lesson
 from headrace.training.networks import norm
 from headrace.training.run import Budget, Run
-from headrace.training.students import student_of
+from headrace.training.students import Student
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Text
 from headrace.training.whole import Passed, fed
@@ -77,10 +78,11 @@ def fitted(model: Model, learned: list[list[int]], fresh: list[list[int]]) -> fl
 def test_a_model_that_learns_with_its_exit_leaves_more_often(tmp_path: Path) -> None:
     """After one of its five layers, on fresh text: at least three tokens in ten, and one more in ten than a fitted exit of the
     model as it was."""
-    teacher = load_model(read_checkpoint(data_path("stories260K") / "stories260K.bin"))
+    source = read_checkpoint(data_path("stories260K") / "stories260K.bin")
+    teacher = load_model(source)
     learned, fresh = texts_of(teacher, 128, 1), texts_of(teacher, 16, 10_001)
-    student = student_of("depth=5", teacher, None)  # type: ignore[arg-type]  # nothing is written
-    lesson = Lesson(teacher, student, ["exits"], 1.0, 0.5, (1,))
+    student = Student(load_model(source), None, list(range(5)))  # type: ignore[arg-type]  # nothing is written
+    lesson = Lesson(TorchForward(teacher), student, ["exits"], 1.0, 0.5, (1,))
     run = Run(lesson.tensors, tmp_path, Budget(steps=80), 2e-3)
     items = windows(learned)
     run.go(lambda step: lesson.learn(batch_of(items, step, 4, 0)))

@@ -70,7 +70,7 @@ ROOMS = {
     "startup.runnable": "host startup.opening startup.memory native.weights native models weights",
     "llm": "startup startup.exits engine.callers engine decoding drafting runner.executor text weights data",
     "training": "compress llm startup.opening startup.exits startup.rules startup decoding drafting runner.heads runner "
-    "weights.loader weights.parts weights models layers eager ops kv.pool text data",
+    "weights.loader weights.parts weights native models layers eager ops kv.pool text data",
     "compress": "quant llm startup.opening runner.streamed runner kv.layout text models layers ops weights.loader "
     "weights.parts weights native.weights native data",
     "workflows": "workflows.surety llm data",

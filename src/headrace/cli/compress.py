@@ -9,6 +9,7 @@ import typer
 
 from headrace.cli.files import writable
 from headrace.cli.help import short_help
+from headrace.cli.interrupt import Interrupt
 from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_fields, print_table, say
 from headrace.cli.status import status
@@ -32,6 +33,11 @@ def register(app: typer.Typer) -> None:
             "The same bytes, better: measured on texts of the model.",
         ),
         ("headrace compress MODEL -o FOLDER -f int4-g128 --method gptq", "A folder that other engines read, too."),
+        (
+            "headrace compress MODEL -o OUT.gguf -f Q4_0 --method neurons,heal,gptq --keep-neurons 0.75 --heal-steps 200 "
+            "--calibrate train.txt",
+            "Smaller, trained again, then rounded.",
+        ),
         ("headrace compress MODEL -o OUT.gguf --method gptq --calibrate train.txt --judge valid.txt", "On texts of one's own."),
     )
     app.command(cls=short)(with_groups(compress))
@@ -44,10 +50,11 @@ class MethodOptions:
     method: Annotated[
         str,
         _method(
-            "A recipe, in this order: neurons, heads, layers, kv-heads: the model becomes smaller; awq, smoothquant: inputs "
+            "A recipe, in this order: neurons, heads, layers, kv-heads: the model becomes smaller; heal: what is left learns "
+            "from what the model was (--heal-steps); awq, smoothquant: inputs "
             "are scaled, for the weights' sake or their own; magnitude, wanda: weights are left out (--sparsity), sparsegpt: "
             "and the others make up for them; rtn: to nearest, gptq: each column's error made good by the next. As in "
-            "neurons,awq,wanda,gptq. All but rtn, magnitude and wanda with --imatrix read texts."
+            "neurons,heal,awq,wanda,gptq. All but rtn, magnitude and wanda with --imatrix read texts."
         ),
     ] = "rtn"
     sparsity: Annotated[
@@ -60,6 +67,8 @@ class MethodOptions:
     pool: Annotated[
         str | None, _method("kv-heads: aligned (turned towards each other, then the mean), mean, or first of each group.")
     ] = None
+    heal_steps: Annotated[int | None, _method("heal: how long, in steps of four texts of --calibrate.")] = None
+    heal_rate: Annotated[float | None, _method("heal: the highest rate of learning (default: 1e-4).")] = None
     layout: Annotated[
         str | None,
         _method(
@@ -174,12 +183,21 @@ def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
 
     try:
         if out.suffix != ".gguf":
-            return folder.compress_folder(path, out, pipeline, status())
-        return run.compress(path, out, pipeline, status(), overwrite)
+            return folder.compress_folder(path, out, pipeline, status(), _healer(pipeline))
+        return run.compress(path, out, pipeline, status(), overwrite, _healer(pipeline))
     except KeyboardInterrupt:
         if pipeline.reads:
             say(f"{out}: stopped; the same command goes on where it was")
         raise
+
+
+def _healer(pipeline: Any) -> Any:
+    """Who trains, where that is asked for."""
+    if pipeline.heal is None:
+        return None
+    from headrace.training.healing import Healing
+
+    return Healing(Interrupt())
 
 
 def _rows(report: Any) -> list[tuple[str, ...]]:
@@ -203,6 +221,8 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         if report.zeros is not None:
             fields.append(("zeros", f"{report.zeros:.2%} of the weights of layers"))
         fields += [(cut.method, _cut(cut)) for cut in report.cuts]
+        if report.healed is not None:
+            fields.append(("heal", _healed(report.healed)))
         if report.told:
             fields.append(("outputs", _outputs(list(report.told.values()))))
         if (judged := report.judged) is not None:
@@ -221,6 +241,14 @@ def _cut(cut: Any) -> str:
     error, repaired, held = cut.mean("error"), cut.mean("repaired"), cut.mean("held_repaired")
     elsewhere = "" if held is None else f", {held:.1%} on texts held out"
     return f"{made}, {error:.1%} of the squares of outputs lost, {repaired:.1%} after repair{elsewhere}"
+
+
+def _healed(healed: Any) -> str:
+    """What a training came to, and what it took."""
+    before, after = healed.before, healed.after
+    gain = f"KL {before.kl:.4f} to {after.kl:.4f} nats, perplexity {before.perplexity:.3f} to {after.perplexity:.3f}"
+    seen = f"{healed.tokens:,} tokens seen in {healed.steps:,} steps, {healed.different:,} of them different"
+    return f"{gain} (of {after.perplexity_before:.3f}) on texts held out; {seen}"
 
 
 def _outputs(told: Any) -> str:

@@ -64,6 +64,9 @@ class TrainingOptions:
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Of texts, their order, and random weights.")] = 0
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None
+    backend: Annotated[
+        str, typer.Option(help="Where MODEL runs while it teaches: native (in its own bits), torch (in float32), auto.")
+    ] = "auto"
 
     def values(self) -> dict[str, Any]:
         """Of a Recipe, with its budget."""
@@ -152,7 +155,7 @@ def _print(result: Any, out: Path, as_json: bool) -> None:
     print_table(("on held-out texts", "before", "after", "teacher"), rows)
     small, large = result.weights
     say(f"{small / 1e6:,.1f} of {large / 1e6:,.1f} million weights; {result.steps:,} steps in {result.seconds:,.0f} s")
-    say(f"{result.tokens:,} tokens seen, {result.different:,} of them different")
+    say(f"{result.tokens:,} tokens seen, {result.different:,} of them different; the teacher's back end: {result.backend}")
     if drafting is not None:
         said = f"(1 + {drafting.after:.2f}) / (1 + {drafting.cost:.2f}) = {drafting.speed:.2f} at the most"
         say(f"as a draft it {'may pay' if drafting.speed > 1 else 'does not pay'}: {said}, where both are stored alike")

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrace.cli.files import writable_folder
 from headrace.cli.inputs import layers_of
+from headrace.cli.interrupt import Interrupt
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -50,7 +51,8 @@ def train_classifier(
 ) -> None:
     """Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights stay as they are.
 
-    With --joint they do not: encoder and exits learn together, and OUT is a folder as any model's.
+    With --joint they do not: encoder and exits learn together, and OUT is a folder as any model's; stopped, the same command
+    goes on.
 
     Thresholds are calibrated on texts that trained nothing: with probability 1 - epsilon no more than delta of texts is lost.
     """
@@ -64,8 +66,20 @@ def train_classifier(
     known, path = read_labelled(data, most), fetch(model)
     schedule = Schedule(epochs, batch, rate, seed) if joint else None
     recipe = Recipe(places, pooling, decay, delta, epsilon, seed=seed, threads=threads, joint=schedule)
-    result = train(str(path), known, out, recipe, _told(), None if check is None else read_labelled(check))
+    other = None if check is None else read_labelled(check)
+    try:
+        result = train(str(path), known, out, recipe, _told(), other, Interrupt())
+    except KeyboardInterrupt:
+        if joint:
+            say(f"{out}: stopped; the same command goes on where it was")
+        raise
     status().finish()
+    _print(result, delta, epsilon)
+    what = "model and classifier are" if joint else "the classifier is"
+    say(f"{what} in {out}; use it with: headrace classify {out if joint else model} -c {out}")
+
+
+def _print(result: Any, delta: float, epsilon: float) -> None:
     exits = zip(result.exits.layers, result.accuracy, strict=True)
     print_table(("after layer", "right"), [(str(layer), f"{share:.3f}") for layer, share in exits])
     rows = [(one.criterion, f"{one.threshold:.4g}", f"{one.mean_layers:.2f}", f"{one.risk:.4f}") for one in result.rules]
@@ -76,8 +90,6 @@ def train_classifier(
         if rows
         else f"no threshold loses at most {delta:g} for sure on so few texts: none is set"
     )
-    what = "model and classifier are" if joint else "the classifier is"
-    say(f"{what} in {out}; use it with: headrace classify {out if joint else model} -c {out}")
 
 
 def _told() -> Callable[[str, int, int], None]:

@@ -1,6 +1,7 @@
 """Models as Hugging Face folders: a GGUF file's as one of bfloat16 weights, and what a folder has besides weights."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -151,5 +152,7 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Values as JSON, over several lines."""
-    path.write_text(json.dumps(values, indent=2))
+    """Values as JSON, over several lines, in a file that is there when it is whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(values, indent=2))
+    os.replace(part, path)

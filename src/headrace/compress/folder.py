@@ -12,13 +12,14 @@ import torch
 from headrace.compress.budget import Rung, chosen, integers_from
 from headrace.compress.export import CONFIG, write_json, write_words
 from headrace.compress.folder_plan import Job, infos_of, is_matrix, prepare_folder, prepared, quantization_of
+from headrace.compress.healing import Healer
 from headrace.compress.judge import judge
 from headrace.compress.layouts import grouped
 from headrace.compress.measured import begun, few, kv_measured, sensitivities, threads_of, walked
 from headrace.compress.pruning import pruned
 from headrace.compress.report import Matrix, Pipeline, Report, report_path
 from headrace.compress.run import CHUNK, check_room, finish, goes_on, judging_texts, report_walk, warn, work_folder
-from headrace.compress.stages import cut_model
+from headrace.compress.stages import cut_model, heal_model
 from headrace.compress.texts import Texts, passages
 from headrace.compress.walk import layer_width
 from headrace.compress.work import WRITTEN, Work
@@ -38,9 +39,11 @@ from headrace.weights.write_safetensors import write_safetensors
 SINGLE = "model.safetensors"
 
 
-def compress_folder(model: str | Path, out: str | Path, pipeline: Pipeline, tell: Progress | None = None) -> Report:
+def compress_folder(
+    model: str | Path, out: str | Path, pipeline: Pipeline, tell: Progress | None = None, healer: Healer | None = None
+) -> Report:
     """Write a model as a folder; matrix by matrix, so that one is in memory at a time, or, where texts are read, a layer. OUT
-    gets its name when it is whole.
+    gets its name when it is whole. `healer`: who trains for the method heal (training.healing.Healing).
 
     Raises ValueError (WeightError, TokenizerError, HubError) for what cannot be, before any matrix is read, and OSError.
     """
@@ -61,7 +64,7 @@ def compress_folder(model: str | Path, out: str | Path, pipeline: Pipeline, tell
         warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.origin.config))), tell)
         job.report.passages = passages(texts)
         if pipeline.cuts:
-            job = _cut(job, work, texts, tell)
+            job = _cut(job, work, texts, judged, tell, healer)
         if pipeline.walks:
             _walk(job, work, texts, tell)
     job.kept = kv_measured(job.opened, pipeline, texts, tell)
@@ -80,13 +83,17 @@ def compress_folder(model: str | Path, out: str | Path, pipeline: Pipeline, tell
     return job.report
 
 
-def _cut(job: Job, work: Work, texts: Texts, tell: Progress) -> Job:
-    """The same job on the model after its cuts."""
+def _cut(job: Job, work: Work, texts: Texts, judged: Texts, tell: Progress, healer: Healer | None) -> Job:
+    """The same job on the model after its cuts, healed where that is asked for."""
     pipeline = job.pipeline
     left = cut_model(job.origin, pipeline.cuts, work, texts, tell, threads_of(pipeline), words=False)
+    if (how := pipeline.heal) is not None:
+        left = heal_model(job.origin, left, how, healer, pipeline.calibrate, judged, work, tell, words=False)
     made = prepared(job.origin, left.opened, pipeline)
     made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
     made.report.cuts, made.report.tokens, made.report.passages = left.told, left.tokens, job.report.passages
+    made.report.healed = left.healed
+    made.report.passages = [*made.report.passages, *left.passages]
     warn(made.report, left.notes, tell)
     return made
 

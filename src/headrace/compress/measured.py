@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from headrace.compress.base import Compressor, Told, Visit, visited
 from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
+from headrace.compress.healing import heal_bytes
 from headrace.compress.report import Pipeline
 from headrace.compress.rounding import Rounding
+from headrace.compress.structure import reshaped
 from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, file_bytes, passages, texts_of, writing_bytes
 from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
@@ -66,8 +69,9 @@ def tokens_wanted(pipeline: Pipeline, width: int) -> int:
     return pipeline.tokens or ENOUGH * width
 
 
-def reading_bytes(pipeline: Pipeline, opened: Opened) -> int:
-    """The most that reading texts takes in memory, cuts and the mean of keys included, and the model that writes them."""
+def reading_bytes(pipeline: Pipeline, opened: Opened, cut: bool = False) -> int:
+    """The most that reading texts takes in memory, cuts, healing and the mean of keys included, and the model that writes them;
+    `cut`: what is left to do once the model is cut and healed."""
     config = opened.config
     decoder, window, most = describe(config), min(WINDOW, config.max_position), 0
     read = pipeline.calibrate if pipeline.reads or pipeline.kv is not None else None
@@ -77,6 +81,8 @@ def reading_bytes(pipeline: Pipeline, opened: Opened) -> int:
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
         most = max(most, rows + peak_bytes(config, decoder, wanted, window))
+    if pipeline.heal is not None and not cut:
+        most = max(most, LIBRARIES + heal_bytes(config, reduce(reshaped, pipeline.cuts, config)))
     return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
 
 
@@ -219,6 +225,7 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "seed": pipeline.seed,
         "threads": threads_of(pipeline),  # sums have another order on more or fewer
         "version": VERSION,
+        **({} if pipeline.heal is None else {"heal": str(pipeline.heal)}),
     }
 
 

@@ -1,5 +1,5 @@
-"""Recipes: which methods follow one another in one command. A model is made smaller, its inputs are scaled, weights are left
-out, and what remains is rounded; each step is done on what those before it left."""
+"""Recipes: which methods follow one another in one command. A model is made smaller and healed, which is trained again, its
+inputs are scaled, weights are left out, and what remains is rounded; each step is done on what those before it left."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,12 +7,13 @@ from itertools import pairwise
 from headrace.compress.pruning import PRUNES, SPARSEGPT
 from headrace.compress.structure import STRUCTURES
 
+HEAL = "heal"
 FOLDS = ("awq", "smoothquant")
 ROUNDS = ("rtn", "gptq")
-STAGES = (STRUCTURES, FOLDS, PRUNES, ROUNDS)  # in their order: of the first as many as are wanted, of the others one
-METHODS = (*ROUNDS, *FOLDS, *PRUNES, *STRUCTURES)
+STAGES = (STRUCTURES, (HEAL,), FOLDS, PRUNES, ROUNDS)  # in their order: of the first as many as are wanted, of the others one
+METHODS = (*ROUNDS, *FOLDS, *PRUNES, *STRUCTURES, HEAL)
 READ = ("gptq", *FOLDS, SPARSEGPT)  # by texts
-EXAMPLES = "awq,gptq or neurons,wanda,gptq"
+EXAMPLES = "awq,gptq or neurons,heal,wanda,gptq"
 
 
 def check_known(methods: Sequence[str]) -> None:
@@ -25,9 +26,10 @@ def check_known(methods: Sequence[str]) -> None:
 
 def check_order(methods: Sequence[str]) -> None:
     """Raise ValueError, in one line, for methods that cannot follow one another."""
-    for before, after in pairwise(methods):
-        if why := _why_not(before, after):
-            raise ValueError(f"{','.join(methods)} cannot be: {why}; {_instead(methods)}")
+    found = (_why_not(before, after) for before, after in pairwise(methods))
+    alone = f"{HEAL} trains what a cut has left" if methods[0] == HEAL else ""
+    if why := next(filter(None, (*found, alone)), ""):
+        raise ValueError(f"{','.join(methods)} cannot be: {why}; {_instead(methods)}")
 
 
 def _why_not(before: str, after: str) -> str:
@@ -35,6 +37,8 @@ def _why_not(before: str, after: str) -> str:
     first, then = (next(at for at, stage in enumerate(STAGES) if name in stage) for name in (before, after))
     if after in STRUCTURES and first > then:
         return f"{after} makes matrices smaller before they change"
+    if after == HEAL and first >= then:
+        return "a model is healed once" if before == HEAL else f"{HEAL} trains before inputs are scaled and weights rounded"
     if after in FOLDS and first >= then:
         if before in PRUNES:
             return f"{after} scales before weights are left out"
@@ -54,5 +58,5 @@ def _instead(methods: Sequence[str]) -> str:
     """What to ask for: the same methods in the order of the stages, where that can be."""
     kept = [name for name in methods if not (name in ROUNDS and SPARSEGPT in methods)]
     order = sorted(kept, key=lambda name: next(at for at, stage in enumerate(STAGES) if name in stage))
-    right = not any(_why_not(*pair) for pair in pairwise(order))
+    right = order[0] != HEAL and not any(_why_not(*pair) for pair in pairwise(order))
     return f"use {','.join(order)}" if right else f"take one of each kind, as in {EXAMPLES}"

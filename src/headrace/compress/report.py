@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace import native
 from headrace.compress.base import Told
+from headrace.compress.healing import RATE, Heal, HealReport
 from headrace.compress.judge import Judgement
 from headrace.compress.pruning import pruning
-from headrace.compress.recipe import FOLDS, READ, check_known, check_order
+from headrace.compress.recipe import FOLDS, HEAL, READ, check_known, check_order
 from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, Cut, CutReport, cuts_of
 from headrace.compress.texts import SELF
 from headrace.quant.keep import Sparsity
@@ -25,7 +27,8 @@ class Pipeline:
     alone. `imatrix`: a file of importances, for rtn. `budget`: bytes of all tensors; kinds are then chosen matrix by matrix,
     and `format` is where the choice begins. `sparsity`: what methods that prune make 0, as quant.keep.parse_sparsity reads it.
     `keep_neurons`, `keep_heads` (shares), `drop_layers` and `kv_heads` (counts) are the numbers of the methods that cut, which
-    come before all others; `pool` says how K/V heads become one.
+    come before all others; `pool` says how K/V heads become one. `heal_steps`: how long what they left is trained, `heal_rate`:
+    the highest rate of learning.
 
     `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
     column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
@@ -40,6 +43,8 @@ class Pipeline:
     drop_layers: int | None = None
     kv_heads: int | None = None
     pool: str | None = None
+    heal_steps: int | None = None
+    heal_rate: float | None = None
     layout: str | None = None
     head: str | None = None
     imatrix: Path | None = None
@@ -66,6 +71,20 @@ class Pipeline:
         return cuts_of(self.method, numbers, self.pool)
 
     @property
+    def heal(self) -> Heal | None:
+        """How what the cuts left is trained; None: it is not. Raises ValueError where the steps are missing, or the method."""
+        if (HEAL in self.method) != (self.heal_steps is not None):
+            raise ValueError(f"the method {HEAL} and its steps go together: --method neurons,{HEAL},gptq --heal-steps 200")
+        if self.heal_steps is None:
+            if self.heal_rate is not None:
+                raise ValueError(f"--heal-rate needs the method {HEAL}")
+            return None
+        rate = RATE if self.heal_rate is None else self.heal_rate
+        if self.heal_steps < 1 or not 0 < rate < 1:
+            raise ValueError("--heal-steps is 1 or more, and --heal-rate between 0 and 1")
+        return Heal(self.heal_steps, rate, self.seed, self.threads or native.processors())
+
+    @property
     def reads(self) -> bool:
         """Whether texts are read."""
         return self.walks or bool(self.cuts)
@@ -87,7 +106,7 @@ class Pipeline:
         check_order(self.method)
         if self.kv is not None and self.kv not in FORMATS:
             raise ValueError(f"K and V are kept as {' or '.join(FORMATS)}, not {self.kv!r}")
-        cuts, prunes = self.cuts, self.prunes
+        cuts, prunes, _ = self.cuts, self.prunes, self.heal
         if self.layout is not None and self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known are {', '.join(LAYOUTS)}")
         if self.imatrix is not None and (cuts or self.walks):
@@ -122,8 +141,9 @@ class Matrix:
 class Report:
     """What was written, or will be. `largest`: bytes in memory besides the mapped model and the program itself, at the most.
 
-    `cuts`: what became smaller. `told` by part of a matrix ("layers.3.qkv.q.weight"), where texts were read; `tokens` measured
-    on, and those held out; `passages`: hashes of what these texts are (texts.passages)."""
+    `cuts`: what became smaller; `healed`: what training it again came to. `told` by part of a matrix ("layers.3.qkv.q.weight"),
+    where texts were read; `tokens` measured on, and those held out; `passages`: hashes of what these texts are
+    (texts.passages)."""
 
     bytes: int
     matrices: dict[str, Matrix]
@@ -133,6 +153,7 @@ class Report:
     tokens: int = 0
     told: dict[str, Told] = field(default_factory=dict)
     cuts: list[CutReport] = field(default_factory=list)
+    healed: HealReport | None = None
     judged: Judgement | None = None
     passages: list[str] = field(default_factory=list)
 
@@ -183,6 +204,8 @@ class Report:
         }
         if self.cuts:
             made |= {"tokens": self.tokens, "cuts": [asdict(cut) for cut in self.cuts]}
+        if self.healed is not None:
+            made["healed"] = asdict(self.healed)
         if self.told:
             made |= {"tokens": self.tokens, "outputs": {target: told.record() for target, told in self.told.items()}}
         if self.passages:

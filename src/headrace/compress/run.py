@@ -16,12 +16,13 @@ import torch
 
 from headrace.compress.budget import Rung, check_room_for, chosen, kinds_for
 from headrace.compress.container import entries, given_tensors, tensor_info
+from headrace.compress.healing import Healer
 from headrace.compress.judge import judge, judge_bytes
 from headrace.compress.measured import Made, begun, few, kv_measured, reading_bytes, sensitivities, threads_of, walked
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pruning import is_pruned, pruned, zero_kind
 from headrace.compress.report import Matrix, Pipeline, Report, report_path
-from headrace.compress.stages import cut_model
+from headrace.compress.stages import cut_model, heal_model
 from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW, Texts, passages, texts_of
 from headrace.compress.walk import layer_width
@@ -85,13 +86,18 @@ class Job:
 
 
 def compress(
-    model: str | Path, out: str | Path, pipeline: Pipeline | None = None, tell: Progress | None = None, overwrite: bool = False
+    model: str | Path,
+    out: str | Path,
+    pipeline: Pipeline | None = None,
+    tell: Progress | None = None,
+    overwrite: bool = False,
+    healer: Healer | None = None,
 ) -> Report:
     """Write a model as a GGUF file; matrix by matrix, so that one is in memory at a time, or, where texts are read, a layer.
 
     Beside OUT stands the folder OUT.work while texts are read: the same call goes on where an earlier one stopped; and then
-    OUT's report, as JSON. Raises ValueError (WeightError, TokenizerError, HubError) for what cannot be, before anything is
-    written, and OSError.
+    OUT's report, as JSON. `healer`: who trains for the method heal (training.healing.Healing). Raises ValueError (WeightError,
+    TokenizerError, HubError) for what cannot be, before anything is written, and OSError.
     """
     tell, path, start = tell or Silent(), Path(out), time.perf_counter()
     pipeline = pipeline or Pipeline()
@@ -110,7 +116,7 @@ def compress(
         warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
         job.report.passages = passages(texts)
         if pipeline.cuts:
-            job = _cut(job, model, pipeline, work, texts, tell)
+            job = _cut(job, model, pipeline, work, texts, judged, tell, healer)
         if pipeline.walks:
             _walk(job, pipeline, work, texts, tell)
     if (kept := kv_measured(job.opened, pipeline, texts, tell)) is not None:
@@ -141,12 +147,25 @@ def judging_texts(opened: Opened, pipeline: Pipeline, tell: Progress) -> Texts:
     return texts_of(opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
 
 
-def _cut(job: Job, model: str | Path, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress) -> Job:
-    """The same job on the model after its cuts."""
+def _cut(
+    job: Job,
+    model: str | Path,
+    pipeline: Pipeline,
+    work: Work,
+    texts: Texts,
+    judged: Texts,
+    tell: Progress,
+    healer: Healer | None,
+) -> Job:
+    """The same job on the model after its cuts, healed where that is asked for."""
     left = cut_model(job.opened, pipeline.cuts, work, texts, tell, threads_of(pipeline))
+    if (how := pipeline.heal) is not None:
+        left = heal_model(job.opened, left, how, healer, pipeline.calibrate, judged, work, tell)
     made = prepare(model, pipeline, left.opened)
     made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
     made.report.cuts, made.report.tokens, made.report.passages = left.told, left.tokens, job.report.passages
+    made.report.healed = left.healed
+    made.report.passages = [*made.report.passages, *left.passages]
     warn(made.report, left.notes, tell)
     return made
 
@@ -283,7 +302,7 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     bytes_given = {name: data for name, (_, data) in given.items()}
     job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
-    largest = max(largest, reading_bytes(pipeline, opened))
+    largest = max(largest, reading_bytes(pipeline, opened, cut is not None))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
     job.report = Report(0, {}, [], largest)

@@ -1,10 +1,12 @@
-"""Cuts, one after the other: each is a walk through the model that the one before left, and leaves a smaller model as a file.
+"""Cuts, one after the other: each is a walk through the model that the one before left, and leaves a smaller model as a file;
+so does training it again (healing), which follows.
 
-What is kept of the matrices it changes is float32 there; all else is as it was.
+What is kept of the matrices a cut changes is float32 there; all else is as it was. What is healed is float32 as a whole.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,12 @@ import torch
 from headrace.compress.base import Compressor
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.cutting import Distances, Heads, Neurons, dropped
+from headrace.compress.healing import Heal, Healer, HealReport, heal_texts
+from headrace.compress.judge import Judgement
 from headrace.compress.kv_heads import KVHeads
 from headrace.compress.measured import go
 from headrace.compress.structure import HEADS, LAYERS, NEURONS, Cut, CutReport, pool_of, reshaped, size
-from headrace.compress.texts import Texts
+from headrace.compress.texts import Texts, passages
 from headrace.compress.walk import Walk
 from headrace.compress.work import PLAN, Work
 from headrace.data.config import ModelConfig
@@ -24,7 +28,7 @@ from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
-from headrace.weights.loader import read_part, write_parts
+from headrace.weights.loader import part_values, read_part, write_parts
 from headrace.weights.parts import plan, stored_as
 from headrace.weights.progress import Progress
 from headrace.weights.source import TensorInfo
@@ -33,12 +37,15 @@ from headrace.weights.write_gguf import Chunks, write_gguf
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A model after its cuts, what became of it, and what went other than it should."""
+    """A model after its cuts, what became of it, and what went other than it should; `healed`: what training it again came to,
+    on `passages` of text."""
 
     opened: Opened
     told: list[CutReport]
     notes: list[str]
     tokens: int
+    healed: HealReport | None = None
+    passages: list[str] = field(default_factory=list)
 
 
 def cut_model(
@@ -63,6 +70,39 @@ def cut_model(
     return Left(opened, [CutReport(**about["told"]) for about in abouts], notes, abouts[0]["tokens"])
 
 
+def heal_model(
+    original: Opened,
+    left: Left,
+    how: Heal,
+    healer: Healer | None,
+    source: str,
+    judged: Texts,
+    work: Work,
+    tell: Progress,
+    words: bool = True,
+) -> Left:
+    """Train what the cuts left on texts of `source` other than `judged`, from where an earlier run was stopped: a file beside
+    theirs. Raises ValueError where nobody is given who trains, and as the healer, its texts and Work do."""
+    if healer is None:
+        raise ValueError("the method heal trains, and nobody is given who does: pass healer=Healing() of training.healing")
+    texts, file, folder = (
+        heal_texts(original, source, how, work, judged, tell),
+        work.folder / "healed.gguf",
+        work.folder / "heal",
+    )
+    if not file.is_file():
+        made = healer.heal(original, left.opened, texts, how, folder, tell)
+        work.write("heal.json", asdict(made.report))
+        config, values = left.opened.config, part_values(made.model)
+        with work.writing(file) as part:
+            _write(left.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, words)
+    shutil.rmtree(folder, ignore_errors=True)
+    said = work.read("heal.json")
+    before, after = (Judgement(**said[name]) for name in ("before", "after"))
+    healed = HealReport(said["steps"], said["tokens"], said["different"], before, after)
+    return replace(left, opened=open_files(file), healed=healed, passages=passages(texts))
+
+
 def _cut(
     opened: Opened, cut: Cut, work: Work, own: Work, out: Path, texts: Texts, tell: Progress, threads: int, words: bool
 ) -> None:
@@ -79,8 +119,12 @@ def _cut(
     work.write(f"{own.folder.name}.json", {"told": asdict(told), "notes": notes, "tokens": abouts[0]["tokens"]})
     changed = {name for about in abouts for name in about["cut"]}
     kept = [number for number in range(config.num_layers) if number not in gone]
+
+    def left(name: str) -> torch.Tensor:
+        return torch.from_numpy(own.tensor(int(name.split(".")[1]), name))
+
     with work.writing(out) as part:
-        _write(opened, target, kept, own, changed, part, words)
+        _write(opened, target, kept, changed, left, part, words)
 
 
 def _step(cut: Cut, config: ModelConfig, target: ModelConfig) -> Compressor:
@@ -93,8 +137,16 @@ def _step(cut: Cut, config: ModelConfig, target: ModelConfig) -> Compressor:
     return KVHeads(target.layers, pool_of(config, cut))
 
 
-def _write(opened: Opened, target: ModelConfig, kept: list[int], own: Work, changed: set[str], path: Path, words: bool) -> None:
-    """The model with `target`'s numbers: of `changed` parts what the walk left, of layer i what was layer kept[i]."""
+def _write(
+    opened: Opened,
+    target: ModelConfig,
+    kept: list[int],
+    changed: set[str],
+    left: Callable[[str], torch.Tensor],
+    path: Path,
+    words: bool,
+) -> None:
+    """The model with `target`'s numbers: of `changed` parts those that are `left`, of layer i what was layer kept[i]."""
     source = opened.source
     whole, smaller = opened.config, target
     if not isinstance(source, GGUFFile):
@@ -116,7 +168,7 @@ def _write(opened: Opened, target: ModelConfig, kept: list[int], own: Work, chan
     def values(target: str) -> torch.Tensor:
         before = _before(target, kept)
         if before in changed:
-            return torch.from_numpy(own.tensor(int(before.split(".")[1]), before))
+            return left(before)
         return read_part(read[before], source, torch.float32)
 
     def chunks() -> Chunks:

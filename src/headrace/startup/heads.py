@@ -36,7 +36,7 @@ class Info(msgspec.Struct, frozen=True):
 
 
 def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | str]) -> None:
-    """Write both files; weights in bfloat16."""
+    """Write both files, each of which is there when it is whole; weights in bfloat16."""
     c = target.config
     sizes = c.hidden_size, c.vocab_size, heads.count
     info = Info(heads.kind, target.path.name, signature(target), *sizes, trained, heads.layers, heads.drafts)
@@ -45,7 +45,8 @@ def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | 
     unfinished = folder / f"{WEIGHTS}.part"
     save_file({name: x.detach().contiguous() for name, x in tensors.items()}, unfinished)
     os.replace(unfinished, folder / WEIGHTS)
-    (folder / HEADS_INFO).write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+    os.replace(unfinished, folder / HEADS_INFO)
 
 
 def load(folder: str | Path, target: Opened) -> Heads:

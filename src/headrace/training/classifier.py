@@ -8,7 +8,9 @@ see. Each is a logistic regression of its own. Thresholds are calibrated by Lear
 import csv
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from headrace.runner.exits import BOTH, CRITERIA, Exits, leave_at, probabilities
 from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.training.calibration import calibrate
-from headrace.training.joint import Schedule, check_new, learn, save_model
+from headrace.training.joint import WORK, Schedule, Stopped, check_new, learn, save_model
 
 STEPS = 200  # of L-BFGS, at most
 BATCH = 64  # texts that the engine is given at a time
@@ -205,9 +207,18 @@ class Result:
     rules: list[Rule]
 
 
-def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, check: Labelled | None = None) -> Result:
-    """Train and calibrate a classifier for an encoder, and write it to a folder, with the encoder where that learns, too.
-    Raises ValueError."""
+def train(
+    model: str,
+    data: Labelled,
+    out: Path,
+    recipe: Recipe,
+    told: Told,
+    check: Labelled | None = None,
+    interrupt: Stopped | None = None,
+) -> Result:
+    """Train and calibrate a classifier for an encoder, and write it to a folder, with the encoder where that learns, too; then
+    the same call goes on where one was stopped. `interrupt` is entered while both learn and says whether to stop. Raises
+    ValueError, and KeyboardInterrupt once stopped."""
     labels = tuple(sorted(set(data.labels)))
     if check is None:
         order = list(range(len(data.texts)))
@@ -224,7 +235,8 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
     layers, pooling = _places(opened, recipe), recipe.pooling or opened.pooling
     about: dict[str, float | str] = {"texts": float(len(data.texts))}
     if recipe.joint is not None:
-        weight, bias = _learn_together(opened, data, labels, out, layers, pooling, recipe, told)
+        stopped = interrupt or nullcontext(lambda: False)
+        weight, bias = _learn_together(opened, data, labels, out, layers, pooling, recipe, told, stopped)
         about |= {"parent": opened.path.name, "epochs": recipe.joint.epochs, "rate": recipe.joint.rate}
     with LLM(out if recipe.joint is not None else model, threads=recipe.threads) as llm:
         if recipe.joint is None:
@@ -237,6 +249,8 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
         rules = calibrated(exits, said, classes, recipe.delta, recipe.epsilon)
         accuracy = (said.argmax(-1) == classes).mean(-1).tolist()
         save(out, exits, llm.opened, about | {"accuracy": float(accuracy[-1])}, rules)
+    if recipe.joint is not None:
+        shutil.rmtree(out / WORK)
     return Result(exits, accuracy, rules)
 
 
@@ -281,6 +295,7 @@ def _learn_together(
     pooling: str,
     recipe: Recipe,
     told: Told,
+    interrupt: Stopped,
 ) -> Weights:
     """All exits with the encoder, which is written to the folder."""
     assert recipe.joint is not None
@@ -289,6 +304,6 @@ def _learn_together(
         torch.set_num_threads(recipe.threads)
     texts = encoded(partial(opened.tokenizer.encode, parse_special=False), data.texts)
     numbers = _numbers(labels, data).tolist()
-    learnt = learn(opened, texts, numbers, len(labels), layers, pooling, recipe.joint, told)
+    learnt = learn(opened, texts, numbers, len(labels), layers, pooling, recipe.joint, told, out / WORK, interrupt)
     save_model(out, learnt.model, opened)
     return learnt.weight.astype(np.float64), learnt.bias.astype(np.float64)

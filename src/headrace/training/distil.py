@@ -18,6 +18,7 @@ from headrace.compress.judge import Judgement
 from headrace.compress.texts import SELF, texts_of
 from headrace.data.params import SamplingParams
 from headrace.models.base import Model
+from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_model
 from headrace.training.examples import (
     Item,
@@ -30,12 +31,13 @@ from headrace.training.examples import (
     write_items,
 )
 from headrace.training.exits import check as check_exits
+from headrace.training.forward import AUTO, backend_of, forward_of
 from headrace.training.heads import ANSWER, Prompt, acceptance, asked_tokens
-from headrace.training.lesson import HARD, LOSSES, Lesson
+from headrace.training.lesson import HARD, LOSSES, MAPS, Lesson, check_maps
 from headrace.training.run import Budget, Run, begin
 from headrace.training.students import Student, student_of
 from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
-from headrace.weights.loader import load_model, stored_tensors
+from headrace.weights.loader import stored_tensors
 from headrace.weights.progress import Progress, Silent
 
 HELD = 16  # texts to judge by
@@ -49,7 +51,8 @@ Stopped = AbstractContextManager[Callable[[], bool]]
 class Recipe:
     """How a student is made and taught. `texts`: a file, or "self"; of the loss `sequence` its lines are prompts, of `steps`
     they are JSON. `count`: of the teacher's own texts. `share`: λ of kl beside labels; `reasons`: λ of rationales. `exits`:
-    after so many of the student's layers, of the loss of that name."""
+    after so many of the student's layers, of the loss of that name. `backend`: where the teacher runs while it teaches, one of
+    forward.BACKENDS; auto: on the native core where it can."""
 
     student: str
     budget: Budget
@@ -67,6 +70,7 @@ class Recipe:
     as_draft: bool = False
     seed: int = 0
     threads: int | None = None
+    backend: str = AUTO
 
     def check(self) -> None:
         """Raise ValueError for what does not go together."""
@@ -82,9 +86,9 @@ class Recipe:
         if not 0 <= self.share <= 1 or self.temperature <= 0 or self.reasons < 0 or not 8 <= self.window <= CONTEXT:
             raise ValueError(f"share is 0 to 1, temperature above 0, reasons 0 or more, a window 8 to {CONTEXT} tokens")
 
-    def about(self, opened: Opened) -> dict[str, Any]:
+    def about(self, opened: Opened, backend: str) -> dict[str, Any]:
         """What must be the same where a training goes on: all but how long it is, and by how many threads."""
-        said = asdict(self)
+        said = asdict(self) | {"backend": backend}
         for name in ("budget", "prompts", "threads", "as_draft"):
             said.pop(name)
         if not self.exits:  # so that trainings which were begun before there were any go on
@@ -110,13 +114,14 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a training came to. `tokens` were seen in `steps`, of which so many are `different`; `weights` of the student and
-    of the teacher; judgements are on held-out texts."""
+    """What a training came to. `tokens` were seen in `steps`, of which so many are `different`; `backend`: where the teacher
+    ran; `weights` of the student and of the teacher; judgements are on held-out texts."""
 
     steps: int
     tokens: int
     different: int
     seconds: float
+    backend: str
     weights: tuple[int, int]
     before: Judgement
     after: Judgement
@@ -134,42 +139,50 @@ def distil(
     """
     recipe.check()
     tell, work = tell or Silent(), out / "work"
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
+    threads = recipe.threads or torch.get_num_threads()
     if (out / CONFIG).exists() and not work.exists():
         raise ValueError(f"{out} holds a model; name another folder")
     opened = open_model(teacher)
     if opened.config.encoder or opened.config.source is not None:
         raise ValueError(f"{opened.name} is no decoder; a teacher writes token by token")
-    about = recipe.about(opened)
+    backend = backend_of(recipe.backend, opened, MAPS in recipe.losses)
+    about = recipe.about(opened, backend)
     tell.start(f"loading {opened.path.name}")
-    large = load_model(opened.source)
-    student = student_of(recipe.student, large, opened, recipe.seed)
+    student = student_of(recipe.student, opened, recipe.seed)
     settings_of(student.opened, student.model.config)  # what cannot be written is refused now
     if recipe.exits:
         check_exits(recipe.exits, student.model.config)
-    lesson = Lesson(large, student, recipe.losses, recipe.temperature, recipe.share, recipe.exits)
+    if MAPS in recipe.losses:
+        check_maps(opened.config, student.model.config)
     begin(work, about)
     window = min(recipe.window, opened.config.max_position, student.model.config.max_position)
     learned, held = held_apart(_items(opened, work, recipe, window, tell), HELD, recipe.seed)
     tell.start("judging")
-    before, accepted = _before(lesson, opened, work, held, recipe)
+    teaching = forward_of(backend, opened, window, recipe.threads, MAPS in recipe.losses)
+    lesson = Lesson(teaching, student, recipe.losses, recipe.temperature, recipe.share, recipe.exits)
+    before, accepted = before_training(lesson, opened, work, held, recipe)
+    torch.set_num_threads(threads)  # what runs natively leaves torch one
     rate = recipe.rate or (FRESH_RATE if student.fresh else RATE)
     run = Run(lesson.tensors, work, recipe.budget, rate)
-    losses = _train(run, lesson, learned, recipe, tell, interrupt or nullcontext(lambda: False))
+    losses = train(run, lesson, learned, recipe, tell, interrupt or nullcontext(lambda: False))
     tell.start("judging")
     save(out, student)
-    drafting = None
+    drafting, large = None, describe(opened.config)
     if accepted is not None:
         cost = read_weights(student.model) / read_weights(large)
         drafting = Drafting(accepted, _accepted(opened, out, held, recipe), cost)
-    tokens = sum(_length(item) for step in range(run.steps) for item in batch_of(learned, step, recipe.batch, recipe.seed))
-    different = min(tokens, sum(map(_length, learned)))
+    tokens, different = tokens_seen(learned, run.steps, recipe)
     weights = student.model.num_parameters, large.num_parameters
-    result = Result(run.steps, tokens, different, run.spent, weights, before, lesson.judge(held), drafting, losses)
+    result = Result(run.steps, tokens, different, run.spent, backend, weights, before, lesson.judge(held), drafting, losses)
     tell.finish()
     write_json(out / SHOWN, {**about, **asdict(result), "losses": losses[-1:]})
     return result
+
+
+def tokens_seen(learned: Sequence[Item], steps: int, recipe: Recipe) -> tuple[int, int]:
+    """By so many steps, and how many of them are different."""
+    tokens = sum(_length(item) for step in range(steps) for item in batch_of(learned, step, recipe.batch, recipe.seed))
+    return tokens, min(tokens, sum(map(_length, learned)))
 
 
 def _length(item: Item) -> int:
@@ -214,7 +227,9 @@ def _sequences(opened: Opened, recipe: Recipe, window: int, tell: Progress) -> l
         return answered(llm, prompts, window // 2, tell.advance)
 
 
-def _before(lesson: Lesson, opened: Opened, work: Path, held: Sequence[Item], recipe: Recipe) -> tuple[Judgement, float | None]:
+def before_training(
+    lesson: Lesson, opened: Opened, work: Path, held: Sequence[Item], recipe: Recipe
+) -> tuple[Judgement, float | None]:
     """What the student is worth untrained, and what is accepted of its drafts where that is asked; kept in `work`."""
     path = work / "before.json"
     known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
@@ -227,7 +242,7 @@ def _before(lesson: Lesson, opened: Opened, work: Path, held: Sequence[Item], re
         save(untrained, lesson.student)
         accepted = _accepted(opened, untrained, held, recipe)
         shutil.rmtree(untrained)
-    path.write_text(json.dumps({"judgement": asdict(judgement), "accepted": accepted}), "utf-8")
+    write_json(path, {"judgement": asdict(judgement), "accepted": accepted})
     return judgement, accepted if recipe.as_draft else None
 
 
@@ -239,9 +254,7 @@ def _accepted(opened: Opened, folder: Path, held: Sequence[Item], recipe: Recipe
     return acceptance(opened, folder, "draft", prompts, 1, how, recipe.threads)[0]
 
 
-def _train(
-    run: Run, lesson: Lesson, learned: Sequence[Item], recipe: Recipe, tell: Progress, interrupt: Stopped
-) -> list[float]:
+def train(run: Run, lesson: Lesson, learned: Sequence[Item], recipe: Recipe, tell: Progress, interrupt: Stopped) -> list[float]:
     """To the end of the budget; the losses on the way."""
     losses: list[float] = []
     by_steps = recipe.budget.steps is not None

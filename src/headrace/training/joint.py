@@ -1,14 +1,20 @@
 """Joint training of a classifier: an encoder and its exits learn together, and become a new model.
 
 The loss is the mean of all exits' cross-entropies, of which the i-th counts i times (PABEE, Zhou et al., 2020). Exits over a
-frozen encoder read rows that were made for something else; here the layers below an exit learn to serve it.
+frozen encoder read rows that were made for something else; here the layers below an exit learn to serve it. Stopped, the same
+training goes on from its last checkpoint; the new model's config.json is written last.
 """
 
+import hashlib
+import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +25,18 @@ from headrace.compress.export import CONFIG, write_json, write_words
 from headrace.models.base import Model
 from headrace.runner.exits import BOTH
 from headrace.startup.opening import Opened
-from headrace.training.run import CLIP, DECAY, rate_at
+from headrace.training.run import Budget, Run, begin
 from headrace.training.whole import fed_together
 from headrace.weights.loader import load_model, stored_tensors
 from headrace.weights.source import WeightError
 
 FASTER = 20.0  # the rate of exits, which begin at zero, in that of the encoder
+BETAS = (0.9, 0.999)  # of AdamW
+WORK = "work"  # in the folder, as long as it is not whole
 NEAR = 4.0  # tokens by which texts beside each other may differ in length at random
 POOLING = "1_Pooling"  # of a folder: how its embeddings are pooled
 Told = Callable[[str, int, int], None]
+Stopped = AbstractContextManager[Callable[[], bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +72,12 @@ def learn(
     pooling: str,
     schedule: Schedule,
     told: Told,
+    work: Path,
+    interrupt: Stopped,
 ) -> Learnt:
     """Train an encoder of float weights with exits after these layers on texts, each of one of `count` classes. The same for
-    the same schedule on the same machine and threads. Raises ValueError."""
+    the same schedule on the same machine and threads, whether it was stopped on the way or not: its state is in `work`.
+    `interrupt` is entered while it trains and says whether to stop. Raises ValueError, and KeyboardInterrupt once stopped."""
     schedule.check()
     longest = max(map(len, texts))
     if longest > opened.config.max_position:
@@ -73,22 +85,32 @@ def learn(
     model = load_model(opened.source)
     width = opened.config.hidden_size * (1 + (pooling == BOTH))
     weight, bias = torch.zeros(len(layers), count, width), torch.zeros(len(layers), count)
-    groups = [{"params": list(model.parameters()), "times": 1.0}, {"params": [weight, bias], "times": FASTER}]
-    every = [x.requires_grad_() for group in groups for x in group["params"]]  # type: ignore[attr-defined]
-    adam = torch.optim.AdamW(groups, lr=schedule.rate, weight_decay=DECAY)
+    exits = {"exits.weight": weight, "exits.bias": bias}
     batches = [batch for epoch in range(schedule.epochs) for batch in _batches(texts, schedule, epoch)]
-    for step, batch in enumerate(batches):
-        for group in adam.param_groups:
-            group["lr"] = group["times"] * rate_at(step / len(batches), schedule.rate)
+    begin(work, _about(opened, texts, classes, layers, pooling, schedule))
+    faster = dict.fromkeys(exits, FASTER)
+    tensors = dict(model.named_parameters()) | exits
+    run = Run(tensors, work, Budget(steps=len(batches)), schedule.rate, faster=faster, betas=BETAS)
+
+    def step(number: int) -> float:
+        batch = batches[number]
         loss = loss_of(model, weight, bias, [texts[at] for at in batch], [classes[at] for at in batch], layers, pooling)
-        adam.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(every, CLIP)
-        adam.step()
-        told("training together", step + 1, len(batches))
-    for x in every:
+        return loss.item()
+
+    with interrupt as stopped:
+        run.go(step, lambda loss: told("training together", run.steps, len(batches)), stopped)
+    for x in tensors.values():
         x.requires_grad_(False)
     return Learnt(model, weight.numpy(), bias.numpy())
+
+
+def _about(
+    opened: Opened, texts: Sequence[list[int]], classes: Sequence[int], layers: Sequence[int], pooling: str, schedule: Schedule
+) -> dict[str, Any]:
+    """What must be the same where a training goes on."""
+    data = hashlib.sha256(json.dumps([list(texts), list(classes)]).encode()).hexdigest()[:16]
+    return {"parent": str(opened.path), "texts": data, "layers": list(layers), "pooling": pooling, **asdict(schedule)}
 
 
 def loss_of(
@@ -132,7 +154,7 @@ def _batches(texts: Sequence[list[int]], schedule: Schedule, epoch: int) -> list
 
 def check_new(folder: Path, opened: Opened) -> None:
     """Raise ValueError where a new model cannot be written, or what is trained has no float weights."""
-    if (folder / CONFIG).exists():
+    if (folder / CONFIG).exists() and not (folder / WORK).exists():
         raise ValueError(f"{folder} holds a model; name another folder for the one that is trained")
     if not opened.path.is_dir() or "quantization_config" in opened.source.config:  # type: ignore[union-attr]
         raise WeightError(f"{opened.name} has no float weights that could be trained; take the folder it was made of")
@@ -141,7 +163,9 @@ def check_new(folder: Path, opened: Opened) -> None:
 def save_model(folder: Path, model: Model, opened: Opened) -> None:
     """An encoder as a folder that any command opens, with float32 weights and its parent's words; config.json comes last."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored_tensors(model, "safetensors"), folder / "model.safetensors", {"format": "pt"})
+    part = folder / "model.part"
+    save_file(stored_tensors(model, "safetensors"), part, {"format": "pt"})
+    os.replace(part, folder / "model.safetensors")
     write_words(opened, folder)
     if (opened.path / POOLING).is_dir():
         shutil.copytree(opened.path / POOLING, folder / POOLING, dirs_exist_ok=True)

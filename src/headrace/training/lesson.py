@@ -6,24 +6,34 @@ import numpy as np
 import torch
 
 from headrace.compress.judge import Judgement, judged
-from headrace.models.base import Model
+from headrace.data.config import ModelConfig
 from headrace.runner.record import record
 from headrace.training import losses
 from headrace.training.examples import Example, Item
+from headrace.training.forward import Forward
 from headrace.training.students import Student
 from headrace.training.whole import Passed, fed
 
+MAPS = "attention"  # the loss that needs them
 LOSSES = {
     "kl": "the teacher's probabilities, both softened by a temperature",
     "ce": "the tokens that came",
     "features": "hidden rows after each layer, through a learned matrix",
     "cosine": "the direction of the rows that the head reads",
-    "attention": "which tokens are looked at",
+    MAPS: "which tokens are looked at",
     "exits": "the teacher's probabilities, after some of the layers already",
     "sequence": "the tokens that the teacher answers",
     "steps": "answers, and the reasons for them",
 }
 HARD = {"ce", "sequence", "steps"}  # of tokens
+
+
+def check_maps(teacher: ModelConfig, student: ModelConfig) -> None:
+    """Raise ValueError where maps of attention cannot be compared."""
+    if {layer.heads for layer in teacher.layers} != {layer.heads for layer in student.layers}:
+        raise ValueError("attention maps are compared head by head, and the student has other heads; leave them out")
+    if student.kv_share > 1:
+        raise ValueError("layers that share K and V have no maps of their own keys; leave the loss attention out")
 
 
 class Lesson:
@@ -35,7 +45,7 @@ class Lesson:
 
     def __init__(
         self,
-        teacher: Model,
+        teacher: Forward,
         student: Student,
         names: Sequence[str],
         temperature: float,
@@ -52,14 +62,10 @@ class Lesson:
             dtype = next(student.model.parameters()).dtype
             self.between = [torch.eye(wide, narrow, dtype=dtype) for _ in student.pairs]
             self.tensors |= {f"between.{number}.weight": matrix for number, matrix in enumerate(self.between)}
-        self.recordings = None
-        if "attention" in self.names:
-            counts = [{layer.heads for layer in model.config.layers} for model in (teacher, student.model)]
-            if counts[0] != counts[1]:
-                raise ValueError("attention maps are compared head by head, and the student has other heads; leave them out")
-            if student.model.config.kv_share > 1:
-                raise ValueError("layers that share K and V have no maps of their own keys; leave the loss attention out")
-            self.recordings = record(teacher, embeds=False), record(student.model, embeds=False)
+        self.recording = None
+        if MAPS in self.names:
+            check_maps(teacher.config, student.model.config)
+            self.recording = record(student.model, embeds=False)
 
     def learn(self, items: Sequence[Item]) -> float:
         """The mean loss of items, whose gradients are added to the tensors'. One text is in memory at a time."""
@@ -90,7 +96,7 @@ class Lesson:
         if "exits" in self.names:
             early = [ours.after[exit - 1][rows] for exit in self.exits]
             parts.append(self._of_exits(theirs.rows[rows], [*early, ours.rows[rows]]))
-        if "attention" in self.names:
+        if MAPS in self.names:
             maps = [(ours.maps[at], theirs.maps[layer]) for at, layer in enumerate(self.student.pairs)]
             parts.append(torch.stack([losses.looks(mine[:, rows], its[:, rows]) for mine, its in maps]).mean())
         return torch.stack(parts).sum()
@@ -101,16 +107,14 @@ class Lesson:
         hard = losses.hard(logits, wanted) if self.names & HARD else None
         if "kl" not in self.names and hard is not None:
             return hard
-        with torch.no_grad():
-            truth = self.teacher.head(theirs)[:, : self.vocabulary]
+        truth = self.teacher.head(theirs)[:, : self.vocabulary]
         soft = losses.soft(logits[:, : self.vocabulary], truth, self.temperature)
         return soft if hard is None else self.share * soft + (1 - self.share) * hard
 
     def _of_exits(self, theirs: torch.Tensor, each: Sequence[torch.Tensor]) -> torch.Tensor:
         """A mean over exits and the whole student, of which the i-th counts i times (PABEE, Zhou et al. 2020; the layers of a
         model that drafts for itself are taught so too: LayerSkip, Elhoushi et al. 2024)."""
-        with torch.no_grad():
-            truth = self.teacher.head(theirs)[:, : self.vocabulary]
+        truth = self.teacher.head(theirs)[:, : self.vocabulary]
         logits = [self.student.model.head(rows)[:, : self.vocabulary] for rows in each]
         total = sum(number * losses.soft(one, truth, self.temperature) for number, one in enumerate(logits, 1))
         return torch.as_tensor(total) / (len(each) * (len(each) + 1) / 2)
@@ -119,10 +123,7 @@ class Lesson:
         """A text through both; the teacher without gradients."""
         pairs = self.student.pairs if "features" in self.names else []
         after = range(self.student.model.config.num_layers) if self.names & {"features", "exits"} else ()
-        recordings = self.recordings or (None, None)
-        with torch.no_grad():
-            theirs = fed(self.teacher, tokens, pairs, recordings[0])
-        return theirs, fed(self.student.model, tokens, after, recordings[1])
+        return self.teacher.passed(tokens, pairs), fed(self.student.model, tokens, after, self.recording)
 
     def judge(self, items: Sequence[Item]) -> Judgement:
         """Both models on texts: of prompts what is answered, else the second half."""
@@ -133,5 +134,7 @@ class Lesson:
     def _logits(self, texts: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for one in texts:
             rows = slice(len(one.given) - 1, len(one.tokens) - 1)
-            made = [model.head(fed(model, one.tokens).rows[rows]) for model in (self.teacher, self.student.model)]
-            yield made[0][:, : self.vocabulary].numpy(), made[1][:, : self.vocabulary].numpy()
+            student = self.student.model
+            theirs = self.teacher.head(self.teacher.passed(one.tokens).rows[rows])
+            ours = student.head(fed(student, one.tokens).rows[rows])
+            yield theirs[:, : self.vocabulary].numpy(), ours[:, : self.vocabulary].numpy()

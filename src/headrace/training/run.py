@@ -13,10 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from headrace.compress.export import write_json
+
 PLAN, CHECKPOINT = "plan.json", "checkpoint.safetensors"
 WARM, LEAST = 0.02, 0.02  # the share of a training in which the rate rises, and of the highest rate at its end
 DECAY, CLIP = 0.01, 1.0  # of weights; of all gradients together
 EVERY = 60.0  # seconds between two checkpoints
+BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,7 @@ def begin(folder: Path, about: Mapping[str, Any]) -> None:
     path, now = folder / PLAN, json.loads(json.dumps(about))
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{PLAN}.part"
-        part.write_text(json.dumps(now, indent=1), "utf-8")
-        os.replace(part, path)
+        write_json(path, now)
         return
     try:
         before = dict(json.loads(path.read_text("utf-8")))
@@ -59,17 +60,29 @@ def begin(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 class Run:
-    """AdamW over `tensors` by name, which get gradients. A run of `steps` that was stopped, however it was, comes to the same
-    bytes as one that was not, on the same machine and threads.
+    """AdamW over `tensors` by name, which get gradients; those of `faster` learn at so many times the rate. A run of `steps`
+    that was stopped, however it was, comes to the same bytes as one that was not, on the same machine and threads.
 
     Raises ValueError where what `folder` holds is damaged.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], folder: Path, budget: Budget, rate: float) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        folder: Path,
+        budget: Budget,
+        rate: float,
+        *,
+        faster: Mapping[str, float] | None = None,
+        betas: tuple[float, float] = BETAS,
+    ) -> None:
         self.tensors, self.folder, self.budget, self.rate = tensors, folder, budget, rate
-        for x in tensors.values():
-            x.requires_grad_()
-        self.adam = torch.optim.AdamW(list(tensors.values()), lr=rate, betas=(0.9, 0.95), weight_decay=DECAY)
+        groups: dict[float, list[torch.Tensor]] = {}
+        for name, x in tensors.items():
+            groups.setdefault((faster or {}).get(name, 1.0), []).append(x.requires_grad_())
+        self.adam = torch.optim.AdamW(
+            [{"params": some, "times": times} for times, some in groups.items()], lr=rate, betas=betas, weight_decay=DECAY
+        )
         self.steps, self.spent = 0, 0.0
         self._load()
 
@@ -107,7 +120,7 @@ class Run:
 
     def _step(self) -> None:
         for group in self.adam.param_groups:
-            group["lr"] = rate_at(self.share, self.rate)
+            group["lr"] = group["times"] * rate_at(self.share, self.rate)
         torch.nn.utils.clip_grad_norm_(self.tensors.values(), CLIP)
         self.adam.step()
         self.steps += 1

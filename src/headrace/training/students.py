@@ -10,7 +10,8 @@ from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_companion
-from headrace.weights.loader import Allocator, load_model
+from headrace.weights.loader import Allocator, fill, load_model
+from headrace.weights.parts import plan
 
 SPREAD = 0.02  # of random weights to begin with
 FFN = 32  # widths of MLPs are multiples of it
@@ -29,18 +30,19 @@ class Student:
     fresh: bool = False
 
 
-def student_of(wanted: str, teacher: Model, opened: Opened, seed: int = 0) -> Student:
-    """The student that `wanted` says (see FORMS). Raises ValueError where it says none, or a model with other tokens."""
-    config = teacher.config
+def student_of(wanted: str, opened: Opened, seed: int = 0) -> Student:
+    """The student of an open teacher that `wanted` says (see FORMS). Raises ValueError where it says none, or a model with
+    other tokens, and WeightError as the loader does."""
+    config = opened.config
     if wanted.startswith("layers:"):
-        return _of_layers(kept_layers(wanted.removeprefix("layers:"), config.num_layers), teacher, opened)
+        return _of_layers(kept_layers(wanted.removeprefix("layers:"), config.num_layers), opened)
     if wanted.startswith("share="):
-        return _of_layers(list(range(config.num_layers)), teacher, opened, neighbours(wanted, config))
+        return _of_layers(list(range(config.num_layers)), opened, neighbours(wanted, config))
     if wanted.startswith(("depth=", "width=")):
         sizes = _sizes(wanted)
         depth = sizes.get("depth", config.num_layers)
         if "width" not in sizes or sizes["width"] == config.hidden_size:
-            return _of_layers(spread(depth, config.num_layers), teacher, opened)
+            return _of_layers(spread(depth, config.num_layers), opened)
         made = _random(narrowed(config, depth, sizes["width"]), seed)
         return Student(made, opened, ends(depth, config.num_layers), fresh=True)
     other = open_companion(wanted, opened, "student")
@@ -108,20 +110,21 @@ def neighbours(wanted: str, config: ModelConfig) -> int:
     return int(number)
 
 
-def _of_layers(kept: list[int], teacher: Model, opened: Opened, share: int = 1) -> Student:
-    """Copies of these layers and of all that is in no layer, of which `share` neighbours read the K and V of the first. A layer
-    stands for itself and for those left out behind it."""
-    config = replace(teacher.config, layers=tuple(teacher.config.layers[at] for at in kept))
+def _of_layers(kept: list[int], opened: Opened, share: int = 1) -> Student:
+    """These layers and all that is in no layer, read from the teacher's file, of which `share` neighbours read the K and V of
+    the first. A layer stands for itself and for those left out behind it."""
+    whole = opened.config
+    config = replace(whole, layers=tuple(whole.layers[at] for at in kept))
     model = describe(config.sharing(share) if share > 1 else config)
-    values = dict(teacher.named_parameters())
+    plans = plan(describe(whole), opened.source)
     for path, holder in model.holders():
         holder.create(Allocator(torch.float32))
         of = _LAYER.sub(lambda found: f"layers.{kept[int(found[1])]}.", path)
-        for name in holder.params():
-            own = getattr(holder, name)
-            own.copy_(values[f"{of}.{name}"][: len(own)])  # q alone, of a layer that shares K and V
+        for name, spec in holder.params().items():
+            parts = plans[f"{of}.{name}"][: len(spec.parts)]  # q alone, of a layer that shares K and V
+            fill(getattr(holder, name), parts, opened.source)
         holder.finish()
-    return Student(model, opened, [after - 1 for after in [*kept[1:], teacher.config.num_layers]])
+    return Student(model, opened, [after - 1 for after in [*kept[1:], whole.num_layers]])
 
 
 def _random(config: ModelConfig, seed: int) -> Model:

@@ -140,15 +140,21 @@ def write_texts(
 def hidden_rows(runner: Runner, tokens: list[int], layers: Sequence[int] = (), source: Sequence[int] = ()) -> torch.Tensor:
     """The rows [tokens, width] after each of `layers` of the target, side by side, and after its last, bfloat16. Nothing else
     may be in its pool, which is written."""
+    return torch.cat([rows.to(torch.bfloat16) for rows in rows_after(runner, tokens, layers, source)], 1)
+
+
+def rows_after(runner: Runner, tokens: list[int], layers: Sequence[int] = (), source: Sequence[int] = ()) -> list[torch.Tensor]:
+    """The rows [tokens, hidden] after the first `layers` (ascending numbers of layers), and after all, as the back end has
+    them. Nothing else may be in its pool, which is written."""
     program, first, rows, made = runner.programs[0], 0, None, []
     with ScratchLive(runner, tokens, BLOCK_SIZE, source):
         for last in (*layers, program.config.num_layers):
             step = program.step()
             step.feed(Feed(SLOT, 0, len(tokens)), runner.slots[SLOT])
             rows = program.run(step, Span(last, first=first), rows, keep=True)
-            made.append(torch.as_tensor(rows).to(torch.bfloat16))
+            made.append(torch.as_tensor(rows))
             first = last
-    return torch.cat(made, 1)
+    return made
 
 
 class Shards:

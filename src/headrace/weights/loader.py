@@ -111,14 +111,19 @@ def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tenso
 
 def stored_tensors(model: Model, container: str) -> dict[str, torch.Tensor]:
     """Every tensor that a file of this kind (gguf | safetensors) has of a filled model: the inverse of `load_model`."""
+    pieces, stored = part_values(model), stored_as(model, container)
+    return {name: write_parts(parts, pieces.__getitem__).contiguous() for name, parts in stored.items()}
+
+
+def part_values(model: Model) -> dict[str, torch.Tensor]:
+    """The parts of a filled model's parameters by target ("layers.3.qkv.q.weight"): views of them."""
     pieces = {}
     for path, holder in model.holders():
         for name, spec in holder.params().items():
             split = getattr(holder, name).split([rows for _, rows in spec.parts])
             for (part, _), piece in zip(spec.parts, split, strict=True):
                 pieces[".".join(filter(None, (path, part, name)))] = piece
-    stored = stored_as(model, container)
-    return {name: write_parts(parts, pieces.__getitem__).contiguous() for name, parts in stored.items()}
+    return pieces
 
 
 def read_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
