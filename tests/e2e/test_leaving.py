@@ -370,7 +370,7 @@ def test_the_command_line_shows_who_left(shell: Shell, folders: tuple[Path, Path
     code, _, err = shell("calibrate", model, "--exits", exits, "-i", source, "-m", "4", "--threads", "1", "--delta", "0.9")
     assert code == 0, err
     (rule,) = rules.load(exits)
-    assert f"calibrated: {rule.said()}" in " ".join(shell(*ask, "--exits", exits)[2].split())
+    assert f"calibrated: {rule.summary()}" in " ".join(shell(*ask, "--exits", exits)[2].split())
     (exits / rules.CALIBRATION).unlink()
 
 

@@ -41,7 +41,7 @@ def walked(source: WeightSource, read: Sequence[list[int]], steps: Sequence[Comp
     with TemporaryDirectory() as folder:
         for visit in Walk(source, read, Work(Path(folder)), kinds(format, layers)):
             visited(visit, steps)
-            told |= visit.told
+            told |= visit.outputs
             for name, holder in visit.holders.items():
                 for field in holder.params():
                     getattr(holders[f"layers.{visit.number}.{name}"], field).copy_(getattr(holder, field))

@@ -46,7 +46,7 @@ def test_what_is_written_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
         read = read_floats(source, f"{matrix_name}.weight")
         assert np.array_equal(read.view(np.uint32), values.view(np.uint32)), matrix_name
         assert not (read.view(np.uint32) & 0xFFFF).any()
-    assert source.scheme.said == f"compressed-tensors, {'MXFP4' if name == MXFP4 else 'NVFP4 as bfloat16'}"
+    assert source.scheme.summary == f"compressed-tensors, {'MXFP4' if name == MXFP4 else 'NVFP4 as bfloat16'}"
 
 
 def test_mxfp4_is_written_as_compressed_tensors_writes_it(tmp_path: Path) -> None:

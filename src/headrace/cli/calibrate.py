@@ -94,7 +94,7 @@ def calibrate(
         say(f"no threshold loses at most {delta:g} for sure on {found.n} prompts: none is set, and the whole model writes")
         return
     _save(llm, options, rule)
-    say(rule.said())
+    say(rule.summary())
 
 
 def _save(llm: Any, options: ModelOptions, rule: Any) -> None:

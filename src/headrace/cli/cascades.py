@@ -42,8 +42,8 @@ def _listed(given: Any) -> list[Any]:
 def _calibrated(who: str, file: Any, score: Any) -> tuple[float, Any, str]:
     """Threshold, score and promise of what `bench cascade --json` wrote. Raises SettingsError."""
     try:
-        told = json.loads(Path(file).expanduser().read_text("utf-8"))
-        made, scored, models = told["calibration"], str(told["score"]), told.get("models", ())
+        found = json.loads(Path(file).expanduser().read_text("utf-8"))
+        made, scored, models = found["calibration"], str(found["score"]), found.get("models", ())
         threshold, n = made["threshold"], made["n"]
         promise = f"loses at most {made['delta']:g} with probability {1 - made['epsilon']:g}, on inputs like the {n} of {file}"
         promise += f" and of {' before '.join(models)}" if models else ""  # as who measured it called them

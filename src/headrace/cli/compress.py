@@ -223,8 +223,8 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         fields += [(cut.method, _cut(cut)) for cut in report.cuts]
         if report.healed is not None:
             fields.append(("heal", _healed(report.healed)))
-        if report.told:
-            fields.append(("outputs", _outputs(list(report.told.values()))))
+        if report.outputs:
+            fields.append(("outputs", _outputs(list(report.outputs.values()))))
         if (judged := report.judged) is not None:
             fields.append(
                 ("judged", f"KL {judged.kl:.4f} nats, perplexity {judged.perplexity:.3f} of {judged.perplexity_before:.3f}")
@@ -251,8 +251,8 @@ def _healed(healed: Any) -> str:
     return f"{gain} (of {after.perplexity_before:.3f}) on texts held out; {seen}"
 
 
-def _outputs(told: Any) -> str:
+def _outputs(reports: Any) -> str:
     """The error of all matrices' outputs, beside that of rounding to nearest."""
-    whole = sum(one.weights for one in told)
-    found, nearest = (sum(getattr(one, name) * one.weights for one in told) / whole for name in ("error", "nearest"))
+    whole = sum(one.weights for one in reports)
+    found, nearest = (sum(getattr(one, name) * one.weights for one in reports) / whole for name in ("error", "nearest"))
     return f"{found:.3%} of the squares of the layers' outputs, {nearest:.3%} rounded to nearest"

@@ -68,7 +68,7 @@ def train_classifier(
     recipe = Recipe(places, pooling, decay, delta, epsilon, seed=seed, threads=threads, joint=schedule)
     other = None if check is None else read_labelled(check)
     try:
-        result = train(str(path), known, out, recipe, _told(), other, Interrupt())
+        result = train(str(path), known, out, recipe, _progress(), other, Interrupt())
     except KeyboardInterrupt:
         if joint:
             say(f"{out}: stopped; the same command goes on where it was")
@@ -92,7 +92,7 @@ def _print(result: Any, delta: float, epsilon: float) -> None:
     )
 
 
-def _told() -> Callable[[str, int, int], None]:
+def _progress() -> Callable[[str, int, int], None]:
     """How far it is: texts that are read, then exits that are trained."""
     units = {"reading": "texts", "training": "exits", "training together": "steps"}
     at, before = "", 0

@@ -63,8 +63,8 @@ def translate(
     most = llm.memory_plan.max_model_len - 1
     params = _params(beams, most if max_tokens is None else min(max_tokens, most), leaving)
     exits: list[Any] = []
-    told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
-    told.start("translating", len(given), unit="texts")
+    progress = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    progress.start("translating", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
         made = iter(llm.generate([text for text in part if text.strip()], params))
@@ -72,8 +72,8 @@ def translate(
             output = next(made) if text.strip() else None
             print(_line(text, output, as_json), flush=True)
             exits += [] if output is None else output.outputs[0].exits or []
-        told.advance(len(part))
-    told.finish()
+        progress.advance(len(part))
+    progress.finish()
     if show_exits:
         from headrace.cli.origins import say_exits
 
@@ -95,8 +95,8 @@ def _line(text: str, output: Any, as_json: bool) -> str:
     if output is not None and output.error is not None:
         raise ValueError(f"{text[:60]!r} cannot be translated: {output.error}")
     one = None if output is None else output.outputs[0]
-    said = "" if one is None else one.text.strip().replace("\n", " ")
+    translation = "" if one is None else one.text.strip().replace("\n", " ")
     if not as_json:
-        return said
+        return translation
     more = {"tokens": 0 if one is None else len(one.token_ids), "finish_reason": None if one is None else one.finish_reason}
-    return json.dumps({"text": text, "translation": said, **more}, ensure_ascii=False)
+    return json.dumps({"text": text, "translation": translation, **more}, ensure_ascii=False)

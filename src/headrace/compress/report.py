@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import native
-from headrace.compress.base import Told
+from headrace.compress.base import OutputReport
 from headrace.compress.healing import RATE, Heal, HealReport
 from headrace.compress.judge import Judgement
 from headrace.compress.pruning import pruning
@@ -151,7 +151,7 @@ class Report:
     largest: int
     seconds: float = 0.0
     tokens: int = 0
-    told: dict[str, Told] = field(default_factory=dict)
+    outputs: dict[str, OutputReport] = field(default_factory=dict)
     cuts: list[CutReport] = field(default_factory=list)
     healed: HealReport | None = None
     judged: Judgement | None = None
@@ -206,8 +206,8 @@ class Report:
             made |= {"tokens": self.tokens, "cuts": [asdict(cut) for cut in self.cuts]}
         if self.healed is not None:
             made["healed"] = asdict(self.healed)
-        if self.told:
-            made |= {"tokens": self.tokens, "outputs": {target: told.record() for target, told in self.told.items()}}
+        if self.outputs:
+            made |= {"tokens": self.tokens, "outputs": {target: one.record() for target, one in self.outputs.items()}}
         if self.passages:
             made["passages"] = self.passages
         if self.judged is not None:

@@ -41,7 +41,7 @@ class Left:
     on `passages` of text."""
 
     opened: Opened
-    told: list[CutReport]
+    cuts: list[CutReport]
     notes: list[str]
     tokens: int
     healed: HealReport | None = None
@@ -97,9 +97,9 @@ def heal_model(
         with work.writing(file) as part:
             _write(left.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, words)
     shutil.rmtree(folder, ignore_errors=True)
-    said = work.read("heal.json")
-    before, after = (Judgement(**said[name]) for name in ("before", "after"))
-    healed = HealReport(said["steps"], said["tokens"], said["different"], before, after)
+    metadata = work.read("heal.json")
+    before, after = (Judgement(**metadata[name]) for name in ("before", "after"))
+    healed = HealReport(metadata["steps"], metadata["tokens"], metadata["different"], before, after)
     return replace(left, opened=open_files(file), healed=healed, passages=passages(texts))
 
 
@@ -114,9 +114,9 @@ def _cut(
     abouts = [own.about(number) for number in range(config.num_layers)]
     layers = [about["extra"] for about in abouts]
     gone = dropped([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
-    told = CutReport(cut.method, size(config, cut.method), size(target, cut.method), layers, gone)
+    report = CutReport(cut.method, size(config, cut.method), size(target, cut.method), layers, gone)
     notes = [note for about in abouts for note in about["notes"]]
-    work.write(f"{own.folder.name}.json", {"told": asdict(told), "notes": notes, "tokens": abouts[0]["tokens"]})
+    work.write(f"{own.folder.name}.json", {"told": asdict(report), "notes": notes, "tokens": abouts[0]["tokens"]})
     changed = {name for about in abouts for name in about["cut"]}
     kept = [number for number in range(config.num_layers) if number not in gone]
 
@@ -181,9 +181,9 @@ def _write(
             else:
                 yield name, write_parts(parts, values).contiguous().numpy().view(np.uint8)
 
-    said = source.metadata if isinstance(source, GGUFFile) else {}
+    metadata = source.metadata if isinstance(source, GGUFFile) else {}
     keys = entries(opened, smaller, {}, words)
-    write_gguf(path, keys, tensors, chunks(), said.get("general.alignment", DEFAULT_ALIGNMENT))
+    write_gguf(path, keys, tensors, chunks(), metadata.get("general.alignment", DEFAULT_ALIGNMENT))
 
 
 def _before(target: str, kept: list[int]) -> str:

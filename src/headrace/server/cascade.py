@@ -76,9 +76,9 @@ class Cascade:
                     if threshold is None:
                         raise
                     continue
-                if stands and (said := await self._said(job, http, last=threshold is None)) is not None:
+                if stands and (response := await self._said(job, http, last=threshold is None)) is not None:
                     self._answers.labels(self.settings.name, tier).inc()
-                    return said
+                    return response
                 before = (*before, trial.usage(job.tickets, job.tickets[0].generated))
         raise AssertionError("the last tier's answer stands")
 
@@ -105,12 +105,12 @@ class Cascade:
     async def _said(self, job: Any, http: Request, last: bool) -> Response | Chat | Completion | None:
         """The answer; None where it has not the form that was asked for, and another tier is there to ask."""
         try:
-            said: Response | Chat | Completion = await WAYS[type(job.request)][1](job, http)
+            forms: Response | Chat | Completion = await WAYS[type(job.request)][1](job, http)
         except ApiError as error:
             if last or error.code != UNFIT:
                 raise
             return None
-        return said
+        return forms
 
     def _tiers(self) -> list[tuple[str, float | None]]:
         return list(zip(self.settings.tiers, (*self.settings.thresholds, None), strict=True))
@@ -144,8 +144,8 @@ class Cascade:
                     self._calls[tier] = format_of(service.llm.opened.template.source)
         first, *others = self._calls.values()
         if any(one != first for one in others):
-            said = ", ".join(f"{tier}: {form.name if form else 'none'}" for tier, form in self._calls.items())
-            raise bad(f"tools: the models of this cascade write calls differently ({said}); ask one of them", "tools")
+            forms = ", ".join(f"{tier}: {form.name if form else 'none'}" for tier, form in self._calls.items())
+            raise bad(f"tools: the models of this cascade write calls differently ({forms}); ask one of them", "tools")
 
     def model(self) -> Model:
         """As /v1/models lists it: its context is the last tier's, its state that of the first tier that is not ready."""

@@ -44,7 +44,7 @@ def check_room(models: Sequence[tuple[Opened, str]]) -> None:
     check_weights_fit(need, host.free_memory(), *(each.name for each, _ in models))
 
 
-def said(model: str | Path) -> str:
+def runs_here(model: str | Path) -> str:
     """ "yes", with what runs it, or "no", with what is missing."""
     if problem := missing(model):
         return f"no: {problem}"

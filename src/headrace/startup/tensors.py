@@ -79,8 +79,8 @@ def _rounding(opened: Opened, model: Model, kv_dtype: str) -> Rounded | None:
     if kv_dtype not in FORMATS:
         return None
     shape = kv_shape(opened.config)
-    said = kv_settings(opened.source, shape)
-    shift = k_shifts(model, _bias) if said is None else said.centre
+    settings = kv_settings(opened.source, shape)
+    shift = k_shifts(model, _bias) if settings is None else settings.centre
     return Rounded(kv_dtype, None if shift is None else torch.tensor(shift).view(shape))
 
 

@@ -35,7 +35,7 @@ BETAS = (0.9, 0.999)  # of AdamW
 WORK = "work"  # in the folder, as long as it is not whole
 NEAR = 4.0  # tokens by which texts beside each other may differ in length at random
 POOLING = "1_Pooling"  # of a folder: how its embeddings are pooled
-Told = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 Stopped = AbstractContextManager[Callable[[], bool]]
 
 
@@ -71,7 +71,7 @@ def learn(
     layers: tuple[int, ...],
     pooling: str,
     schedule: Schedule,
-    told: Told,
+    progress: OnProgress,
     work: Path,
     interrupt: Stopped,
 ) -> Learnt:
@@ -99,7 +99,7 @@ def learn(
         return loss.item()
 
     with interrupt as stopped:
-        run.go(step, lambda loss: told("training together", run.steps, len(batches)), stopped)
+        run.go(step, lambda loss: progress("training together", run.steps, len(batches)), stopped)
     for x in tensors.values():
         x.requires_grad_(False)
     return Learnt(model, weight.numpy(), bias.numpy())
