@@ -8,7 +8,7 @@ import pytest
 
 from headrace.data.plan import Feed
 from headrace.kv.blocks import BlockManager
-from headrace.runner.leaving import Leaving, Said
+from headrace.runner.leaving import Leaving, Verdict
 
 
 def no_catching_up(patch: pytest.MonkeyPatch) -> None:
@@ -27,9 +27,9 @@ def deciding(who: Callable[[Feed], bool], kind: type[Leaving] = Leaving) -> Call
     def patched(patch: pytest.MonkeyPatch) -> None:
         judge = kind._judge
 
-        def judged(self: Leaving, feeds: list[Feed], *more: Any) -> dict[int, Said]:
-            said = judge(self, feeds, *more)
-            return {at: Said(one.answers, one.confidence, one.sure and who(feeds[at])) for at, one in said.items()}
+        def judged(self: Leaving, feeds: list[Feed], *more: Any) -> dict[int, Verdict]:
+            verdicts = judge(self, feeds, *more)
+            return {at: Verdict(one.answers, one.confidence, one.sure and who(feeds[at])) for at, one in verdicts.items()}
 
         patch.setattr(kind, "_judge", judged)
 

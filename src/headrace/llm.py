@@ -140,8 +140,8 @@ class LLM:
         """
         batch = as_batch(prompts)
         each = each_of(len(batch), params, sampling_params, settings)
-        told = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
-        return self._run(batch, each, tuple(processors), strategy, told)
+        progress = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
+        return self._run(batch, each, tuple(processors), strategy, progress)
 
     def chat(
         self,
@@ -167,8 +167,8 @@ class LLM:
         given = tooling(asked, source, self.tokenizer.control_id)
         if given is not None:
             each = [given.held(one) for one in each]
-            template |= {"tools": given.tools} if given.told else {}
-        talks = [conversation(self.opened.told(validate_messages(talk)), given, source) for talk in talks]
+            template |= {"tools": given.tools} if given.in_template else {}
+        talks = [conversation(self.opened.with_system(validate_messages(talk)), given, source) for talk in talks]
         outputs = self.generate([self.render(talk, **template) for talk in talks], each)
         if given is not None:
             for output in outputs:
@@ -253,7 +253,7 @@ class LLM:
         known = opened(self.classifier)
         ids = encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
         outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
-        return [known.said(output.prompt_token_ids, output.classified) for output in outputs]
+        return [known.classification(output.prompt_token_ids, output.classified) for output in outputs]
 
     def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, **settings: Any) -> list[RequestOutput]:
         """What a strategy that writes nothing makes of running texts."""
@@ -292,7 +292,7 @@ class LLM:
     # -- driving the engine --------------------------------------------------------------------------------------------
     def _engine(self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, drafts: Speculation | None) -> Engine:
         config, plan = self.model_config, self.memory_plan
-        log.info("%s; %s (%s) on %s, %s", plan.said, self.backend, self.exactness, self.device, self.dtype)
+        log.info("%s; %s (%s) on %s, %s", plan.summary, self.backend, self.exactness, self.device, self.dtype)
         scheduler = replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
         return Engine(
             InProcess(self.runner),
@@ -313,20 +313,20 @@ class LLM:
         settings: Sequence[SamplingParams],
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
-        told: Progress,
+        progress: Progress,
     ) -> list[RequestOutput]:
         """The outputs of a batch, once all of them are complete."""
         inbox: Inbox = deque()
         try:
             outputs = self._add_all(batch, settings, processors, strategy, inbox=inbox)
-            told.start("generating", len(batch), unit="prompts")
+            progress.start("generating", len(batch), unit="prompts")
             for delta in self._drain(outputs, inbox):
-                told.advance(int(delta.finished))
+                progress.advance(int(delta.finished))
         except BaseException:  # a Ctrl-C may come between the two
             self._abort(inbox)
             raise
         finally:
-            told.finish()
+            progress.finish()
         return outputs
 
     def _add_all(

@@ -64,7 +64,7 @@ def test_a_folder_of_w8a8_is_run_as_it_asks(backend: str, folder: Path, tmp_path
         llm = LLM(str(path), backend=backend, activations=activations, max_model_len=64)
         found = llm.generate([TEXTS[0]], GREEDY)[0].outputs[0].logprobs
         assert found is not None
-        assert bool(llm.opened.rounding_said(activations)) == (path == folder and activations == "auto")
+        assert bool(llm.opened.rounding_summary(activations)) == (path == folder and activations == "auto")
         return [one.logprob for one in found]
 
     auto, token, group = (first(folder, name) for name in ("auto", "token", "group"))

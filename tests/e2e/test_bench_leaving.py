@@ -74,7 +74,7 @@ def test_an_audit_is_what_the_engine_says(
     heads = files.load(folder, llm.opened)
     assert criteria_of(heads) == audits.CRITERIA
     votes = audit(llm, heads, texts, audits.CRITERIA)
-    assert votes.said[-1].tolist() == votes.came.tolist() == [token for text in texts for token in text.tokens[1:]]
+    assert votes.choices[-1].tolist() == votes.came.tolist() == [token for text in texts for token in text.tokens[1:]]
     assert not votes.agree.all(), "an exit was meant to say something else now and then"
     for number, layers in enumerate(AFTER):
         files.save(tmp_path, Heads(EXIT, 2, heads.tensors, AFTER, layers), llm.opened, {})
@@ -82,7 +82,7 @@ def test_an_audit_is_what_the_engine_says(
             for criterion in audits.CRITERIA:
                 found = audited(other, texts, criterion)
                 assert [one.confidence for one in found] == votes.sure[criterion][number].tolist()
-                assert [one.votes for one in found] == [*zip(votes.said[number], votes.said[-1], strict=True)]
+                assert [one.votes for one in found] == [*zip(votes.choices[number], votes.choices[-1], strict=True)]
     assert audited(llm, texts, "max_prob") == audited(llm, texts, "max_prob"), "the engine is as it was"
 
     @contextmanager
@@ -91,7 +91,7 @@ def test_an_audit_is_what_the_engine_says(
 
     monkeypatch.setattr(audits, "leaving_at", unchanged)
     wrong = audit(llm, heads, texts, ("max_prob",))
-    assert (wrong.said[0] == wrong.said[1]).all()
+    assert (wrong.choices[0] == wrong.choices[1]).all()
     assert not np.array_equal(wrong.sure["max_prob"][0], votes.sure["max_prob"][0])
 
 
@@ -102,7 +102,7 @@ def test_a_text_that_is_known_goes_on_as_it_does(llm: LLM, folder: Path) -> None
     assert votes.came.tolist() == tokens[2:]
     assert votes.written.tolist() == list(range(1, len(tokens) - 1))
     for at in range(2, len(tokens)):  # what the whole model says of each is what it writes after those before
-        assert llm.generate(tokens[:at], GREEDY.replace(max_tokens=1))[0].outputs[0].token_ids == [votes.said[-1][at - 2]]
+        assert llm.generate(tokens[:at], GREEDY.replace(max_tokens=1))[0].outputs[0].token_ids == [votes.choices[-1][at - 2]]
     with pytest.raises(ValueError, match="longer than one token"):
         audit(llm, heads, [Text(tokens[:1], tokens[1:2])], ("margin",))
 

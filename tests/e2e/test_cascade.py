@@ -15,7 +15,7 @@ from headrace.data.plan import TokenLogprob
 from headrace.data.types import RequestMetrics
 from headrace.llm import LLM
 from headrace.server.settings import SettingsError
-from headrace.workflows.cascade import Tier, answer, auroc, deferrals, losses_against, said, surety
+from headrace.workflows.cascade import Tier, answer, auroc, deferrals, losses_against, surety, text_of
 from tests.tiny_files import write_tiny_gguf
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7, 1, 8], [40, 40, 40], [9, 8, 7, 6, 5, 4]]
@@ -100,7 +100,7 @@ def test_scores_by_hand() -> None:
     assert surety(output(*of * 5), "low") == pytest.approx(0.2)  # the worst two of twenty
     assert surety(output(*of[:3], *of * 4), "low") == pytest.approx(0.2)
     vote = output(texts=("x", "y", "x", "z"))
-    assert (surety(vote, "vote"), said(vote, "vote"), said(vote, "min")) == (0.5, "x", "x")
+    assert (surety(vote, "vote"), text_of(vote, "vote"), text_of(vote, "min")) == (0.5, "x", "x")
     assert surety(output(), "min") == surety(output(0.0, error="broken"), "mean") == 0.0
 
 

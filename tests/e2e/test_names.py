@@ -83,7 +83,7 @@ def test_a_name_has_a_system_prompt(shell: Shell, tiny_gguf: Path, monkeypatch: 
     assert shell("cp", "brief", "silent", "--system", "")[0] == 0
     assert shell("cp", "brief", "twin")[0] == 0
     assert [names.find(one).system for one in ("silent", "twin")] == ["", "Be brief."]  # type: ignore[union-attr]
-    assert open_model("silent").told([{"role": "user", "content": "hi"}]) == [{"role": "user", "content": "hi"}]
+    assert open_model("silent").with_system([{"role": "user", "content": "hi"}]) == [{"role": "user", "content": "hi"}]
 
 
 def test_list_show_cp_rm(shell: Shell, mill: str, tiny_gguf: Path) -> None:

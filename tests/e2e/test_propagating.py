@@ -310,7 +310,7 @@ def test_rules_of_one_state(folders: tuple[Path, Path], tmp_path: Path) -> None:
         rules.save(tmp_path, one)
     assert rules.load(tmp_path) == (other, rule)
     assert [rules.load(tmp_path, state) for state in ("deferred", "propagate")] == [(rule,), (other,)]
-    assert "exit_state propagate" in other.said()
+    assert "exit_state propagate" in other.summary()
 
 
 def test_commands_show_who_left(shell: Shell, folders: tuple[Path, Path]) -> None:

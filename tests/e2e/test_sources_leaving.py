@@ -197,6 +197,6 @@ def test_exits_learn_from_what_the_model_says(kind: str) -> None:
     teacher = read_teacher(opened, vocab)
     rows = torch.randn(50, 32, generator=random) * 0.7
     wanted = torch.softmax(model.head(rows.double())[:, vocab], -1)
-    assert float((teacher.said(rows) - wanted).abs().max()) < 0.02
+    assert float((teacher.probabilities(rows) - wanted).abs().max()) < 0.02
     wrong = replace(teacher, bias=None) if kind == "marian" else replace(teacher, norm=teacher.norm * 1.5)
-    assert float((wrong.said(rows) - wanted).abs().max()) > 0.05
+    assert float((wrong.probabilities(rows) - wanted).abs().max()) > 0.05

@@ -375,8 +375,8 @@ def test_a_calibrated_threshold(shell: Shell, files: tuple[Path, Path]) -> None:
     assert all(one.threshold > 0.05 for one in rules.load(rules.folder_of(model, small)))  # its own, not the other pair's
     assert rules.load(rules.folder_of(small, model)) == ()
     ask = ("run", model, "The mill", "--raw", "-m", "2", "--threads", "1")
-    assert f"calibrated: {rule.said()}" in " ".join(shell(*ask, "--cascade", model)[2].split())
-    assert rule.said() not in " ".join(shell(*ask, "--cascade", small)[2].split())
+    assert f"calibrated: {rule.summary()}" in " ".join(shell(*ask, "--cascade", model)[2].split())
+    assert rule.summary() not in " ".join(shell(*ask, "--cascade", small)[2].split())
     of_exits = (("--decay", "2"), ("--criterion", "classifier"), ("--criterion", "saturation"))
     refused = [(("--cascade", small, *one), "are of exits") for one in of_exits]
     for more, why in (((), "or a smaller model: --cascade MODEL"), *refused):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench.exits import Said, calibration_errors, confusion, overthinking
+from headrace.bench.exits import Predictions, calibration_errors, confusion, overthinking
 from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, Exits, leave_at
 from headrace.startup.exits import CALIBRATION, INFO
@@ -127,7 +127,7 @@ def test_measures_of_each_criterion() -> None:
 def test_how_far_an_exit_is_off_its_own_word() -> None:
     """By hand: two texts in a bin, one of them right, said with 0.9 and 0.92; and a whole answer that is always right."""
     first = [[0.9, 0.1], [0.08, 0.92], [0.6, 0.4], [0.6, 0.4]]
-    said = Said(np.array([first, [[1.0, 0.0]] * 4]), np.array([0, 0, 0, 0]), np.array([1, 2]))
+    said = Predictions(np.array([first, [[1.0, 0.0]] * 4]), np.array([0, 0, 0, 0]), np.array([1, 2]))
     # bins of a fifteenth: 0.9 and 0.92 together, 0.6 and 0.6
     assert calibration_errors(said) == pytest.approx([(abs(1.82 - 1) + abs(1.2 - 2)) / 4, 0.0])
     assert confusion(said, "max_prob", 0.91) == [[3, 1], [0, 0]]
@@ -164,7 +164,7 @@ def test_pairs_are_read_and_learnt(tmp_path: Path, shell: Shell) -> None:
 def test_overthinking_is_counted() -> None:
     right = np.array([[1, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 1]])  # exits, texts; the first is forgotten
     said = np.stack([1 - right, right], -1).astype(float)
-    found = overthinking(Said(said, np.ones(4, np.int64), np.array([2, 4, 6])))
+    found = overthinking(Predictions(said, np.ones(4, np.int64), np.array([2, 4, 6])))
     assert found == {"wasteful": 0.5, "destructive": 0.25, "of_errors": 0.5, "best": 0.75, "needed": 3.0}
 
 

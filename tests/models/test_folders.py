@@ -93,9 +93,9 @@ def test_what_texts_chose_is_written(method: tuple[str, ...], model: Path, book:
         assert np.array_equal(rows.numpy(), coded), name
     if "awq" in method:
         assert np.array_equal(read.layers[1].mlp_norm.weight.numpy(), work.tensor(1, "layers.1.mlp_norm.weight"))
-    errors = [sum(getattr(told, name) for told in report.told.values()) for name in ("error", "nearest")]
+    errors = [sum(getattr(told, name) for told in report.outputs.values()) for name in ("error", "nearest")]
     assert errors[0] < (0.9 if "gptq" in method else 1.01) * errors[1]
-    assert {told.kind for told in report.told.values()} == {"int4-g32"}
+    assert {told.kind for told in report.outputs.values()} == {"int4-g32"}
     assert report.judged is not None
     said = json.loads((tmp_path / "out.v1.report.json").read_text())
     assert said["judged"]["kl"] == report.judged.kl

@@ -89,7 +89,7 @@ def test_matrices_are_what_the_format_says(name: str, tmp_path: Path) -> None:
     made = make()
     source = open_folder(made.write(tmp_path))
     assert isinstance(source, QuantizedFolder)
-    assert source.scheme.said == said
+    assert source.scheme.summary == said
     assert {source.info(f"{matrix}.weight").kind for matrix in MATRICES} == kinds
     for matrix, values in made.values.items():
         assert np.array_equal(read_floats(source, f"{matrix}.weight").view(np.uint32), values.view(np.uint32)), matrix
@@ -127,7 +127,7 @@ def test_what_other_projects_wrote_has_their_numbers(name: str, tmp_path: Path) 
     kinds, said = KEPT[name]
     source, expected = open_folder(DATA / name), json.loads((DATA / name / "expected.json").read_text())["sha256"]
     assert isinstance(source, QuantizedFolder)
-    assert source.scheme.said == said
+    assert source.scheme.summary == said
     assert {source.info(f"{matrix}.weight").kind for matrix in expected} == kinds
     assert {matrix: by_bits(read_floats(source, f"{matrix}.weight")) for matrix in expected} == expected
     model = load_model(source)
@@ -143,7 +143,7 @@ def test_what_bitsandbytes_wrote_has_its_numbers_but_for_a_little(name: str) -> 
     kind, said, most = BOUNDED[name]
     source = open_folder(DATA / name)
     assert isinstance(source, QuantizedFolder)
-    assert source.scheme.said == f"bitsandbytes, {said}"
+    assert source.scheme.summary == f"bitsandbytes, {said}"
     assert {matrix.info.kind for matrix in source.scheme.matrices.values()} == {kind}
     theirs = load_file(DATA / name / "expected.safetensors")["k_proj"].numpy()
     apart = np.abs(read_floats(source, f"{LAYER}.self_attn.k_proj.weight") - theirs)

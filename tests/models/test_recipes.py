@@ -64,7 +64,7 @@ def test_pruned_rounded_and_two_of_four_in_one_command(model: Path, book: Path, 
     assert report.zeros is not None
     assert report.zeros >= 0.5
     assert describe(tmp_path / "whole")["quantised"] == "2:4, 4 bits, groups of 32"
-    assert {told.kind for told in report.told.values()} == {"int4-g32-sym"}
+    assert {told.kind for told in report.outputs.values()} == {"int4-g32-sym"}
     for name in opened(tmp_path / "whole").scheme.matrices:
         quads = read_floats(opened(tmp_path / "whole"), name).reshape(-1, 4)
         assert ((quads != 0).sum(1) <= 2).all(), name
@@ -116,7 +116,7 @@ def test_scales_zeros_and_the_loop_in_one_walk(model: Path, book: Path, tmp_path
         assert report.zeros >= 0.5
         norms = [GGUFFile(path).raw("blk.1.ffn_norm.weight") for path in (model, out)]
         assert not np.array_equal(*norms)
-        errors.append(sum(told.error for told in report.told.values()))
+        errors.append(sum(told.error for told in report.outputs.values()))
     assert errors[0] < 0.9 * errors[1]
 
     def planted(tensors: dict[str, np.ndarray]) -> None:
@@ -168,8 +168,8 @@ def test_bytes_go_where_they_take_most_error_away(model: Path, book: Path, tmp_p
         out = tmp_path / str(budget)
         report = compress_folder(model, out, pipeline(book, format="int4-g32", budget=budget, method=("gptq",)))
         assert sum(one.nbytes for one in report.matrices.values()) <= budget
-        kinds = {told.kind for told in report.told.values()}
-        found.append((kinds, sum(told.error for told in report.told.values())))
+        kinds = {told.kind for told in report.outputs.values()}
+        found.append((kinds, sum(told.error for told in report.outputs.values())))
         assert read_config(open_files(out).source).num_layers == 2
         load_model(opened(out))
     assert [sorted(kinds) for kinds, _ in found] == [["int4-g32"], ["int4-g32", "int8"], ["int8"]]

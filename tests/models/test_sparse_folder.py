@@ -121,7 +121,7 @@ class WithZeros:
     """The same matrices as rows of the dense kinds."""
 
     def __init__(self, sparse: TwoFour) -> None:
-        self.sparse, self.said = sparse, sparse.said
+        self.sparse, self.summary = sparse, sparse.summary
         self.matrices = {}
         for name, coded in sparse.matrices.items():
             (n, k), kind = coded.info.shape, DENSE[coded.info.kind]

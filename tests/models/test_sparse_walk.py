@@ -23,7 +23,9 @@ def made(model: Path, book: Path, out: Path, *method: str, sparsity: str | None 
 
 def error(report: Report) -> float:
     """Of the outputs of all matrices."""
-    return sum(told.error * told.weights for told in report.told.values()) / sum(told.weights for told in report.told.values())
+    return sum(told.error * told.weights for told in report.outputs.values()) / sum(
+        told.weights for told in report.outputs.values()
+    )
 
 
 def matrices(path: Path) -> list[np.ndarray]:

@@ -129,8 +129,8 @@ def test_cuts_follow_one_another_and_others_follow_them(model: Path, book: Path,
     report = cut_file(model, book, whole, *method, **ALL, format="Q4_0")
     done = [(cut.method, cut.before, cut.after) for cut in report.cuts]
     assert done == [("neurons", 64, 32), ("kv-heads", 2, 1), ("layers", 2, 1)]
-    assert len(report.told) == 7
-    assert all(told.error < told.nearest for told in report.told.values())
+    assert len(report.outputs) == 7
+    assert all(told.error < told.nearest for told in report.outputs.values())
     written = GGUFFile(whole)
     assert written.info("blk.0.ffn_down.weight").shape == (32, 32)
     assert written.info("blk.0.attn_k.weight").shape == (8, 32)

@@ -122,15 +122,15 @@ def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_p
     """In every matrix, on the texts measured; the file runs, and says what was done."""
     out = tmp_path / "out.gguf"
     report = compress(model, out, pipeline(book, tokens=2048))
-    assert len(report.told) == 2 * 7
-    assert all(told.error < 0.95 * told.nearest for told in report.told.values())
-    assert sum(told.held for told in report.told.values()) < sum(told.held_nearest for told in report.told.values())
+    assert len(report.outputs) == 2 * 7
+    assert all(told.error < 0.95 * told.nearest for told in report.outputs.values())
+    assert sum(told.held for told in report.outputs.values()) < sum(told.held_nearest for told in report.outputs.values())
     assert not work_folder(out).exists()
     written = GGUFFile(out)
     assert written.metadata["headrace.compress"] == "gptq Q4_0"
     assert {written.info(name).kind for name in written.names() if "blk" in name} == {"Q4_0", "F32"}
     said = json.loads((tmp_path / "out.report.json").read_text())
-    assert said["outputs"]["layers.1.down.weight"] == report.told["layers.1.down.weight"].record()
+    assert said["outputs"]["layers.1.down.weight"] == report.outputs["layers.1.down.weight"].record()
     made = LLM(str(out), backend="torch", max_model_len=64).generate(["the water of"], SamplingParams(max_tokens=4))
     assert len(made[0].outputs[0].token_ids) == 4
 
@@ -145,7 +145,7 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
     before, after = (read_tensor(GGUFFile(path), "blk.0.ffn_up.weight") for path in (model, out))
     moments = first.matrices["gate_up"].inputs.hessian
     error = float(((after - before) @ moments * (after - before)).sum() / (before @ moments * before).sum())
-    told = report.told["layers.0.gate_up.up.weight"]
+    told = report.outputs["layers.0.gate_up.up.weight"]
     assert told.error == pytest.approx(error, rel=1e-3)
     blocks = GGUFFile(out).raw("blk.0.ffn_up.weight").reshape(-1, 18)  # Q4_0: a scale d, then codes of -8 d to 7 d
     scale = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float64)
@@ -303,7 +303,7 @@ def test_few_texts_are_warned_of(model: Path, book: Path, tmp_path: Path) -> Non
         patch.setattr("headrace.compress.measured.WINDOW", 100)
         few = compress(model, tmp_path / "few.gguf", pipeline(book, tokens=100))
     assert few.warnings[0].startswith("100 tokens are few to measure 64 inputs on")
-    assert all(told.held is None for told in few.told.values())
+    assert all(told.held is None for told in few.outputs.values())
 
 
 def test_a_text_of_the_model_is_drawn_from_it(model: Path) -> None:
@@ -423,8 +423,8 @@ def test_large_inputs_are_scaled_down_where_that_pays(book: Path, tmp_path: Path
     source = write_tiny_gguf(tmp_path / "tiny.gguf", edit=planted)
     report = compress(source, tmp_path / "awq.gguf", pipeline(book, method=("awq",)))
     plain = compress(source, tmp_path / "rtn.gguf", pipeline(book, method=("rtn",), write_imatrix=tmp_path / "i.gguf"))
-    names = [name for name in report.told if "gate_up" in name]
-    assert sum(report.told[name].error for name in names) < 0.8 * sum(plain.told[name].error for name in names)
+    names = [name for name in report.outputs if "gate_up" in name]
+    assert sum(report.outputs[name].error for name in names) < 0.8 * sum(plain.outputs[name].error for name in names)
     judged = [[*range(1, 200)], [*range(100, 299)]]
     lost = [judge(GGUFFile(source), GGUFFile(tmp_path / f"{name}.gguf"), judged, "") for name in ("awq", "rtn")]
     assert lost[0].kl < lost[1].kl
@@ -532,9 +532,9 @@ def test_every_matrix_of_two_layers_of_a_real_model_loses_less(tmp_path: Path) -
     rounding, seen = Rounding(gptq=True), 0
     for visit in Walk(opened.source, read, Work(tmp_path), kinds):
         rounding.visit(visit)
-        assert all(told.error < 0.8 * told.nearest for told in visit.told.values())
-        assert all(told.held < 0.9 * told.held_nearest for told in visit.told.values())
-        seen += len(visit.told)
+        assert all(told.error < 0.8 * told.nearest for told in visit.outputs.values())
+        assert all(told.held < 0.9 * told.held_nearest for told in visit.outputs.values())
+        seen += len(visit.outputs)
         if visit.number == 1:
             break
     assert seen == 14

@@ -137,7 +137,7 @@ def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[P
         assert running.llm.loaded is not None
         assert running.llm.loaded.rule == RULE
         told = running.http.get("/v1/models/tiny").json()["exit"]
-    assert told["calibrated"] == {"criterion": "max_prob", "threshold": 0.5, "decay": 0.0, "promise": RULE.said()}
+    assert told["calibrated"] == {"criterion": "max_prob", "threshold": 0.5, "decay": 0.0, "promise": RULE.summary()}
     (exits / rules.CALIBRATION).unlink()
 
 

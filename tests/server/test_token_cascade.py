@@ -90,8 +90,8 @@ def test_the_card_says_who_may_write(
     with Running(tiny, cascade=str(smaller)) as running:
         assert running.llm.loaded is not None
         assert running.llm.loaded.rule == RULE
-        assert RULE.said() in running.llm.loaded.note
-        told = {"criterion": "margin", "threshold": 0.4, "decay": 0.0, "promise": RULE.said()}
+        assert RULE.summary() in running.llm.loaded.note
+        told = {"criterion": "margin", "threshold": 0.4, "decay": 0.0, "promise": RULE.summary()}
         assert running.http.get("/v1/models/tiny").json()["cascade"] == {**card, "calibrated": told}
     with Running(tiny) as running:
         assert "cascade" not in running.http.get("/v1/models/tiny").json()

@@ -151,7 +151,7 @@ def test_what_is_written_is_read(layout: Layout, tmp_path: Path) -> None:
     source, wanted = written(layout, tmp_path)
     for name, expected in wanted.items():
         assert np.array_equal(read_floats(source, f"{name}.weight"), expected), name
-    assert source.scheme.said.split(",")[0] in ("compressed-tensors", "GPTQ", "AWQ")
+    assert source.scheme.summary.split(",")[0] in ("compressed-tensors", "GPTQ", "AWQ")
     if isinstance(layout, Gptq) and not layout.integers.symmetric:
         shifted = Made({**layout.settings([]), "checkpoint_format": "gptq"})
         shifted.tensors = {info: torch.from_numpy(np.array(source._folder.array(info))) for info in source._folder.names()}

@@ -16,7 +16,7 @@ import pytest
 from headrace.bench import plots
 from headrace.bench.load import drive, report, summary
 from headrace.bench.load.client import Answer, Exchange, Pending, Target
-from headrace.bench.load.workload import Bounds, Job, Lengths, poisson, read_trace, said, steady
+from headrace.bench.load.workload import Bounds, Job, Lengths, described, poisson, read_trace, steady
 from headrace.bench.machine import commit, machine
 from tests.places import data_path
 
@@ -273,7 +273,7 @@ def test_traces_are_read_cut_and_told(tmp_path: Path) -> None:
     bounds = Bounds(scale=0.5, prompt=1000, output=100, limit=2)
     jobs = bounds.apply(read_trace(azure))
     assert [(round(job.at, 3), job.prompt, job.output) for job in jobs] == [(0.0, 1000, 10), (0.025, 100, 100)]
-    assert bounds.cut.said() == (
+    assert bounds.cut.summary() == (
         "the first 2 of 3 requests, 1 prompt shortened by 3,808 tokens in all, 1 output shortened by 700 tokens in all"
     )
     mooncake = tmp_path / "mooncake.jsonl"
@@ -300,8 +300,8 @@ def test_what_was_cut_is_said_of_each_load() -> None:
     for name, each in bounds.items():
         assert len(each.apply(steady(5 if name == "short" else 100, Lengths()))) == (5 if name == "short" else 8)
     cuts = {name: each.cut for name, each in bounds.items()}
-    assert said(cuts) == "1 at once, 8 at once: the first 8 of 100 requests each; short: 5 requests"
-    assert said({"1/s": cuts["1 at once"]}) == "1/s: the first 8 of 100 requests"
+    assert described(cuts) == "1 at once, 8 at once: the first 8 of 100 requests each; short: 5 requests"
+    assert described({"1/s": cuts["1 at once"]}) == "1/s: the first 8 of 100 requests"
 
 
 @pytest.mark.parametrize("name", ["azure_code_2023.csv", "mooncake_synthetic.jsonl"])

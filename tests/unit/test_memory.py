@@ -40,12 +40,12 @@ def test_the_default_is_a_quarter_of_what_is_free_at_most_and_said() -> None:
     tight = plan(4 * 2**20, max_num_seqs=32)
     assert tight.kv_bytes == 2**20
     assert tight.num_blocks == 512
-    assert tight.said == "KV cache of at most 1.0 MiB for 8,192 tokens, context 4,096"
-    assert plan(GIB, max_num_seqs=32).said == "KV cache of at most 8.0 MiB for 65,536 tokens, context 4,096"
+    assert tight.summary == "KV cache of at most 1.0 MiB for 8,192 tokens, context 4,096"
+    assert plan(GIB, max_num_seqs=32).summary == "KV cache of at most 8.0 MiB for 65,536 tokens, context 4,096"
 
 
 def test_of_an_encoder_no_cache_is_said() -> None:
-    assert plan(GIB, encoder=True).said == "texts of at most 4,096 tokens"
+    assert plan(GIB, encoder=True).summary == "texts of at most 4,096 tokens"
 
 
 def test_a_context_nobody_asked_for_is_shortened_to_the_pool() -> None:
@@ -90,7 +90,7 @@ def test_sources_are_encoded_beside_the_kv_cache() -> None:
     both = plan(4 * 2**20, max_num_seqs=32, scratch=2 * 2**20)
     assert (both.scratch, both.kv_bytes, both.bytes) == (2 * 2**20, 2**19, 2**19 + 2 * 2**20)
     assert both.spare == 4 * 2**20 - both.bytes
-    assert both.said.endswith("context 4,096, sources encoded in 2.0 MiB")
+    assert both.summary.endswith("context 4,096, sources encoded in 2.0 MiB")
     with pytest.raises(DoesNotFit, match=r"sources are encoded in 2.0 MiB, and 1.0 MiB are free beside the weights"):
         plan(2**20, scratch=2 * 2**20)
 

@@ -34,12 +34,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """Of tokens of texts: after so many `layers` [exits + 1] each exit stands, and the model ends; which token each `said`
-    [exits + 1, tokens]; how `sure` each exit was, by criterion [exits, tokens]; the token that `came` [tokens]; and how many of
-    its text's were `written` [tokens] before it."""
+    """Of tokens of texts: after so many `layers` [exits + 1] each exit stands, and the model ends; which token each
+    chooses, `choices` [exits + 1, tokens]; how `sure` each exit was, by criterion [exits, tokens]; the token that `came`
+    [tokens]; and how many of its text's were `written` [tokens] before it."""
 
     layers: np.ndarray
-    said: np.ndarray
+    choices: np.ndarray
     sure: dict[str, np.ndarray]
     came: np.ndarray
     written: np.ndarray
@@ -47,7 +47,7 @@ class Votes:
     @property
     def agree(self) -> np.ndarray:
         """Whether an exit says what the whole model does: [exits, tokens]."""
-        same: np.ndarray = self.said[:-1] == self.said[-1]
+        same: np.ndarray = self.choices[:-1] == self.choices[-1]
         return same
 
 
@@ -75,15 +75,15 @@ def audit(llm: LLM, heads: Heads, texts: Sequence[Text], criteria: Sequence[str]
     idle. Raises ValueError where a text cannot be read, or none has two tokens."""
     if not any(len(text.tokens) > 1 for text in texts):
         raise ValueError("no text is longer than one token, which the whole model writes; give other prompts")
-    said: list[list[list[int]]] = []
+    pairs: list[list[list[int]]] = []
     sure: dict[str, list[list[float]]] = {criterion: [] for criterion in criteria}
     for number, layers in enumerate(heads.layers):
         with leaving_at(llm, number, layers):
             for criterion, rows in sure.items():
                 exited = [one for each in read(llm, texts, criterion) for one in each[1:]]
                 rows.append([float(one.confidence or 0.0) for one in exited])
-        said.append([list(one.votes) for one in exited])
-    votes = np.array(said)  # [exits, tokens, (exit, whole model)]
+        pairs.append([list(one.votes) for one in exited])
+    votes = np.array(pairs)  # [exits, tokens, (exit, whole model)]
     return Votes(
         np.array([*heads.layers, llm.model_config.num_layers]),
         np.concatenate([votes[..., 0], votes[-1:, :, 1]]),

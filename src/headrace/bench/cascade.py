@@ -13,7 +13,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.structured import StructuredOutputs
 from headrace.llm import LLM
 from headrace.training.calibration import Calibration, calibrate
-from headrace.workflows.cascade import Score, auroc, deferrals, losses_against, said, surety, tokens_used
+from headrace.workflows.cascade import Score, auroc, deferrals, losses_against, surety, text_of, tokens_used
 from headrace.workflows.consistency import last_number
 
 GRID = tuple(1.0 - i / 50 for i in range(51))  # thresholds, the safest first: 1 defers what is not certain
@@ -66,7 +66,7 @@ def ask(llm: LLM, questions: Sequence[Question], score: Score, params: SamplingP
     outputs = llm.generate([tokens_of(llm, question.prompt, chat=True) for question in questions], each)
     seconds = time.perf_counter() - start
     right = [
-        output.error is None and MATCHES["exact" if question.choices else match](said(output, score), question.answer)
+        output.error is None and MATCHES["exact" if question.choices else match](text_of(output, score), question.answer)
         for output, question in zip(outputs, questions, strict=True)
     ]
     tokens = sum(map(tokens_used, outputs)) / len(outputs)

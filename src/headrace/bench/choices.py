@@ -80,14 +80,14 @@ def _checked(question: Question) -> Question:
     return question
 
 
-def answered(llm: LLM, questions: Sequence[Question], told: Callable[[int], None] = lambda count: None) -> list[bool | None]:
+def answered(llm: LLM, questions: Sequence[Question], advance: Callable[[int], None] = lambda count: None) -> list[bool | None]:
     """Whether each is answered right: by the choice with the greatest log-probability for each of its bytes. None where the
-    model's context does not hold it. `told` hears of every batch how many there were."""
+    model's context does not hold it. `advance` hears of every batch how many there were."""
     made: list[bool | None] = []
     for at in range(0, len(questions), BATCH):
         some = questions[at : at + BATCH]
         made += _answered(llm, some)
-        told(len(some))
+        advance(len(some))
     return made
 
 

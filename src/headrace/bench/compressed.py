@@ -107,14 +107,14 @@ def _measured_on(path: Path) -> list[str]:
 
 def _size(opened: Opened) -> Results:
     """Bytes and bits as the file has them, and the bytes of weights that a step reads."""
-    told = describe(opened.path)
+    file = describe(opened.path)
     (cost,) = (one.cost for one in survey(opened.path, [], errors=False))
     return {
         "path": str(opened.path),
-        "how": told["compress"] or told["quantised"] or ", ".join(f"{count} {kind}" for kind, count in told["types"].items()),
-        "bytes": told["bytes"],
-        "bits": told["bits"],
-        "parameters": told["parameters"],
+        "how": file["compress"] or file["quantised"] or ", ".join(f"{count} {kind}" for kind, count in file["types"].items()),
+        "bytes": file["bytes"],
+        "bits": file["bits"],
+        "parameters": file["parameters"],
         "read_bytes": cost.read_bytes,
     }
 

@@ -94,7 +94,7 @@ def _points(x: Sequence[float], y: Sequence[float]) -> list[Point]:
     return [Point(number, *place) for number, place in enumerate(zip(x, y, strict=True), 1)]
 
 
-def said(result: dict[str, Any]) -> list[str]:
+def summary(result: dict[str, Any]) -> list[str]:
     """What was measured, and how to read it."""
     others = f", other processes at {result['others_cpu']:.0%} of the cores" if "others_cpu" in result else ""
     return [
@@ -110,4 +110,4 @@ def said(result: dict[str, Any]) -> list[str]:
 def page(result: dict[str, Any]) -> str:
     """One page of HTML."""
     tables = [table(quality(result)), table(speed(result))]
-    return document(f"{result['model']} compressed", said(result), tables, pictures(result), result)
+    return document(f"{result['model']} compressed", summary(result), tables, pictures(result), result)

@@ -22,26 +22,26 @@ TIMED = 256  # texts
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What all exits say of texts: probabilities [exits, texts, classes], and which class each is of [texts]."""
+class Predictions:
+    """What all exits say of texts: `probs` [exits, texts, classes], and which class each is of [texts]."""
 
-    said: np.ndarray
+    probs: np.ndarray
     classes: np.ndarray
     layers: np.ndarray
 
     @property
     def right(self) -> np.ndarray:
         """[exits, texts] bool."""
-        same: np.ndarray = self.said.argmax(-1) == self.classes
+        same: np.ndarray = self.probs.argmax(-1) == self.classes
         return same
 
     def leaving(self, criterion: str, threshold: float) -> tuple[float, float]:
         """Accuracy, and layers a text."""
-        at = leave_at(criterion, threshold, self.said)
+        at = leave_at(criterion, threshold, self.probs)
         return float(self.right[at, np.arange(len(at))].mean()), float(self.layers[at].mean())
 
 
-def ask(llm: LLM, data: Labelled) -> Said:
+def ask(llm: LLM, data: Labelled) -> Predictions:
     """All exits about all texts. Raises ValueError for labels that the classifier does not know."""
     assert llm.classifier is not None
     number = {label: at for at, label in enumerate(llm.classifier.exits.labels)}
@@ -49,14 +49,14 @@ def ask(llm: LLM, data: Labelled) -> Said:
         raise ValueError(f"the classifier knows no label {strange[0]!r}; its labels are {', '.join(number)}"[:400])
     logits = np.swapaxes(np.array(exit_logits(llm, data.texts)), 0, 1)
     classes = np.array([number[label] for label in data.labels])
-    return Said(probabilities(logits), classes, np.array(llm.classifier.exits.layers))
+    return Predictions(probabilities(logits), classes, np.array(llm.classifier.exits.layers))
 
 
-def overthinking(said: Said) -> dict[str, float]:
+def overthinking(predictions: Predictions) -> dict[str, float]:
     """Two ways of thinking too long (shallow-deep networks, Kaya et al., 2019): `wasteful`, an earlier exit is right, as is the
     last; `destructive`, an earlier one is right and the last wrong (`of_errors`: its share of what the last has wrong). `best`:
     the accuracy of who knew where to leave; `needed`: layers up to the first right exit, of texts that the last has right."""
-    return thought(said.right, said.layers)
+    return thought(predictions.right, predictions.layers)
 
 
 def thought(right: np.ndarray, layers: np.ndarray) -> dict[str, float]:
@@ -75,27 +75,29 @@ def thought(right: np.ndarray, layers: np.ndarray) -> dict[str, float]:
 BINS = 15
 
 
-def calibration_errors(said: Said) -> list[float]:
+def calibration_errors(predictions: Predictions) -> list[float]:
     """By exit the expected calibration error, over 15 bins."""
-    each = zip(said.said.max(-1), said.right, strict=True)
+    each = zip(predictions.probs.max(-1), predictions.right, strict=True)
     return [calibration_error(sure, right, BINS) for sure, right in each]
 
 
-def confusion(said: Said, criterion: str, threshold: float) -> list[list[int]]:
+def confusion(predictions: Predictions, criterion: str, threshold: float) -> list[list[int]]:
     """How many texts of each class (rows) were said to be of each (columns), by a rule."""
-    at, count = leave_at(criterion, threshold, said.said), said.said.shape[-1]
-    chosen = said.said.argmax(-1)[at, np.arange(len(at))]
-    counts: list[list[int]] = np.bincount(said.classes * count + chosen, minlength=count**2).reshape(count, count).tolist()
+    at, count = leave_at(criterion, threshold, predictions.probs), predictions.probs.shape[-1]
+    chosen = predictions.probs.argmax(-1)[at, np.arange(len(at))]
+    counts: list[list[int]] = (
+        np.bincount(predictions.classes * count + chosen, minlength=count**2).reshape(count, count).tolist()
+    )
     return counts
 
 
-def curves(said: Said) -> dict[str, list[dict[str, float]]]:
+def curves(predictions: Predictions) -> dict[str, list[dict[str, float]]]:
     """By criterion: accuracy against layers, threshold by threshold."""
     found: dict[str, list[dict[str, float]]] = {}
     for criterion in CRITERIA:
         found[criterion] = []
-        for threshold in grid_of(criterion, said.said.shape[-1], len(said.layers)):
-            accuracy, layers = said.leaving(criterion, threshold)
+        for threshold in grid_of(criterion, predictions.probs.shape[-1], len(predictions.layers)):
+            accuracy, layers = predictions.leaving(criterion, threshold)
             found[criterion].append({"threshold": threshold, "accuracy": accuracy, "layers": layers})
     return found
 
@@ -134,9 +136,9 @@ def measure(llm: LLM, data: Labelled, criterion: str | None, threshold: float | 
     rule = llm.classifier.rule(criterion, threshold)
     if not rule[0]:
         raise ValueError("this classifier has no calibrated threshold; name a criterion and a threshold")
-    said = ask(llm, data)
-    accuracy, layers = said.leaving(*rule)
-    depth = float(said.layers[-1])
+    predictions = ask(llm, data)
+    accuracy, layers = predictions.leaving(*rule)
+    depth = float(predictions.layers[-1])
     texts = data.texts[:TIMED]
     return {
         "machine": machine(),
@@ -144,18 +146,18 @@ def measure(llm: LLM, data: Labelled, criterion: str | None, threshold: float | 
         "n": len(data.texts),
         "criterion": rule[0],
         "threshold": rule[1],
-        "full_accuracy": float(said.right[-1].mean()),
+        "full_accuracy": float(predictions.right[-1].mean()),
         "accuracy": accuracy,
         "mean_layers": layers,
         "layers": depth / layers,
-        "exit_layers": said.layers.tolist(),
-        "by_exit": said.right.mean(-1).tolist(),
-        "calibration_error": calibration_errors(said),
+        "exit_layers": predictions.layers.tolist(),
+        "by_exit": predictions.right.mean(-1).tolist(),
+        "calibration_error": calibration_errors(predictions),
         "labels": list(llm.classifier.exits.labels),
-        "confusion": confusion(said, *rule),
+        "confusion": confusion(predictions, *rule),
         "batches": [clock(llm, texts[: 32 * batch], batch, rule, rounds) for batch in BATCHES],
-        "overthinking": overthinking(said),
-        "curves": curves(said),
+        "overthinking": overthinking(predictions),
+        "curves": curves(predictions),
     }
 
 

@@ -90,12 +90,12 @@ def measure(
         "machine": machine(),
         "backend": llm.backend,
         "texts": len(answers),
-        "tokens": votes.said.shape[1],
+        "tokens": votes.choices.shape[1],
         "exits": [_of_exit(votes, at, weights, heads, max_tokens, decay) for at in range(len(heads.layers))],
         "leave_after": heads.drafts,
         "decay": decay,
-        "oracle": thought(votes.said == votes.said[-1], votes.layers),
-        "overthinking": thought(words.said == words.came, words.layers) | {"tokens": words.said.shape[1]},
+        "oracle": thought(votes.choices == votes.choices[-1], votes.layers),
+        "overthinking": thought(words.choices == words.came, words.layers) | {"tokens": words.choices.shape[1]},
         "perturbed": perturbed(llm, answers, plain),
         "checks": checks(weights, heads, int(votes.layers[-1])),
         "rule": asdict(rule),
@@ -157,9 +157,9 @@ def perturbed(llm: LLM, answers: Sequence[RequestOutput], plain: SamplingParams)
     for place in PLACES:
         changed = []
         for answer in answers:
-            tokens, said = answer.outputs[0].token_ids, answer.outputs[0].logprobs or []
+            tokens, logprobs = answer.outputs[0].token_ids, answer.outputs[0].logprobs or []
             at = int(place * len(tokens))
-            others = [token for token in said[at].top_ids if token != tokens[at]] if at + 1 < len(tokens) else []
+            others = [token for token in logprobs[at].top_ids if token != tokens[at]] if at + 1 < len(tokens) else []
             changed += [(answer, at, [*tokens[:at], others[0]])] if others else []
         rest = [plain.replace(max_tokens=(plain.max_tokens or 0) - at - 1, logprobs=None) for _, at, _ in changed]
         outputs = (

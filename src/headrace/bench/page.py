@@ -29,9 +29,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 </tbody></table></div>"""
 
 
-def document(title: str, said: Sequence[str], tables: Sequence[str], pictures: Sequence[str], figures: dict[str, Any]) -> str:
+def document(
+    title: str, sentences: Sequence[str], tables: Sequence[str], pictures: Sequence[str], figures: dict[str, Any]
+) -> str:
     """The page: sentences, tables as `table` makes them, SVGs side by side, and the figures as JSON."""
-    lines = "\n".join(f"<p>{escape(line)}</p>" for line in said)
+    lines = "\n".join(f"<p>{escape(line)}</p>" for line in sentences)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">

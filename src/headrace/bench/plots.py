@@ -153,13 +153,13 @@ def _frame(title: str, x: Axis, y: Axis, remark: str) -> str:
         f'<text x="{middle:.0f}" y="{HEIGHT - BOTTOM + 36}" text-anchor="middle">{escape(x.name)}</text>',
         f'<text x="16" y="{height:.0f}" text-anchor="middle" transform="rotate(-90 16 {height:.0f})">{escape(y.name)}</text>',
     ]
-    for share, said in y.ticks():
+    for share, label in y.ticks():
         top = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top:.1f}" y2="{top:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{top + 4:.1f}" text-anchor="end">{said}</text>')
-    for share, said in x.ticks():
+        parts.append(f'<text x="{LEFT - 8}" y="{top + 4:.1f}" text-anchor="end">{label}</text>')
+    for share, label in x.ticks():
         left = LEFT + share * (WIDTH - LEFT - RIGHT)
-        parts.append(f'<text x="{left:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{said}</text>')
+        parts.append(f'<text x="{left:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
     return "\n".join(parts)
 
 

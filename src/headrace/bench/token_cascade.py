@@ -125,8 +125,8 @@ def measure(
     finally:
         llm.engine.speculation = ours
     tokens = sum(map(len, texts[0]))
-    told = [{**asdict(row), "speed": row.speed, "ratio": row.ratio} for row in rows]
-    return {"machine": machine(), "backend": llm.backend, "n": len(prompts), "tokens": tokens, "batch": batch, "rows": told}
+    records = [{**asdict(row), "speed": row.speed, "ratio": row.ratio} for row in rows]
+    return {"machine": machine(), "backend": llm.backend, "n": len(prompts), "tokens": tokens, "batch": batch, "rows": records}
 
 
 def _written(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[CompletionOutput]:
@@ -180,8 +180,8 @@ def verdict(found: dict[str, Any]) -> str:
     rows = found["rows"]
     bar = next(row["ratio"] for row in rows if row["kind"] == DRAFT)
     faster = [row for row in rows if row["kind"] not in (PLAIN, DRAFT) and row["ratio"] > bar]
-    told = f"a draft by the same model, which changes no token, is {bar:.2f} times as fast as plain decoding"
+    line = f"a draft by the same model, which changes no token, is {bar:.2f} times as fast as plain decoding"
     if not faster:
-        return f"{told}: nothing here is faster"
+        return f"{line}: nothing here is faster"
     best = max(faster, key=lambda row: row["agrees"])
-    return f"{told}; of what is faster {best['name']} agrees most: {best['agrees']:.1%}, {best['ratio']:.2f} times"
+    return f"{line}; of what is faster {best['name']} agrees most: {best['agrees']:.1%}, {best['ratio']:.2f} times"

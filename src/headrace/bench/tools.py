@@ -213,5 +213,5 @@ def _asked(llm: LLM, case: Case) -> tuple[Tooling, list[int]]:
     template = llm.opened.template.source
     given = tooling(request, template, llm.tokenizer.control_id)
     assert given is not None
-    told: dict[str, Any] = {"tools": given.tools} if given.told else {}
-    return given, llm.render(conversation(case.messages, given, template), **told)
+    variables: dict[str, Any] = {"tools": given.tools} if given.in_template else {}
+    return given, llm.render(conversation(case.messages, given, template), **variables)

@@ -73,11 +73,11 @@ def cascade(
 
 def _lines(result: dict[str, Any]) -> list[str]:
     chosen, held, at = result["calibration"], result["held_out"], result["at_20"]
-    told = f"AUROC of the score {result['auroc']:.2f}; a fifth deferred: {at['gain']:+.3f} beside chance (p {at['p']:.3f})"
+    quality = f"AUROC of the score {result['auroc']:.2f}; a fifth deferred: {at['gain']:+.3f} beside chance (p {at['p']:.3f})"
     pays = f"it is cheaper than LARGE alone below {result['break_even']:.0%} deferred"
     if chosen["threshold"] is None:
         shown = f"no threshold loses at most {chosen['delta']:g} for sure on {chosen['n']} questions: LARGE answers everything"
-        return [told, pays, shown]
+        return [quality, pays, shown]
     shown = (
         f"threshold {chosen['threshold']:.2f}: loses at most {chosen['delta']:g} with probability {1 - chosen['epsilon']:g}, "
         f"for questions like the {chosen['n']} it was chosen on"
@@ -86,4 +86,4 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"the other half: {held['accuracy']:.3f} right (LARGE alone {held['large']:.3f}), lost {held['loss']:.3f}, "
         f"{held['deferred']:.0%} deferred, cost {held['cost']:.2f} of LARGE alone"
     )
-    return [told, pays, shown, kept]
+    return [quality, pays, shown, kept]

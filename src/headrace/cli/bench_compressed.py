@@ -80,7 +80,7 @@ def compressed(
     for rows in (pages.quality(result), pages.speed(result)):
         print_table(rows[0], rows[1:])
         print()
-    for line in pages.said(result):
+    for line in pages.summary(result):
         print(line)
     if page is not None:
         page.write_text(pages.page(result), "utf-8")

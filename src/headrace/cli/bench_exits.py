@@ -105,8 +105,8 @@ def _of_texts(
     each = zip(found["exit_layers"], found["by_exit"], found["calibration_error"], strict=True)
     print_table(("after layer", "right", "off its own word"), [(str(one), f"{a:.3f}", f"{b:.3f}") for one, a, b in each])
     if len(found["labels"]) <= MOST_LABELS:
-        said = [(label, *map(str, row)) for label, row in zip(found["labels"], found["confusion"], strict=True)]
-        print_table(("is, and said to be", *found["labels"]), said)
+        counts = [(label, *map(str, row)) for label, row in zip(found["labels"], found["confusion"], strict=True)]
+        print_table(("is, and said to be", *found["labels"]), counts)
     for line in _lines_of_texts(found):
         print(line)
     return found, bench.lines(found)

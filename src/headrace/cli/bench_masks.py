@@ -32,10 +32,10 @@ def masks(
     from headrace.bench.masks import measure_masks
     from headrace.startup.loading import open_model
 
-    tokenizer, told = open_model(model).tokenizer, status()
+    tokenizer, progress = open_model(model).tokenizer, status()
     with file.open("rb") as lines:
-        told.start("reading schemas", min(sum(1 for _ in lines), most or sys.maxsize), unit="schemas")
-    result = measure_masks(file, tokenizer, most, lambda _: told.advance(1))
+        progress.start("reading schemas", min(sum(1 for _ in lines), most or sys.maxsize), unit="schemas")
+    result = measure_masks(file, tokenizer, most, lambda _: progress.advance(1))
     share = lambda count, of: f"{count} of {of} ({count / max(of, 1):.1%})"  # noqa: E731
     rows = [
         ("schemas served", share(result.served, result.schemas)),

@@ -52,7 +52,7 @@ def self_draft(
     texts = [(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
     trial = Trial(llm.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
     status().start("searching")
-    best = search(trial, minutes * 60, lambda rated: say(rated.said))
+    best = search(trial, minutes * 60, lambda rated: say(rated.summary))
     columns = ("part", "agreement", "cost of a draft step", "tokens at once", "speed-up promised")
     row = (best.name, f"{best.alpha:.3f}", f"{best.cost:.3f}", str(best.gamma), f"{best.speedup:.2f}")
     print_table(columns, [row])

@@ -92,7 +92,7 @@ def serve(
     Requests are sent when due, whatever the server does (--rate, --trace), and times count from then; or N at once (8).
     """
     from headrace.bench.load import drive, summary
-    from headrace.bench.load.workload import Bounds, Lengths, poisson, read_trace, said, steady
+    from headrace.bench.load.workload import Bounds, Lengths, described, poisson, read_trace, steady
 
     if bool(rate) + bool(concurrency) + (trace is not None) > 1:
         raise ValueError("give one of --rate, --concurrency and --trace")
@@ -109,7 +109,7 @@ def serve(
         loads.append((f"{number:g} at once", steady(requests, lengths, seed + int(number)), int(number)))
     bounds = {name: Bounds(trace_scale, cap_input, cap_output, limit) for name, _, _ in loads}
     loads = [(name, bounds[name].apply(jobs), at_once) for name, jobs, at_once in loads]
-    say(cut := said({name: each.cut for name, each in bounds.items()}))
+    say(cut := described({name: each.cut for name, each in bounds.items()}))
     drive.warm_up(target, Bounds(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
     processes = [int(number) for number in _numbers(watch)]
     made = {name: _measure(name, target, jobs, at_once, processes, limits) for name, jobs, at_once in loads}
@@ -126,7 +126,7 @@ def _tell(model: str, cut: str, made: dict[str, Any], json_file: Path | None, pl
         for error in one["errors"]:
             say(f"{name}: {error}")
     if json_file is not None:
-        whole = {"model": model, "cut": cut, "loads": {name: told for name, (told, _) in made.items()}}
+        whole = {"model": model, "cut": cut, "loads": {name: figures for name, (figures, _) in made.items()}}
         json_file.write_text(json.dumps(whole, indent=2) + "\n")
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
@@ -163,9 +163,9 @@ def latency(
     columns = ("at once", "greedy ms a token", "sampled ms a token", "ratio", "least", "most")
     print_table(columns, [_compared(one) for one in both])
     if json_file is not None:
-        told = {"ttft": {one.length: one.ttft for one in first}, "step": {one.length: one.step for one in first}}
-        told |= {"greedy": {one.at_once: one.greedy for one in both}, "sampled": {one.at_once: one.sampled for one in both}}
-        json_file.write_text(json.dumps(told, indent=2) + "\n")
+        figures = {"ttft": {one.length: one.ttft for one in first}, "step": {one.length: one.step for one in first}}
+        figures |= {"greedy": {one.at_once: one.greedy for one in both}, "sampled": {one.at_once: one.sampled for one in both}}
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _compared(one: Any) -> tuple[str, ...]:
@@ -212,21 +212,21 @@ def _measure(
 def _rows(made: dict[str, Any]) -> list[tuple[str, ...]]:
     """The table, its heads first."""
     rows: list[tuple[str, ...]] = [("", *made)]
-    told = [summary for summary, _ in made.values()]
+    summaries = [summary for summary, _ in made.values()]
     for name, label in {"requests": "requests", "failed": "failed", "output_tokens": "answer tokens"}.items():
-        rows.append((label, *(str(one[name]) for one in told)))
+        rows.append((label, *(str(one[name]) for one in summaries)))
     for name, label in {"requests_per_s": "requests/s", "output_tokens_per_s": "tokens/s", "seconds": "seconds"}.items():
-        rows.append((label, *(f"{one[name]:.2f}" for one in told)))
+        rows.append((label, *(f"{one[name]:.2f}" for one in summaries)))
     for name in ("ttft", "itl", "tpot", "e2e"):
         for share in ("p50", "p90", "p99"):
-            rows.append((f"{name} {share} ms", *(_ms(one[name][share]) if one[name] else "-" for one in told)))
-    if any("slo" in one for one in told):
-        rows.append(("goodput, requests/s", *(f"{one['slo']['goodput_requests_per_s']:.2f}" for one in told)))
-        rows.append(("within the limits", *(f"{one['slo']['share']:.1%}" for one in told)))
-    rows.append(("sent late by at most, ms", *(_ms(one["sent_late_max"]) for one in told)))
-    rows.append(("CPU of this client, s", *(f"{one['client_cpu_s']:.2f}" for one in told)))
-    for pid in told[0]["cpu_us_per_token"]:
-        rows.append((f"CPU of {pid}, us a token", *(f"{one['cpu_us_per_token'][pid]:.1f}" for one in told)))
+            rows.append((f"{name} {share} ms", *(_ms(one[name][share]) if one[name] else "-" for one in summaries)))
+    if any("slo" in one for one in summaries):
+        rows.append(("goodput, requests/s", *(f"{one['slo']['goodput_requests_per_s']:.2f}" for one in summaries)))
+        rows.append(("within the limits", *(f"{one['slo']['share']:.1%}" for one in summaries)))
+    rows.append(("sent late by at most, ms", *(_ms(one["sent_late_max"]) for one in summaries)))
+    rows.append(("CPU of this client, s", *(f"{one['client_cpu_s']:.2f}" for one in summaries)))
+    for pid in summaries[0]["cpu_us_per_token"]:
+        rows.append((f"CPU of {pid}, us a token", *(f"{one['cpu_us_per_token'][pid]:.1f}" for one in summaries)))
     return rows
 
 

@@ -90,11 +90,11 @@ def _gains(
     gammas = tuple(gamma or (SWEEP_GAMMAS if len(batches) > 1 else GAMMAS))
     status().start("measuring", len(tasks) * len(gammas) * len(batches), unit="rows")
 
-    def told(line: str) -> None:
+    def report(line: str) -> None:
         say(line)
         status().advance(1)
 
-    rows = bench.measure(llm, tasks, gammas=gammas, batches=batches, rounds=rounds, max_tokens=max_tokens, say=told)
+    rows = bench.measure(llm, tasks, gammas=gammas, batches=batches, rounds=rounds, max_tokens=max_tokens, say=report)
     print_table(COLUMNS, [_cells(row) for row in rows])
     if plot is not None:
         plot.write_text(bench.svg(rows, about(llm.opened.name)), "utf-8")

@@ -96,7 +96,7 @@ def calibrate(
         return
     folder = Path(options.exits) if options.exits is not None else folder_of(llm.opened.path, fetch(str(options.cascade)))
     save(folder, rule)
-    say(rule.said())
+    say(rule.summary())
 
 
 def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:

@@ -40,8 +40,8 @@ def _listed(given: Any) -> list[Any]:
 def _calibrated(who: str, file: Any, score: Any) -> tuple[float, Any, str]:
     """Threshold, score and promise of what `bench cascade --json` wrote. Raises SettingsError."""
     try:
-        told = json.loads(Path(file).expanduser().read_text("utf-8"))
-        made, scored = told["calibration"], told["score"]
+        found = json.loads(Path(file).expanduser().read_text("utf-8"))
+        made, scored = found["calibration"], found["score"]
         threshold, n = made["threshold"], made["n"]
         promise = f"loses at most {made['delta']:g} with probability {1 - made['epsilon']:g}, on inputs like the {n} of {file}"
     except (OSError, ValueError, KeyError, TypeError) as error:

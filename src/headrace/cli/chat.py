@@ -161,14 +161,16 @@ class Chat:
         """The answer's text, written as it comes; what Ctrl-C leaves of it, too."""
         answer, depths = AnswerWriter(wrapped=True, form=Markdown if self.markdown else None), self._depths()
         made: list[RequestOutput] = []
-        told = moving()
-        told.start("reading the prompt")
-        for delta in self.llm.stream(prompt, self.params, output=made, cancelled=reading(self.llm, made, told, self.interrupt)):
+        progress = moving()
+        progress.start("reading the prompt")
+        for delta in self.llm.stream(
+            prompt, self.params, output=made, cancelled=reading(self.llm, made, progress, self.interrupt)
+        ):
             if depths is None:
                 answer.write(delta.text)
             else:
                 depths.write(delta)
-        told.finish()
+        progress.finish()
         (answer if depths is None else depths).close()
         (self.last,) = made
         if self.last.error is not None:
@@ -275,12 +277,12 @@ def _fit_line(text: str, end: str) -> str:
 
 def _table(params: SamplingParams, *, everything: bool = False, names: Sequence[str] = ()) -> str:
     """Settings, a line each: name, value and what it does; of the rarer ones those that were changed."""
-    said = {one.name: one.field.help for one in declared(SamplingParams)}
+    docs = {one.name: one.field.help for one in declared(SamplingParams)}
     rows = []
     for name in names or SETTINGS:
         value = getattr(params, name)
         if everything or names or name in USUAL or value != getattr(NEUTRAL, name):
-            rows.append((name, "none" if value in ((), None) else _shown(value), said.get(name, "")))
+            rows.append((name, "none" if value in ((), None) else _shown(value), docs.get(name, "")))
     widths = [max(len(row[at]) for row in rows) for at in range(2)]
     room = max(shutil.get_terminal_size().columns - 1, 40)
     return "\n".join(crop(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {what}".rstrip(), room) for name, value, what in rows)

@@ -58,8 +58,8 @@ def classify(
         raise typer.BadParameter(f"--pairs wants two texts with one tab between them, not {wrong[:60]!r}")
     llm = open_llm(model, options, classifier=classifier)
     status().finish()
-    told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
-    told.start("classifying", len(given), unit="texts")
+    progress = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    progress.start("classifying", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
         asked = [tuple(text.split("\t")) for text in part] if pairs else part
@@ -69,5 +69,5 @@ def classify(
             if show_exits:
                 line["exits"] = [asdict(vote) for vote in made.votes]
             print(json.dumps(line, ensure_ascii=False), flush=True)
-        told.advance(len(part))
-    told.finish()
+        progress.advance(len(part))
+    progress.finish()

@@ -202,8 +202,8 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         if report.zeros is not None:
             fields.append(("zeros", f"{report.zeros:.2%} of the weights of layers"))
         fields += [(cut.method, _cut(cut)) for cut in report.cuts]
-        if report.told:
-            fields.append(("outputs", _outputs(list(report.told.values()))))
+        if report.outputs:
+            fields.append(("outputs", _outputs(list(report.outputs.values()))))
         if (judged := report.judged) is not None:
             fields.append(
                 ("judged", f"KL {judged.kl:.4f} nats, perplexity {judged.perplexity:.3f} of {judged.perplexity_before:.3f}")
@@ -222,8 +222,8 @@ def _cut(cut: Any) -> str:
     return f"{made}, {error:.1%} of the squares of outputs lost, {repaired:.1%} after repair{elsewhere}"
 
 
-def _outputs(told: Any) -> str:
+def _outputs(reports: Any) -> str:
     """The error of all matrices' outputs, beside that of rounding to nearest."""
-    whole = sum(one.weights for one in told)
-    found, nearest = (sum(getattr(one, name) * one.weights for one in told) / whole for name in ("error", "nearest"))
+    whole = sum(one.weights for one in reports)
+    found, nearest = (sum(getattr(one, name) * one.weights for one in reports) / whole for name in ("error", "nearest"))
     return f"{found:.3%} of the squares of the layers' outputs, {nearest:.3%} rounded to nearest"

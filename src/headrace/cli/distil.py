@@ -154,6 +154,6 @@ def _print(result: Any, out: Path, as_json: bool) -> None:
     say(f"{small / 1e6:,.1f} of {large / 1e6:,.1f} million weights; {result.steps:,} steps in {result.seconds:,.0f} s")
     say(f"{result.tokens:,} tokens seen, {result.different:,} of them different")
     if drafting is not None:
-        said = f"(1 + {drafting.after:.2f}) / (1 + {drafting.cost:.2f}) = {drafting.speed:.2f} at the most"
-        say(f"as a draft it {'may pay' if drafting.speed > 1 else 'does not pay'}: {said}, where both are stored alike")
+        formula = f"(1 + {drafting.after:.2f}) / (1 + {drafting.cost:.2f}) = {drafting.speed:.2f} at the most"
+        say(f"as a draft it {'may pay' if drafting.speed > 1 else 'does not pay'}: {formula}, where both are stored alike")
     say(f"the student is in {out}")

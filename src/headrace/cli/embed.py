@@ -45,12 +45,12 @@ def embed(
     given = texts_of(texts, file)
     llm = open_llm(model, options)
     status().finish()
-    told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
-    told.start("embedding", len(given), unit="texts")
+    progress = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    progress.start("embedding", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
         for text, made in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions), strict=True):
             line = {"text": text, "tokens": len(made.token_ids), "embedding": made.values}
             print(json.dumps(line, ensure_ascii=False), flush=True)
-        told.advance(len(part))
-    told.finish()
+        progress.advance(len(part))
+    progress.finish()

@@ -167,7 +167,7 @@ class Meter:
         self._total = total
         self._done = done
         self._tokens = 0
-        self._start = self._said = time.monotonic()
+        self._start = self._reported = time.monotonic()
         self._bar = status() if isinstance(status(), Moving) else None
 
     def __enter__(self) -> "Meter":
@@ -187,7 +187,7 @@ class Meter:
     def show(self, done: int, running: list[Any]) -> None:
         """Tell where we are, if it is time to."""
         now = time.monotonic()
-        if self._bar is None and now - self._said < SAY_EVERY:
+        if self._bar is None and now - self._reported < SAY_EVERY:
             return
         speed = f"{self._speed(sum(map(_tokens, running))):.1f} tokens/s"
         if self._bar is not None:
@@ -195,7 +195,7 @@ class Meter:
             self._done = done
         else:
             say(f"{done} of {counted(self._total, 'lines')}, {speed}")
-        self._said = now
+        self._reported = now
 
     def _speed(self, open_tokens: int) -> float:
         return (self._tokens + open_tokens) / (time.monotonic() - self._start)

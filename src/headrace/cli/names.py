@@ -99,7 +99,7 @@ def _keep(name: Name) -> None:
     try:
         opened = open_model(name.name, download=False)
         if name.template is not None or name.system:
-            opened.template.render(opened.told([{"role": "user", "content": "hi"}]))
+            opened.template.render(opened.with_system([{"role": "user", "content": "hi"}]))
     except Exception:
         names.remove(name.name) if before is None else names.save(before)
         raise

@@ -56,17 +56,17 @@ def open_llm(
     if isinstance(options, ModelOptions) and opened is not None and opened.config.encoder:
         raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
     if sampling is not None and not quiet and opened is not None:
-        note(f"{model}: {sampling.said(opened.defaults, **given or {})}")
-    told, name = moving(quiet), Path(model).name
-    told.start(f"loading {name}")
+        note(f"{model}: {sampling.summary(opened.defaults, **given or {})}")
+    progress, name = moving(quiet), Path(model).name
+    progress.start(f"loading {name}")
     if not quiet and not isinstance(status(), Moving):
         say(f"loading {name}")
     from headrace.llm import LLM
 
-    llm = LLM(model, **asdict(options), **more, progress=told)
+    llm = LLM(model, **asdict(options), **more, progress=progress)
     if not quiet:
-        rounding = llm.opened.rounding_said(options.activations)
-        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}{rounding}")
+        rounding = llm.opened.rounding_summary(options.activations)
+        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.summary}{rounding}")
         if isinstance(options, ModelOptions):
             _say_calibrated(llm, options)
     return llm
@@ -78,4 +78,4 @@ def _say_calibrated(llm: Any, options: ModelOptions) -> None:
 
     smaller = None if options.cascade is None else fetch(options.cascade)
     for rule in known(llm.opened.path, options.exits, smaller, options.exit_state):
-        note(f"calibrated: {rule.said()}")
+        note(f"calibrated: {rule.summary()}")

@@ -276,7 +276,7 @@ class SamplingOptions(Drawing):
 
         return made
 
-    def said(self, defaults: Defaults, **more: Any) -> str:
+    def summary(self, defaults: Defaults, **more: Any) -> str:
         """The settings in force and where each comes from, in a line. `more`: what else was given."""
         given = {**self.changes(), **{name: value for name, value in more.items() if value is not None}}
         if self.preset is not None:

@@ -108,14 +108,14 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet
     answer = AnswerWriter(wrapped=True)
     made: list[Any] = []
     with Interrupt() as interrupt:
-        told = moving(quiet)
-        told.start("reading the prompt")
-        for delta in llm.stream(prompt, params, output=made, cancelled=reading(llm, made, told, interrupt)):
+        progress = moving(quiet)
+        progress.start("reading the prompt")
+        for delta in llm.stream(prompt, params, output=made, cancelled=reading(llm, made, progress, interrupt)):
             if origins is not None:
                 origins.write(delta)
             elif not as_json and params.n == 1:
                 answer.write(delta.text)
-    told.finish()
+    progress.finish()
     (output,) = made
     if output.error is not None:
         answer.close()

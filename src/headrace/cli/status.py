@@ -34,7 +34,7 @@ def moving(quiet: bool = False) -> Progress:
     return status() if isinstance(status(), Moving) and not quiet else Silent()
 
 
-def reading(llm: Any, made: Sequence[Any], told: Progress, cancelled: Callable[[], bool]) -> Callable[[], bool]:
+def reading(llm: Any, made: Sequence[Any], progress: Progress, cancelled: Callable[[], bool]) -> Callable[[], bool]:
     """`cancelled`, for LLM.stream, which asks between steps; of a long prompt it is told on the way how much has been read."""
     seen = 0
 
@@ -46,9 +46,9 @@ def reading(llm: Any, made: Sequence[Any], told: Progress, cancelled: Callable[[
                 seen = -1
             elif now > seen:
                 if seen == 0:
-                    told.start("reading the prompt", total, now, unit="tokens")
+                    progress.start("reading the prompt", total, now, unit="tokens")
                 else:
-                    told.advance(now - seen)
+                    progress.advance(now - seen)
                 seen = now
         return cancelled()
 

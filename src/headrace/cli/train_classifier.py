@@ -64,7 +64,7 @@ def train_classifier(
     known, path = read_labelled(data, most), fetch(model)
     schedule = Schedule(epochs, batch, rate, seed) if joint else None
     recipe = Recipe(places, pooling, decay, delta, epsilon, seed=seed, threads=threads, joint=schedule)
-    result = train(str(path), known, out, recipe, _told(), None if check is None else read_labelled(check))
+    result = train(str(path), known, out, recipe, _progress(), None if check is None else read_labelled(check))
     status().finish()
     exits = zip(result.exits.layers, result.accuracy, strict=True)
     print_table(("after layer", "right"), [(str(layer), f"{share:.3f}") for layer, share in exits])
@@ -80,7 +80,7 @@ def train_classifier(
     say(f"{what} in {out}; use it with: headrace classify {out if joint else model} -c {out}")
 
 
-def _told() -> Callable[[str, int, int], None]:
+def _progress() -> Callable[[str, int, int], None]:
     """How far it is: texts that are read, then exits that are trained."""
     units = {"reading": "texts", "training": "exits", "training together": "steps"}
     at, before = "", 0

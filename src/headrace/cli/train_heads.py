@@ -84,10 +84,10 @@ def train_heads(
     recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts, places)
     status().finish()  # loading says so itself
     if kind is Kind.EXIT:
-        _print_exits(distil_exits(str(path), out, recipe, _told()))
+        _print_exits(distil_exits(str(path), out, recipe, _progress()))
         say(f"the exits are in {out}; use them with --draft {out}")
         return
-    result = distil(str(path), out, recipe, _told())
+    result = distil(str(path), out, recipe, _progress())
     rows = [(str(place + 1), f"{share:.0%}") for place, share in enumerate(result.agreement)]
     print_table(("tokens ahead", "all as the model has it"), rows)
     say(f"held-out prompts: {result.accepted:.0%} of drafted tokens accepted, {result.tokens_per_step:.2f} tokens a step")
@@ -124,7 +124,7 @@ def _print_exits(result: Any) -> None:
     say(f"the exit after {result.drafts} layers drafts")
 
 
-def _told() -> Callable[[str, float, float, str], None]:
+def _progress() -> Callable[[str, float, float, str], None]:
     """How far it is: texts that are written, then seconds of the training."""
     units = {"texts": "texts", "training": "seconds"}
     at, before = "", 0

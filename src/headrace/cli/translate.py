@@ -56,15 +56,15 @@ def translate(
     most = most if max_tokens is None else min(max_tokens, most)
     params = SamplingParams(temperature=0.0, max_tokens=most)
     searched = params if beams == 1 else BeamSearchParams(beam_width=beams, max_tokens=most)
-    told = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
-    told.start("translating", len(given), unit="texts")
+    progress = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    progress.start("translating", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
         made = iter(llm.generate([text for text in part if text.strip()], searched))
         for text in part:
             print(_line(text, next(made) if text.strip() else None, as_json), flush=True)
-        told.advance(len(part))
-    told.finish()
+        progress.advance(len(part))
+    progress.finish()
     return 0
 
 
@@ -73,8 +73,8 @@ def _line(text: str, output: Any, as_json: bool) -> str:
     if output is not None and output.error is not None:
         raise ValueError(f"{text[:60]!r} cannot be translated: {output.error}")
     one = None if output is None else output.outputs[0]
-    said = "" if one is None else one.text.strip().replace("\n", " ")
+    translation = "" if one is None else one.text.strip().replace("\n", " ")
     if not as_json:
-        return said
+        return translation
     more = {"tokens": 0 if one is None else len(one.token_ids), "finish_reason": None if one is None else one.finish_reason}
-    return json.dumps({"text": text, "translation": said, **more}, ensure_ascii=False)
+    return json.dumps({"text": text, "translation": translation, **more}, ensure_ascii=False)

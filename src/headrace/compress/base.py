@@ -66,7 +66,7 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class OutputReport:
     """What is said of a matrix (a part of a fused one) after it was rounded. Errors are of its outputs, over the mean square
     of these: `error` on the texts measured, `held` on those held out (None: there were none), `nearest` and `held_nearest` for
     rounding to nearest in the same kind what is not left out (of SparseGPT what Wanda leaves). `lost` and `energy` are sums of
@@ -141,7 +141,7 @@ class Visit:
     holders: dict[str, Any]
     matrices: dict[str, Matrix]
     edges: tuple[Edge, ...]
-    told: dict[str, Told] = field(default_factory=dict)  # by target
+    outputs: dict[str, OutputReport] = field(default_factory=dict)  # by target
     notes: list[str] = field(default_factory=list)  # what went other than it should
     extra: dict[str, Any] = field(default_factory=dict)  # what else is kept of it, as JSON has it
     cut: dict[str, Tensor] | None = None  # by target what is kept in place of the layer as it stands; its shapes may be smaller

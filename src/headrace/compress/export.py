@@ -80,11 +80,11 @@ def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
     vocabulary.backend.decoder = _decoder(vocabulary)
     vocabulary.backend.save(str(folder / "tokenizer.json"))
     names = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
-    said: dict[str, Any] = {key: vocabulary.backend.id_to_token(token) for key, token in names.items() if token is not None}
-    said |= {"add_bos_token": bool(vocabulary.prefix), "add_eos_token": bool(vocabulary.suffix)}
+    settings: dict[str, Any] = {key: vocabulary.backend.id_to_token(token) for key, token in names.items() if token is not None}
+    settings |= {"add_bos_token": bool(vocabulary.prefix), "add_eos_token": bool(vocabulary.suffix)}
     if vocabulary.chat_template is not None:
-        said["chat_template"] = vocabulary.chat_template
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **said})
+        settings["chat_template"] = vocabulary.chat_template
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
 
 
 def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:

@@ -83,7 +83,7 @@ def _cut(job: Job, work: Work, texts: Texts, tell: Progress) -> Job:
     left = cut_model(job.origin, pipeline.cuts, work, texts, tell, threads_of(pipeline), words=False)
     made = prepared(job.origin, left.opened, pipeline)
     made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
-    made.report.cuts, made.report.tokens, made.report.passages = left.told, left.tokens, job.report.passages
+    made.report.cuts, made.report.tokens, made.report.passages = left.cuts, left.tokens, job.report.passages
     warn(made.report, left.notes, tell)
     return made
 
@@ -140,10 +140,12 @@ def _write_settings(job: Job, folder: Path) -> None:
     """config.json, tokenizer and template. Raises ValueError where the tokenizer read back is another one."""
     write_words(job.origin, folder)
     write_json(folder / CONFIG, job.config)
-    write_json(folder / COMPRESSED, {"compress": said(job.pipeline), **({} if job.kept is None else {"kv": job.kept.record()})})
+    write_json(
+        folder / COMPRESSED, {"compress": summary(job.pipeline), **({} if job.kept is None else {"kv": job.kept.record()})}
+    )
 
 
-def said(pipeline: Pipeline) -> str:
+def summary(pipeline: Pipeline) -> str:
     """What was done to a model, in one line: "awq,gptq int4-g128"."""
     cut = f" {pipeline.prunes[1]}" if pipeline.prunes else ""
     return f"{','.join(pipeline.method)}{cut} {pipeline.format.lower()}"
@@ -155,8 +157,8 @@ def _chunks(job: Job, threads: int, tell: Progress) -> Iterator[tuple[str, np.nd
         try:
             if name in job.layouts:
                 rows, error, zeros = _rows(job, name, threads)
-                told = {} if job.made is None else job.made.told  # of what a walk saw: a head is none of it
-                largest = max((told[part.target].largest for part in parts if part.target in told), default=0.0)
+                reports = {} if job.made is None else job.made.outputs  # of what a walk saw: a head is none of it
+                largest = max((reports[part.target].largest for part in parts if part.target in reports), default=0.0)
                 arrays = list(job.layouts[name].tensors(rows, largest).values())
             else:
                 data, zeros = _floats(job, name)
@@ -199,9 +201,9 @@ def _rows(job: Job, name: str, threads: int) -> tuple[np.ndarray, float, float |
     made, parts, kind = job.made, job.stored[name], job.layouts[name].kind
     how = job.pipeline.prunes if is_matrix(name, parts[0]) else None
     if made is not None and parts[0].target in made.kinds:
-        told = [made.told[part.target] for part in parts]
+        reports = [made.outputs[part.target] for part in parts]
         rows = write_parts(parts, made.rows).numpy()
-        error = sum(one.lost for one in told) / (sum(one.energy for one in told) or 1.0)
+        error = sum(one.lost for one in reports) / (sum(one.energy for one in reports) or 1.0)
         return rows, error, float((dequantize_numpy(rows.reshape(-1), kind) == 0).mean()) if how else None
     values, weight, to = _values(job, name), job.importance.get(name), target(job.formats[name])
     step, pieces, lost, zeros = max(1, CHUNK // values.shape[1]), [], 0.0, 0

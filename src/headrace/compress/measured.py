@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace import native
-from headrace.compress.base import Compressor, Told, Visit, visited
+from headrace.compress.base import Compressor, OutputReport, Visit, visited
 from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
@@ -37,7 +37,7 @@ class Made:
     work: Work
     kinds: dict[str, str]  # of what is coded, by target
     folds: bool  # whether other parameters of the layers changed, too
-    told: dict[str, Told]
+    outputs: dict[str, OutputReport]
     notes: list[str]
     tokens: int
 
@@ -113,8 +113,8 @@ def kv_measured(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress
     """What the file is to say of K and V, with the mean of keys over `texts`, or, where there are none, over others made for
     it."""
     if pipeline.kv is None:
-        if (said := kv_settings(opened.source, kv_shape(opened.config))) is not None:
-            tell.note(f"{opened.path.name} asks for K and V in {said.format}, and what is written does not; for that give --kv")
+        if (own := kv_settings(opened.source, kv_shape(opened.config))) is not None:
+            tell.note(f"{opened.path.name} asks for K and V in {own.format}, and what is written does not; for that give --kv")
         return None
     if not texts:
         texts = texts_of(opened, pipeline.calibrate, pipeline.tokens or TOKENS, pipeline.seed, tell, WINDOW, pipeline.threads)
@@ -153,17 +153,17 @@ def go(walk: Walk, steps: Sequence[Compressor], work: Work, tell: Progress, thre
     try:
         for visit in walk:
             if last:
-                _said(tell, last, clock)
+                _report(tell, last, clock)
             visited(visit, steps)
             last = _line(visit, total)
         if last:
-            _said(tell, last, clock)
+            _report(tell, last, clock)
     finally:
         torch.set_num_threads(before)
         tell.finish()
 
 
-def _said(tell: Progress, line: str, clock: Clock) -> None:
+def _report(tell: Progress, line: str, clock: Clock) -> None:
     taken, left = clock.tick()
     line = f"{line}  {taken:.0f} s, {left / 60:.0f} min left"
     tell.advance(1, line)
@@ -173,13 +173,13 @@ def _said(tell: Progress, line: str, clock: Clock) -> None:
 
 def _line(visit: Visit, total: int) -> str:
     """Of a layer the matrix with the most inputs."""
-    if not visit.told:
+    if not visit.outputs:
         found = [f"{name} {value:.4f}" for name, value in visit.extra.items() if isinstance(value, float)]
         return f"{visit.number + 1}/{total} {', '.join(found)}".rstrip()
-    target, told = max(visit.told.items(), key=lambda one: one[1].inputs)
-    held = "" if told.held is None else f", held out {told.held:.4f}"
+    target, report = max(visit.outputs.items(), key=lambda one: one[1].inputs)
+    held = "" if report.held is None else f", held out {report.held:.4f}"
     name = target.removeprefix(f"layers.{visit.number}.").removesuffix(".weight")
-    return f"{visit.number + 1}/{total} {name} K {told.inputs} error {told.error:.4f} (rtn {told.nearest:.4f}{held})"
+    return f"{visit.number + 1}/{total} {name} K {report.inputs} error {report.error:.4f} (rtn {report.nearest:.4f}{held})"
 
 
 def made_of(work: Work, layers: int, folds: bool) -> Made:
@@ -188,7 +188,7 @@ def made_of(work: Work, layers: int, folds: bool) -> Made:
     for number in range(layers):
         about = work.about(number)
         made.kinds |= about["kinds"]
-        made.told |= {target: Told(**told) for target, told in about["told"].items()}
+        made.outputs |= {target: OutputReport(**one) for target, one in about["told"].items()}
         made.notes += about["notes"]
         made.tokens = about["tokens"]
     return made

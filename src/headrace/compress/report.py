@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.compress.base import Told
+from headrace.compress.base import OutputReport
 from headrace.compress.judge import Judgement
 from headrace.compress.pruning import pruning
 from headrace.compress.recipe import FOLDS, READ, check_known, check_order
@@ -121,7 +121,7 @@ class Report:
     largest: int
     seconds: float = 0.0
     tokens: int = 0
-    told: dict[str, Told] = field(default_factory=dict)
+    outputs: dict[str, OutputReport] = field(default_factory=dict)
     cuts: list[CutReport] = field(default_factory=list)
     judged: Judgement | None = None
     passages: list[str] = field(default_factory=list)
@@ -173,8 +173,8 @@ class Report:
         }
         if self.cuts:
             made |= {"tokens": self.tokens, "cuts": [asdict(cut) for cut in self.cuts]}
-        if self.told:
-            made |= {"tokens": self.tokens, "outputs": {target: told.record() for target, told in self.told.items()}}
+        if self.outputs:
+            made |= {"tokens": self.tokens, "outputs": {target: one.record() for target, one in self.outputs.items()}}
         if self.passages:
             made["passages"] = self.passages
         if self.judged is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.compress.base import Coded, Inputs, Matrix, Told, Visit
+from headrace.compress.base import Coded, Inputs, Matrix, OutputReport, Visit
 from headrace.compress.pruning import SPARSEGPT, kept_mask
 from headrace.quant.errors import outside
 from headrace.quant.hessian import DAMPING, output_error, upper
@@ -62,9 +62,9 @@ class Rounding:
                 result = reconstruct(w, made.factor, grids=grids, keep=keep, order=order, block=self._block())
                 rows, values = grids.rows(result)
                 damping = made.damping
-            told = tell(w, values, plain, kind, inputs, outside(w.numpy(), values.numpy(), rows, to))
+            report = output_report(w, values, plain, kind, inputs, outside(w.numpy(), values.numpy(), rows, to))
             seconds, began = time.perf_counter() - began, time.perf_counter()
-            visit.told[matrix.target(part)] = replace(told, dead=dead, damping=damping, seconds=seconds)
+            visit.outputs[matrix.target(part)] = replace(report, dead=dead, damping=damping, seconds=seconds)
             matrix.coded[part] = Coded(to.kind, rows)
             w.copy_(values)
 
@@ -94,14 +94,16 @@ def importance_of(inputs: Inputs) -> np.ndarray | None:
     return np.asarray(diagonal.numpy(), np.float32).copy() if usable else None
 
 
-def tell(w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, parts: tuple[float, float]) -> Told:
+def output_report(
+    w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, parts: tuple[float, float]
+) -> OutputReport:
     """The errors of `values` for w, beside those of `plain`. `parts`: as quant.errors.outside gives them."""
 
     def error(found: Tensor, moment: Tensor) -> float:
         return output_error(found - w, moment) / (output_error(w, moment) or 1.0)
 
     held = inputs.held if inputs.held_count else None
-    return Told(
+    return OutputReport(
         kind=kind,
         weights=w.numel(),
         inputs=w.shape[1],

@@ -142,7 +142,7 @@ def _cut(job: Job, model: str | Path, pipeline: Pipeline, work: Work, texts: Tex
     left = cut_model(job.opened, pipeline.cuts, work, texts, tell, threads_of(pipeline))
     made = prepare(model, pipeline, left.opened)
     made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
-    made.report.cuts, made.report.tokens, made.report.passages = left.told, left.tokens, job.report.passages
+    made.report.cuts, made.report.tokens, made.report.passages = left.cuts, left.tokens, job.report.passages
     warn(made.report, left.notes, tell)
     return made
 
@@ -184,7 +184,7 @@ def _within(job: Job, errors: dict[str, dict[str, float]], budget: int) -> list[
 
 def report_walk(report: Report, made: Made, tell: Progress) -> None:
     """What a walk told goes into the report, and what went other than it should to its head."""
-    report.tokens, report.told = made.tokens, made.told
+    report.tokens, report.outputs = made.tokens, made.outputs
     warn(report, made.notes, tell)
 
 
@@ -256,9 +256,9 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     if isinstance(source, GGUFFile):
         places = {name: place for place, name in enumerate(source.names())}
         tensors.sort(key=lambda info: places.get(info.name, -1))
-    keys = entries(opened, target, _said(pipeline, mix))
-    said = source.metadata if isinstance(source, GGUFFile) else {}
-    alignment = said.get("general.alignment", DEFAULT_ALIGNMENT)
+    keys = entries(opened, target, _format_entries(pipeline, mix))
+    metadata = source.metadata if isinstance(source, GGUFFile) else {}
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     bytes_given = {name: data for name, (_, data) in given.items()}
     job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
@@ -282,7 +282,7 @@ def _check_out(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} exists; give another name, or --overwrite")
 
 
-def _said(pipeline: Pipeline, mix: str) -> dict[str, Any]:
+def _format_entries(pipeline: Pipeline, mix: str) -> dict[str, Any]:
     """What the metadata says of number formats."""
     cut = f" {pipeline.prunes[1]}" if pipeline.prunes else ""
     ours = {
@@ -373,8 +373,8 @@ def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndar
 
 def _coded(job: Job, made: Made, parts: list[WeightPart]) -> Iterator[tuple[np.ndarray, float, int]]:
     """What the walk left of a tensor."""
-    told = [job.report.told[part.target] for part in parts]
-    lost = sum(one.lost for one in told) / (sum(one.energy for one in told) or 1.0)
+    reports = [job.report.outputs[part.target] for part in parts]
+    lost = sum(one.lost for one in reports) / (sum(one.energy for one in reports) or 1.0)
     rows = write_parts(parts, made.rows).numpy()
     zeros = int((dequantize(rows.reshape(-1), made.kinds[parts[0].target]) == 0).sum()) if job.pruning else 0
     yield rows, lost, zeros

@@ -36,7 +36,7 @@ class Left:
     """A model after its cuts, what became of it, and what went other than it should."""
 
     opened: Opened
-    told: list[CutReport]
+    cuts: list[CutReport]
     notes: list[str]
     tokens: int
 
@@ -74,9 +74,9 @@ def _cut(
     abouts = [own.about(number) for number in range(config.num_layers)]
     layers = [about["extra"] for about in abouts]
     gone = dropped([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
-    told = CutReport(cut.method, size(config, cut.method), size(target, cut.method), layers, gone)
+    report = CutReport(cut.method, size(config, cut.method), size(target, cut.method), layers, gone)
     notes = [note for about in abouts for note in about["notes"]]
-    work.write(f"{own.folder.name}.json", {"told": asdict(told), "notes": notes, "tokens": abouts[0]["tokens"]})
+    work.write(f"{own.folder.name}.json", {"told": asdict(report), "notes": notes, "tokens": abouts[0]["tokens"]})
     changed = {name for about in abouts for name in about["cut"]}
     kept = [number for number in range(config.num_layers) if number not in gone]
     with work.writing(out) as part:
@@ -129,9 +129,9 @@ def _write(opened: Opened, target: ModelConfig, kept: list[int], own: Work, chan
             else:
                 yield name, write_parts(parts, values).contiguous().numpy().view(np.uint8)
 
-    said = source.metadata if isinstance(source, GGUFFile) else {}
+    metadata = source.metadata if isinstance(source, GGUFFile) else {}
     keys = entries(opened, smaller, {}, words)
-    write_gguf(path, keys, tensors, chunks(), said.get("general.alignment", DEFAULT_ALIGNMENT))
+    write_gguf(path, keys, tensors, chunks(), metadata.get("general.alignment", DEFAULT_ALIGNMENT))
 
 
 def _before(target: str, kept: list[int]) -> str:

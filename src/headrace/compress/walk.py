@@ -135,7 +135,7 @@ class Walk:
             "kinds": {
                 matrix.target(part): coded.kind for matrix in visit.matrices.values() for part, coded in matrix.coded.items()
             },
-            "told": {target: asdict(told) for target, told in visit.told.items()},
+            "told": {target: asdict(one) for target, one in visit.outputs.items()},
             "notes": visit.notes,
             "extra": visit.extra,
             "cut": list(visit.cut or ()),

@@ -44,9 +44,9 @@ class Work:
             raise WeightError(f"{self.folder} holds no work of compress; remove it, or name another OUT")
         before = self.read(PLAN)
         if apart := [key for key in {**before, **plan} if before.get(key) != plan.get(key)]:
-            said = "; ".join(f"{key}: {_short(before.get(key))} then, {_short(plan.get(key))} now" for key in apart)
+            differences = "; ".join(f"{key}: {_short(before.get(key))} then, {_short(plan.get(key))} now" for key in apart)
             raise WeightError(
-                f"{self.folder} was begun for something else ({said}); remove it, or ask for what it was begun with"
+                f"{self.folder} was begun for something else ({differences}); remove it, or ask for what it was begun with"
             )
         return self.done
 
@@ -130,5 +130,5 @@ class Work:
 
 
 def _short(value: object) -> str:
-    said = str(value)
-    return said if len(said) <= 24 else f"{said[:12]}…"
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:12]}…"

@@ -62,20 +62,20 @@ class Field:
     def bounds(self) -> str:
         """What a number must be, in words."""
         words = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        said = {word: self._spelled(bound) for word, bound in words.items() if isfinite(bound)}
-        if said.keys() == {"at least", "at most"}:
-            text = f"between {said['at least']} and {said['at most']}"
-        elif said.keys() == {"at least"}:
-            text = f"{said['at least']} or more"
+        spelled = {word: self._spelled(bound) for word, bound in words.items() if isfinite(bound)}
+        if spelled.keys() == {"at least", "at most"}:
+            text = f"between {spelled['at least']} and {spelled['at most']}"
+        elif spelled.keys() == {"at least"}:
+            text = f"{spelled['at least']} or more"
         else:
-            text = " and ".join(f"{word} {bound}" for word, bound in said.items()) or "a finite number"
+            text = " and ".join(f"{word} {bound}" for word, bound in spelled.items()) or "a finite number"
         if self.means is None or self.means[0] in words.values():
             return text
         return f"{text} ({self.means[0]} is {self.means[1]})"
 
     def _spelled(self, bound: float) -> str:
-        said = SPELLED.get(bound, str(bound))
-        return f"{said} ({self.means[1]})" if self.means is not None and self.means[0] == bound else said
+        text = SPELLED.get(bound, str(bound))
+        return f"{text} ({self.means[1]})" if self.means is not None and self.means[0] == bound else text
 
     def holds(self, value: float) -> bool:
         """Whether a number lies within; NaN never does."""
@@ -188,8 +188,8 @@ def _whole(one: Declared, value: object) -> object:
 def _choice(one: Declared, value: object) -> object:
     ways = get_args(one.kind)
     if value not in ways:
-        said = " or ".join(ways) if len(ways) < 3 else f"one of {', '.join(ways)}"
-        raise ParamError(f"{one.name} must be {said}, not {value!r}")
+        choices = " or ".join(ways) if len(ways) < 3 else f"one of {', '.join(ways)}"
+        raise ParamError(f"{one.name} must be {choices}, not {value!r}")
     return value
 
 

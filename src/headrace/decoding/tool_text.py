@@ -114,12 +114,12 @@ class ToolText:
         at = held.find(opening) if opening else -1
         keep = next((n for n in range(min(len(opening), len(held)), 0, -1) if held.endswith(opening[:n])), 0)
         text = held[:at] if at >= 0 else held[: len(held) - keep]
-        said = text.rstrip() if opening else text
-        if said or not opening:
-            said = "".join([*self._blanks, said])
+        plain = text.rstrip() if opening else text
+        if plain or not opening:
+            plain = "".join([*self._blanks, plain])
             self._blanks = []
-        if said := said.lstrip() if at >= 0 and self.calls else said:
-            pieces.append(Piece(said))
+        if plain := plain.lstrip() if at >= 0 and self.calls else plain:
+            pieces.append(Piece(plain))
         if at < 0:
             self._blanks.append(text[len(text.rstrip()) :] if opening else "")
             self._held = held[len(held) - keep :]
@@ -130,8 +130,8 @@ class ToolText:
 
     def _plain(self, pieces: list[Piece]) -> bool:
         """An answer of a format, as it is."""
-        if said := "".join([*self._blanks, self._held]):
-            pieces.append(Piece(said))
+        if plain := "".join([*self._blanks, self._held]):
+            pieces.append(Piece(plain))
         self._blanks, self._held = [], ""
         return False
 
@@ -208,13 +208,13 @@ def new_call_id() -> str:
 
 def read_calls(text: str, form: CallFormat) -> tuple[str, list[dict[str, Any]]]:
     """A whole answer taken apart: its plain text, and its calls as the protocol writes them."""
-    reader, said = ToolText(form), ""
+    reader, plain = ToolText(form), ""
     calls: list[dict[str, Any]] = []
     for piece in [*reader.push(text), *reader.close()]:
         if piece.call is None:
-            said += piece.text
+            plain += piece.text
             continue
         if piece.name is not None:
             calls.append({"id": new_call_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}})
         calls[piece.call]["function"]["arguments"] += piece.text
-    return said, calls
+    return plain, calls

@@ -59,11 +59,11 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Tooling:
-    """The tools of one request. `told`: whether the template is told of them, or a system message has to."""
+    """The tools of one request. `in_template`: whether the template writes them, or a system message has to."""
 
     tools: list[dict[str, Any]]  # those that may be called
     form: CallFormat
-    told: bool
+    in_template: bool
     spec: StructuredOutputs
 
     def held(self, params: SamplingParams) -> SamplingParams:
@@ -142,7 +142,7 @@ def conversation(
     """Messages as the template takes them: arguments of calls as objects; where it knows no tools, all about them as text.
     `read` makes values of JSON. Raises ToolError."""
     known = format_of(template) is not None
-    calls = sum(len(said) for one in messages if isinstance(said := one.get("tool_calls"), list))
+    calls = sum(len(listed) for one in messages if isinstance(listed := one.get("tool_calls"), list))
     if calls > MAX_CALLS:
         raise ToolError(f"the messages have {calls} tool_calls and {MAX_CALLS} are the most; leave some out", "messages")
     if template is None or "developer" not in template:  # its newer name, for templates that do not know it
@@ -151,7 +151,7 @@ def conversation(
     made = [write(number, message, read) for number, message in enumerate(messages)]
     if format_of(template) is MISTRAL:
         made = list(map(_with_mistral_ids, made))
-    if given is None or given.told:
+    if given is None or given.in_template:
         return made
     how = HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in given.tools))
     if made and made[0].get("role") == "system" and isinstance(made[0].get("content"), str):
@@ -272,8 +272,8 @@ def _as_text(number: int, message: dict[str, Any], read: Callable[[bytes], Any])
         return {"role": "user", "content": f"<tool_response>\n{_plain(message.get('content'))}\n</tool_response>"}
     if not (calls := _calls(number, message, read)):
         return message
-    said = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
-    texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in said]
+    records = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
+    texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in records]
     return {"role": message.get("role"), "content": "\n".join(filter(None, [_plain(message.get("content")), *texts]))}
 
 

@@ -111,8 +111,8 @@ class NativeProgram:
         self._sizes = num_blocks, block_size
         self._norm = None if model.norm is None else self._read_norm(model.norm)
         self._step = NativeStep(config.vocab_size)
-        if self.weights.said():
-            log.info("%s", self.weights.said())
+        if self.weights.summary():
+            log.info("%s", self.weights.summary())
 
     def _read_norm(self, norm: Any) -> tuple[str, Any, Any, float]:
         return norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps

@@ -104,11 +104,11 @@ class PackedWeights:
     def pack(self, progress: Progress | None = None) -> None:
         """Fill what was laid out since the last call, on all threads and mostly without Python's lock; `progress` is told of
         tensors. Raises WeightError on values that are not finite."""
-        told, left = progress or Silent(), self._packer.waiting
+        bar, left = progress or Silent(), self._packer.waiting
         if left:
-            told.start(f"packing {self.source.path.name}", left, unit="tensors")
+            bar.start(f"packing {self.source.path.name}", left, unit="tensors")
         while self._packer.waiting:
-            told.advance(left - self._packer.waiting)
+            bar.advance(left - self._packer.waiting)
             left = self._packer.waiting
             for number in self._packer.run(self._pool, PACKED_AT_ONCE):
                 raise WeightError(
@@ -116,7 +116,7 @@ class PackedWeights:
                     "the file is damaged, download it again"
                 )
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """What was rounded, in one line; empty where nothing was."""
         if not self._rounded or self.quantize:
             return ""

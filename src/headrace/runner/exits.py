@@ -31,32 +31,32 @@ class Criterion:
     least: float = 0.0
 
 
-def _max_prob(said: np.ndarray) -> np.ndarray:
-    best: np.ndarray = said[-1].max(-1)
+def _max_prob(probs: np.ndarray) -> np.ndarray:
+    best: np.ndarray = probs[-1].max(-1)
     return best
 
 
-def _margin(said: np.ndarray) -> np.ndarray:
-    ranked = np.sort(said[-1], -1)
+def _margin(probs: np.ndarray) -> np.ndarray:
+    ranked = np.sort(probs[-1], -1)
     ahead: np.ndarray = ranked[:, -1] - ranked[:, -2]
     return ahead
 
 
-def _entropy(said: np.ndarray) -> np.ndarray:
-    return _cross(said[-1], said[-1])
+def _entropy(probs: np.ndarray) -> np.ndarray:
+    return _cross(probs[-1], probs[-1])
 
 
-def _kl(said: np.ndarray) -> np.ndarray:
+def _kl(probs: np.ndarray) -> np.ndarray:
     """From the exit before; nothing is near to the first."""
-    if len(said) == 1:
-        return np.full(said.shape[1], np.inf)
-    return np.maximum(_cross(said[-1], said[-2]) - _cross(said[-1], said[-1]), 0.0)
+    if len(probs) == 1:
+        return np.full(probs.shape[1], np.inf)
+    return np.maximum(_cross(probs[-1], probs[-2]) - _cross(probs[-1], probs[-1]), 0.0)
 
 
-def _patience(said: np.ndarray) -> np.ndarray:
+def _patience(probs: np.ndarray) -> np.ndarray:
     """How many exits before the last, in a row, say what it says."""
-    best = said.argmax(-1)
-    same: np.ndarray = np.cumprod(best[-2::-1] == best[-1], 0).sum(0) if len(said) > 1 else np.zeros(said.shape[1])
+    best = probs.argmax(-1)
+    same: np.ndarray = np.cumprod(best[-2::-1] == best[-1], 0).sum(0) if len(probs) > 1 else np.zeros(probs.shape[1])
     return same
 
 
@@ -112,22 +112,22 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shares
 
 
-def sure(criterion: str, threshold: float, said: np.ndarray) -> np.ndarray:
+def sure(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
     """Which texts leave by the last of the exits that gave these probabilities [exits, texts, classes]: [texts] bool."""
     if not criterion:
-        return np.zeros(said.shape[1], bool)
+        return np.zeros(probs.shape[1], bool)
     rule = CRITERIA[criterion]
-    measured = rule.measure(said)
+    measured = rule.measure(probs)
     passed: np.ndarray = measured >= threshold if rule.rising else measured <= threshold
     return passed
 
 
-def leave_at(criterion: str, threshold: float, said: np.ndarray) -> np.ndarray:
+def leave_at(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
     """By which exit each text leaves, of all exits' probabilities [exits, texts, classes]: [texts]."""
-    last = len(said) - 1
-    exits = np.full(said.shape[1], last)
+    last = len(probs) - 1
+    exits = np.full(probs.shape[1], last)
     for exit in reversed(range(last)):
-        exits[sure(criterion, threshold, said[: exit + 1])] = exit
+        exits[sure(criterion, threshold, probs[: exit + 1])] = exit
     return exits
 
 
@@ -145,7 +145,7 @@ class Staged:
         self.lives = lives
         self.rules = [next((want for want in feed.wants if isinstance(want, Classify)), None) for feed in feeds]
         self.here = list(range(len(feeds)))
-        self.said: list[list[np.ndarray]] = [[] for _ in feeds]  # logits [classes] of the exits that each came by
+        self.logits: list[list[np.ndarray]] = [[] for _ in feeds]  # logits [classes] of the exits that each came by
         self.computed = 0  # rows times layers
 
     def run(self, program: Program) -> list[tuple[Any, ...]]:
@@ -181,20 +181,20 @@ class Staged:
             return self.here
         pooled = np.stack([_pool(rows[place], self.exits.pooling) for place in self._places(numbers)])
         for number, logits in zip(numbers, self.exits.logits(exit, pooled), strict=True):
-            self.said[number].append(logits)
+            self.logits[number].append(logits)
         gone: set[int] = set()
         for rule in {self.rules[number] for number in numbers}:
             assert rule is not None
             same = [number for number in numbers if self.rules[number] == rule]
-            said = probabilities(np.stack([self.said[number] for number in same], 1))
-            leaving = sure(rule.criterion, rule.threshold, said)
+            probs = probabilities(np.stack([self.logits[number] for number in same], 1))
+            leaving = sure(rule.criterion, rule.threshold, probs)
             gone.update(number for number, leaves in zip(same, leaving, strict=True) if leaves)
         return [number for number in self.here if number not in gone]
 
     def _answers(self, program: Program, rows: Any) -> list[tuple[Any, ...]]:
         outputs: list[list[Any]] = [
-            [Classified(_as_tuples(said)) if isinstance(want, Classify) else None for want in feed.wants]
-            for feed, said in zip(self.feeds, self.said, strict=True)
+            [Classified(_as_tuples(logits)) if isinstance(want, Classify) else None for want in feed.wants]
+            for feed, logits in zip(self.feeds, self.logits, strict=True)
         ]
         if rows is not None:
             for at_here, at, which, want in pools([self.feeds[number] for number in self.here]):

@@ -30,7 +30,7 @@ Rest = Callable[[list[Feed], list[AnyLive], Span, Rows], list[Answers]]  # the a
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Verdict:
     """What who is asked first would write, how sure it is, and whether that is enough."""
 
     answers: Answers
@@ -54,11 +54,11 @@ class Leaving:
     def run(self, number: int, feeds: Sequence[Feed], lives: Sequence[AnyLive], rest: Rest) -> StepOutput:
         """The step of a number: the layers below the exit for all feeds, then `rest`, those above, for as few as can be."""
         rows, before = self._below(feeds, lives)
-        said = self._judge(feeds, lives, rows, before)
+        verdicts = self._judge(feeds, lives, rows, before)
         output = StepOutput(number)
-        above = self._go_on(feeds, lives, rows, said, rest, output)
+        above = self._go_on(feeds, lives, rows, verdicts, rest, output)
         for at, (feed, live) in enumerate(zip(feeds, lives, strict=True)):
-            here = said.get(at)
+            here = verdicts.get(at)
             sure = here is not None and here.sure
             output.feeds.append(here.answers if here is not None and sure else above.get(at, ()))
             if _may_leave(feed, live):
@@ -81,7 +81,7 @@ class Leaving:
             step.feed(_unasked(feed), live)
         return self.target.run(step, span, rows, keep=not span.fill)
 
-    def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Said]:
+    def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Verdict]:
         """What the exit says of each feed that may leave and is past its prompt, by number: of its last row."""
         places = list(_places(feeds))
         past = [at for at, feed in enumerate(feeds) if _is_past(feed, lives[at])]
@@ -89,7 +89,7 @@ class Leaving:
             return {}
         tips = [places[at].stop - 1 for at in past]
         found = self.exit.judge([_last(feeds[at]) for at in past], [lives[at] for at in past], rows[tips])
-        said = {}
+        verdicts = {}
         for at, tip, (top, *answers) in zip(past, tips, found, strict=True):
             live = lives[at]
             by = live.params.sure_by
@@ -99,8 +99,8 @@ class Leaving:
                 confidence = self.exit.sure(self._on_host(rows, tip))
             else:
                 confidence = _lead(top, live)
-            said[at] = _said(live, tuple(answers), confidence)
-        return said
+            verdicts[at] = _verdict(live, tuple(answers), confidence)
+        return verdicts
 
     def _on_host(self, rows: Rows, at: int) -> np.ndarray:
         row: np.ndarray = self.target.on_host(rows[at : at + 1])[0]
@@ -111,16 +111,16 @@ class Leaving:
         feeds: Sequence[Feed],
         lives: Sequence[AnyLive],
         rows: Rows,
-        said: dict[int, Said],
+        verdicts: dict[int, Verdict],
         rest: Rest,
         output: StepOutput,
     ) -> dict[int, Answers]:
         """What becomes of the rows [n, hidden] at the exit, said in the output; and what the whole model says, by number."""
-        output.unfilled = tuple(at for at, one in said.items() if one.sure and _stays(feeds[at], lives[at]))
+        output.unfilled = tuple(at for at, one in verdicts.items() if one.sure and _stays(feeds[at], lives[at]))
         for at, place in enumerate(_places(feeds)):
             if at in output.unfilled:
                 self._keep(feeds[at], lives[at], rows, place)
-        return self._above(feeds, lives, rows, said, output.unfilled, rest)
+        return self._above(feeds, lives, rows, verdicts, output.unfilled, rest)
 
     def _keep(self, feed: Feed, live: AnyLive, rows: Rows, place: slice) -> None:
         """Keep what the layers above will read of a feed whose token has left."""
@@ -136,7 +136,7 @@ class Leaving:
         feeds: Sequence[Feed],
         lives: Sequence[AnyLive],
         rows: Rows,
-        said: dict[int, Said],
+        verdicts: dict[int, Verdict],
         unfilled: tuple[int, ...],
         rest: Rest,
     ) -> dict[int, Answers]:
@@ -150,7 +150,7 @@ class Leaving:
                 continue
             parts += self._begins(feed, lives[at], rows, place)
             numbers.append(at)
-            asks = at not in said or not said[at].sure or lives[at].params.audited
+            asks = at not in verdicts or not verdicts[at].sure or lives[at].params.audited
             start, count = feed.start - feed.lag, feed.count + feed.lag
             going.append(msgspec.structs.replace(feed if asks else _unasked(feed), start=start, count=count, lag=0))
         if not going:
@@ -172,15 +172,15 @@ class Propagating(Leaving):
         feeds: Sequence[Feed],
         lives: Sequence[AnyLive],
         rows: Rows,
-        said: dict[int, Said],
+        verdicts: dict[int, Verdict],
         rest: Rest,
         output: StepOutput,
     ) -> dict[int, Answers]:
         """An audit runs the whole model first; then its K and V are replaced."""
-        output.propagated = tuple(at for at, one in said.items() if one.sure)
+        output.propagated = tuple(at for at, one in verdicts.items() if one.sure)
         assert all(feeds[at].count == 1 for at in output.propagated), "a token that may leave is fed alone"
         left = [at for at, feed in enumerate(feeds) if feed.depth or at in output.propagated]
-        going = [at for at in range(len(feeds)) if at not in left or (at in said and lives[at].params.audited)]
+        going = [at for at in range(len(feeds)) if at not in left or (at in verdicts and lives[at].params.audited)]
         places, above = list(_places(feeds)), dict[int, Answers]()
 
         def of(some: list[int]) -> tuple[list[Feed], list[AnyLive], Rows]:
@@ -211,7 +211,7 @@ class Cascade(Leaving):
     def _below(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> tuple[Rows, Rows]:
         return None, None
 
-    def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Said]:
+    def _judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Rows, before: Rows) -> dict[int, Verdict]:
         """The smaller model reads all feeds of requests that cascade, and says what it would write."""
         read = [at for at, live in enumerate(lives) if live.params.leaves]
         step = self.smaller.step()
@@ -219,11 +219,11 @@ class Cascade(Leaving):
             past = _is_past(feeds[at], lives[at])
             step.feed(_with_top(feeds[at]) if past else _unasked(feeds[at]), lives[at])
         self.smaller.run(step, WHOLE)
-        said = {}
+        verdicts = {}
         for at, answers in zip(read, step.answers(), strict=True):
             if answers:
-                said[at] = _said(lives[at], tuple(answers[1:]), _lead(answers[0], lives[at]))
-        return said
+                verdicts[at] = _verdict(lives[at], tuple(answers[1:]), _lead(answers[0], lives[at]))
+        return verdicts
 
     def _keep(self, feed: Feed, live: AnyLive, rows: Rows, place: slice) -> None:
         """Nothing: the target begins with tokens, and these are known."""
@@ -254,9 +254,9 @@ def _cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float((one * other).sum() / math.sqrt((one**2).sum() * (other**2).sum()))
 
 
-def _said(live: AnyLive, answers: Answers, confidence: float) -> Said:
+def _verdict(live: AnyLive, answers: Answers, confidence: float) -> Verdict:
     may = not any(isinstance(answer, Failed) for answer in answers)  # where none of its tokens may come, the model's can
-    return Said(answers, confidence, may and confidence >= live.params.sure_at(len(live) - live.prompt_len))
+    return Verdict(answers, confidence, may and confidence >= live.params.sure_at(len(live) - live.prompt_len))
 
 
 def _lead(top: Answer, live: AnyLive) -> float:

@@ -77,9 +77,9 @@ class Api:
         return add
 
 
-def as_response(said: Any) -> Response:
+def as_response(result: Any) -> Response:
     """What a handler gave, as it is sent."""
-    return said if isinstance(said, Response) else Response(msgspec.json.encode(said), media_type="application/json")
+    return result if isinstance(result, Response) else Response(msgspec.json.encode(result), media_type="application/json")
 
 
 def _served(one: Endpoint) -> Callable[[Request], Awaitable[Response]]:

@@ -186,13 +186,13 @@ def _add_state(api: Api, models: Models, worker: BatchWorker) -> None:
     @api.get("/health", HEALTH)
     async def health(call: Call) -> Any:
         state, detail = models.state
-        said: dict[str, Any] = {"status": str(state), "detail": detail}
-        said["restarts"] = sum(service.llm.restarts for service in models.services)
+        body: dict[str, Any] = {"status": str(state), "detail": detail}
+        body["restarts"] = sum(service.llm.restarts for service in models.services)
         if len(models.services) > 1:
-            said["models"] = {service.name: str(service.llm.state) for service in models.services}
+            body["models"] = {service.name: str(service.llm.state) for service in models.services}
         if worker.trouble:
-            said["batches"] = worker.trouble
-        return said if state is State.READY else _unready(said)
+            body["batches"] = worker.trouble
+        return body if state is State.READY else _unready(body)
 
     @api.get("/live", STATUS)
     async def live(call: Call) -> Any:
@@ -221,8 +221,8 @@ def _add_errors(app: Starlette) -> None:
     async def known_error(request: Request, error: Exception) -> Response:
         made = as_api_error(error) or ApiError(500, "internal error")
         if made.param is None and made.status == 400 and request.url.path in text_fields:
-            body, said = text_fields[request.url.path]
-            made.param = said if made.code == TOO_LONG else blamed(made.message, body.__struct_fields__, said)
+            body, field = text_fields[request.url.path]
+            made.param = field if made.code == TOO_LONG else blamed(made.message, body.__struct_fields__, field)
         return _error(made)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -251,8 +251,8 @@ def _error(error: ApiError) -> Response:
     return Response(error.body(), error.status, error.headers(), "application/json")
 
 
-def _unready(said: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(said), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")
+def _unready(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")
 
 
 def _model(service: Service) -> Model:
@@ -269,4 +269,4 @@ def _model(service: Service) -> Model:
 
 
 def _rule(rule: Rule | None) -> Calibrated | msgspec.UnsetType:
-    return msgspec.UNSET if rule is None else Calibrated(rule.criterion, rule.threshold, rule.decay, rule.said())
+    return msgspec.UNSET if rule is None else Calibrated(rule.criterion, rule.threshold, rule.decay, rule.summary())

@@ -318,9 +318,9 @@ class AsyncLLM:
             for pooled in message.pooled:
                 if ticket := self.tickets.get(pooled.request_id):
                     ticket.pooled = pooled.values
-            for said in message.classified:
-                if ticket := self.tickets.get(said.request_id):
-                    ticket.classified = said.logits
+            for classified in message.classified:
+                if ticket := self.tickets.get(classified.request_id):
+                    ticket.classified = classified.logits
             if self.observer is not None:
                 self.observer.step(message, self.tickets)
             for ended in message.ended:

@@ -76,8 +76,8 @@ class Cascade:
                     continue
                 if stands:
                     self._answers.labels(self.settings.name, tier).inc()
-                    said: Response | Chat | Completion = await WAYS[type(request)][1](job, http)
-                    return said
+                    response: Response | Chat | Completion = await WAYS[type(request)][1](job, http)
+                    return response
                 before = (*before, trial.usage(job.tickets, job.tickets[0].generated))
         raise AssertionError("the last tier's answer stands")
 
@@ -132,8 +132,8 @@ class Cascade:
                     self._calls[tier] = format_of(service.llm.opened.template.source)
         first, *others = self._calls.values()
         if any(one != first for one in others):
-            said = ", ".join(f"{tier}: {form.name if form else 'none'}" for tier, form in self._calls.items())
-            raise bad(f"tools: the models of this cascade write calls differently ({said}); ask one of them", "tools")
+            forms = ", ".join(f"{tier}: {form.name if form else 'none'}" for tier, form in self._calls.items())
+            raise bad(f"tools: the models of this cascade write calls differently ({forms}); ask one of them", "tools")
 
     def model(self) -> Model:
         """As /v1/models lists it: its context is the last tier's, its state that of the first tier that is not ready."""

@@ -119,7 +119,7 @@ async def begin(service: Service, request: ChatRequest, http: Request, salt: byt
     if tools is not None:
         grammar = (await unless_gone(http, check_form(tools.spec, streams=streams, param="tools"))).grammar
     variables = _variables(request)
-    if tools is not None and tools.told:
+    if tools is not None and tools.in_template:
         variables["tools"] = tools.tools
     talk = conversation(request.messages, tools, template, read_json)
     check_messages(talk)
@@ -166,7 +166,7 @@ async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: 
     """Token ids of a conversation. Raises ApiError, TemplateError, TokenizerError."""
     if llm.opened.config.encoder:
         raise bad("this model is an encoder, which generates nothing; ask it for embeddings or classes", "model")
-    text = await llm.opened.template.rendered(llm.opened.told(messages), **variables)
+    text = await llm.opened.template.rendered(llm.opened.with_system(messages), **variables)
     return await llm.encode(text, add_special=False)
 
 
@@ -174,7 +174,7 @@ async def render_open(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variab
     """The same up to the end of the last message's text, which the answer goes on with. The template renders it with a mark
     at its end, and is cut there. Raises ApiError also where the template leaves the mark out."""
     mark = secrets.token_hex(16)
-    messages = llm.opened.told([*messages[:-1], _marked(messages[-1], mark)])
+    messages = llm.opened.with_system([*messages[:-1], _marked(messages[-1], mark)])
     text = await llm.opened.template.rendered(messages, add_generation_prompt=False, **variables)
     before, found, _ = text.rpartition(mark)
     if not found or mark in before:
@@ -300,7 +300,7 @@ def _add(message: ChatMessage, piece: Piece) -> None:
     function.arguments = (function.arguments or "") + piece.text
 
 
-def _said(piece: Piece) -> ChatDelta:
+def _delta(piece: Piece) -> ChatDelta:
     """A part of a text as a stream has it."""
     if piece.call is None:
         return ChatDelta(content=piece.text)
@@ -342,13 +342,13 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
             begun.add(delta.index)
             yield job.chunk([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], **more)
         logprobs, exits = job.logprobs(delta), job.exits(delta)
-        pieces = [_said(piece) for piece in job.pieces(delta)]
+        pieces = [_delta(piece) for piece in job.pieces(delta)]
         if not pieces and ((logprobs is not None and logprobs["content"]) or exits or delta.finish_reason is not None):
             pieces = [ChatDelta()]
-        for at, said in enumerate(pieces):
+        for at, piece in enumerate(pieces):
             last = at == len(pieces) - 1
             reasons = (job.finish_reason(delta), delta.stop_reason) if last else (None, None)
-            told = (logprobs, *reasons, exits) if last else (None, *reasons)
-            yield job.chunk([ChatChunkChoice(delta.index, said, *told)], **more)
+            extras = (logprobs, *reasons, exits) if last else (None, *reasons)
+            yield job.chunk([ChatChunkChoice(delta.index, piece, *extras)], **more)
     if counted:
         yield job.chunk([], usage=job.usage)

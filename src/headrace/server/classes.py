@@ -39,8 +39,8 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
 
 
 def _entry(index: int, known: Classifier, votes: bool, ids: list[int], ticket: Ticket) -> dict[str, Any]:
-    said = known.said(ids, ticket.classified)
-    one = {"index": index, "label": said.label, "probabilities": said.probabilities, "layers": said.layers}
+    found = known.classification(ids, ticket.classified)
+    one = {"index": index, "label": found.label, "probabilities": found.probabilities, "layers": found.layers}
     if votes:
-        one["exits"] = [asdict(vote) for vote in said.votes]
+        one["exits"] = [asdict(vote) for vote in found.votes]
     return {"object": "classification", **one}

@@ -134,7 +134,7 @@ class EngineLoop:
             if compiling.done():
                 del self._compiling[name]
                 if (error := compiling.exception()) is not None:
-                    self.channel.send(Refused(name, _said(error)))
+                    self.channel.send(Refused(name, _message(error)))
                 else:
                     self._submit(message, compiling.result())
 
@@ -164,7 +164,7 @@ class EngineLoop:
         ended = [Ended(delta.request_id, self._open[delta.request_id].metrics) for delta in deltas if delta.finished]
         scores = [Scores(name, self._open[name].prompt_logprobs) for name in self._scored(deltas)]
         pooled = [Pooled(one.request_id, row) for one in ended if (row := self._open[one.request_id].pooled)]
-        classified = [Classified(one.request_id, said) for one in ended if (said := self._open[one.request_id].classified)]
+        classified = [Classified(one.request_id, logits) for one in ended if (logits := self._open[one.request_id].classified)]
         for one in ended:
             del self._open[one.request_id]
             self._unscored.discard(one.request_id)
@@ -188,7 +188,7 @@ class EngineLoop:
         )
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """What a client is told of a grammar that cannot be compiled: our own words, and of what is not ours none."""
     if isinstance(error, ConstraintError):
         return str(error)
@@ -214,7 +214,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
         return None
     config = llm.engine.config
-    rounding = llm.opened.rounding_said(message.settings.get("activations", "auto"))
+    rounding = llm.opened.rounding_summary(message.settings.get("activations", "auto"))
     channel.send(
         Loaded(
             max_model_len=config.scheduler.max_model_len,
@@ -222,8 +222,8 @@ def load(message: Load, channel: Channel) -> LLM | None:
             vocab_size=llm.model_config.vocab_size,
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
-            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.said}{rounding}"
-            + ("" if rule is None else f"; calibrated: {rule.said()}"),
+            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.summary}{rounding}"
+            + ("" if rule is None else f"; calibrated: {rule.summary()}"),
             memory=host.anonymous_memory() + llm.memory_plan.bytes,
             exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,
             layers=llm.model_config.num_layers,

@@ -73,12 +73,12 @@ def bad(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def blamed(message: str, fields: Collection[str], said: str | None) -> str | None:
-    """The field that a message is about: the first one it names, else, where it tells of what was said, `said`."""
+def blamed(message: str, fields: Collection[str], text_field: str | None) -> str | None:
+    """The field that a message is about: the first one it names, else, where it tells of a text, `text_field`."""
     words = [OTHER_NAMES.get(word, word) for word in re.findall(r"[a-z_]+", message)]
     of_text = bool({"prompt", "text", "message", "messages", "template"} & set(words[:4]))
     named = next((word for word in words if word in fields and word not in Meaningless.__struct_fields__), None)
-    return said if of_text else named
+    return text_field if of_text else named
 
 
 def as_api_error(error: Exception) -> ApiError | None:

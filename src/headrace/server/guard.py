@@ -65,7 +65,7 @@ class Guard:
         """A `send` under which an answer begins when it may, has its name, and is counted and logged."""
         begun = time.perf_counter()
 
-        async def told(message: Message) -> None:
+        async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if 400 <= message["status"] < 500 and message["status"] != 429:  # which says itself when to come again
                     bill.refused()
@@ -76,7 +76,7 @@ class Guard:
                 answered(scope["method"], scope["path"], message["status"], seconds, PRINCIPAL.get().name)
             await send(message)
 
-        return told
+        return watched
 
     async def _admit(self, scope: Message, receive: Receive, send: Send, bill: Bill) -> None:
         try:

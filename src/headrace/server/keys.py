@@ -115,7 +115,7 @@ def read(path: Path) -> list[tuple[bytes, Principal]]:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise SettingsError(f"{path} has more than {LARGEST} bytes; it holds keys and nothing else")
-        entries = {name: _entry(name, said) for name, said in tomllib.loads(data.decode()).items()}
+        entries = {name: _entry(name, value) for name, value in tomllib.loads(data.decode()).items()}
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
@@ -139,13 +139,13 @@ def read(path: Path) -> list[tuple[bytes, Principal]]:
     return found
 
 
-def _entry(name: str, said: Any) -> Entry:
+def _entry(name: str, value: Any) -> Entry:
     if not NAME.fullmatch(name):
         raise msgspec.ValidationError(
             f"the name {name[:64]!r} has other characters than letters, digits and . _ @ -, or over 64"
         )
     try:
-        return msgspec.convert(said, Entry)
+        return msgspec.convert(value, Entry)
     except msgspec.ValidationError as error:
         raise msgspec.ValidationError(f"{name}: {error}") from None
 

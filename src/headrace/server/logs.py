@@ -39,8 +39,8 @@ def answered(method: str, path: str, status: int, seconds: float, principal: str
     """One answer over HTTP. What a client wrote is in it as ASCII on one line."""
     if REQUESTS.isEnabledFor(logging.INFO):
         path = ascii(path[:200])[1:-1]
-        said = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4), "principal": principal}
-        REQUESTS.info("%s %s: %d (%s)", method, path, status, HTTP_REQUEST.get(), extra=said)
+        fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4), "principal": principal}
+        REQUESTS.info("%s %s: %d (%s)", method, path, status, HTTP_REQUEST.get(), extra=fields)
 
 
 def request_ended(
@@ -56,9 +56,9 @@ def request_ended(
 ) -> None:
     """One request, in numbers. `http_request` is what its client knows it by, `principal` who that is."""
     if REQUESTS.isEnabledFor(logging.INFO):
-        said = {
+        fields = {
             "model": model, "request_id": request_id, "http_request": http_request, "principal": principal,
             "finish_reason": reason, "prompt_tokens": prompt, "generated_tokens": generated, "cached_tokens": cached,
             "seconds": round(seconds, 4),
         }  # fmt: skip
-        REQUESTS.info("%s: %s after %d tokens, %.3f s", request_id, reason, generated, seconds, extra=said)
+        REQUESTS.info("%s: %s after %d tokens, %.3f s", request_id, reason, generated, seconds, extra=fields)

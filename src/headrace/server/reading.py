@@ -108,10 +108,10 @@ def _no_json() -> ApiError:
     return ApiError(400, "the body is not JSON, or is nested too deeply")
 
 
-def _wrong_field(said: str, kind: type[Strict]) -> ApiError:
+def _wrong_field(message: str, kind: type[Strict]) -> ApiError:
     """What msgspec says, in our words. What was sent is not repeated but for the name of an unknown field."""
-    what, place = said, ""
-    if (found := re.fullmatch(WRONG, said)) is not None:
+    what, place = message, ""
+    if (found := re.fullmatch(WRONG, message)) is not None:
         what, place = found["what"], found["where"] or ""
     path = [part for part in re.split(r"[.\[\]]+", place) if part]
     if (named := UNKNOWN.fullmatch(what)) is not None or (named := MISSING.fullmatch(what)) is not None:

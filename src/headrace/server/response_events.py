@@ -119,8 +119,8 @@ async def chunks(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
 def ending(reason: str) -> dict[str, Any]:
     """How a response ended, from the finish_reason of a chat."""
     if reason in ("length", "content_filter"):
-        said = {"length": "max_output_tokens"}.get(reason, reason)
-        return {"status": "incomplete", "incomplete_details": {"reason": said}}
+        cause = {"length": "max_output_tokens"}.get(reason, reason)
+        return {"status": "incomplete", "incomplete_details": {"reason": cause}}
     return {"status": "completed"}
 
 

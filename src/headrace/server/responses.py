@@ -158,9 +158,9 @@ class _Keeper:
         self._store, self._response, self._items, self._limits = store, response, items, limits
 
     async def __call__(self) -> None:
-        said, heard = (msgspec.json.encode(one).decode() for one in (self._response, self._items))
-        size, owner = len(said) + len(heard), PRINCIPAL.get().name
-        row = (self._response["id"], self._response["created_at"], size, said, heard, owner)
+        response, items = (msgspec.json.encode(one).decode() for one in (self._response, self._items))
+        size, owner = len(response) + len(items), PRINCIPAL.get().name
+        row = (self._response["id"], self._response["created_at"], size, response, items, owner)
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("INSERT INTO responses (id, created, bytes, object, input, owner) VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -184,10 +184,10 @@ async def _history(store: Store, name: str | None, most: int) -> list[Item]:
     """The items before a request that goes on from another: at most as much as one request may say."""
     if name is None:
         return []
-    said, heard = await _load(store, name, "previous_response_id")
+    response, items = await _load(store, name, "previous_response_id")
     try:
-        if len(said) + len(heard) <= most:
-            return [*read_json(heard), *read_json(said)["output"]]
+        if len(response) + len(items) <= most:
+            return [*read_json(items), *read_json(response)["output"]]
     except ApiError:
         pass  # too many values
     raise bad("the conversation holds more than one request may; begin a new one", "previous_response_id")
@@ -208,8 +208,8 @@ async def find(store: Store, name: str) -> msgspec.Raw:
 
 async def input_items(store: Store, name: str, after: str | None, limit: int, order: str) -> dict[str, Any]:
     """What was said to the model, the answers before included."""
-    _, heard = await _load(store, name)
-    items: list[Item] = msgspec.json.decode(heard)
+    _, encoded = await _load(store, name)
+    items: list[Item] = msgspec.json.decode(encoded)
     named = [{"id": f"item_{number}", "type": "message", **item} for number, item in enumerate(items)]
     return listing(named if order == "asc" else named[::-1], after, limit)
 

@@ -59,8 +59,8 @@ class Action(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Row:
     """`lost`: what clients hear of requests that are in flight (None: they go on). `says`: what those hear that come while
-    the state lasts, a 503, and everybody at /health; `{why}` is what the event came with, `{said}` what was said before. Why a
-    model cannot be loaded again may name files, and goes to the log alone."""
+    the state lasts, a 503, and everybody at /health; `{why}` is what the event came with, `{before}` the detail before it. Why
+    a model cannot be loaded again may name files, and goes to the log alone."""
 
     state: State
     action: Action
@@ -84,7 +84,7 @@ TABLE: dict[tuple[State, Event], Row] = {
     (S.READY, E.GONE): Row(S.DEAD, A.RESTART, LOST, AGAIN),
     (S.READY, E.SILENT): Row(S.STUCK, A.RESTART, LOST, AGAIN),
     (S.READY, E.FAILED): Row(S.FAILING, A.RESTART, LOST, AGAIN),
-    **{(state, E.RESUME): Row(state, A.START, None, "{said}") for state in DOWN},
+    **{(state, E.RESUME): Row(state, A.START, None, "{before}") for state in DOWN},
     **{(state, E.LOADED): Row(S.READY, A.NOTHING, None, "") for state in DOWN},
     **{
         (state, E.REFUSED): Row(S.DEAD, A.RESTART, None, "the model cannot be loaded again; the log says why") for state in DOWN
@@ -138,10 +138,10 @@ class Supervision:
             self.pause = self.pauses[min(self._attempts, len(self.pauses) - 1)]
             self._attempts += 1
         self.restarts += event is Event.RESUME and row.action is Action.START
-        detail = row.says.format(why=why, said=self.detail)
+        detail = row.says.format(why=why, before=self.detail)
         if row.state is not self.state or event in ENDS:
             level = logging.WARNING if row.state in DOWN else logging.INFO
-            said = why if event is Event.REFUSED else detail
-            log.log(level, "%s%s", row.state.value, f": {said}" if said else "")
+            line = why if event is Event.REFUSED else detail
+            log.log(level, "%s%s", row.state.value, f": {line}" if line else "")
         self.state, self.detail = row.state, detail
         return row

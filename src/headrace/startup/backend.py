@@ -67,11 +67,11 @@ def start(recipe: Recipe) -> Started:
 def _as_asked(recipe: Recipe) -> Recipe:
     """With K and V in the format that the target's file asks for, where the caller asks for none."""
     target = recipe.target
-    said = None if target.config.encoder else kv_settings(target.source, kv_shape(target.config))
-    if said is None or recipe.settings.kv_dtype != "auto":
+    settings = None if target.config.encoder else kv_settings(target.source, kv_shape(target.config))
+    if settings is None or recipe.settings.kv_dtype != "auto":
         return recipe
-    log.info("K and V in %s, as %s asks for", said.format, target.path.name)
-    return replace(recipe, settings=replace(recipe.settings, kv_dtype=said.format))
+    log.info("K and V in %s, as %s asks for", settings.format, target.path.name)
+    return replace(recipe, settings=replace(recipe.settings, kv_dtype=settings.format))
 
 
 def _check(recipe: Recipe) -> None:

@@ -76,7 +76,7 @@ class Classifier:
         self.exits.check(criterion, threshold)
         return criterion, threshold
 
-    def said(self, token_ids: list[int], logits: Sequence[Sequence[float]]) -> Classification:
+    def classification(self, token_ids: list[int], logits: Sequence[Sequence[float]]) -> Classification:
         """The class of a text that came by so many exits."""
         shares, layers, labels = probabilities(np.array(logits)), self.exits.layers, self.exits.labels
         votes = [Vote(layers[at], labels[one.argmax()], float(one.max())) for at, one in enumerate(shares)]

@@ -14,14 +14,14 @@ class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """KV blocks and the context they allow. `spare`: bytes that were free beside them. `said`: one line for the user. `longer`:
-    the setting that would allow a longer context; empty where it is the model's. `scratch`: bytes of the pools in which an
-    encoder-decoder's sources are encoded."""
+    """KV blocks and the context they allow. `spare`: bytes that were free beside them. `summary`: one line for the user.
+    `longer`: the setting that would allow a longer context; empty where it is the model's. `scratch`: bytes of the pools in
+    which an encoder-decoder's sources are encoded."""
 
     num_blocks: int
     max_model_len: int
     kv_bytes: int
-    said: str
+    summary: str
     spare: int
     longer: str = ""
     scratch: int = 0
@@ -86,13 +86,13 @@ def plan(
             )
         context = fits
     kv_bytes = blocks * block_bytes
-    said = f"KV cache of at most {gib(kv_bytes)} for {blocks * block_size:,} tokens, context {context:,}"
+    summary = f"KV cache of at most {gib(kv_bytes)} for {blocks * block_size:,} tokens, context {context:,}"
     if config.encoder:  # its K and V last for a step
-        said = f"texts of at most {context:,} tokens"
+        summary = f"texts of at most {context:,} tokens"
     if scratch:
-        said += f", sources encoded in {gib(scratch)}"
+        summary += f", sources encoded in {gib(scratch)}"
     longer = "" if context == config.max_position else "kv_cache_memory" if max_model_len is None else "max_model_len"
-    return MemoryPlan(blocks, context, kv_bytes, said, free - kv_bytes, longer, scratch)
+    return MemoryPlan(blocks, context, kv_bytes, summary, free - kv_bytes, longer, scratch)
 
 
 def usual_blocks(context: int, block_size: int, max_num_seqs: int) -> int:

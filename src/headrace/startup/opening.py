@@ -49,7 +49,7 @@ class Opened:
     pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
     _words: Future[Words] | None = None
 
-    def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages, with the model's system prompt where they have none."""
         if not self.system or (messages and messages[0].get("role") in ("system", "developer")):
             return messages
@@ -60,7 +60,7 @@ class Opened:
         """How its folder asks for the inputs of integer weights to be rounded; "auto": it says nothing."""
         return self.source.activations if isinstance(self.source, QuantizedFolder) else "auto"
 
-    def rounding_said(self, given: str) -> str:
+    def rounding_summary(self, given: str) -> str:
         """What is said of that where a caller has `given` nothing else ("auto")."""
         if given != "auto" or self.activations == "auto":
             return ""
@@ -129,12 +129,12 @@ def _defaults(
     named: names.Name | None,
 ) -> Defaults:
     if isinstance(source, GGUFFile):
-        own, said = gguf_settings(source.metadata), [source.metadata.get(f"general.{key}") for key in ("basename", "name")]
+        own, titles = gguf_settings(source.metadata), [source.metadata.get(f"general.{key}") for key in ("basename", "name")]
     else:
-        own, said = own_settings(generation), [source.config.get("_name_or_path")]
+        own, titles = own_settings(generation), [source.config.get("_name_or_path")]
         if config.source is not None:  # such a file that says nothing of sampling means none
             own = {"temperature": 0.0, **own}
-    called = [path.name, *(name for name in said if isinstance(name, str))]
+    called = [path.name, *(name for name in titles if isinstance(name, str))]
     found = defaults_of(entry, model, own, family_of(catalog.families(), config.architecture, called))
     return found if named is None else {**found, **from_name(named.sampling)}
 
@@ -175,10 +175,10 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _pooling(folder: Path) -> str:
     """What an encoder was trained with, as sentence-transformers writes it; the mean where nothing is said."""
-    said = _read_json(folder / "1_Pooling" / "config.json")
-    if said.get("pooling_mode_cls_token"):
+    config = _read_json(folder / "1_Pooling" / "config.json")
+    if config.get("pooling_mode_cls_token"):
         return "first"
-    return "last" if said.get("pooling_mode_lasttoken") else "mean"
+    return "last" if config.get("pooling_mode_lasttoken") else "mean"
 
 
 def _ids(value: object) -> frozenset[int]:

@@ -44,7 +44,7 @@ class Rule(msgspec.Struct, frozen=True):
     data: str
     state: str = "deferred"
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """In one line, for people."""
         decay = f", decay {self.decay:g}" if self.decay else ""
         state = "" if self.state == "deferred" else f", exit_state {self.state}"

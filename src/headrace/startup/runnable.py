@@ -32,7 +32,7 @@ def missing(model: str | Path) -> str:
     return ""
 
 
-def said(model: str | Path) -> str:
+def runs_here(model: str | Path) -> str:
     """ "yes", with what runs it, or "no", with what is missing."""
     if problem := missing(model):
         return f"no: {problem}"

@@ -68,8 +68,8 @@ def _pool(opened: Opened, kv_dtype: str, blocks: int, dtype: torch.dtype, device
     if kv_dtype not in FORMATS:
         return KVPool(opened.config, blocks, BLOCK_SIZE, dtype, device)
     shape = kv_shape(opened.config)
-    said = kv_settings(opened.source, shape)
-    centre = None if said is None else torch.tensor(said.centre).view(shape)
+    settings = kv_settings(opened.source, shape)
+    centre = None if settings is None else torch.tensor(settings.centre).view(shape)
     return RoundedPool(opened.config, blocks, BLOCK_SIZE, dtype, device, format=kv_dtype, centre=centre)
 
 

@@ -40,9 +40,9 @@ class Backend:
         return [Encoded(self._encode(text)) for text in texts]
 
     def _encode(self, text: str) -> list[int]:
-        told = LANGUAGE.match(text)
-        language = [] if told is None or told[0] not in self.ids else [self.ids[told[0]]]
-        rest = text[told.end() :] if told is not None and language else text
+        tag = LANGUAGE.match(text)
+        language = [] if tag is None or tag[0] not in self.ids else [self.ids[tag[0]]]
+        rest = text[tag.end() :] if tag is not None and language else text
         if not rest.strip():
             return language
         (encoded,) = self.cutter.encode_batch([rest], add_special_tokens=False)

@@ -59,13 +59,13 @@ def parse(data: bytes) -> Pieces:
                 raise TokenizerError(f"it has more than {MAX_PIECES} pieces")
             pieces.append(_piece(_message(value)))
         elif field == TRAINER:
-            said = dict(_fields(_message(value)))
-            if said.get(3, UNIGRAM) != UNIGRAM:
+            trainer = dict(_fields(_message(value)))
+            if trainer.get(3, UNIGRAM) != UNIGRAM:
                 raise TokenizerError("it is no unigram model")
         elif field == NORMALIZER:
-            told = dict(_fields(_message(value)))
-            charsmap = bytes(_message(told.get(CHARSMAP, b"")))
-            dummy_prefix, trims = bool(told.get(DUMMY_PREFIX, 1)), bool(told.get(EXTRA_SPACES, 1))
+            normalizer = dict(_fields(_message(value)))
+            charsmap = bytes(_message(normalizer.get(CHARSMAP, b"")))
+            dummy_prefix, trims = bool(normalizer.get(DUMMY_PREFIX, 1)), bool(normalizer.get(EXTRA_SPACES, 1))
     if sum(kind == UNKNOWN for _, _, kind in pieces) != 1:
         raise TokenizerError("it must have one piece for what is unknown")
     return Pieces(pieces, charsmap, dummy_prefix, trims)
@@ -91,8 +91,8 @@ def cutter(found: Pieces) -> tokenizers.Tokenizer:
 
 
 def _piece(data: bytes) -> tuple[str, float, int]:
-    said = dict(_fields(data))
-    raw, score, kind = said.get(1, b""), said.get(2, 0.0), said.get(3, NORMAL)
+    fields = dict(_fields(data))
+    raw, score, kind = fields.get(1, b""), fields.get(2, 0.0), fields.get(3, NORMAL)
     try:
         text = _message(raw).decode()
     except UnicodeDecodeError:

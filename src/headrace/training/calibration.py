@@ -91,9 +91,9 @@ def calibrate(
 def calibration_error(sure: ArrayLike, right: ArrayLike, bins: int) -> float:
     """The expected calibration error (Naeini et al. 2015; Guo et al. 2017): how far confidences [n] in [0, 1] lie from how
     often they are right, on average, in bins of equal width. A high probability is not correctness."""
-    said, held = np.asarray(sure, np.float64), np.asarray(right, np.float64)
+    confidences, held = np.asarray(sure, np.float64), np.asarray(right, np.float64)
     each = np.minimum((np.asarray(sure) * bins).astype(int), bins - 1)
-    return float(np.abs(np.bincount(each, said - held)).sum() / len(said))
+    return float(np.abs(np.bincount(each, confidences - held)).sum() / len(confidences))
 
 
 def _term(a: float, b: float) -> float:

@@ -30,7 +30,7 @@ from headrace.training.joint import Schedule, check_new, learn, save_model
 STEPS = 200  # of L-BFGS, at most
 BATCH = 64  # texts that the engine is given at a time
 FINE = 100  # thresholds of a grid
-Told = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,16 @@ class Rows(Exits):
         return pooled
 
 
-def pooled_rows(llm: LLM, texts: Sequence[str | Pair], layers: tuple[int, ...], pooling: str, told: Told) -> np.ndarray:
+def pooled_rows(
+    llm: LLM, texts: Sequence[str | Pair], layers: tuple[int, ...], pooling: str, progress: OnProgress
+) -> np.ndarray:
     """[exits, texts, width] float32: what exits after these layers read. The engine must be idle."""
     nothing = np.empty(0)
     llm.runner.exits = Rows(layers, (), pooling, nothing, nothing)
     made = np.empty((len(layers), len(texts), llm.model_config.hidden_size * (1 + (pooling == BOTH))), np.float32)
     for start in range(0, len(texts), BATCH):
         made[:, start : start + BATCH] = np.swapaxes(exit_logits(llm, texts[start : start + BATCH]), 0, 1)
-        told("reading", min(start + BATCH, len(texts)), len(texts))
+        progress("reading", min(start + BATCH, len(texts)), len(texts))
     return made
 
 
@@ -140,7 +142,7 @@ def grid_of(criterion: str, classes: int, exits: int) -> list[float]:
 
 def calibrated(
     exits: Exits,
-    said: np.ndarray,
+    probs: np.ndarray,
     classes: np.ndarray,
     delta: float,
     epsilon: float,
@@ -149,21 +151,21 @@ def calibrated(
     """For each criterion the least careful threshold that can be shown, on probabilities [exits, texts, classes] of texts that
     trained nothing. A text is lost where the exit is wrong and the whole model is right. Without one the criterion is left out.
     """
-    best = said.argmax(-1)
+    best = probs.argmax(-1)
     rules = []
     for criterion in criteria:
         if criterion == "patience" and len(exits.layers) < 2:
             continue
 
         def losses(threshold: float, criterion: str = criterion) -> np.ndarray:
-            at = leave_at(criterion, threshold, said)
+            at = leave_at(criterion, threshold, probs)
             left = best[at, np.arange(len(at))]
             return ((left != classes) & (best[-1] == classes)).astype(float)
 
         grid = grid_of(criterion, len(exits.labels), len(exits.layers))
         found = calibrate(losses, grid, delta=delta, epsilon=epsilon)
         if found.threshold is not None and found.risk is not None:
-            at = leave_at(criterion, found.threshold, said)
+            at = leave_at(criterion, found.threshold, probs)
             layers = float(np.array(exits.layers)[at].mean())
             rules.append(Rule(criterion, found.threshold, delta, epsilon, found.bound, found.n, found.risk, layers))
     return rules
@@ -195,7 +197,7 @@ class Result:
     rules: list[Rule]
 
 
-def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, check: Labelled | None = None) -> Result:
+def train(model: str, data: Labelled, out: Path, recipe: Recipe, progress: OnProgress, check: Labelled | None = None) -> Result:
     """Train and calibrate a classifier for an encoder, and write it to a folder, with the encoder where that learns, too.
     Raises ValueError."""
     labels = tuple(sorted(set(data.labels)))
@@ -212,18 +214,18 @@ def train(model: str, data: Labelled, out: Path, recipe: Recipe, told: Told, che
     layers, pooling = _places(opened, recipe), recipe.pooling or opened.pooling
     about: dict[str, float | str] = {"texts": float(len(data.texts))}
     if recipe.joint is not None:
-        weight, bias = _learn_together(opened, data, labels, out, layers, pooling, recipe, told)
+        weight, bias = _learn_together(opened, data, labels, out, layers, pooling, recipe, progress)
         about |= {"parent": opened.path.name, "epochs": recipe.joint.epochs, "rate": recipe.joint.rate}
     with LLM(out if recipe.joint is not None else model, threads=recipe.threads) as llm:
         if recipe.joint is None:
-            weight, bias = _fit_all(llm, data, labels, layers, pooling, recipe, told)
+            weight, bias = _fit_all(llm, data, labels, layers, pooling, recipe, progress)
             about |= {"decay": recipe.decay}
         exits = Exits(layers, labels, pooling, weight, bias)
-        rows = pooled_rows(llm, check.texts, layers, pooling, told).astype(np.float64)
-        said = probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(layers))]))
+        rows = pooled_rows(llm, check.texts, layers, pooling, progress).astype(np.float64)
+        probs = probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(layers))]))
         classes = _numbers(labels, check)
-        rules = calibrated(exits, said, classes, recipe.delta, recipe.epsilon)
-        accuracy = (said.argmax(-1) == classes).mean(-1).tolist()
+        rules = calibrated(exits, probs, classes, recipe.delta, recipe.epsilon)
+        accuracy = (probs.argmax(-1) == classes).mean(-1).tolist()
         save(out, exits, llm.opened, about | {"accuracy": float(accuracy[-1])}, rules)
     return Result(exits, accuracy, rules)
 
@@ -249,12 +251,12 @@ Weights = tuple[np.ndarray, np.ndarray]  # [exits, classes, width] and [exits, c
 
 
 def _fit_all(
-    llm: LLM, data: Labelled, labels: Sequence[str], layers: tuple[int, ...], pooling: str, recipe: Recipe, told: Told
+    llm: LLM, data: Labelled, labels: Sequence[str], layers: tuple[int, ...], pooling: str, recipe: Recipe, progress: OnProgress
 ) -> Weights:
     """Each exit by itself, on the rows of an encoder that stays as it is."""
-    rows, classes, weights = pooled_rows(llm, data.texts, layers, pooling, told), _numbers(labels, data), []
+    rows, classes, weights = pooled_rows(llm, data.texts, layers, pooling, progress), _numbers(labels, data), []
     for exit in range(len(layers)):
-        told("training", exit + 1, len(layers))
+        progress("training", exit + 1, len(layers))
         weights.append(fit(rows[exit], classes, len(labels), recipe.decay))
     weight, bias = (np.stack(each).astype(np.float64) for each in zip(*weights, strict=True))
     return weight, bias
@@ -268,7 +270,7 @@ def _learn_together(
     layers: tuple[int, ...],
     pooling: str,
     recipe: Recipe,
-    told: Told,
+    progress: OnProgress,
 ) -> Weights:
     """All exits with the encoder, which is written to the folder."""
     assert recipe.joint is not None
@@ -277,6 +279,6 @@ def _learn_together(
         torch.set_num_threads(recipe.threads)
     texts = encoded(partial(opened.tokenizer.encode, parse_special=False), data.texts)
     numbers = _numbers(labels, data).tolist()
-    learnt = learn(opened, texts, numbers, len(labels), layers, pooling, recipe.joint, told)
+    learnt = learn(opened, texts, numbers, len(labels), layers, pooling, recipe.joint, progress)
     save_model(out, learnt.model, opened)
     return learnt.weight.astype(np.float64), learnt.bias.astype(np.float64)

@@ -84,13 +84,13 @@ class Recipe:
 
     def about(self, opened: Opened) -> dict[str, Any]:
         """What must be the same where a training goes on: all but how long it is, and by how many threads."""
-        said = asdict(self)
+        values = asdict(self)
         for name in ("budget", "prompts", "threads", "as_draft"):
-            said.pop(name)
+            values.pop(name)
         if not self.exits:  # so that trainings which were begun before there were any go on
-            said.pop("exits")
+            values.pop("exits")
         data = json.dumps(list(self.prompts)).encode() if self.texts == SELF else Path(self.texts).read_bytes()
-        return {"teacher": str(opened.path), **said, "texts": f"{self.texts} {hashlib.sha256(data).hexdigest()[:16]}"}
+        return {"teacher": str(opened.path), **values, "texts": f"{self.texts} {hashlib.sha256(data).hexdigest()[:16]}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,15 +246,15 @@ def _train(
     losses: list[float] = []
     by_steps = recipe.budget.steps is not None
     total = recipe.budget.steps or round(60 * (recipe.budget.minutes or 0.0))
-    told = run.steps if by_steps else int(run.spent)
-    tell.start("training", max(1, total), told, "steps" if by_steps else "seconds")
+    done = run.steps if by_steps else int(run.spent)
+    tell.start("training", max(1, total), done, "steps" if by_steps else "seconds")
 
     def seen(loss: float) -> None:
-        nonlocal told
+        nonlocal done
         losses.append(loss)
         now = run.steps if by_steps else int(run.spent)
-        tell.advance(now - told, f"step {run.steps}, loss {loss:.3f}")
-        told = now
+        tell.advance(now - done, f"step {run.steps}, loss {loss:.3f}")
+        done = now
 
     with interrupt as stopped:
         run.go(lambda step: lesson.learn(batch_of(learned, step, recipe.batch, recipe.seed)), seen, stopped)

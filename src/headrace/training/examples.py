@@ -78,11 +78,11 @@ def reasoned(path: Path, tokenizer: Tokenizer, ends: int | None, weight: float, 
         both: list[Example] = []
         for task, text, counts in ((LABEL, answer, 1.0), (REASON, reason, weight)):
             asked = start + tokenizer.encode(task + prompt, add_special=False, parse_special=False)
-            said = tokenizer.encode(f" {text.strip()}", add_special=False, parse_special=False)
-            said += [] if ends is None else [ends]
-            if len(asked) + len(said) > most:
-                raise ValueError(f"{path}, line {number} has {len(asked) + len(said)} tokens; the most are {most} (--window)")
-            both.append(Example([*asked, *said], len(asked), counts))
+            target = tokenizer.encode(f" {text.strip()}", add_special=False, parse_special=False)
+            target += [] if ends is None else [ends]
+            if len(asked) + len(target) > most:
+                raise ValueError(f"{path}, line {number} has {len(asked) + len(target)} tokens; the most are {most} (--window)")
+            both.append(Example([*asked, *target], len(asked), counts))
         items.append(tuple(both))
     if not items:
         raise ValueError(f"{path} has no line; write objects with {', '.join(FIELDS)}")

@@ -163,7 +163,7 @@ def confidences(tensors: Tensors, teacher: Teacher, texts: Sequence[Text]) -> tu
     sure, right = [], []
     for text in texts:
         batch = Batch.of([text])
-        best = teacher.said(teacher.last(batch.hidden)[batch.rows]).argmax(-1)
+        best = teacher.probabilities(teacher.last(batch.hidden)[batch.rows]).argmax(-1)
         depth = text.hidden.shape[1] // teacher.config.hidden_size - 1
         made = torch.stack([rows[batch.rows] for rows, _ in KINDS[EXIT].ahead(tensors, teacher, batch, depth)])
         most, tokens = softmax(teacher.logits(norm(made, tensors["norm.weight"], teacher.config.norm_eps)), -1).max(-1)

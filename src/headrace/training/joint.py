@@ -27,7 +27,7 @@ from headrace.weights.source import WeightError
 FASTER = 20.0  # the rate of exits, which begin at zero, in that of the encoder
 NEAR = 4.0  # tokens by which texts beside each other may differ in length at random
 POOLING = "1_Pooling"  # of a folder: how its embeddings are pooled
-Told = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def learn(
     layers: tuple[int, ...],
     pooling: str,
     schedule: Schedule,
-    told: Told,
+    progress: OnProgress,
 ) -> Learnt:
     """Train an encoder of float weights with exits after these layers on texts, each of one of `count` classes. The same for
     the same schedule on the same machine and threads. Raises ValueError."""
@@ -85,7 +85,7 @@ def learn(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(every, CLIP)
         adam.step()
-        told("training together", step + 1, len(batches))
+        progress("training together", step + 1, len(batches))
     for x in every:
         x.requires_grad_(False)
     return Learnt(model, weight.numpy(), bias.numpy())

@@ -52,8 +52,8 @@ def begin(folder: Path, about: Mapping[str, Any]) -> None:
     except (TypeError, ValueError):
         raise ValueError(f"{path} is damaged; remove {folder} to begin again") from None
     if apart := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
-        said = "; ".join(f"{name}: {before.get(name)} then, {now.get(name)} now" for name in apart)
-        raise ValueError(f"{folder} holds another training ({said}); take another folder, or remove it")
+        differences = "; ".join(f"{name}: {before.get(name)} then, {now.get(name)} now" for name in apart)
+        raise ValueError(f"{folder} holds another training ({differences}); take another folder, or remove it")
 
 
 class Run:
@@ -115,10 +115,10 @@ class Run:
             if x in self.adam.state:
                 state = self.adam.state[x]
                 kept |= {f"adam.first.{name}": state["exp_avg"], f"adam.second.{name}": state["exp_avg_sq"]}
-        said = {"steps": str(self.steps), "spent": str(self.spent)}
+        metadata = {"steps": str(self.steps), "spent": str(self.spent)}
         part = self.folder / f"{CHECKPOINT}.part"
         try:
-            save_file(kept, part, said)
+            save_file(kept, part, metadata)
             os.replace(part, self.folder / CHECKPOINT)
         finally:
             part.unlink(missing_ok=True)
@@ -129,8 +129,8 @@ class Run:
             return
         try:
             with safe_open(path, "pt") as file:
-                said, there = file.metadata(), set(file.keys())
-                self.steps, self.spent = int(said["steps"]), float(said["spent"])
+                metadata, there = file.metadata(), set(file.keys())
+                self.steps, self.spent = int(metadata["steps"]), float(metadata["spent"])
                 for name, x in self.tensors.items():
                     x.data.copy_(file.get_tensor(name))
                     if f"adam.first.{name}" in there:

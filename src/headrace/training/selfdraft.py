@@ -36,7 +36,7 @@ class Rated:
         return f"the first {self.span.layers} layers" if self.span.layers else f"without {left_out} sublayers"
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         return f"{self.name}: agreement {self.alpha:.3f}, cost {self.cost:.3f}, speed-up {self.speedup:.2f}"
 
 

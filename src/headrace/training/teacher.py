@@ -36,7 +36,7 @@ class Teacher:
         """Of rows side by side those after the last layer: [..., width] -> [..., hidden]."""
         return hidden[..., -self.config.hidden_size :]
 
-    def said(self, hidden: torch.Tensor) -> torch.Tensor:
+    def probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's own distribution at rows [n, hidden] after its last layer."""
         return softmax(self.logits(hidden if self.normed else norm(hidden, self.norm, self.config.norm_eps)), -1)
 

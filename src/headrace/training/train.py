@@ -22,14 +22,14 @@ FADING = 0.8  # what a token further ahead counts of the one before it
 def loss_of(kind: str, tensors: Tensors, teacher: Teacher, batch: Batch, depth: int) -> torch.Tensor:
     """Mean over rows, weighted over places."""
     with torch.no_grad():
-        said = torch.zeros(batch.rows.shape, dtype=torch.int64)
-        said[batch.rows] = torch.arange(int(batch.rows.sum()))
+        index = torch.zeros(batch.rows.shape, dtype=torch.int64)
+        index[batch.rows] = torch.arange(int(batch.rows.sum()))
         last = teacher.last(batch.hidden)
-        truth = teacher.said(last[batch.rows])
+        truth = teacher.probabilities(last[batch.rows])
     total, weights = torch.zeros(()), 0.0
     for place, (made, rows) in enumerate(KINDS[kind].ahead(tensors, teacher, batch, depth)):
         logits = teacher.logits(norm(made[rows], tensors["norm.weight"], teacher.config.norm_eps))
-        loss = -(truth[said[rows]] * log_softmax(logits, -1)).sum(-1).mean()
+        loss = -(truth[index[rows]] * log_softmax(logits, -1)).sum(-1).mean()
         loss = loss + KINDS[kind].extra(made[rows], last[rows])
         weight = FADING**place if KINDS[kind].chained else 1.0
         total, weights = total + weight * loss, weights + weight
@@ -43,7 +43,7 @@ def agreement(kind: str, tensors: Tensors, teacher: Teacher, texts: Sequence[Tex
     right, tried = [0] * depth, [0] * depth
     for at in range(0, len(texts), size):
         batch = Batch.of(texts[at : at + size])
-        best = teacher.said(teacher.last(batch.hidden).flatten(0, 1)).argmax(-1).view(batch.rows.shape)
+        best = teacher.probabilities(teacher.last(batch.hidden).flatten(0, 1)).argmax(-1).view(batch.rows.shape)
         chain, chained = torch.ones_like(batch.rows), KINDS[kind].chained
         for place, (made, rows) in enumerate(KINDS[kind].ahead(tensors, teacher, batch, depth)):
             logits = teacher.logits(norm(made.flatten(0, 1), tensors["norm.weight"], teacher.config.norm_eps))

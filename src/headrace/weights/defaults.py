@@ -111,8 +111,8 @@ def _from(sampling: Mapping[str, Any], origin: str, of: str = "") -> dict[str, S
 
 
 def _origin(one: Setting) -> str:
-    said = {FROM_MODEL: "the model's own", FROM_US: "default"}.get(one.origin, one.origin)
-    return f"{said}: {one.of}" if one.of else said
+    origin = {FROM_MODEL: "the model's own", FROM_US: "default"}.get(one.origin, one.origin)
+    return f"{origin}: {one.of}" if one.of else origin
 
 
 def _shown(value: Any) -> str:

@@ -33,9 +33,9 @@ def describe(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         folder = open_folder(path)
-        said = _json(path / COMPRESSED)
-        kv = said["kv"].get("format") if isinstance(said.get("kv"), dict) else None
-        return {**_tensors(folder), "compress": _text(said.get("compress")), "kv": _text(kv), **_from_config(folder)}
+        record = _json(path / COMPRESSED)
+        kv = record["kv"].get("format") if isinstance(record.get("kv"), dict) else None
+        return {**_tensors(folder), "compress": _text(record.get("compress")), "kv": _text(kv), **_from_config(folder)}
     file = GGUFFile(path)
     ours = {"compress": _text(file.metadata.get(COMPRESS_KEY)), "kv": _text(file.metadata.get(FORMAT_KEY))}
     return {**_tensors(file), **ours, **_from_metadata(file.metadata)}
@@ -43,7 +43,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 def _tensors(source: WeightSource) -> dict[str, Any]:
     infos = [source.info(name) for name in source.names()]
-    quantised = source.scheme.said if isinstance(source, QuantizedFolder) else None
+    quantised = source.scheme.summary if isinstance(source, QuantizedFolder) else None
     if isinstance(source, QuantizedFolder):
         infos = [replace(one, nbytes=source.stored_bytes(one.name)) for one in infos]
     return {
@@ -63,9 +63,9 @@ def _tensors(source: WeightSource) -> dict[str, Any]:
 def _in_core(infos: Sequence[TensorInfo]) -> str:
     """Which matrices the core multiplies as they are read, and which it holds in bfloat16."""
     kinds = Counter(one.kind for one in infos if len(one.shape) == 2)
-    told = [f"{kinds[kind]} matrices packed as {kind}" for kind in kinds if kind not in FLOATS]
+    packed = [f"{kinds[kind]} matrices packed as {kind}" for kind in kinds if kind not in FLOATS]
     floats = sum(count for kind, count in kinds.items() if kind in FLOATS)
-    return ", ".join(told + ([f"{floats} in bfloat16"] if floats else []))
+    return ", ".join(packed + ([f"{floats} in bfloat16"] if floats else []))
 
 
 def _from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:

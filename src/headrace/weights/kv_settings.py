@@ -56,9 +56,9 @@ def kv_settings(source: WeightSource, shape: tuple[int, int, int]) -> KVSettings
 
 def _of_folder(path: Path) -> dict[str, Any]:
     try:
-        said = json.loads((path / FILE).read_text("utf-8")).get("kv")
+        settings = json.loads((path / FILE).read_text("utf-8")).get("kv")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
         raise WeightError(f"{path / FILE} cannot be read ({error}); repair or remove it") from None
-    return said if isinstance(said, dict) else {}
+    return settings if isinstance(settings, dict) else {}

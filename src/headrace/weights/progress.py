@@ -54,22 +54,22 @@ class Lines:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._what, self._unit, self._total, self._done, self._said = "", BYTES, 0, 0, 0
+        self._what, self._unit, self._total, self._done, self._reported = "", BYTES, 0, 0, 0
         self._when = 0.0
 
     def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
         again, self._what = what == self._what and not total, what
         self._unit, self._total, self._done, self._when = unit, total or 0, done, time.monotonic()
-        self._said = self._quarter()
+        self._reported = self._quarter()
         if not again:
             size = f" ({amount(total, unit)})" if total else ""
             self.note(f"{what}{size}" + (f", {amount(done, unit)} already here" if done else ""))
 
     def advance(self, count: int, remark: str = "") -> None:
         self._done += count
-        if self._quarter() > self._said and (self._unit == BYTES or time.monotonic() - self._when > PATIENCE):
-            self._said, self._when = self._quarter(), time.monotonic()
-            self.note(f"{self._what}: {self._said * 25} %" + (f", {remark}" if remark else ""))
+        if self._quarter() > self._reported and (self._unit == BYTES or time.monotonic() - self._when > PATIENCE):
+            self._reported, self._when = self._quarter(), time.monotonic()
+            self.note(f"{self._what}: {self._reported * 25} %" + (f", {remark}" if remark else ""))
 
     def finish(self) -> None:
         pass

@@ -128,8 +128,8 @@ class SafetensorsFolder:
         found = {info.name for info in infos}
         if expected is not None and found != expected:
             name = min(found ^ expected)
-            said = "lacks" if name in expected else "holds"
-            raise WeightError(f"{path}: {said} tensor {name!r}, against {INDEX}; download the folder again")
+            verb = "lacks" if name in expected else "holds"
+            raise WeightError(f"{path}: {verb} tensor {name!r}, against {INDEX}; download the folder again")
         for info in infos:
             self._infos[info.name] = info
             self._places[info.name] = data, starts[info.name]

@@ -57,11 +57,11 @@ def foreign(folder: Path) -> str:
 def adapter(folder: Path) -> str:
     """What is said of a folder with an adapter and no model; empty where there is none."""
     try:
-        said = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return ""
-    said = said if isinstance(said, dict) else {}
-    return adapter_of(str(said.get("peft_type") or "LoRA"), said.get("base_model_name_or_path"))
+    config = config if isinstance(config, dict) else {}
+    return adapter_of(str(config.get("peft_type") or "LoRA"), config.get("base_model_name_or_path"))
 
 
 def adapter_of(kind: str, base: object) -> str:

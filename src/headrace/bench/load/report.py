@@ -18,7 +18,8 @@ def pictures(model: str, made: Made) -> dict[str, str]:
         for name, title in TIMES.items()
     }
     loads = sorted(
-        (told for told, _ in made.values() if told["ttft"] and told["itl"]), key=lambda one: one["output_tokens_per_s"]
+        (summary for summary, _ in made.values() if summary["ttft"] and summary["itl"]),
+        key=lambda one: one["output_tokens_per_s"],
     )
     if len(loads) > 1:
         speed = [one["output_tokens_per_s"] for one in loads]
@@ -30,5 +31,5 @@ def pictures(model: str, made: Made) -> dict[str, str]:
 
 def page(model: str, cut: str, rows: Sequence[Sequence[str]], made: Made) -> str:
     """One page: the table (first row: its heads), the pictures, and all figures as JSON."""
-    figures = {"model": model, "cut": cut, "loads": {name: told for name, (told, _) in made.items()}}
+    figures = {"model": model, "cut": cut, "loads": {name: summary for name, (summary, _) in made.items()}}
     return document(f"{model} under load", [about(model), cut], [table(rows)], list(pictures(model, made).values()), figures)

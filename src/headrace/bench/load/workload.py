@@ -56,7 +56,7 @@ class Cut:
     outputs: int = 0
     output_tokens: int = 0
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """One line."""
         first = f"the first {self.kept:,} of " if self.kept < self.requests else ""
         parts = [first + counted(self.requests, "requests")]
@@ -67,12 +67,12 @@ class Cut:
         return ", ".join(parts)
 
 
-def said(cuts: Mapping[str, Cut]) -> str:
+def described(cuts: Mapping[str, Cut]) -> str:
     """One line of several loads, by their names: those of which the same is to be said come together."""
-    told: dict[str, list[str]] = {}
+    loads: dict[str, list[str]] = {}
     for name, cut in cuts.items():
-        told.setdefault(cut.said(), []).append(name)
-    return "; ".join(f"{', '.join(names)}: {line}" + (" each" if len(names) > 1 else "") for line, names in told.items())
+        loads.setdefault(cut.summary(), []).append(name)
+    return "; ".join(f"{', '.join(names)}: {line}" + (" each" if len(names) > 1 else "") for line, names in loads.items())
 
 
 @dataclass(frozen=True, slots=True)

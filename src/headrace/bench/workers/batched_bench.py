@@ -20,8 +20,8 @@ class Worker:
     def __init__(self, model: str, threads: int, setting: dict[str, Any], kv_bytes: float) -> None:
         self.model, self.threads, self.command = model, threads, setting["command"]
         done = self.call("--version")
-        said = re.search(r"version: (.*)", done.stderr + done.stdout)
-        self.about = f"{Path(self.command[0]).name} {said[1] if said else '(version not said)'}"
+        found = re.search(r"version: (.*)", done.stderr + done.stdout)
+        self.about = f"{Path(self.command[0]).name} {found[1] if found else '(version not said)'}"
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[int]]:
         count, length, tokens = len(prompts), len(prompts[0]), max(new_tokens, 1)

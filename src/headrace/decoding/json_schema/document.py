@@ -17,9 +17,9 @@ class Document:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.root = root
-        said = str(root.get("$schema", ""))
-        self.old_refs = any(f"draft-0{n}" in said for n in (3, 4, 6, 7))  # nothing beside a $ref counts
-        old_places = self.old_refs or "2019-09" in said
+        draft = str(root.get("$schema", ""))
+        self.old_refs = any(f"draft-0{n}" in draft for n in (3, 4, 6, 7))  # nothing beside a $ref counts
+        old_places = self.old_refs or "2019-09" in draft
         self.places = "items" if old_places else "prefixItems"  # the keyword of schemas place by place
         self._work = 0
 

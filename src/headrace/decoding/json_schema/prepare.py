@@ -238,11 +238,11 @@ class _Preparation:
             return []
         if not isinstance(value, dict):
             return [{"maxProperties": 0}]
-        said = {key: each for key, each in value.items() if key not in SILENT and (key, each) != ("type", "string")}
-        if list(said) == ["pattern"]:
-            return [{"patternProperties": {said["pattern"]: True}, "additionalProperties": False}]
-        if list(said) in (["enum"], ["const"]):
-            names = said.get("enum", [said.get("const")])
+        stated = {key: each for key, each in value.items() if key not in SILENT and (key, each) != ("type", "string")}
+        if list(stated) == ["pattern"]:
+            return [{"patternProperties": {stated["pattern"]: True}, "additionalProperties": False}]
+        if list(stated) in (["enum"], ["const"]):
+            names = stated.get("enum", [stated.get("const")])
             known = {name: True for name in names if isinstance(name, str)}
             return [{"properties": known, "additionalProperties": False}]
         raise InexpressibleError

@@ -49,9 +49,9 @@ def from_hf(read: Reader) -> ModelConfig:
     vocab_size = read.size("vocab_size")
     if read.size("decoder_vocab_size", vocab_size) != vocab_size:
         raise read.error("has two vocabularies; marian is built with one for both languages")
-    said = read.get("activation_function", "gelu")
-    if said not in ACTIVATIONS:
-        raise read.error(f"has the activation {said!r}; marian is built with {', '.join(ACTIVATIONS)}")
+    activation = read.get("activation_function", "gelu")
+    if activation not in ACTIVATIONS:
+        raise read.error(f"has the activation {activation!r}; marian is built with {', '.join(ACTIVATIONS)}")
     pad = hf.token(read, "pad_token_id", vocab_size)
     encoder = ModelConfig(
         architecture="marian",
@@ -65,7 +65,7 @@ def from_hf(read: Reader) -> ModelConfig:
         head_bias=True,
         embed_scale=read.size("d_model") ** 0.5 if read.get("scale_embedding") else 1.0,
         encoder=True,
-        activation=ACTIVATIONS[said],
+        activation=ACTIVATIONS[activation],
     )
     start = hf.token(read, "decoder_start_token_id", vocab_size, pad)
     return replace(encoder, layers=_layers(read, "decoder"), encoder=False, source=encoder, start=start, never=pad)

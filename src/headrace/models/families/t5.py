@@ -47,10 +47,10 @@ NOT_USED = (
 
 
 def from_hf(read: Reader) -> ModelConfig:
-    said = read.get("feed_forward_proj", "relu")
-    if said not in MLPS:
-        raise read.error(f"has the MLP {said!r}; t5 is built with {', '.join(MLPS)}")
-    activation, gated = MLPS[said]
+    mlp = read.get("feed_forward_proj", "relu")
+    if mlp not in MLPS:
+        raise read.error(f"has the MLP {mlp!r}; t5 is built with {', '.join(MLPS)}")
+    activation, gated = MLPS[mlp]
     heads, hidden, vocab_size = read.size("num_heads"), read.size("d_model"), read.size("vocab_size")
     layer = LayerConfig(heads, heads, read.size("d_kv", hidden // heads or 1), read.size("d_ff"))
     count = read.size("num_layers", most=MAX_LAYERS)

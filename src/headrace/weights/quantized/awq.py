@@ -43,7 +43,7 @@ class Awq:
             self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in FIELDS))
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         groups = {
             k // self._stored.info(name.removesuffix(".weight"), "scales").shape[0]
             for name, matrix in self.matrices.items()

@@ -46,7 +46,7 @@ class BitsAndBytes:
                 self._add(matrix, shape, TABLES[kind][0], (*FOUR, STATE + kind))
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         kinds = dict.fromkeys(matrix.info.kind for matrix in self.matrices.values())
         return f"bitsandbytes, {' and '.join('int8' if kind == 'Q8_0' else kind for kind in kinds)}"
 

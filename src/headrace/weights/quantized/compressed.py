@@ -53,20 +53,20 @@ class CompressedTensors:
         self.matrices: dict[str, Coded] = {}
         self._bits: dict[str, int] = {}
         self._padded: set[str] = set()  # matrices whose words have whole fields
-        self._said: dict[str, None] = {}
+        self._summaries: dict[str, None] = {}
         for matrix in dict.fromkeys(self._stored.prefixes("weight_scale") + self._stored.prefixes("bitmask")):
-            kind, (n, k), said = self._measure(matrix)
+            kind, (n, k), summary = self._measure(matrix)
             block, nbytes = KINDS[kind]
             fields = [field for field in (*FIELDS, GLOBAL, *LEFT_OUT) if self._stored.has(matrix, field)]
             name = f"{matrix}.weight"
             info = TensorInfo(name, (n, k), kind, n * k // block * nbytes)
             self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in fields), self._input_scale(matrix))
             static = self.matrices[name].input_scale is not None
-            self._said[f"{said}, one scale of inputs" if static else said] = None
+            self._summaries[f"{summary}, one scale of inputs" if static else summary] = None
 
     @property
-    def said(self) -> str:
-        return f"compressed-tensors, {' and '.join(self._said)}"
+    def summary(self) -> str:
+        return f"compressed-tensors, {' and '.join(self._summaries)}"
 
     def rows(self, name: str) -> np.ndarray:
         """uint8 [n, row bytes]."""

@@ -39,7 +39,7 @@ class Fp8:
                 self.matrices[info.name] = Coded(info, tuple(f"{matrix}.{one}" for one in fields))
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         kinds = dict.fromkeys(
             self._stored.info(name.removesuffix(".weight"), "weight").kind.removeprefix("F8_") for name in self.matrices
         )

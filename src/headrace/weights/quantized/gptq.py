@@ -61,8 +61,8 @@ class Gptq:
             self.matrices[name] = Coded(TensorInfo(name, (sizes.n, sizes.k), kind, nbytes), fields)
 
     @property
-    def said(self) -> str:
-        return " and ".join(dict.fromkeys(self._said(name) for name in self.matrices))
+    def summary(self) -> str:
+        return " and ".join(dict.fromkeys(self._summary(name) for name in self.matrices))
 
     def rows(self, name: str) -> np.ndarray:
         """uint8 [n, row bytes]."""
@@ -137,7 +137,7 @@ class Gptq:
         zeros = unpacked(words, sizes.bits).astype(np.int16)
         return zeros + 1 & 7 if self._shifted and sizes.bits == 3 else zeros  # fields of 3 bits cross words: one by one
 
-    def _said(self, name: str) -> str:
+    def _summary(self, name: str) -> str:
         sizes = self._sizes[name]
         groups = "a scale a row" if sizes.groups == 1 else f"groups of {sizes.group}"
         order = ", act-order" if self.columns(name) is not None else ""

@@ -21,7 +21,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 class Mxfp4:
     """See the module. Raises WeightError, in one line, for damaged files and for matrices of experts, which are not built."""
 
-    said = "MXFP4"
+    summary = "MXFP4"
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
         self._folder = folder

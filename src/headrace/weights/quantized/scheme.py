@@ -32,7 +32,7 @@ class Scheme(Protocol):
         ...
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """For people: "GPTQ, 4 bits, groups of 128"."""
         ...
 

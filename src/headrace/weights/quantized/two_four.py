@@ -46,7 +46,7 @@ class TwoFour:
             self.matrices[info.name] = Coded(info, tuple(f"{matrix}.{field}" for field in FIELDS))
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         bits = sorted({coded.info.kind[1:] for coded in self.matrices.values()})
         return f"2:4, {' and '.join(bits)} bits, groups of {BLOCK}"
 

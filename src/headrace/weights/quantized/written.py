@@ -203,9 +203,9 @@ class Gptq:
 
     def settings(self, whole: Sequence[str]) -> dict[str, Any]:
         of = self.integers
-        said: dict[str, Any] = {"quant_method": "gptq", "bits": of.bits, "group_size": of.group or -1, "sym": of.symmetric}
-        said |= {"desc_act": False, "static_groups": True, "checkpoint_format": "gptq_v2", "lm_head": False}
-        return said | ({"dynamic": {f"-:^{name.replace('.', '[.]')}$": {} for name in whole}} if whole else {})
+        settings: dict[str, Any] = {"quant_method": "gptq", "bits": of.bits, "group_size": of.group or -1, "sym": of.symmetric}
+        settings |= {"desc_act": False, "static_groups": True, "checkpoint_format": "gptq_v2", "lm_head": False}
+        return settings | ({"dynamic": {f"-:^{name.replace('.', '[.]')}$": {} for name in whole}} if whole else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +236,9 @@ class Awq:
 
     def settings(self, whole: Sequence[str]) -> dict[str, Any]:
         of = self.integers
-        said = {"quant_method": "awq", "bits": 4, "group_size": of.group or -1, "version": "gemm"}
-        said |= {"zero_point": not of.symmetric}
-        return said | ({"modules_to_not_convert": list(whole)} if whole else {})
+        settings = {"quant_method": "awq", "bits": 4, "group_size": of.group or -1, "version": "gemm"}
+        settings |= {"zero_point": not of.symmetric}
+        return settings | ({"modules_to_not_convert": list(whole)} if whole else {})
 
 
 @dataclass(frozen=True, slots=True)

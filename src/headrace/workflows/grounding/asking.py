@@ -61,12 +61,12 @@ def begin(
 
 def follow(llm: LLM, answer: Answer) -> Iterator[str]:
     """The text of an answer as it comes, to its end. Raises ValueError where its request fails."""
-    said = 0
+    shown = 0
     while True:
         finished, text = answer.output.finished, answer.text
-        if len(text) > said:
-            yield text[said:]
-            said = len(text)
+        if len(text) > shown:
+            yield text[shown:]
+            shown = len(text)
         if finished:
             break
         llm.step()

@@ -31,9 +31,9 @@ def document_qa(passages: Sequence[Passage], question: str) -> Messages:
 
 def chat(turns: Sequence[tuple[str, str]], question: str, system: str = "") -> Messages:
     """A conversation so far, as (user, assistant) pairs, and the next question."""
-    said = [{"role": role, "content": text} for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
+    past = [{"role": role, "content": text} for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
     first = [{"role": "system", "content": system}] if system else []
-    return [*first, *said, {"role": "user", "content": question}]
+    return [*first, *past, {"role": "user", "content": question}]
 
 
 def code_edit(code: str, instruction: str) -> Messages:
