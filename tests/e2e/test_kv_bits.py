@@ -142,7 +142,7 @@ def test_torch_takes_off_what_biases_have_in_common_as_the_core_does(tmp_path: P
     assert less < 0.9 * plain
     for name, has in (("qwen2-tied", True), ("llama-gqa", False)):
         llm = LLM(write_folder(tmp_path / name, name), backend="torch", kv_dtype="int4", max_model_len=64)
-        assert (llm.runner.programs[0].pool._centre is not None) == has
+        assert (llm.runner.programs[0].pool._rounding._centre is not None) == has
         assert llm.generate(["the water"], SamplingParams(max_tokens=2, temperature=0.0))[0].error is None
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.compress.base import Compressor, Told, visited
+from headrace.compress.base import Compressor, OutputReport, visited
 from headrace.compress.pruning import pruned
 from headrace.compress.walk import Walk
 from headrace.compress.work import Work
@@ -28,24 +28,24 @@ def kinds(format: str | None, layers: int) -> dict[str, str]:
 
 
 class After(NamedTuple):
-    """A model as methods left it, layer by layer, and what was told of its matrices."""
+    """A model as methods left it, layer by layer, and what is known of its matrices."""
 
     model: Model
-    told: dict[str, Told]
+    outputs: dict[str, OutputReport]
 
 
 def walked(source: WeightSource, read: Sequence[list[int]], steps: Sequence[Compressor], format: str | None = None) -> After:
     """Methods carried out on a walk. Weights are what the codes say; where something is cut the model is the masked one."""
-    model, told = load_model(source), dict[str, Told]()
+    model, outputs = load_model(source), dict[str, OutputReport]()
     holders, layers = dict(model.holders()), model.config.num_layers
     with TemporaryDirectory() as folder:
         for visit in Walk(source, read, Work(Path(folder)), kinds(format, layers)):
             visited(visit, steps)
-            told |= visit.outputs
+            outputs |= visit.outputs
             for name, holder in visit.holders.items():
                 for field in holder.params():
                     getattr(holders[f"layers.{visit.number}.{name}"], field).copy_(getattr(holder, field))
-    return After(model, told)
+    return After(model, outputs)
 
 
 def rounded(source: WeightSource, format: str, magnitude: str | None = None) -> Model:
@@ -62,7 +62,7 @@ def rounded(source: WeightSource, format: str, magnitude: str | None = None) -> 
 
 
 @torch.inference_mode()
-def foretold(model: Model, text: list[int], count: int) -> torch.Tensor:
+def predictions(model: Model, text: list[int], count: int) -> torch.Tensor:
     """Log-probabilities [count, vocabulary] of a text's last tokens."""
     rows: torch.Tensor = model.head(fed(model, text).rows[-count - 1 : -1])
     return rows.log_softmax(-1)

@@ -17,7 +17,7 @@ from headrace.startup.opening import Opened
 from headrace.weights.loader import load_model
 from headrace.weights.progress import Silent
 from tests.models.llama2c import read_checkpoint
-from tests.models.lossy import foretold, likelihood
+from tests.models.lossy import likelihood, predictions
 from tests.models.zoo import MemorySource
 from tests.places import model_file
 
@@ -49,12 +49,12 @@ class Judge:
 
     def __init__(self, original: Model, judged: Sequence[list[int]]) -> None:
         self.texts = judged
-        self.truth = [foretold(original, text, SCORED) for text in judged]
+        self.truth = [predictions(original, text, SCORED) for text in judged]
 
     def lost(self, model: Model) -> Loss:
         kl = nll = 0.0
         for text, truth in zip(self.texts, self.truth, strict=True):
-            made = foretold(model, text, SCORED)
+            made = predictions(model, text, SCORED)
             kl += kl_div(made, truth, reduction="sum", log_target=True).item()
             nll += (likelihood(truth, text) - likelihood(made, text)).sum().item()
         count = SCORED * len(self.texts)

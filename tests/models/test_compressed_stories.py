@@ -29,7 +29,7 @@ from headrace.models.registry import read_config
 from headrace.quant.keep import parse_sparsity
 from headrace.quant.targets import nearest, target
 from headrace.weights.loader import load_model
-from tests.models.lossy import After, foretold, likelihood, rounded, walked
+from tests.models.lossy import After, likelihood, predictions, rounded, walked
 from tests.models.stories import JUDGED, MEASURED, SCORED, Judge, cut, read_source, texts
 from tests.models.zoo import MemorySource
 
@@ -90,7 +90,7 @@ def test_texts_are_what_the_model_draws(source: MemorySource, judge: Judge) -> N
     assert surprise(judge.texts[::-1]).mean() > 1
     model, text = rounded(source, "int3-g96"), judge.texts[0]
     one = Judge(load_model(source), [text])
-    both = [(one.truth[0].numpy(), foretold(model, text, SCORED).numpy())]
+    both = [(one.truth[0].numpy(), predictions(model, text, SCORED).numpy())]
     theirs = judged([text[-SCORED:]], both, "")
     ours = one.lost(model)
     assert ours.kl == pytest.approx(theirs.kl, rel=1e-4)
@@ -148,8 +148,8 @@ class Beside(Rounding):
 
 def test_every_matrix_gains_by_gptq_though_not_every_row(source: MemorySource) -> None:
     beside = Beside(True, ordered=False)
-    told = walked(source, texts(0, MEASURED), [beside], "int4-g32").told
-    ratios = [one.error / one.nearest for one in told.values()]
+    found = walked(source, texts(0, MEASURED), [beside], "int4-g32").outputs
+    ratios = [one.error / one.nearest for one in found.values()]
     print(f"{len(ratios)} matrices, {min(ratios):.2f} to {max(ratios):.2f}; {beside.worse} of {beside.rows} rows are worse")
     assert len(ratios) == 42
     assert max(ratios) < 0.8
@@ -172,7 +172,7 @@ def planted(source: MemorySource) -> MemorySource:
 
 def inputs_rounded(after: After, activations: str) -> Model:
     """The same model with inputs in 8 bits; `tensor`: with the largest of the texts measured as the end of the range."""
-    scales = {".".join(name.split(".")[:3]): told.largest / 127 for name, told in after.told.items()}
+    scales = {".".join(name.split(".")[:3]): one.largest / 127 for name, one in after.outputs.items()}
     integers = {path: (True,) * len(one.parts) for path, one in after.model.holders() if isinstance(one, Linear)}
     inputs.round_inputs(after.model, integers, activations, scales)
     return after.model

@@ -18,7 +18,7 @@ from headrace.data.types import Delta, RequestMetrics
 from headrace.server import messages
 from headrace.server.async_llm import AsyncLLM
 from headrace.server.engine_client import EngineGoneError, EngineLink
-from headrace.server.engine_process import _said
+from headrace.server.engine_process import _message
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -208,6 +208,6 @@ def test_who_waits_for_news_is_woken_once_for_each() -> None:
 
 
 def test_what_is_told_of_a_grammar_that_cannot_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    assert _said(ConstraintError("the regex is too large")) == "the regex is too large"
-    assert "/secret" not in _said(OSError("/secret/path"))
+    assert _message(ConstraintError("the regex is too large")) == "the regex is too large"
+    assert "/secret" not in _message(OSError("/secret/path"))
     assert "/secret" in caplog.text
