@@ -6,7 +6,6 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import Fed, Filled, Run
 from headrace.drafting.budget import Budget
 from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected, value
 from headrace.drafting.costs import ENOUGH, SAMPLES, Costs
@@ -251,45 +250,6 @@ def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: in
         for _, seq in pairs:
             seq.tokens.append(4)
     assert asked == [step % every == 0 for step in range(3 * every)]
-
-
-class Model(Counting):
-    """A model that drafts, as far as who is asked goes."""
-
-    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        self.asked += 1
-        return Draft([0], [-1])
-
-    def lag(self, seq: Sequence) -> int:
-        return 1
-
-    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
-        raise AssertionError("nobody's draft is filled here")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "gamma", "asked"), [(9.0, None, [0, 1, 3, 6, 10, 14, 18]), (1.0, None, range(20)), (9.0, 2, range(20))]
-)
-def test_a_model_whose_drafts_do_not_pay_is_asked_less_often(seconds: float, gamma: int | None, asked: list[int]) -> None:
-    """As long as neither the batch nor who is in it changes; where they pay it is asked at every step."""
-    model = Model()
-    speculation = Speculation([model], 1000, gamma)
-    request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
-    seq = Sequence(0, [2, 3], 1)
-
-    def asks(plain: int = 1) -> bool:
-        for rows, took in ((plain, 1.0), (plain + 1, seconds)):
-            speculation.costs.step_took(rows, took)
-        before = model.asked
-        assert not speculation.pauses()
-        speculation.propose([(request, seq)], plain)
-        seq.tokens.append(4)
-        return model.asked > before
-
-    assert [step for step in range(20) if asks()] == list(asked)
-    speculation.end(request)
-    assert asks(), "another request may come"
-    assert asks(2), "another batch"
 
 
 class Bushy(Counting):

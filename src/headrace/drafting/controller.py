@@ -16,7 +16,6 @@ WORTH = 1.05  # a gain below this is not sought: it could be noise
 LEAST = 0.25  # a token less likely than this is not worth a row anywhere
 TRIAL = 16  # requests without a draft of a model's after which the next one tries it again: nothing else would tell
 PAYBACK = 3.0  # a draft model catches up with a text where that is paid back this many times by the end of it
-LONGEST = 3  # steps for which models that draft are not asked
 FEW = 4  # steps that bear what it takes to read a few tokens
 # Drafted tokens: what a belief to begin with counts for; those remembered of one request, of all.
 WEIGHT, MEMORY, LASTING = 4, 10, 25
@@ -99,25 +98,6 @@ class Acceptance:
 def _prior(kind: Kind) -> float:
     """Before anything is known: a longer match is believed more, and a model is tried."""
     return 0.75 if kind[1] == 0 else (0.3, 0.5, 0.6)[min(kind[1], 3) - 1]
-
-
-@dataclass(slots=True)
-class Pause:
-    """Steps for which no model is asked for drafts, as none of theirs paid: until one is verified nothing new is known of them
-    but what steps take. It doubles each time, and is over where the batch has another size."""
-
-    length: int = 0
-    last: int = 0  # the last step of it
-    plain: int = 0
-
-    def over(self, step: int, plain: int) -> bool:
-        return step > self.last or plain != self.plain
-
-    def begin(self, step: int, plain: int, paid: bool) -> None:
-        """Models were asked in this step, and some draft of theirs `paid`, or none did."""
-        longer = 2 * self.length if plain == self.plain else 0
-        self.length = 0 if paid else min(max(longer, 1), LONGEST)
-        self.last, self.plain = step + self.length, plain
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from headrace.data.plan import MAX_NODES, Answers, Each, StepPlan
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Drafter, Fed, Filled, ModelDrafter, Observes, Reads, Remembers, Run, check_draft
 from headrace.drafting.budget import WAITED, Budgets
-from headrace.drafting.controller import LEAST, Acceptance, Choice, Pause, choose, value
+from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
 from headrace.drafting.draft_model import Chain, settle
 
@@ -81,7 +81,6 @@ class Speculation:
         self._text = TEXT  # how long outputs are, on average
         self._step = 0
         self._pause = 0  # the last step in which nobody is asked
-        self._models = Pause()
         self._failed: dict[tuple[str, str], int] = {}  # by request and drafter: how often it raised
         # Asked once: to ask a protocol takes as long as to draft.
         self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, ModelDrafter)}
@@ -128,7 +127,6 @@ class Speculation:
                 _standing(seq).rest = self._step + REST
         if self.gamma is None:
             choose([proposal.choice for proposal in made], plain, self.costs, self.budgets.by_drafter)
-            self._leave_models(made, plain)
         for proposal in made:
             self._decide(proposal)
             if self.gamma is None and proposal.choice.rows and self._too_costly(proposal.choice, plain):
@@ -201,7 +199,6 @@ class Speculation:
     def end(self, request: Request) -> None:
         """A request is over: what its outputs were may help the next."""
         self.acceptance.forget(request.id)
-        self._models = Pause()
         for seq in request.finished:
             self._text += 0.1 * (_written(seq) - self._text)
             for drafter in self.drafters:
@@ -209,14 +206,6 @@ class Speculation:
                     self._ask(drafter, request, drafter.remember, request, seq)
         for drafter in self.drafters if self._failed else ():
             self._failed.pop((request.id, drafter.name), None)
-
-    def _leave_models(self, made: list[Proposal], plain: int) -> None:
-        """Pause models none of whose drafts paid, where it was not for want of a measurement."""
-        if self.costs.stale(plain) or not self.costs.recent(plain):
-            return
-        gammas = [proposal.choice.gamma for proposal in made if proposal.choice.model]
-        if gammas:
-            self._models.begin(self._step, plain, any(gammas))
 
     def _too_costly(self, choice: Choice, plain: int) -> bool:
         """Whether a tree was left out because it would cost more than it brings."""
@@ -252,8 +241,6 @@ class Speculation:
         made = []
         for drafter in self.drafters:
             model = self._fills.get(drafter.name)
-            if model is not None and self.gamma is None and not self._models.over(self._step, plain):
-                continue
             lag = model.lag(seq) if model is not None and self.gamma is None else 0
             if lag > GAP and self.budgets.empty(drafter.name):
                 continue
