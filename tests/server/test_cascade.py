@@ -1,7 +1,6 @@
 """A cascade as a model of the server: it answers as the offline one, every tier that was asked is counted, and what has no
 score is refused."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +12,14 @@ from headrace.cli import serve as command
 from headrace.cli.app import main
 from headrace.cli.cascades import read_cascade
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Exited, TokenLogprob
-from headrace.data.types import Delta, RequestMetrics
 from headrace.llm import LLM
 from headrace.server import cascade as module
 from headrace.server.async_llm import RequestFailedError
 from headrace.server.errors import UNFIT, ApiError
 from headrace.server.fields import ChatRequest, CompletionRequest
-from headrace.server.queueing import Queue
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
-from headrace.server.tickets import DeadlineError, Ticket, Wakeup
+from headrace.server.tickets import DeadlineError
 from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown
 from tests.server.browser import ask, opened
@@ -225,23 +221,6 @@ def test_an_answer_that_is_not_of_its_form_is_for_the_next(server: Running, monk
     assert [one["model"] for one in server.post("/v1/completions", body).json()["usage"]["tiers"]] == ["small", "large"]
     unfit.append("large")
     assert server.post("/v1/completions", body).json()["error"]["code"] == UNFIT
-
-
-def test_an_answer_that_is_gathered_has_all_of_its_parts() -> None:
-    waiting = Queue(4, 64)
-    waiting.enter([1])
-    ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
-    parts = [
-        Delta("a", 0, [number], str(number), (TokenLogprob(number, -1.0, 1, ()),), exits=(Exited(number),))
-        for number in range(3)
-    ]
-    for part in (*parts, Delta("a", 0, finish_reason="stop", finished=True)):
-        ticket.put(part)
-    ticket.end(RequestMetrics())
-    whole = asyncio.run(module.gathered(ticket))
-    assert (whole.token_ids, whole.text, whole.finish_reason) == ([0, 1, 2], "012", "stop")
-    assert [one.token for one in whole.logprobs] == [one.layers for one in whole.exits] == [0, 1, 2]
-    assert ticket.take() == [whole]
 
 
 def test_tiers_share_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ import pytest
 
 import headrace.server
 from headrace.data.params import SamplingParams
-from headrace.data.plan import TokenLogprob
+from headrace.data.plan import Exited, TokenLogprob
 from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server import messages
 from headrace.server.async_llm import AsyncLLM
+from headrace.server.cascade import gathered
 from headrace.server.engine_client import EngineGoneError, EngineLink
 from headrace.server.engine_process import _message
 from headrace.server.messages import (
@@ -211,3 +212,20 @@ def test_what_is_told_of_a_grammar_that_cannot_be_compiled(caplog: pytest.LogCap
     assert _message(ConstraintError("the regex is too large")) == "the regex is too large"
     assert "/secret" not in _message(OSError("/secret/path"))
     assert "/secret" in caplog.text
+
+
+def test_an_answer_that_is_gathered_has_all_of_its_parts() -> None:
+    waiting = Queue(4, 64)
+    waiting.enter([1])
+    ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
+    parts = [
+        Delta("a", 0, [number], str(number), (TokenLogprob(number, -1.0, 1, ()),), exits=(Exited(number),))
+        for number in range(3)
+    ]
+    for part in (*parts, Delta("a", 0, finish_reason="stop", finished=True)):
+        ticket.put(part)
+    ticket.end(RequestMetrics())
+    whole = asyncio.run(gathered(ticket))
+    assert (whole.token_ids, whole.text, whole.finish_reason) == ([0, 1, 2], "012", "stop")
+    assert [one.token for one in whole.logprobs] == [one.layers for one in whole.exits] == [0, 1, 2]
+    assert ticket.take() == [whole]
