@@ -1,7 +1,6 @@
 """Models as Hugging Face folders: a GGUF file's as one of bfloat16 weights, and what a folder has besides weights."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from headrace.text.vocabulary import Vocabulary
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import plan, stored_as
+from headrace.weights.replacing import replacing
 from headrace.weights.source import WeightError
 
 CONFIG = "config.json"
@@ -153,6 +153,5 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Values as JSON, over several lines, in a file that is there when it is whole."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(values, indent=2))
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_text(json.dumps(values, indent=2))

@@ -31,6 +31,7 @@ from headrace.weights.kinds import FLOATS
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart
 from headrace.weights.progress import Progress, Silent, human_size
+from headrace.weights.replacing import replacing
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
 
@@ -177,9 +178,8 @@ def finish(
             if parts[0].target.startswith("layers.") and len(parts[0].stored) > 1
         }
         write_imatrix(pipeline.write_imatrix, measured, made.tokens, pipeline.calibrate)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(report.record(), indent=1), "utf-8")
-    part.replace(path)
+    with replacing(path) as part:
+        part.write_text(json.dumps(report.record(), indent=1), "utf-8")
     (work.folder / WRITTEN).unlink()  # nothing is left to go on with
     if not pipeline.keep_work:
         work.remove()

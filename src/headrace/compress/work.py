@@ -13,7 +13,6 @@ Every file is written under another name and then renamed.
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +23,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from headrace.weights.replacing import PART, replacing
 from headrace.weights.source import WeightError
 
 VERSION = 1  # of what the files mean, and of how they are made
 PLAN, TEXTS, STATE, WRITTEN = "plan.json", "texts.json", "state.json", "written.json"
-PART = ".part"  # of a name: what a run was writing when it was stopped
 
 
 class Work:
@@ -110,14 +109,12 @@ class Work:
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
         """A name to write under, which becomes `path` when all is written. Raises WeightError where the disk is full."""
-        part = path.with_name(f"{path.name}{PART}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            yield part
-            os.replace(part, path)
+            with replacing(path) as part:
+                yield part
         except (OSError, SafetensorError) as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
-            part.unlink(missing_ok=True)
             if not full:
                 raise
             raise WeightError(

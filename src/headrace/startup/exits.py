@@ -2,7 +2,6 @@
 calibration.json the thresholds that were shown to be good enough. Needs no torch."""
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from headrace.decoding.prompts import POOLS
 from headrace.runner.exits import BOTH, Exits, probabilities
 from headrace.startup.opening import Opened, absent
 from headrace.weights.dequant import read_floats
+from headrace.weights.replacing import replacing
 from headrace.weights.source import CLASSIFIER_INFO
 
 INFO, WEIGHTS, CALIBRATION = CLASSIFIER_INFO, "classifier.safetensors", "calibration.json"
@@ -121,13 +121,11 @@ def save(folder: Path, exits: Exits, model: Opened, trained: dict[str, float | s
     info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INFO).unlink(missing_ok=True)
-    unfinished = folder / f"{WEIGHTS}.part"
-    save_file({"weight": exits.weight.astype(np.float32), "bias": exits.bias.astype(np.float32)}, unfinished)
-    os.replace(unfinished, folder / WEIGHTS)
+    with replacing(folder / WEIGHTS) as part:
+        save_file({"weight": exits.weight.astype(np.float32), "bias": exits.bias.astype(np.float32)}, part)
     for name, what in ((CALIBRATION, sorted(rules, key=lambda rule: rule.mean_layers)), (INFO, info)):
-        unfinished = folder / f"{name}.part"
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
-        os.replace(unfinished, folder / name)
+        with replacing(folder / name) as part:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
 
 
 def load(folder: str | Path, model: Opened) -> Classifier:

@@ -1,7 +1,6 @@
 """Trained heads on disk: heads.json says what they are and for which model, heads.safetensors holds their weights."""
 
 import hashlib
-import os
 from pathlib import Path
 
 import msgspec
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.runner.heads import EXIT, FEATURE, HEADS, Heads, Tensors, shapes, sure_shapes
 from headrace.startup.opening import Opened
+from headrace.weights.replacing import replacing
 from headrace.weights.source import HEADS_INFO
 
 WEIGHTS = "heads.safetensors"
@@ -42,11 +42,10 @@ def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | 
     info = Info(heads.kind, target.path.name, signature(target), *sizes, trained, heads.layers, heads.drafts)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in heads.tensors.items()}
-    unfinished = folder / f"{WEIGHTS}.part"
-    save_file({name: x.detach().contiguous() for name, x in tensors.items()}, unfinished)
-    os.replace(unfinished, folder / WEIGHTS)
-    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
-    os.replace(unfinished, folder / HEADS_INFO)
+    with replacing(folder / WEIGHTS) as part:
+        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, part)
+    with replacing(folder / HEADS_INFO) as part:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
 
 
 def load(folder: str | Path, target: Opened) -> Heads:

@@ -3,7 +3,6 @@ one that writes first, in Headrace's own folder. Needs no torch."""
 
 import hashlib
 import logging
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ import msgspec
 from headrace.data.params import ParamError, SamplingParams
 from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened
+from headrace.weights.replacing import replacing
 from headrace.weights.store import home
 
 log = logging.getLogger("headrace")
@@ -85,9 +85,8 @@ def save(folder: Path, rule: Rule) -> None:
     others = [one for one in load(folder) if kind(one) != kind(rule)]
     made = msgspec.json.encode([rule, *others])
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{CALIBRATION}.part"
-    unfinished.write_bytes(msgspec.json.format(made, indent=2) + b"\n")
-    os.replace(unfinished, folder / CALIBRATION)
+    with replacing(folder / CALIBRATION) as part:
+        part.write_bytes(msgspec.json.format(made, indent=2) + b"\n")
 
 
 def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:

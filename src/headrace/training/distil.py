@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +38,7 @@ from headrace.training.students import Student, student_of
 from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
 from headrace.weights.loader import stored_tensors
 from headrace.weights.progress import Progress, Silent
+from headrace.weights.replacing import replacing
 
 HELD = 16  # texts to judge by
 SHOWN = "distil.json"
@@ -207,9 +207,8 @@ def _items(opened: Opened, work: Path, recipe: Recipe, window: int, tell: Progre
     else:
         tokens = recipe.count * window if recipe.texts == SELF else ALL
         items = windows(texts_of(opened, recipe.texts, tokens, recipe.seed, tell, window, recipe.threads or 0))
-    part = path.with_suffix(".part")
-    write_items(part, items)
-    os.replace(part, path)
+    with replacing(path) as part:
+        write_items(part, items)
     return items
 
 
@@ -281,8 +280,7 @@ def save(folder: Path, student: Student) -> None:
         name: x.detach().to(torch.bfloat16 if x.dim() > 1 else torch.float32).contiguous()
         for name, x in stored_tensors(student.model, "safetensors").items()
     }
-    part = folder / "model.part"
-    save_file(tensors, part, {"format": "pt"})
-    os.replace(part, folder / "model.safetensors")
+    with replacing(folder / "model.safetensors") as part:
+        save_file(tensors, part, {"format": "pt"})
     write_words(student.opened, folder)
     write_json(folder / CONFIG, settings_of(student.opened, student.model.config))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headrace.compress.export import write_json
+from headrace.weights.replacing import replacing
 
 PLAN, CHECKPOINT = "plan.json", "checkpoint.safetensors"
 WARM, LEAST = 0.02, 0.02  # the share of a training in which the rate rises, and of the highest rate at its end
@@ -134,12 +134,8 @@ class Run:
                 state = self.adam.state[x]
                 kept |= {f"adam.first.{name}": state["exp_avg"], f"adam.second.{name}": state["exp_avg_sq"]}
         metadata = {"steps": str(self.steps), "spent": str(self.spent)}
-        part = self.folder / f"{CHECKPOINT}.part"
-        try:
+        with replacing(self.folder / CHECKPOINT) as part:
             save_file(kept, part, metadata)
-            os.replace(part, self.folder / CHECKPOINT)
-        finally:
-            part.unlink(missing_ok=True)
 
     def _load(self) -> None:
         path = self.folder / CHECKPOINT

@@ -4,7 +4,6 @@ Prompts come from the caller's files, or the model writes them too: its chat tem
 (Magpie, Xu et al. 2024). Answers are drawn at several temperatures, so that heads know what follows unlikely words as well.
 """
 
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE
 from headrace.text.chat import TemplateError
 from headrace.training.selfdraft import SLOT, ScratchLive
+from headrace.weights.replacing import replacing
 
 TEMPERATURES = (0.0, 0.0, 0.4, 0.8)  # of answers, in turns
 SHARD = 64  # texts of a file
@@ -181,9 +181,8 @@ class Shards:
         if sources := [text.source for text in texts if text.source is not None]:
             tensors["sources"] = torch.cat(sources).to(torch.int32)
             tensors["asked"] = torch.tensor([len(source) for source in sources], dtype=torch.int32)
-        unfinished = self.path(number).with_suffix(".part")
-        save_file(tensors, unfinished)
-        os.replace(unfinished, self.path(number))
+        with replacing(self.path(number)) as part:
+            save_file(tensors, part)
 
     def read(self) -> list[Text]:
         """All texts, in the order they were written."""
