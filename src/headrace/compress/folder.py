@@ -19,7 +19,7 @@ from headrace.compress.measured import begun, few, kv_measured, sensitivities, t
 from headrace.compress.pruning import pruned
 from headrace.compress.report import Matrix, Pipeline, Report, report_path
 from headrace.compress.run import CHUNK, check_room, finish, goes_on, judging_texts, report_walk, warn, work_folder
-from headrace.compress.stages import cut_model, heal_model
+from headrace.compress.stages import carry, cut_model, heal_model
 from headrace.compress.texts import Texts, passages
 from headrace.compress.walk import layer_width
 from headrace.compress.work import WRITTEN, Work
@@ -90,10 +90,7 @@ def _cut(job: Job, work: Work, texts: Texts, judged: Texts, tell: Progress, heal
     if (how := pipeline.heal) is not None:
         left = heal_model(job.origin, left, how, healer, pipeline.calibrate, judged, work, tell, words=False)
     made = prepared(job.origin, left.opened, pipeline)
-    made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
-    made.report.cuts, made.report.tokens, made.report.passages = left.cuts, left.tokens, job.report.passages
-    made.report.healed = left.healed
-    made.report.passages = [*made.report.passages, *left.passages]
+    carry(made.report, job.report, left)
     warn(made.report, left.notes, tell)
     return made
 
@@ -219,18 +216,17 @@ def _rows(job: Job, name: str, threads: int) -> tuple[np.ndarray, float, float |
         error = sum(one.lost for one in reports) / (sum(one.energy for one in reports) or 1.0)
         return rows, error, float((dequantize_numpy(rows.reshape(-1), kind) == 0).mean()) if how else None
     values, weight, to = _values(job, name), job.importance.get(name), target(job.formats[name])
-    step, pieces, lost, zeros, whole = max(1, CHUNK // values.shape[1]), [], 0.0, 0, None
-    if not to.by_row:
-        whole = to.encode(values if how is None else pruned(values, how, weight), weight, threads)
-    for at in range(0, len(values), step):
+    step, lost, zeros = max(1, CHUNK // values.shape[1]), 0.0, 0
+
+    def encoded(some: np.ndarray) -> np.ndarray:
+        return to.encode(some if how is None else pruned(some, how, weight), weight, threads)
+
+    starts = range(0, len(values), step)
+    rows = np.concatenate([encoded(values[at : at + step]) for at in starts]) if to.by_row else encoded(values)
+    for at in starts:
         some = values[at : at + step]
-        if whole is not None:
-            pieces.append(whole[at : at + step])
-        else:
-            pieces.append(to.encode(some if how is None else pruned(some, how, weight), weight, threads))
-        read = dequantize_numpy(pieces[-1].reshape(-1), kind).reshape(some.shape)
+        read = dequantize_numpy(rows[at : at + step].reshape(-1), kind).reshape(some.shape)
         lost += float(np.square(some - read, dtype=np.float64).sum())
         zeros += int((read == 0).sum())
     energy = float(np.square(values, dtype=np.float64).sum()) or 1.0
-    rows = np.concatenate(pieces) if whole is None else whole
     return rows, lost / energy, zeros / values.size if how else None

@@ -18,7 +18,7 @@ from headrace.compress.measured import Made, begun, few, kv_measured, sensitivit
 from headrace.compress.mixes import mix_named
 from headrace.compress.pruning import pruned
 from headrace.compress.report import Matrix, Pipeline, Report, report_path
-from headrace.compress.stages import cut_model, heal_model
+from headrace.compress.stages import carry, cut_model, heal_model
 from headrace.compress.texts import WINDOW, Texts, passages, texts_of
 from headrace.compress.walk import layer_width
 from headrace.compress.work import WRITTEN, Work
@@ -118,10 +118,7 @@ def _cut(
     if (how := pipeline.heal) is not None:
         left = heal_model(job.opened, left, how, healer, pipeline.calibrate, judged, work, tell)
     made = prepare(model, pipeline, left.opened)
-    made.report.warnings, made.report.largest = job.report.warnings, max(job.report.largest, made.report.largest)
-    made.report.cuts, made.report.tokens, made.report.passages = left.cuts, left.tokens, job.report.passages
-    made.report.healed = left.healed
-    made.report.passages = [*made.report.passages, *left.passages]
+    carry(made.report, job.report, left)
     warn(made.report, left.notes, tell)
     return made
 

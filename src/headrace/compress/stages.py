@@ -19,6 +19,7 @@ from headrace.compress.healing import Heal, Healer, HealReport, heal_texts
 from headrace.compress.judge import Judgement
 from headrace.compress.kv_heads import KVHeads
 from headrace.compress.measured import go
+from headrace.compress.report import Report
 from headrace.compress.structure import HEADS, LAYERS, NEURONS, Cut, CutReport, pool_of, reshaped, size
 from headrace.compress.texts import Texts, passages
 from headrace.compress.walk import Walk
@@ -46,6 +47,13 @@ class Left:
     tokens: int
     healed: HealReport | None = None
     passages: list[str] = field(default_factory=list)
+
+
+def carry(made: Report, before: Report, left: Left) -> None:
+    """What was reported before the cuts, and what they came to, goes into the report of the job on what they left."""
+    made.warnings, made.largest = before.warnings, max(before.largest, made.largest)
+    made.cuts, made.healed, made.tokens = left.cuts, left.healed, left.tokens
+    made.passages = [*before.passages, *left.passages]
 
 
 def cut_model(
