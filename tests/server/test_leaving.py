@@ -167,5 +167,12 @@ def test_the_page_shows_who_left(chromium: Any, server: Running) -> None:
         assert 0 < sum(marked) < len(marked)
         told = f"{sum(layers) / len(layers):.1f} of {LAYERS} layers on average"
         assert told in page.locator(".exits").inner_text()
+        outline = page.locator(".strip path").get_attribute("d")
+        assert outline == f"M0 {LAYERS}" + "".join(f"V{LAYERS - one}H{at}" for at, one in enumerate(layers, 1)) + f"V{LAYERS}Z"
+        assert page.locator(".strip .depths").inner_text().split() == [str(LAYERS), str(AFTER)]
+        box = page.locator(".strip svg").bounding_box()
+        page.mouse.click(box["x"] + box["width"] * (layers.index(AFTER) + 0.5) / len(layers), box["y"] + 5)
+        focused = "[...document.querySelectorAll('.tokens .token')].indexOf(document.activeElement)"
+        assert page.evaluate(focused) == layers.index(AFTER)
         page.hover(".tokens .left >> nth=0")
         assert f"after {AFTER} layers" in page.locator("#tip").inner_text()

@@ -1,5 +1,6 @@
 // The token view: every token shaded by its probability; its alternatives on hover, focus or tap.
 import { $, h } from "/page/dom.js";
+import { deepest, exitSummary, writer } from "/page/exits.js";
 import { number, t } from "/page/texts.js";
 
 export const ALTERNATIVES = 5;
@@ -15,12 +16,11 @@ const spelled = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").re
 /** The tokens as buttons in a flow of text. `cascade`: a smaller model might write them, and no exit. */
 export function tokenView(tokens, cascade) {
   const node = h("div", { className: "tokens", role: "group", "aria-label": t("tokens") });
-  const exits = tokens.filter((token) => token.exit).map((token) => token.exit.layers);
-  const deepest = Math.max(...exits); // the first token of an answer is always the whole model's
+  const most = deepest(tokens);
   tokens.forEach((token, index) => {
     const step = Math.min(9, Math.floor(Math.exp(token.logprob) * 10));
     const text = token.token.startsWith("bytes:") ? token.token.slice(6) : token.token;
-    const left = token.exit && token.exit.layers < deepest ? " left" : "";
+    const left = token.exit && token.exit.layers < most ? " left" : "";
     const one = h("span", { className: `token p${step}${left}`, tabIndex: index ? -1 : 0 }, text.replaceAll("\n", "⏎\n"));
     one.setAttribute("role", "button"); // it shows the alternatives
     one.setAttribute("aria-label", `${spelled(text)} ${percent(token.logprob)}${left && ` ${writer(token.exit, cascade)}`}`);
@@ -40,10 +40,7 @@ export function tokenView(tokens, cascade) {
   node.addEventListener("pointerleave", hideTip);
   node.addEventListener("focusout", hideTip);
   node.addEventListener("keydown", (event) => walk(event, at(event.target)));
-  const early = exits.filter((depth) => depth < deepest).length;
-  const mean = exits.reduce((sum, depth) => sum + depth, 0) / exits.length;
-  const said = t(cascade ? "turns" : "exits", { mean: number(mean, 1), deepest, early: number((100 * early) / exits.length) });
-  return h("div", {}, node, scale, exits.length > 0 && h("p", { className: "exits faint" }, h("span", { className: "token left" }, t(cascade ? "bySmaller" : "left")), said));
+  return h("div", {}, node, scale, exitSummary(tokens, cascade, (index) => choose(node.children[index])));
 }
 
 function walk(event, one) {
@@ -51,15 +48,14 @@ function walk(event, one) {
   if (event.key === "Escape") hideTip();
   if (!next) return;
   event.preventDefault();
-  one.tabIndex = -1;
-  next.tabIndex = 0;
-  next.focus();
+  choose(next);
 }
 
-/** After how many layers, or by whom, a token was written, and how sure was who is asked first. */
-function writer({ layers, confidence }, cascade) {
-  const by = !cascade ? "layers" : layers ? "byItself" : "bySmaller";
-  return t(confidence == null ? by : `${by}Sure`, { n: layers, sure: number((confidence ?? 0) * 100, 1) });
+/** The one token of a view that the Tab key comes to. */
+function choose(one) {
+  for (const other of one.parentNode.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
+  one.tabIndex = 0;
+  one.focus();
 }
 
 function showTip(one, token, cascade) {
