@@ -18,7 +18,7 @@ constexpr Tuning kTuning = {
     .attention_rows = 6,
     .attention_pages = 4,
     .attention_vectors = 4,
-    .probe_sums = 10,
+    .probe_sums = 12,
 };
 typedef __m512 F32v;
 typedef int32_t I32v __attribute__((vector_size(64)));
