@@ -33,7 +33,7 @@ from headrace.weights.parts import WeightPart
 from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.replacing import alone, replacing
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
+from headrace.weights.write_gguf import Chunks, write_gguf
 
 __all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
 
@@ -83,9 +83,7 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress,
             job = _cut(job, model, pipeline, work, texts, judged, tell, healer)
         if pipeline.walks:
             _walk(job, pipeline, work, texts, tell)
-    if (kept := kv_measured(job.opened, pipeline, texts, tell)) is not None:
-        job.entries += [entry(key, value) for key, value in kept.metadata().items()]
-        job.report.bytes = file_size(job.entries, job.tensors, job.alignment)
+    job.kept = kv_measured(job.opened, pipeline, texts, tell)
     report_path(path).unlink(missing_ok=True)  # which would be of what is replaced
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:

@@ -54,7 +54,7 @@ class Left:
 
 def carry(made: Report, before: Report, left: Left) -> None:
     """What was reported before the cuts, and what they came to, goes into the report of the job on what they left."""
-    made.warnings, made.largest = before.warnings, max(before.largest, made.largest)
+    made.warnings, made.largest, made.kv = before.warnings, max(before.largest, made.largest), before.kv
     made.cuts, made.healed, made.tokens = left.cuts, left.healed, left.tokens
     made.passages = [*before.passages, *left.passages]
 
