@@ -73,6 +73,17 @@ def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Pat
     assert "rows of 32, 48 numbers are no multiple of 256, which K-quants need" in err
     shell("compress", model, "-o", out, "-f", "Q4_K_M")
     assert out.stat().st_size == predicted["bytes"]
+    given = ("compress", model, "-f", "Q8_0", "--kv", "int4", "--tokens", 256, "-o", tmp_path / "kv.gguf")
+    smaller = ("--method", "kv-heads,rtn", "--kv-heads", 1)
+    for more, size in (((), 112), (smaller, 56)):  # of 2 layers with 2 heads and 8 dimensions
+        code, said, _ = shell(*given, *more, "--dry-run")
+        assert code == 0
+        assert f"K and V:         {size} bytes a token in int4, {size / 128:.0%} of 128 in bfloat16" in said
+    predicted = json.loads(shell(*given, *smaller, "--dry-run", "--json")[1])
+    assert predicted["kv"] == {"format": "int4", "bytes": 56, "before": 128}
+    written = json.loads(shell(*given, *smaller, "--json")[1])
+    assert (written["kv"], written["bytes"]) == (predicted["kv"], (tmp_path / "kv.gguf").stat().st_size)
+    assert predicted["bytes"] == written["bytes"]
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,15 @@ def test_ctrl_c_keeps_what_was_said(shell: Shell, tmp_path: Path) -> None:
     assert err == "headrace: interrupted\n"
 
 
+@pytest.mark.parametrize("name", ["typer", "headrace.server.serving"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(shell: Shell, tiny_gguf: Path, name: str) -> None:
+    """Of the command line, and of what the command needs."""
+    finder = f"class Press:\n  def find_spec(name, *_): name == {name!r} and signal.raise_signal(signal.SIGINT)"
+    process = shell.start("serve", tiny_gguf, before=f"{finder}\nsys.meta_path.insert(0, Press)")
+    out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out, err) == (130, "", "headrace: interrupted\n")
+
+
 def test_output_that_cannot_be_written(shell: Shell, tiny_gguf: Path) -> None:
     with Path("/dev/full").open("w") as full:
         process = shell.start("run", "-q", tiny_gguf, "hi", "-m", "3", stdout=full)

@@ -173,6 +173,7 @@ def test_a_model_is_written_that_asks_for_its_number_format(
     model, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "text.txt"
     text.write_text(" ".join(f"{number}" for number in range(500)))
     given = ("compress", model, "-o", tmp_path / out, "-f", format, "--kv", "int4", "--calibrate", text, "--tokens", 256)
+    said_before = json.loads(shell(*given, "--dry-run", "--json")[1])["kv"]
     code, _, err = shell(*given)
     assert code == 0, err
     opened = open_files(tmp_path / out)
@@ -187,6 +188,7 @@ def test_a_model_is_written_that_asks_for_its_number_format(
     assert "it saves no memory" in caplog.text
     page = 16 * 16 + 192
     assert llms[0].runner.kv_bytes() == llms[0].memory_plan.num_blocks * 2 * 2 * page
+    assert (said_before["format"], 16 * said_before["bytes"]) == ("int4", 2 * 2 * page)
     for llm in (*llms, LLM(tmp_path / out, kv_dtype="bfloat16")):
         assert llm.generate(["1 2 3"], SamplingParams(max_tokens=4, temperature=0.0))[0].error is None
     assert shell("inspect", tmp_path / out, "--json")[1].count('"kv": "int4"') == 1

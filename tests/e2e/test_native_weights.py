@@ -12,7 +12,7 @@ from headrace.layers.norm import Norm
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.native.program import NativeProgram
-from headrace.native.weights import packed_bytes
+from headrace.native.weights import packed_bytes, weights_room
 from headrace.startup.memory import DoesNotFit, check_weights_fit
 from headrace.weights.source import TensorInfo
 from tests.models.zoo import MemorySource
@@ -135,6 +135,9 @@ def test_a_layer_as_wide_as_the_vocabulary_is_no_head() -> None:
     estimate = packed_bytes(model, source_of(model), "int4")
     norms = sum(-(-spec.elements // 16) * 64 for _, h in model.holders() if isinstance(h, Norm) for spec in h.params().values())
     assert estimate - norms == NativeProgram(model, source_of(model), quantize="int4", **SIZES).weights.bytes
+    both = [(model, source_of(model), quantize) for quantize in ("", "int4")]
+    assert weights_room(both) == (sum(packed_bytes(*one) for one in both), "weights in fewer bits (quantize='int8')")
+    assert weights_room(both[1:]) == (estimate, "")  # nothing that they could become
 
 
 def test_padding_counts() -> None:

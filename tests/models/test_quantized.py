@@ -342,6 +342,16 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "bitsandbytes int8 of fewer scales": (lambda: kept("bnb-int8"), changed("SCB", lambda x: x[1:]), "SCB of F32 127"),
     "gptq of an older layout": (lambda: gptq(is_marlin_format=True), lambda made: None, "layout 'marlin'; take one of gptq"),
     "awq of a newer layout": (lambda: awq(version="gemv_fast"), lambda made: None, "layout 'gemv_fast'; take one of gemm"),
+    "2:4 as one kernel reads it": (
+        lambda: kept("int4-asym"),
+        lambda made: made.settings.update(format="marlin-24"),
+        r"layout of one kernel \(marlin-24\), which is not read; take the same model pack-quantized",
+    ),
+    "some of it so": (
+        lambda: kept("int4-asym"),
+        lambda made: made.settings["config_groups"]["group_0"].update(format="marlin-24"),
+        r"layout of one kernel \(marlin-24\)",
+    ),
     "gptq of another layout": (
         lambda: gptq(checkpoint_format="marlin"),
         lambda made: None,

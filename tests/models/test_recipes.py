@@ -1,7 +1,6 @@
 """Recipes of several methods in one command, as files and as folders; heads and budgets of folders."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from headrace.weights.loader import load_model
 from headrace.weights.progress import Silent
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.source import WeightError
 from tests import tiny_files
 from tests.killed import each_step, forgetful, killed_at
 from tests.models.test_compress import write_folder
@@ -61,7 +61,7 @@ def test_a_smaller_model_as_a_folder_is_that_of_two_commands(model: Path, book: 
 
 
 def test_pruned_rounded_and_two_of_four_in_one_command(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
-    """neurons, then AWQ's scales, then SparseGPT into the layout 2:4; stopped within a cut and within the last walk, the same
+    """neurons, then AWQ's scales, then SparseGPT into the layout 2:4; killed within a cut and within the last walk, the same
     command goes on to the same bytes."""
     method = ("neurons", "awq", "sparsegpt")
     wanted = pipeline(book, method=method, format="int4-g32-sym", sparsity="2:4", keep_neurons=0.5)
@@ -73,20 +73,14 @@ def test_pruned_rounded_and_two_of_four_in_one_command(model: Path, book: Path, 
     for name in opened(tmp_path / "whole").scheme.matrices:
         quads = read_floats(opened(tmp_path / "whole"), name).reshape(-1, 4)
         assert ((quads != 0).sum(1) <= 2).all(), name
-    right = os.replace
-    for file, count in (("layer_0001.safetensors", 1), ("0-neurons.gguf", 1), ("state.json", 1)):
-        seen: list[str] = []
-
-        def stop(old: Any, new: Any, file: str = file, count: int = count, seen: list[str] = seen) -> None:
-            seen.append(Path(new).name)
-            if seen[-1] == file and seen.count(file) == count:
-                raise KeyboardInterrupt
-            right(old, new)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "replace", stop)
-            with pytest.raises(KeyboardInterrupt):
-                compress_folder(model, tmp_path / "out", wanted)
+    for file in ("layer_0001.safetensors", "0-neurons.gguf", "0-neurons.json", "state.json"):
+        killed_at(file, 1, lambda: compress_folder(model, tmp_path / "out", wanted))
+    cut = work_folder(tmp_path / "out") / "0-neurons.gguf"
+    right = cut.read_bytes()
+    cut.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    with pytest.raises(WeightError, match=r"0-neurons.gguf is damaged; remove .*out.work to begin again"):
+        compress_folder(model, tmp_path / "out", wanted)
+    cut.write_bytes(right)
     compress_folder(model, tmp_path / "out", wanted)
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
     assert one.read_bytes() == other.read_bytes()
@@ -113,7 +107,7 @@ def test_cut_healed_and_rounded_in_one_command(
     assert 0 < healed["different"] <= healed["tokens"]
     assert healed["after"]["perplexity"] < 0.9 * healed["before"]["perplexity"]
     assert set(passages(texts_of(open_files(model), str(book), 1024, 0, Silent()))) < set(report.passages)
-    for file, count in (("checkpoint.safetensors", 3), ("healed.gguf", 1), ("layer_0001.safetensors", 1)):
+    for file, count in (("checkpoint.safetensors", 3), ("healed.gguf", 1), ("heal.json", 1), ("layer_0001.safetensors", 1)):
         killed_at(file, count, lambda: made("out"))
     made("out")
     whole, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))

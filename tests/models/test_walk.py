@@ -40,7 +40,9 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.loader import load_model, read_tensor
 from headrace.weights.progress import Silent
+from headrace.weights.replacing import alone
 from headrace.weights.source import WeightError
+from tests.killed import killed_at
 from tests.places import data_path, model_file
 from tests.tiny import tiny_config, tiny_model
 from tests.tiny_files import write_tiny_gguf
@@ -164,42 +166,35 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
     assert min(said["clipping"], said["rounding"], said["seconds"], said["damping"]) > 0
 
 
-KILLS = {
-    "a layer is written, not renamed": "layer_0001.safetensors",
-    "rows are there, the state is not": "state.json",
-    "the file is written, not renamed": "out.gguf",
-}
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from headrace.compress.rounding import Rounding
 from headrace.compress.run import Pipeline, compress
-model, book, out, name = sys.argv[1:]
-name, _, times = name.partition(" ")
-right, seen = os.replace, []
+model, book, out = sys.argv[1:]
+right = os.replace
 def replace(old, new):
-    seen.append(Path(new).name)
-    if seen.count(name) == int(times or 1):
+    if Path(new).name == "layer_0001.safetensors":
         os.kill(os.getpid(), signal.SIGKILL)
     right(old, new)
 os.replace = replace
-Path.replace = replace
 compress(model, out, Pipeline(method=("awq", "gptq"), format="Q4_0", calibrate=book, tokens=1024, threads=1))
 """
 
 
 def test_killed_at_three_points_it_goes_on_to_the_same_bytes(model: Path, book: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole.gguf"
-    compress(model, whole, pipeline(book, method=("awq", "gptq")))
-    out = tmp_path / "out.gguf"
-    for name in KILLS.values():  # one after the other: each goes on where the one before was killed
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, model, book, out, name], capture_output=True, timeout=300, check=False
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    """One after the other, each going on where the one before was killed: a layer is written, not renamed (by the system's own
+    signal); its rows are there, the state is not; the file is written, not renamed."""
+    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    asked = pipeline(book, method=("awq", "gptq"))
+    compress(model, whole, asked)
+    done = subprocess.run([sys.executable, "-c", CHILD, model, book, out], capture_output=True, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    for name in (STATE, "out.gguf"):
+        assert Work(work_folder(out)).done == 1
+        killed_at(name, 1, lambda: compress(model, out, asked))
         assert not out.exists()
     assert Work(work_folder(out)).done == 2
-    compress(model, out, pipeline(book, method=("awq", "gptq")))
+    compress(model, out, asked)
     assert out.read_bytes() == whole.read_bytes()
 
 
@@ -232,25 +227,55 @@ def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, t
 
     refused("out.gguf.work was begun for something else (format: Q4_0 then, Q5_0 now); remove it", format="Q5_0")
     refused("(method: gptq then, awq,gptq now)", method=("awq", "gptq"))
-    for path, line in ((work / "rows.b", "rows.b is damaged"), (work / STATE, "state.json is damaged")):
-        right = path.read_bytes()
-        path.write_bytes(right[:-5])
-        refused(line)
-        path.write_bytes(right)
-    Work(work).write(STATE, {"layers": 2})  # the control: a run that says so before the layer is there, and is killed
+    for name in (STATE, "rows.b", "layer_0000.safetensors"):
+        right = (work / name).read_bytes()
+        for wrong in (right[:-5], right[:-5] + bytes(byte ^ 1 for byte in right[-5:])):
+            (work / name).write_bytes(wrong)
+            refused(f"{name} is damaged; remove {work} to begin again")
+        (work / name).write_bytes(right)
+    right = (work / STATE).read_bytes()
+    Work(work).write(STATE, {**json.loads(right), "layers": 2})  # a run that says so before the layer is there, and is killed
     refused("state.json is damaged")
-    Work(work).write(STATE, {"layers": 1})
-    layer = work / "layer_0000.safetensors"
-    right = layer.read_bytes()
-    layer.write_bytes(right[:100])
-    refused("layer_0000.safetensors is damaged")
-    layer.write_bytes(right)
+    (work / STATE).write_bytes(right)
     right = (work / TEXTS).read_bytes()
-    (work / TEXTS).write_text("{}")
-    refused("texts.json is damaged")
+    for wrong in (b"{}", right.replace(b"1", b"2", 1)):
+        (work / TEXTS).write_bytes(wrong)
+        refused("texts.json is damaged")
     (work / TEXTS).write_bytes(right)
     (work / PLAN).unlink()
     refused("holds no work of compress; remove it, or name another OUT")
+
+
+def test_what_is_gone_on_with_is_what_was_left(
+    model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controls: without its sums a layer that changed on the disk is taken for what it was; and where rows were no files in
+    turns, those of the next layer would be taken for those of a layer that is not done."""
+    whole = tmp_path / "whole.gguf"
+    compress(model, whole, pipeline(book))
+    monkeypatch.setattr(Work, "check", lambda self, name, digest: None)
+    out = tmp_path / "out.gguf"
+    layer = stopped(model, book, out) / "layer_0000.safetensors"
+    right = layer.read_bytes()
+    layer.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    compress(model, out, pipeline(book))
+    assert out.read_bytes() != whole.read_bytes()
+    monkeypatch.setattr(Work, "rows", lambda self, number: self.folder / "rows.a")
+    other = tmp_path / "other.gguf"
+    killed_at(STATE, 2, lambda: compress(model, other, pipeline(book)))
+    compress(model, other, pipeline(book))
+    assert other.read_bytes() != whole.read_bytes()
+
+
+def test_only_one_command_writes_a_file(model: Path, book: Path, tmp_path: Path) -> None:
+    """The second is one line at once, of a file and of a folder; what a command leaves that was killed says nothing."""
+    for out, call in ((tmp_path / "out.gguf", compress), (tmp_path / "out", compress_folder)):
+        asked = pipeline(book, method=("rtn",), format="Q4_0" if call is compress else "int4-g32")
+        with alone(out), pytest.raises(ValueError, match=f"^{re.escape(str(out))} is being written by another command; wait"):
+            call(model, out, asked)
+        (tmp_path / f".{out.name}.lock").touch()
+        call(model, out, asked)
+        assert not list(tmp_path.glob(".*"))
 
 
 def test_work_is_of_one_plan_to_the_byte(model: Path, tmp_path: Path) -> None:
@@ -570,6 +595,9 @@ def test_a_budget_is_kept_and_spent_where_it_counts(model: Path, book: Path, tmp
     assert len({one.kind for name, one in report.matrices.items() if "blk" in name and "norm" not in name}) > 1
     kinds = {GGUFFile(tmp_path / "out.gguf").info(name).kind for name in report.matrices}
     assert kinds == set(report.kinds)
+    killed_at(STATE, 3, lambda: compress(model, tmp_path / "again.gguf", pipeline(book, method=("gptq",), budget=budget)))
+    compress(model, tmp_path / "again.gguf", pipeline(book, method=("gptq",), budget=budget))  # both walks of it
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "out.gguf").read_bytes()
     with pytest.raises(ValueError, match="bytes are too few: with the fewest bits all tensors take"):
         compress(model, tmp_path / "no.gguf", pipeline(book, budget=1000))
 
@@ -582,7 +610,7 @@ def test_a_model_beside_itself_lost_nothing(model: Path, book: Path, tmp_path: P
     report = compress(model, tmp_path / "out.gguf", pipeline(book, format="Q4_1", judge="self", keep_work=True))
     assert report.judged is not None
     assert report.judged.kl > 0
-    assert own_texts.digest(Work(work_folder(tmp_path / "out.gguf")).read("texts.json")["texts"])
+    assert sum(map(len, own_texts.kept(Work(work_folder(tmp_path / "out.gguf")), TEXTS))) == 1024
     whole = load_model(GGUFFile(model))
     context = build(KVPool(whole.config, 3, 16), [FeedRows(read[0], [0, 1, 2])])
     rows = whole(context)[19:39].double().log_softmax(-1)

@@ -74,6 +74,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.P
     assert client.get("/health").json()["status"] == "ready"
     engine = engine_of(process)
     assert not loads_torch(process.pid), "the web process answers without it, and starts at once"
+    assert os.getpgid(engine) != os.getpgid(process.pid), "Ctrl-C is for the web process alone"
     assert loads_torch(engine)
     with client.stream("POST", "/v1/completions", json=BODY | STREAM) as stream:
         lines = stream.iter_lines()

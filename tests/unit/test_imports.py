@@ -22,7 +22,7 @@ ROOMS = {
     "host": "",
     "confined": "host",
     "native": "data",
-    "weights": "native data",
+    "weights": "native data host",
     "quant": "weights kv.layout data",
     "kv.layout": "data",
     "kv.pool": "kv.layout data",

@@ -67,8 +67,9 @@ def test_more_than_is_free_or_known_is_refused() -> None:
         plan(2**20, kv_cache_memory="2GiB")
     with pytest.raises(DoesNotFit, match="beyond the 4096 positions"):
         plan(GIB, max_model_len=5000)
-    with pytest.raises(DoesNotFit, match="choose a smaller model"):
-        memory.check_weights_fit(10 * GIB, GIB, "big")
+    for narrower, said in ((" ", "model or  , or"), ("", "choose a smaller model, or free memory")):
+        with pytest.raises(DoesNotFit, match=said):
+            memory.check_weights_fit(10 * GIB, GIB, "big", narrower=narrower)
 
 
 @pytest.mark.parametrize(

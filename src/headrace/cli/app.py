@@ -24,15 +24,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # no answer may fail over a character that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    begin(arguments)
+    try:
+        begin(arguments)
+        code = _run(arguments)
+    except KeyboardInterrupt:  # wherever it was, as while what a command needs is imported
+        code = INTERRUPTED
+    finally:
+        status().finish()
+    if code == INTERRUPTED:
+        say("headrace: interrupted")
+    return code
 
+
+def _run(arguments: list[str]) -> int:
+    """The exit code; what went wrong is said."""
     import typer
 
     from headrace.cli.commands import asked_for, build
 
     try:
         code = build(asked_for(arguments))(args=arguments, prog_name="headrace", standalone_mode=False)
-        code = code if isinstance(code, int) else OK
         sys.stdout.flush()
     except typer.TyperException as error:
         return _wrong_usage(error, arguments)
@@ -42,15 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone, as in `headrace list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
-    except KeyboardInterrupt:
-        code = INTERRUPTED
     except Exception as error:
         return _failed(error)
-    finally:
-        status().finish()
-    if code == INTERRUPTED:
-        say("headrace: interrupted")
-    return code
+    return code if isinstance(code, int) else OK
 
 
 def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:

@@ -215,6 +215,7 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         ("weights", f"{report.weights:,} in {report.bits:.2f} bits each"),
         ("tensors", f"{len(report.matrices)}: {kinds}"),
         ("memory", f"{human_size(report.largest)} at the most, besides the model's mapped file and the program itself"),
+        ("K and V", _kv(report.kv)),
     ]
     if out is not None:
         fields.append(("error", f"{report.error:.3%} of the squares of what was rounded or left out"))
@@ -231,6 +232,12 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
             )
         fields.append(("file" if out.suffix == ".gguf" else "folder", str(out)))
     return fields
+
+
+def _kv(kv: Any) -> str:
+    """What a token takes, and took where that was another size."""
+    made = f"{kv.bytes:,} bytes a token in {kv.format}"
+    return made if kv.bytes == kv.before else f"{made}, {kv.bytes / kv.before:.0%} of {kv.before:,} in bfloat16"
 
 
 def _cut(cut: Any) -> str:

@@ -33,6 +33,7 @@ from headrace.weights.describe import COMPRESSED
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import stored_as
 from headrace.weights.progress import Progress, Silent
+from headrace.weights.replacing import alone
 from headrace.weights.source import WeightError
 from headrace.weights.write_safetensors import write_safetensors
 
@@ -45,13 +46,21 @@ def compress_folder(
     """Write a model as a folder; matrix by matrix, so that one is in memory at a time, or, where texts are read, a layer. OUT
     gets its name when it is whole. `healer`: who trains for the method heal (training.healing.Healing).
 
-    Raises ValueError (WeightError, TokenizerError, HubError) for what cannot be, before any matrix is read, and OSError.
+    Raises ValueError (WeightError, TokenizerError, HubError) for what cannot be, before any matrix is read, also where another
+    process writes OUT, and OSError.
     """
-    tell, path, start = tell or Silent(), Path(out), time.perf_counter()
-    if path.exists() and not goes_on(path, pipeline):
-        raise ValueError(f"{path} exists; give another name")
+    path = Path(out)
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is no folder; make it first")
+    with alone(path):
+        if path.exists() and not goes_on(path, pipeline):
+            raise ValueError(f"{path} exists; give another name")
+        return _compress(model, path, pipeline, tell or Silent(), healer)
+
+
+def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress, healer: Healer | None) -> Report:
+    """See `compress_folder`; OUT may be written."""
+    start = time.perf_counter()
     job = prepare_folder(model, pipeline)
     pipeline.check_files(path, job.origin.path)
     check_room(path, job.report.bytes)

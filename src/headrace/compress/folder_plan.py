@@ -15,7 +15,7 @@ from headrace.compress.export import settings_of
 from headrace.compress.judge import judge_bytes
 from headrace.compress.layouts import check_mixed, grouped, layout_of, settings_of_layouts
 from headrace.compress.measured import Made, reading_bytes
-from headrace.compress.report import Matrix, Pipeline, Report
+from headrace.compress.report import Matrix, Pipeline, Report, kv_report
 from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW
 from headrace.data.config import ModelConfig
@@ -127,7 +127,7 @@ def prepared(origin: Opened, cut: Opened | None, pipeline: Pipeline) -> Job:
     if pipeline.budget is not None:
         check_room_for(sum(info.nbytes for info in job.tensors), pipeline.budget)
     job.config["quantization_config"] = quantization_of(job)
-    job.report = Report(0, {}, _warnings(job), _largest(job, config))
+    job.report = Report(0, {}, _warnings(job), _largest(job, config), kv_report(config, final, pipeline.kv))
     job.measure()
     return job
 

@@ -15,10 +15,11 @@ from headrace.compress.judge import judge_bytes
 from headrace.compress.measured import Made, reading_bytes
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pruning import is_pruned, zero_kind
-from headrace.compress.report import Matrix, Pipeline, Report
+from headrace.compress.report import Matrix, Pipeline, Report, kv_report
 from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW
 from headrace.data.config import ModelConfig
+from headrace.kv.layout import kv_shape
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.quant.keep import Sparsity
@@ -26,9 +27,10 @@ from headrace.startup.opening import Opened, open_files
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
 from headrace.weights.imatrix import check_widths, read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.kv_settings import KVSettings
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import file_size
+from headrace.weights.write_gguf import entry, file_size
 
 
 @dataclass(slots=True)
@@ -41,11 +43,18 @@ class Job:
     tensors: list[TensorInfo]
     given: dict[str, np.ndarray]  # bytes of tensors that no parameter has
     importance: dict[str, np.ndarray]
-    entries: list[bytes]
+    keys: list[bytes]  # of the metadata, but for those of K and V
     alignment: int
     pruning: tuple[str, Sparsity] | None = None
+    kept: KVSettings | None = None  # of K and V; zeros until the mean of keys is measured
     report: Report = field(init=False)
     made: Made | None = None  # what reading texts left
+
+    @property
+    def entries(self) -> list[bytes]:
+        """The metadata."""
+        asked = {} if self.kept is None else self.kept.metadata()
+        return self.keys + [entry(key, value) for key, value in asked.items()]
 
     def choose(self, tensors: list[TensorInfo]) -> None:
         """These kinds are written."""
@@ -107,12 +116,16 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     metadata = source.metadata if isinstance(source, GGUFFile) else {}
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     bytes_given = {name: data for name, (_, data) in given.items()}
-    job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes)
+    shape = kv_shape(target)
+    kept = (
+        None if pipeline.kv is None else KVSettings(pipeline.kv, np.zeros((shape.layers, shape.heads * shape.head_dim), "f4"))
+    )
+    job = Job(opened, stored, read, tensors, bytes_given, importance, keys, alignment, pipeline.prunes, kept)
     largest = max((4 * prod(info.shape) for info in tensors if not job.copied(info)), default=0)
     largest = max(largest, reading_bytes(pipeline, opened, cut is not None))
     if pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
-    job.report = Report(0, {}, [], largest)
+    job.report = Report(0, {}, [], largest, kv_report(config, target, pipeline.kv))
     job.choose(tensors)
     job.report.warnings = _warnings(job, mix, config)
     if pipeline.budget is not None:

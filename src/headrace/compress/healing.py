@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.compress.judge import Judgement
-from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, passages, texts_of
+from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, keep, kept, passages, texts_of
 from headrace.compress.work import Work
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
@@ -67,8 +67,8 @@ def heal_texts(opened: Opened, source: str, how: Heal, work: Work, judged: Texts
     if not (work.folder / TEXTS).is_file():
         count = how.steps * BATCH if source != SELF else min(OWN, how.steps * BATCH)
         made = texts_of(opened, source, max(count, 2) * WINDOW, how.seed, tell, WINDOW, how.threads)
-        work.write(TEXTS, {"texts": made})
-    texts: Texts = work.read(TEXTS)["texts"]
+        keep(work, TEXTS, made)
+    texts = kept(work, TEXTS)
     check_apart(passages(texts), judged)
     return texts
 

@@ -19,7 +19,7 @@ from headrace.compress.healing import heal_bytes
 from headrace.compress.report import Pipeline
 from headrace.compress.rounding import Rounding
 from headrace.compress.structure import reshaped
-from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, file_bytes, passages, texts_of, writing_bytes
+from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, file_bytes, keep, kept, passages, texts_of, writing_bytes
 from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
 from headrace.kv.layout import kv_shape
@@ -112,10 +112,8 @@ def begun(opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Te
         wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
         made = texts_of(opened, pipeline.calibrate, wanted, pipeline.seed, tell, WINDOW, pipeline.threads)
         check_apart(passages(made), judged)
-        work.write(TEXTS, {"texts": made})
-    texts: Texts = work.read(TEXTS).get("texts", [])
-    if not texts:
-        raise work.damaged(TEXTS)
+        keep(work, TEXTS, made)
+    texts = kept(work, TEXTS)
     check_apart(passages(texts), judged)
     return work, texts
 

@@ -13,7 +13,10 @@ from headrace.compress.pruning import pruning
 from headrace.compress.recipe import FOLDS, HEAL, READ, check_known, check_order
 from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, Cut, CutReport, cuts_of
 from headrace.compress.texts import SELF
+from headrace.data.config import ModelConfig
+from headrace.kv.layout import kv_shape
 from headrace.quant.keep import Sparsity
+from headrace.weights.describe import kv_bytes
 from headrace.weights.kv_settings import FORMATS
 
 LAYOUTS = ("compressed", "gptq", "awq", "2:4")  # of folders; the first is that of most
@@ -137,6 +140,26 @@ class Matrix:
     zeros: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KVReport:
+    """K and V of a token, in all layers, as the core keeps them: `bytes` in the `format` that OUT asks for (bfloat16 where it
+    asks for none), and `before` those of the model read, in bfloat16."""
+
+    format: str
+    bytes: int
+    before: int
+
+
+def kv_report(before: ModelConfig, after: ModelConfig, format: str | None) -> KVReport:
+    """Of a model and what is made of it. Raises ValueError as `kv_shape` does."""
+
+    def sizes(config: ModelConfig) -> dict[str, int]:
+        layers, heads, head_dim = kv_shape(config)
+        return kv_bytes(layers * heads, 2 * head_dim) or {}
+
+    return KVReport(format or "bfloat16", sizes(after)[format or "float16"], sizes(before)["float16"])
+
+
 @dataclass(slots=True)
 class Report:
     """What was written, or will be. `largest`: bytes in memory besides the mapped model and the program itself, at the most.
@@ -149,6 +172,7 @@ class Report:
     matrices: dict[str, Matrix]
     warnings: list[str]
     largest: int
+    kv: KVReport
     seconds: float = 0.0
     tokens: int = 0
     outputs: dict[str, OutputReport] = field(default_factory=dict)
@@ -194,6 +218,7 @@ class Report:
             "kinds": self.kinds,
             "warnings": self.warnings,
             "memory": self.largest,
+            "kv": asdict(self.kv),
             "error": self.error,
             "zeros": self.zeros,
             "seconds": round(self.seconds, 3),

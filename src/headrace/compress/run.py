@@ -31,9 +31,9 @@ from headrace.weights.kinds import FLOATS
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart
 from headrace.weights.progress import Progress, Silent, human_size
-from headrace.weights.replacing import replacing
+from headrace.weights.replacing import alone, replacing
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
+from headrace.weights.write_gguf import Chunks, write_gguf
 
 __all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
 
@@ -53,11 +53,19 @@ def compress(
 
     Beside OUT stands the folder OUT.work while texts are read: the same call goes on where an earlier one stopped; and then
     OUT's report, as JSON. `healer`: who trains for the method heal (training.healing.Healing). Raises ValueError (WeightError,
-    TokenizerError, HubError) for what cannot be, before anything is written, and OSError.
+    TokenizerError, HubError) for what cannot be, before anything is written, as where another process writes OUT, and OSError.
     """
-    tell, path, start = tell or Silent(), Path(out), time.perf_counter()
-    pipeline = pipeline or Pipeline()
-    _check_out(path, overwrite or goes_on(path, pipeline))
+    path, pipeline = Path(out), pipeline or Pipeline()
+    _check_name(path)
+    with alone(path):
+        if path.is_dir() or (path.exists() and not (overwrite or goes_on(path, pipeline))):
+            raise ValueError(f"{path} exists; give another name, or --overwrite")
+        return _compress(model, path, pipeline, tell or Silent(), healer)
+
+
+def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress, healer: Healer | None) -> Report:
+    """See `compress`; OUT may be written."""
+    start = time.perf_counter()
     job = prepare(model, pipeline)
     if path.exists() and path.samefile(job.opened.path):
         raise ValueError(f"{path} is the model that is read; give another name")
@@ -75,9 +83,7 @@ def compress(
             job = _cut(job, model, pipeline, work, texts, judged, tell, healer)
         if pipeline.walks:
             _walk(job, pipeline, work, texts, tell)
-    if (kept := kv_measured(job.opened, pipeline, texts, tell)) is not None:
-        job.entries += [entry(key, value) for key, value in kept.metadata().items()]
-        job.report.bytes = file_size(job.entries, job.tensors, job.alignment)
+    job.kept = kv_measured(job.opened, pipeline, texts, tell)
     report_path(path).unlink(missing_ok=True)  # which would be of what is replaced
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
@@ -204,13 +210,11 @@ def predict(model: str | Path, pipeline: Pipeline | None = None) -> Report:
     return prepare(model, pipeline or Pipeline()).report
 
 
-def _check_out(path: Path, overwrite: bool) -> None:
+def _check_name(path: Path) -> None:
     if path.suffix != ".gguf":
         raise ValueError(f"{path}: models are written as one GGUF file; give a name that ends in .gguf")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is no folder; make it first")
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise ValueError(f"{path} exists; give another name, or --overwrite")
 
 
 def _chunks(job: Job, pipeline: Pipeline, advance: Callable[[int], None]) -> Chunks:

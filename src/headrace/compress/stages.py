@@ -28,12 +28,15 @@ from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
+from headrace.weights.arrival import sha256_of
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
 from headrace.weights.loader import part_values, read_part, write_parts
 from headrace.weights.parts import plan, stored_as
 from headrace.weights.progress import Progress
 from headrace.weights.source import TensorInfo
 from headrace.weights.write_gguf import Chunks, write_gguf
+
+HEALED = "heal.json"  # what a training came to; there when its file is
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Left:
 
 def carry(made: Report, before: Report, left: Left) -> None:
     """What was reported before the cuts, and what they came to, goes into the report of the job on what they left."""
-    made.warnings, made.largest = before.warnings, max(before.largest, made.largest)
+    made.warnings, made.largest, made.kv = before.warnings, max(before.largest, made.largest), before.kv
     made.cuts, made.healed, made.tokens = left.cuts, left.healed, left.tokens
     made.passages = [*before.passages, *left.passages]
 
@@ -63,13 +66,13 @@ def cut_model(
     of the work; with `words` it has the vocabulary, too. Raises ValueError as `reshaped` and Work do, and OSError."""
     names = [f"{at}-{cut.method}" for at, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
-    done = max((at for at, file in enumerate(files) if file.is_file()), default=-1)
+    done = max((at for at, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)
     if done >= 0:
-        opened = open_files(files[done])
+        opened = _left(work, f"{names[done]}.json", files[done])
     for at in range(done + 1, len(cuts)):
         own = Work(work.folder / names[at])
         _cut(opened, cuts[at], work, own, files[at], texts, tell, threads, words)
-        opened = open_files(files[at])
+        opened = _left(work, f"{names[at]}.json", files[at])
         own.remove()
         if at:
             files[at - 1].unlink()
@@ -98,23 +101,29 @@ def heal_model(
         work.folder / "healed.gguf",
         work.folder / "heal",
     )
-    if not file.is_file():
+    if not (work.folder / HEALED).is_file():
         made = healer.heal(original, left.opened, texts, how, folder, tell)
-        work.write("heal.json", asdict(made.report))
         config, values = left.opened.config, part_values(made.model)
         with work.writing(file) as part:
             _write(left.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, words)
+        work.write(HEALED, {**asdict(made.report), "sha256": sha256_of(file)})
     shutil.rmtree(folder, ignore_errors=True)
-    metadata = work.read("heal.json")
+    metadata = work.read(HEALED)
     before, after = (Judgement(**metadata[name]) for name in ("before", "after"))
     healed = HealReport(metadata["steps"], metadata["tokens"], metadata["different"], before, after)
-    return replace(left, opened=open_files(file), healed=healed, passages=passages(texts))
+    return replace(left, opened=_left(work, HEALED, file), healed=healed, passages=passages(texts))
+
+
+def _left(work: Work, about: str, file: Path) -> Opened:
+    """A model that was written into the folder of the work. Raises WeightError where it is not what `about` says."""
+    work.check(file.name, work.read(about).get("sha256"))
+    return open_files(file)
 
 
 def _cut(
     opened: Opened, cut: Cut, work: Work, own: Work, out: Path, texts: Texts, tell: Progress, threads: int, words: bool
 ) -> None:
-    """One cut: `own` is its walk's work; `out` is written last."""
+    """One cut: `own` is its walk's work; what is said of `out` is written last."""
     config = opened.config
     target = reshaped(config, cut)
     own.begin({**work.read(PLAN), "cut": str(cut)})
@@ -124,7 +133,6 @@ def _cut(
     gone = dropped([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
     report = CutReport(cut.method, size(config, cut.method), size(target, cut.method), layers, gone)
     notes = [note for about in abouts for note in about["notes"]]
-    work.write(f"{own.folder.name}.json", {"told": asdict(report), "notes": notes, "tokens": abouts[0]["tokens"]})
     changed = {name for about in abouts for name in about["cut"]}
     kept = [number for number in range(config.num_layers) if number not in gone]
 
@@ -133,6 +141,8 @@ def _cut(
 
     with work.writing(out) as part:
         _write(opened, target, kept, changed, left, part, words)
+    about = {"told": asdict(report), "notes": notes, "tokens": abouts[0]["tokens"], "sha256": sha256_of(out)}
+    work.write(f"{own.folder.name}.json", about)
 
 
 def _step(cut: Cut, config: ModelConfig, target: ModelConfig) -> Compressor:

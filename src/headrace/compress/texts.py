@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace import native
+from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.models.registry import describe
@@ -114,9 +115,23 @@ def writing_bytes(opened: Opened, window: int) -> int:
     return weights + round(BATCH * window * kv_token_bytes(opened.config, "bfloat16"))
 
 
-def digest(texts: Sequence[Sequence[int]]) -> str:
+def keep(work: Work, name: str, texts: Texts) -> None:
+    """Write texts into a file of the work."""
+    work.write(name, {"texts": texts, "sha256": _digest(texts)})
+
+
+def kept(work: Work, name: str) -> Texts:
+    """What `keep` wrote. Raises WeightError where it is not that."""
+    found = work.read(name)
+    texts: Texts = found.get("texts", [])
+    if not texts or found.get("sha256") != _digest(texts):
+        raise work.damaged(name)
+    return texts
+
+
+def _digest(texts: Texts) -> str:
     """SHA-256 of their tokens."""
-    return hashlib.sha256(json.dumps([list(text) for text in texts]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def passages(texts: Sequence[Sequence[int]]) -> list[str]:

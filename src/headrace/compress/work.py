@@ -5,7 +5,7 @@ layers, and last of all how far it has come.
     texts.json       the tokens that are read
     layer_0003.safetensors    the layer's numbers as they are to be: float32, or rows of a kind (uint8); what is said of them
     rows.a, rows.b   float32 [tokens, hidden]: what went into a layer and what came out of it, in turns
-    state.json       layers done; written when all of the above is there
+    state.json       layers done, and the SHA-256 of their files and of the rows that come next; written when these are there
     written.json     OUT is whole, and is still to be judged
 
 Every file is written under another name and then renamed.
@@ -23,10 +23,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from headrace.weights.arrival import sha256_of
 from headrace.weights.replacing import PART, replacing
 from headrace.weights.source import WeightError
 
-VERSION = 1  # of what the files mean, and of how they are made
+VERSION = 2  # of what the files mean, and of how they are made
 PLAN, TEXTS, STATE, WRITTEN = "plan.json", "texts.json", "state.json", "written.json"
 
 
@@ -49,15 +50,35 @@ class Work:
             raise WeightError(
                 f"{self.folder} was begun for something else ({differences}); remove it, or ask for what it was begun with"
             )
+        for name, digest in self._sums().items():
+            self.check(name, digest)
         return self.done
 
     @property
     def done(self) -> int:
         """Layers that are whole."""
-        found = self.read(STATE).get("layers") if (self.folder / STATE).is_file() else 0
-        if not isinstance(found, int) or not all(self.layer(number).is_file() for number in range(found)):
+        return max(0, len(self._sums()) - 1)
+
+    def _sums(self) -> dict[str, str]:
+        """The SHA-256 of every layer's file that is done, and last of the rows that come next, by name; empty before any is."""
+        if not (self.folder / STATE).is_file():
+            return {}
+        state = self.read(STATE)
+        found, layers = state.get("sha256"), state.get("layers")
+        if not isinstance(layers, int) or not isinstance(found, dict):
+            raise self.damaged(STATE)
+        if list(found) != [*(self.layer(number).name for number in range(layers)), self.rows(layers).name]:
             raise self.damaged(STATE)
         return found
+
+    def check(self, name: str, digest: object) -> None:
+        """Raise WeightError where a file of the folder is not what it was when it was written, with this SHA-256."""
+        try:
+            found = sha256_of(self.folder / name)
+        except OSError:
+            found = None
+        if found is None or found != digest:
+            raise self.damaged(name)
 
     def layer(self, number: int) -> Path:
         return self.folder / f"layer_{number:04}.safetensors"
@@ -70,7 +91,11 @@ class Work:
         """A layer is done; the rows that came out of it are there."""
         with self.writing(self.layer(number)) as part:
             save_file(dict(tensors), part, {"about": json.dumps(about)})
-        self.write(STATE, {"layers": number + 1})
+        sums = self._sums()
+        sums.pop(self.rows(number).name, None)
+        for path in (self.layer(number), self.rows(number + 1)):
+            sums[path.name] = sha256_of(path)
+        self.write(STATE, {"layers": number + 1, "sha256": sums})
 
     def about(self, number: int) -> dict[str, Any]:
         """What was said of a layer. Raises WeightError where its file is damaged."""

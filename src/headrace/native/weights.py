@@ -6,7 +6,7 @@ once, or are quantised at load. What is asked for twice (a tied head) is packed 
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -61,6 +61,14 @@ def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
                 into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
                 total += core().packed_bytes(as_read, n, math.prod(part.shape[1:]), into)
     return total
+
+
+def weights_room(models: Sequence[tuple[Model, WeightSource, str]]) -> tuple[int, str]:
+    """What the weights of models take together, each with its `quantize`, and what to ask for that they take less; empty where
+    none of them are floats that would become integers. Raises ValueError as `packed_bytes` does."""
+    need = sum(packed_bytes(*one) for one in models)
+    fewer = sum(packed_bytes(model, source, quantize or "int8") for model, source, quantize in models)
+    return need, "weights in fewer bits (quantize='int8')" if fewer < need else ""
 
 
 def _quantized(kind: str, quantize: str, table: bool) -> str:

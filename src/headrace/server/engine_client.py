@@ -44,7 +44,13 @@ class EngineLink:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
         try:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the web process, also while this one still imports what it needs
+            )
         except OSError as error:
             ours.close()
             raise EngineGoneError(f"the engine process cannot be started ({error.strerror or error})") from None

@@ -236,7 +236,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
 def main(fd: int, parent: int) -> int:
     """Serve one web process over the socket with this descriptor; returns the exit code."""
     host.end_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the web process decides when this one ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a service; the web process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     return serve(Channel(socket.socket(fileno=fd)))

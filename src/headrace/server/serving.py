@@ -220,6 +220,8 @@ async def _load(models: Models, server: Server, say: Callable[[str], None], page
     except LoadError:
         server.should_exit = True
         raise
+    if server.stopped_by is not None:  # nothing is ready any more
+        return
     for service in services:
         if service.llm.loaded is not None:
             name = f"{service.name}: " if len(models.services) > 1 else ""

@@ -32,13 +32,14 @@ class MemoryPlan:
         return self.kv_bytes + self.scratch
 
 
-def check_weights_fit(need: int, free: int, *names: str) -> None:
-    """Raise unless weights of `need` bytes, of the models of these names together, fit in `free` bytes."""
+def check_weights_fit(need: int, free: int, *names: str, narrower: str = "") -> None:
+    """Raise unless weights of `need` bytes, of the models of these names together, fit in `free` bytes. `narrower`: what could
+    be asked for instead, by which they take fewer; empty where nothing could."""
     if need > free * 0.95:
         verb, whose = ("needs", "its") if len(set(names)) == 1 else ("need", "their")
         raise DoesNotFit(
             f"{' and '.join(dict.fromkeys(names))} {verb} {gib(need)} for {whose} weights and {gib(free)} are free; "
-            "choose a smaller model or a narrower dtype (dtype='bfloat16'), or free memory"
+            f"choose a smaller model{narrower and f' or {narrower}'}, or free memory"
         )
 
 

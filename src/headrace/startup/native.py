@@ -8,7 +8,7 @@ from headrace.data.plan import MAX_NODES, TARGET
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
 from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
-from headrace.native.weights import packed_bytes
+from headrace.native.weights import weights_room
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
@@ -39,9 +39,9 @@ class Native:
         settings, models = recipe.settings, recipe.models
         quantize, owners = settings.quantize or "", recipe.owners
         described = {role: describe(models[role].config) for role in dict.fromkeys(owners.values())}
-        need = sum(packed_bytes(model, models[role].source, quantize) for role, model in described.items())
+        need, narrower = weights_room([(model, models[role].source, quantize) for role, model in described.items()])
         free = host.free_memory()
-        memory.check_weights_fit(need, free, *(each.name for each in models.values()))
+        memory.check_weights_fit(need, free, *(each.name for each in models.values()), narrower=narrower)
         scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
         plan = recipe.plan(lambda config: kv_block_bytes(config, BLOCK_SIZE, settings.kv_dtype), 4, free - need, scratch)
         shared: dict[str, Any] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headrace import host, native
 from headrace.models.registry import describe
-from headrace.native.weights import packed_bytes
+from headrace.native.weights import weights_room
 from headrace.startup.memory import check_weights_fit, gib
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.kinds import FLOATS, KINDS
@@ -40,8 +40,8 @@ def check_room(models: Sequence[tuple[Opened, str]]) -> None:
     empty: what they are), have no room as the native core packs them. Where the core is not there torch looks when it loads."""
     if native.reason() or not models:
         return
-    need = sum(packed_bytes(describe(each.config), each.source, quantize) for each, quantize in models)
-    check_weights_fit(need, host.free_memory(), *(each.name for each, _ in models))
+    need, narrower = weights_room([(describe(each.config), each.source, quantize) for each, quantize in models])
+    check_weights_fit(need, host.free_memory(), *(each.name for each, _ in models), narrower=narrower)
 
 
 def runs_here(model: str | Path) -> str:

@@ -57,7 +57,8 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
         return -(-recipe.longest // BLOCK_SIZE) * kv_shape(encoder).block_bytes(BLOCK_SIZE, dtype.itemsize)
 
     need, free = sum(_elements(each) for each in firsts.values()) * dtype.itemsize, free_memory(recipe)
-    check_weights_fit(need, free, *(each.name for each in opened.values()))
+    narrower = "a narrower dtype (dtype='bfloat16')" if dtype.itemsize > 2 else ""
+    check_weights_fit(need, free, *(each.name for each in opened.values()), narrower=narrower)
     plan = recipe.plan(kv_bytes, dtype.itemsize, free - need, recipe.scratch(pool_bytes))
     models = {role: _model(recipe, each, dtype, device) for role, each in firsts.items()}
     heads = recipe.head_ids()

@@ -93,7 +93,7 @@ def _from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": key_dim,
         "context_length": _count(get("context_length")),
         "sliding_window": _count(get("attention.sliding_window")),
-        "kv_bytes_per_token": _kv_bytes(sum(kv_heads), (key_dim or 0) + (value_dim or 0)),
+        "kv_bytes_per_token": kv_bytes(sum(kv_heads), (key_dim or 0) + (value_dim or 0)),
         "tokenizer": " ".join(part for part in tokenizer if part) or None,
         "vocab_size": len(tokens) if tokens is not None else _count(get("vocab_size")),
         "chat_template": _text(metadata.get("tokenizer.chat_template")),
@@ -125,7 +125,7 @@ def _from_config(folder: SafetensorsFolder | QuantizedFolder) -> dict[str, Any]:
         "head_dim": head_dim,
         "context_length": get("max_position_embeddings", "n_positions"),
         "sliding_window": get("sliding_window") if config.get("use_sliding_window", True) else None,
-        "kv_bytes_per_token": _kv_bytes((layers or 0) * (kv_heads or 0), 2 * (head_dim or 0)),
+        "kv_bytes_per_token": kv_bytes((layers or 0) * (kv_heads or 0), 2 * (head_dim or 0)),
         "tokenizer": _text(_json(folder.path / "tokenizer.json").get("model", {}).get("type")),
         "vocab_size": get("vocab_size"),
         "chat_template": _folder_template(folder.path),
@@ -139,7 +139,7 @@ def _folder_template(folder: Path) -> str | None:
     return _text(_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def _kv_bytes(heads: int, dims: int) -> dict[str, int] | None:
+def kv_bytes(heads: int, dims: int) -> dict[str, int] | None:
     """Bytes of K and V of one token, for `heads` KV heads of all layers with `dims` numbers each (both together); in integers
     as the native core keeps them."""
     if not (heads and dims):

@@ -36,6 +36,7 @@ LEFT_OUT = ("input_scale", "input_zero_point", "output_scale", "output_zero_poin
 FIELDS = ("weight_packed", "weight", "compressed", "bitmask", "shape", "weight_shape", "weight_scale", "weight_zero_point")
 GLOBAL = "weight_global_scale"
 BITS = range(2, 9)
+MARLIN = "marlin-24"  # 2:4 in the order that one kernel of GPUs reads
 NVFP4_GROUP = 16
 E2M1 = MXFP4_VALUES / 2  # by code
 
@@ -44,9 +45,10 @@ class CompressedTensors:
     """See the module. Raises WeightError, in one line, for what is not read and for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        if settings.get("format") == "marlin-24":
+        if MARLIN in [one.get("format") for one in (settings, *_groups_of(settings))]:
             raise WeightError(
-                f"{folder.path}: is in the layout of one kernel (marlin-24), which is not read; take one that is pack-quantized"
+                f"{folder.path}: is in the layout of one kernel ({MARLIN}), which is not read; take the same model "
+                "pack-quantized, or its 16 bits and headrace compress --sparsity 2:4"
             )
         self._stored = Stored(folder, "compressed-tensors")
         self._widths = _widths(settings)
@@ -259,10 +261,14 @@ class CompressedTensors:
         return values, chosen
 
 
+def _groups_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = settings.get("config_groups")
+    return [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+
+
 def _widths(settings: Mapping[str, Any]) -> tuple[int, ...]:
     """Bits that config.json names; all that are read where it names none."""
-    groups = settings.get("config_groups")
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    weights = [group.get("weights") for group in _groups_of(settings)]
     named = {one.get("num_bits") for one in weights if isinstance(one, dict)}
     return tuple(bits for bits in BITS if bits in named) or tuple(BITS)
 
