@@ -15,12 +15,13 @@ from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.server import cascade as module
 from headrace.server.async_llm import RequestFailedError
-from headrace.server.errors import ENGINE_LOST, UNFIT, ApiError
+from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, UNFIT, ApiError
 from headrace.server.fields import ChatRequest, CompletionRequest
+from headrace.server.queueing import QueueFullError
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
 from headrace.server.supervision import State
-from headrace.server.tickets import DeadlineError, EngineLostError
+from headrace.server.tickets import DeadlineError, EngineDownError, EngineLostError
 from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown
 from tests.server.browser import ask, opened
@@ -213,6 +214,23 @@ def test_a_tier_whose_engine_is_down_is_passed_over(server: Running, monkeypatch
     monkeypatch.setattr(module, "gathered", lost)
     said = server.post(f"/v1/{path}", body)
     assert (said.status_code, said.json()["error"]["code"]) == (503, ENGINE_LOST)
+
+
+@pytest.mark.parametrize(
+    ("error", "absent"),
+    [
+        (EngineDownError("it is being loaded"), True),
+        (ApiError(503, "no room for it", code=MODEL_UNUSABLE), True),
+        (EngineLostError("it ended"), False),
+        (DeadlineError("too late"), False),
+        (QueueFullError("8 wait", 1), False),
+        (ApiError(400, "wrong"), False),
+        (RuntimeError("a mistake of ours"), False),
+    ],
+)
+def test_what_is_an_absence(error: Exception, absent: bool) -> None:
+    """A queue that is full is none: the larger model is not where a crowd goes."""
+    assert module.is_absent(error) is absent
 
 
 def test_an_answer_that_a_context_cut_off_does_not_stand(
