@@ -369,6 +369,13 @@ def test_translate_writes_a_line_for_a_line(folder: Path, llm: LLM, shell: Shell
     assert "exits" not in json.loads(out)
 
 
+def test_a_file_that_is_no_text_is_named(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"a dog\n\xff\n")
+    code, _, said = shell("translate", folder, "--file", tmp_path / "in.txt")
+    assert code == 1
+    assert "in.txt is not utf-8 text" in said
+
+
 def test_translate_refuses_a_model_without_a_source(shell: Shell, tmp_path: Path) -> None:
     code, _, said = shell("translate", str(write_tiny_gguf(tmp_path / "tiny.gguf")), "a dog")
     assert code == 1
